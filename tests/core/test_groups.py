@@ -376,7 +376,7 @@ def test_the_configuration_asks_for_a_mean():
 @pytest.mark.parametrize(
     ("takes", "said"),
     [
-        (["head.bias", "embd.weight"], "takes 'embd.weight', and no parameter is named so; did you mean embed.weight?"),
+        (["head.bias", "embd.weight"], "takes 'embd.weight', and no parameter is named so. Did you mean embed.weight?"),
         ("blokcs.*", "takes 'blokcs.*', and no parameter is named so"),
         (lambda name, shape: len(shape) == 7, "takes none of the model's 25 parameters"),
     ],

@@ -264,10 +264,10 @@ def test_a_call_of_track_has_the_state_first(run):
     [
         (
             {"gradient_accumulation_steps": 2},
-            "zero.Plan: gradient_accumulation_steps is not an argument; did you mean accumulate?",
+            "zero.Plan: gradient_accumulation_steps is not an argument. Did you mean accumulate?",
         ),
-        ({"dtype": torch.bfloat16}, "zero.Plan: dtype is not an argument; did you mean precision?"),
-        ({"stages": 3}, "did you mean stage?"),
+        ({"dtype": torch.bfloat16}, "zero.Plan: dtype is not an argument. Did you mean precision?"),
+        ({"stages": 3}, "Did you mean stage?"),
         ({"compile": "yes"}, "zero.compile=yes: it is True, False or a backend of torch.compile: "),
         ({"compile": 1}, "zero.compile=1: it is True, False or a backend of torch.compile: "),
         ({"update": "eager"}, "zero.update=eager: it is one of lazy, serial"),

@@ -169,7 +169,7 @@ def refused(world):
             pass
         return str(caught.value)
 
-    assert told(ConfigError, "blocks.0.gane") == "no parameter is named blocks.0.gane; did you mean blocks.0.gain?"
+    assert told(ConfigError, "blocks.0.gane") == "no parameter is named blocks.0.gane. Did you mean blocks.0.gain?"
     assert "no parameter is named *.lora; there are embed.weight, " in told(ConfigError, ["norm.*", "*.lora"])
     assert told(ConfigError, "head.weight") == "head.weight is tied to embed.weight; use that name"
     assert told(ConfigError, "blocks.2.gain", kind="mu") == "blocks.2.gain is frozen: it has no mu"

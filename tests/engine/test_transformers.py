@@ -464,7 +464,7 @@ def test_what_is_wrong_with_files_is_said_by_name(tmp_path):
     with pytest.raises(PlanError, match=r"holds no file that ends in \.safetensors"):
         first_values(tmp_path / "empty")
     without = {name: value for name, value in values.items() if name != "norm.weight"}
-    with pytest.raises(PlanError, match=r"weights hold nothing named norm.weight; did you mean"):
+    with pytest.raises(PlanError, match=r"weights hold nothing named norm.weight. Did you mean"):
         first_values(in_files(tmp_path / "without", without))
     with pytest.raises(PlanError, match=r"weights hold nothing named embed.weight, norm.weight, norm.bias$"):
         first_values({})

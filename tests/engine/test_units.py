@@ -152,7 +152,7 @@ def test_depth_counts_what_is_gathered_beside_one_unit():
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("Lienar", "; did you mean Linear?"), ("block", "; did you mean Block?"), ("Zzz", "")]
+    ("name", "near"), [("Lienar", ". Did you mean Linear?"), ("block", ". Did you mean Block?"), ("Zzz", "")]
 )
 def test_an_unknown_class_gets_the_nearest_name(name, near):
     with pytest.raises(PlanError) as caught:

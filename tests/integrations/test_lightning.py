@@ -505,7 +505,7 @@ class Keeping(Regression):
 @pytest.mark.parametrize(
     ("model", "settings", "changes", "line"),
     [
-        (Regression, {"stge": 3}, {}, r"ZeroStrategy\(stge=...\) is no setting of the engine; did you mean stage\?"),
+        (Regression, {"stge": 3}, {}, r"ZeroStrategy\(stge=...\) is no setting of the engine. Did you mean stage\?"),
         (Regression, {"accumulate": 2}, {}, "Trainer says the rest"),
         (
             Regression,

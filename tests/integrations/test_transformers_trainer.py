@@ -486,7 +486,7 @@ def test_frozen_parameters_that_peft_saves_are_saved(make, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "changes", "line"),
     [
-        ({"stge": 3}, {}, r"zero=\{'stge': ...\} is no setting of the engine; did you mean stage\?"),
+        ({"stge": 3}, {}, r"zero=\{'stge': ...\} is no setting of the engine. Did you mean stage\?"),
         ({"accumulate": 2}, {}, "TrainingArguments say the rest"),
         ({}, {"optim": "adafactor"}, r"TrainingArguments\(optim='adafactor'\).*set optim to one of adamw_torch,"),
         ({}, {"torch_compile": True}, r"TrainingArguments\(torch_compile=...\): write zero=\{'compile': True\}"),

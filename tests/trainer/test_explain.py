@@ -106,20 +106,20 @@ def test_without_a_key_the_sections_are_listed():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("zero.stge", "did you mean zero.stage?"),
-        ("offlod", "did you mean offload?"),
-        ("lr", "did you mean optim.lr?"),
-        ("optimizer.lr", "did you mean optim.lr?"),
-        ("widt", "did you mean model.width?"),
-        ("page", "did you mean offload.page?"),
-        ("ranks", "did you mean launch.ranks or plan.ranks?"),
-        ("qqqq", "mode=explain lists the sections"),
+        ("zero.stge", "Did you mean zero.stage?"),
+        ("offlod", "Did you mean offload?"),
+        ("lr", "Did you mean optim.lr?"),
+        ("optimizer.lr", "Did you mean optim.lr?"),
+        ("learning_rate", "Did you mean optim.lr?"),
+        ("page", "Did you mean offload.page?"),
+        ("ranks", "Did you mean launch.ranks or plan.ranks?"),
+        ("qqqq", "mode=explain lists the sections."),
     ],
 )
 def test_an_unknown_key_is_one_line_with_the_nearest(asked, said):
     with pytest.raises(ConfigError) as caught:
         explain(asked, CONF)
-    assert str(caught.value) == f"explain.key={asked} is not a key or a section; {said}"
+    assert str(caught.value) == f"explain.key={asked} is not a setting or a section. {said}"
 
 
 @pytest.mark.parametrize("columns", [80, 300])

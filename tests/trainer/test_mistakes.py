@@ -1,49 +1,107 @@
-"""A hundred mistakes, typed as users type them: the table of `scripts/mistakes`, and a few through the real command."""
+"""Mistakes in Python against a small model: each raises one line with what to write."""
 
-import importlib.machinery
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from tests.conftest import LONG_S
+import zero
 
 ROOT = Path(__file__).resolve().parents[2]
 
+SNIPPETS = [
+    # a loss
+    ('train(lambda model, batch: {"loss": loss_fn(model, batch)})', 'write return outputs["loss"]'),
+    ("train(lambda model, batch: loss_fn(model, batch).item())", "without .item()"),
+    ("train(lambda model, batch: None)", "end it with return loss"),
+    ("train(lambda model, batch: model(batch))", "must be a scalar"),
+    ("train(lambda model, batch: loss_fn(model, batch).detach())", "without torch.no_grad() or .detach()"),
+    ("train(lambda model, batch: (loss_fn(model, batch), batch))", "write return loss, or return loss, {"),
+    ("train(lambda copy, batch: loss_fn(model, batch))", "use the model that"),
+    ("zero.make_step(plan, batch.mean())", "give a function of the model and a microbatch"),
+    # microbatches
+    ("step(state, batch)", "pass a list of them: step(state, [batch])"),
+    ('step(state, {"x": batch})', "pass a list of them: step(state, [batch])"),
+    ("step(state, (batch, batch))", "pass it in a list: step(state, [batch])"),
+    ("step(state, [batch, batch])", "Plan(accumulate=...)"),
+    # states and plans
+    ("step([batch])", "write state, metrics = step(state, [batch])"),
+    ("step(plan, [batch])", "write state = zero.init(plan, store)"),
+    ("step(step(state, [batch]), [batch])", "write state, metrics = step(state, [batch])"),
+    ("step(state, [batch]); step(state, [batch])", "keep the new one"),
+    ("zero.make_step(state, loss_fn)", "write step = zero.make_step(state.plan, loss_fn)"),
+    ("zero.make_step(model, loss_fn)", "write step = zero.make_step(plan, loss_fn)"),
+    ("zero.open_store(state)", "write store = zero.open_store(state.plan)"),
+    ("zero.init(state)", "write state = zero.init(state.plan, zero.open_store(state.plan))"),
+    ("zero.init(plan)", "write state = zero.init(plan, zero.open_store(plan))"),
+    ("zero.init(plan, store)", "open another one with zero.open_store(plan)"),
+    ("zero.save(plan, 'checkpoints')", "write state = zero.init(plan, store), and then zero.save(state, folder)"),
+    ("zero.load(state, 'checkpoints')", "zero.open_checkpoint(world, folder)"),
+    ("zero.full_state_dict(state.model)", "write zero.full_state_dict(state)"),
+    ("zero.get_full(state, '0.weigth')", "Did you mean 0.weight?"),
+    ("zero.set_full(state, '0.weight', batch)", "it is (8, 4)"),
+    ("state.model[0].weight.data.zero_()", "zero.gathered(state or engine, names, modify=True)"),
+    ("zero.open_checkpoint(world, 'nowhere')", "give the folder itself"),
+    # a plan
+    ("make_plan(stage=4)", "a stage is 0, 1, 2 or 3"),
+    ("make_plan(precision=torch.bfloat16)", "Did you mean bf16?"),
+    ("make_plan(offload='disk')", "must be one of none, cpu, nvme, infinity, auto"),
+    ("make_plan(optimizer=torch.optim.AdamW(model.parameters()))", "make one with zero.adamw(lr)"),
+    ("make_plan(world=2)", "make one with zero.World.from_env()"),
+    ("make_plan(units='Linear')", "pass a list: ['Linear']"),
+    ("make_plan(activations='checkpoint')", "one of keep, remat, offload"),
+    ("make_plan(accumulate=0)", "1 or more"),
+    ("zero.adamw(lr='fast')", "it must be a number"),
+    ("zero.Offload('nvme', pth='/mnt')", "Did you mean offload.path?"),
+    ("make_plan(offlaod='nvme')", "zero.Plan: offlaod is not an argument. Did you mean offload?"),
+    ("zero.Plan(model, world=world)", "zero.Plan needs optimizer"),
+    (
+        "zero.adamw(learning_rate=1e-3)",
+        "zero.adamw: learning_rate is not an argument. Choose from lr, beta1, beta2, eps, ",
+    ),
+    ("zero.adamw(model.parameters(), lr=1e-3)", "multiple values for argument 'lr'. Choose from lr, beta1"),
+    ("zero.track(state, 'runs/x', sample=8)", "Did you mean samples?"),
+    # DeepSpeed's names
+    ("zero.initialize(model=model, config={'train_batch_siz': 8})", "Did you mean train_batch_size?"),
+]
+"""Code, and a part of the message."""
 
-@pytest.fixture(scope="module")
-def mistakes():
-    loader = importlib.machinery.SourceFileLoader("mistakes", str(ROOT / "scripts" / "mistakes"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("mistakes", loader))
-    loader.exec_module(module)
-    return module
+
+@pytest.fixture
+def names(here):
+    """What a script has at hand."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    needed = {"optimizer": zero.adamw(lr=1e-3), "world": zero.World.from_env()}
+    plan = zero.Plan(model, **needed)
+    store = zero.open_store(plan)
+    state = zero.init(plan, store)
+    batch = torch.ones(3, 4)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    yield {
+        "zero": zero,
+        "torch": torch,
+        "nn": nn,
+        "model": model,
+        "world": needed["world"],
+        "plan": plan,
+        "store": store,
+        "state": state,
+        "batch": batch,
+        "loss_fn": loss_fn,
+        "step": zero.make_step(plan, loss_fn),
+        "train": lambda loss_fn: zero.make_step(plan, loss_fn)(state, [batch]),
+        "make_plan": lambda **other: zero.Plan(model, **{**needed, **other}),
+    }
+    store.close()
 
 
-def test_every_mistake_is_answered_with_the_word_that_mends_it(here, mistakes):
-    found = list(mistakes.answers())
-    assert len(found) == 125
-    assert not [answer for answer in found if answer.wrong]
-    assert not list(here.iterdir())
-
-
-def test_an_answer_that_is_wrong_is_seen(here, mistakes):
-    assert mistakes.answer_of_command("lr=1", "type optim.rate").wrong == "without 'type optim.rate'"
-    assert mistakes.answer_of_command("debug=tiny", "").wrong == "a run began"
-    assert mistakes.answer_of_python("step(state, [batch])", "").wrong == "it was accepted"
-    assert mistakes.answer_of_python("nothing", "").wrong == "an error that is not ours"
-    assert "is refused as well" in mistakes._followed("steps=x", "unknown key stepps; did you mean steps?")
-    assert "is refused as well" in mistakes._followed("lr=1", "unknown key lr; type optim.lr=-1")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("words", ["lr=1e-3 steps=1", "--lr 1e-3 --bf16", "explain zero.stage"])
-def test_the_command_says_it_too(here, mistakes, words):
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *words.split()],
-        cwd=here, capture_output=True, text=True, timeout=LONG_S, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert dict(mistakes.COMMANDS).get(words, "written without dashes") in done.stderr
-    assert not list(here.iterdir())
+@pytest.mark.parametrize(("code", "message"), SNIPPETS)
+def test_a_mistake_raises_one_line_with_what_to_write(names, code, message):
+    with pytest.raises(zero.ZeroError) as caught:
+        exec(code, names)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

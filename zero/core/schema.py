@@ -28,9 +28,6 @@ class Section(BaseModel):
     section_key: ClassVar[str] = ""
     """The dotted key of this section in a run's settings; "" for a whole run, and where a message needs none."""
 
-    for_several: ClassVar[str] = ""
-    """The end of a message for a key that takes one value and got several, with {key} and {values}; "": none."""
-
     first: ClassVar[tuple[str, ...]] = ()
     """The fields that a reader meets first, in this order; the others follow as they are declared."""
 
@@ -82,8 +79,7 @@ def sentence(model: type[Section], refused: ValidationError, raw: Mapping[str, A
     """
     errors = refused.errors(include_url=False)
     error = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    text, several = _sentence(model, error, raw, at), _if_several(model, error, raw)
-    return text.partition("; did you mean")[0] + several if several else text
+    return _sentence(model, error, raw, at)
 
 
 def _sentence(model: type[Section], error: ErrorDetails, raw: Mapping[str, Any], at: str) -> str:
@@ -99,10 +95,12 @@ def _sentence(model: type[Section], error: ErrorDetails, raw: Mapping[str, Any],
     if kind == "union_tag_invalid":
         options = [option.strip().strip("'") for option in limits["expected_tags"].split(",")]
         name = node.get("name")
-        return f"{key}.name={suggest.shown(name)} does not exist; {suggest.nearest(str(name), options)}"
+        return f"{key}.name={suggest.shown(name)} does not exist. {suggest.nearest(str(name), options)}"
     if kind == "literal_error":
         options = [option.strip(" '") for option in limits["expected"].replace(" or ", ",").split(",")]
-        return f"{seen}: must be {' or '.join(options)}" if len(options) < 3 else f"{seen}: {_choose(node, options)}"
+        if len(options) < 3:
+            return f"{seen}: must be {' or '.join(options)}"
+        return f"{seen}: must be one of {', '.join(options)}{suggest.meant(str(node), options)}"
     if kind == "value_error":
         return f"{seen}: {limits['error']}{_as_whole(key, node, str(limits['error']))}"
     texts = {
@@ -135,32 +133,6 @@ def _typed(error: ErrorDetails, raw: Mapping[str, Any]) -> tuple[list[str], Any]
             path.append(str(part))
             node = node[part]
     return path, node
-
-
-def _if_several(model: type[Section], error: ErrorDetails, raw: Mapping[str, Any]) -> str:
-    """The end of a sentence about a list or a range, where the key takes each of its values alone."""
-    path, typed = _typed(error, raw)
-    values = suggest.values_in(typed) if model.for_several else []
-    if len(values) < 2 or any(_is_refused(model, path, _with(raw, path, value)) for value in values):
-        return ""
-    return model.for_several.format(key=".".join(path), values=",".join(map(suggest.word, values)))
-
-
-def _is_refused(model: type[Section], path: list[str], raw: Mapping[str, Any]) -> bool:
-    """Return whether the value at `path` itself is wrong."""
-    try:
-        model.model_validate(raw)
-    except ValidationError as refused:
-        return any(_typed(error, raw)[0] == path for error in refused.errors(include_url=False))
-    except ConfigError:  # the value is right, and conflicts with another one
-        return False
-    return False
-
-
-def _with(raw: Mapping[str, Any], path: list[str], value: object) -> dict[str, Any]:
-    """`raw` with another value at `path`."""
-    first, *rest = path
-    return {**raw, first: _with(raw[first], rest, value) if rest else value}
 
 
 def _as_whole(key: str, value: object, text: str) -> str:
@@ -197,8 +169,8 @@ def _section_given_a_value(model: type[Section], key: str, value: object, at: st
         model(**nested)
     except ConfigError as refused:
         if str(refused).startswith(inside[0]):
-            return f"{seen}; there are {', '.join(inside)}"
-    return f"{seen}; did you mean {inside[0]}={suggest.shown(value)}?"
+            return f"{seen}. Choose from {', '.join(inside)}."
+    return f"{seen}. Did you mean {inside[0]}={suggest.shown(value)}?"
 
 
 def models_in(annotation: Any) -> Iterator[type[Section]]:
@@ -206,9 +178,3 @@ def models_in(annotation: Any) -> Iterator[type[Section]]:
         yield annotation
     for argument in typing.get_args(annotation):
         yield from models_in(argument)
-
-
-def _choose(value: object, options: list[str]) -> str:
-    tail = suggest.nearest(str(value), options)
-    choices = "must be one of " + ", ".join(options)
-    return choices if tail.startswith("there are") else f"{choices}; {tail}"

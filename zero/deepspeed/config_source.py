@@ -258,7 +258,7 @@ def _kind(section: str, found: CheckedConfig, kinds: Mapping[str, Kind], *, lowe
     name = wanted.lower() if lower else wanted
     if name not in kinds:
         hint = suggest.nearest(wanted, kinds, cutoff=0.65)  # Muon is no misspelling of lion
-        raise ConfigError(f"{section}.type={suggest.shown(wanted)} does not exist here; {hint}")
+        raise ConfigError(f"{section}.type={suggest.shown(wanted)} does not exist here. {hint}")
     prefix = f"{section}.params."
     own = {f"{prefix}{key.name}": key for key in kinds[name].keys}
     for key, value in _section(f"{section}.params", params).items():

@@ -391,7 +391,7 @@ def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> T
     names = [tracker] if isinstance(tracker, str) else list(tracker)
     for name in names:
         if name not in NAMES:
-            raise ConfigError(f"tracker={name} does not exist; {suggest.nearest(str(name), NAMES)}")
+            raise ConfigError(f"tracker={name} does not exist. {suggest.nearest(str(name), NAMES)}")
     kind = Wandb if "wandb" in names else Jsonl
     return kind(every=every, tensorboard="tensorboard" in names)
 

@@ -1,18 +1,15 @@
 """From a command line to runs, or to one line that says what is wrong with it.
 
-`main` checks every run that a command line asks for before torch is imported, then has Hydra make the folders and run
-the jobs.
+`main` checks every run of a command line before torch is imported, then has Hydra make the folders and run the jobs.
 """
 
 import contextlib
 import importlib
-import itertools
 import math
 import os
-import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,7 +22,7 @@ from zero.platform.installed import as_called
 from zero.platform.run_files import hold, making
 from zero.tracker.report import sweep
 from zero.tracker.report.folder import mapping, read_run
-from zero.trainer import job, launch, replies
+from zero.trainer import job, launch
 from zero.trainer.answers import answer, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
 from zero.trainer.compose import (
@@ -38,16 +35,13 @@ from zero.trainer.compose import (
     make_folder,
     notes_of,
     parser_of_options,
-    refusal_of,
-    refuse_ranges,
     refuse_secrets_of,
     run_jobs,
     runs_in,
     settings_in,
     this_job,
-    tried,
 )
-from zero.trainer.config import Config, keys, read
+from zero.trainer.config import Config, read
 from zero.trainer.explain import overview
 from zero.trainer.launch.request import no_further_sigint
 
@@ -55,23 +49,23 @@ if TYPE_CHECKING:
     from zero.trainer.job import Train
 
 
-MOST_JOBS = 10_000
-"""Of a sweep that was stopped, to be counted."""
+MAX_JOBS = 10_000
+"""Jobs of a stopped sweep that are counted at most."""
 
 
 class _SweepStopped(BaseException):
-    """A job of a sweep was asked to stop, has saved and has said so: no other begins.
+    """A job of a sweep was asked to stop and has saved, so no other job begins.
 
-    Not an Exception, which to a sweeper is a job that failed, so that it makes the folder of the next one.
+    Not an Exception, which is a failed job to a sweeper, so that it makes the folder of the next one.
     """
 
 
 def main(arguments: Sequence[str], train: "Train") -> int:
-    """Do what a command line says; one line on stderr and an exit code for everything that can go wrong.
+    """Do what a command line says; returns the exit code after one line on stderr for everything that goes wrong.
 
     Args:
         arguments: the command line without the name of the program.
-        train: what each rank does, defined at the top of a module.
+        train: the function that each rank runs, defined at the top of a module.
     """
     try:
         refuse_secret_words(arguments, os.environ)
@@ -90,57 +84,31 @@ def main(arguments: Sequence[str], train: "Train") -> int:
 
 
 def _check_surroundings() -> None:
-    """Raise MachineError where the working directory was deleted, or where Linux has no /proc."""
+    """Raise MachineError if the working directory was deleted, or if Linux has no /proc."""
     try:
         Path.cwd()
     except FileNotFoundError:
         folder = os.environ.get("PWD", "the working directory")
-        raise MachineError(f"{folder} was deleted while this shell is in it; cd to a folder that exists") from None
+        raise MachineError(f"{folder} was deleted while this shell is in it. cd to a folder that exists.") from None
     if sys.platform == "linux" and not Path("/proc/self").exists():
-        raise MachineError("/proc is not mounted, where memory is read; mount -t proc proc /proc")
+        raise MachineError("/proc is not mounted, where memory is read. Type mount -t proc proc /proc")
 
 
 def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
-    """What is left of a run that was stopped at once, and the command that goes on from there."""
-    if folder is None:
-        return ""
-    from zero.platform.step_folders import step_of
+    """Return the end of a message: the command that continues a run that was stopped at once."""
     from zero.trainer.saver import last_saved
 
-    run, newest = read_run(folder), last_saved(folder)
-    if run.config.get("mode") == "eval":
+    if folder is None or read_run(folder).config.get("mode") == "eval":
         return ""
-    last = mapping(run.config.get("debug")).get("stop_at") or run.config.get("steps")
-    has_ended = last is not None and run.summary.get("steps") == last
-    if has_ended and (newest is None or step_of(newest.name) == last):
-        saved = f"the checkpoint is {os.path.relpath(newest)}" if newest else "none of them is saved"
-        return f"; all {last} steps were made; {saved}"
-    if newest is None:
-        every = mapping(run.config.get("checkpoint")).get("every")
-        due = f"checkpoint.every={every} was not due yet" if every else "checkpoint.every=100 saves every 100 steps"
-        return f"; nothing was saved; {due}, and SIGTERM (not Ctrl-C) saves before it stops"
-    command = suggest.command(arguments, resume=os.path.relpath(newest))
-    if sys.argv[0].endswith(".py") and Path(sys.argv[0]).name != "__main__.py":  # which `python -m zero` has
-        command = command.replace("train.py", shlex.quote(sys.argv[0]), 1)  # as it was typed, from whatever folder
-    return f"; the newest checkpoint is {newest.name}; go on with: {command}"
-
-
-def _going_on_with_job(folder: Path | None) -> str:
-    """The same of the job of a sweep that was stopped."""
-    return "" if folder is None else f" in run {folder.name}{_going_on(read_run(folder).overrides or [], folder)}"
-
-
-def _not_begun(words: Sequence[str], folder: Path) -> str:
-    """Show the table of a sweep that was stopped; returns which of the runs that its words ask for did not begin."""
-    begun = len(_print_sweep(folder).jobs)
-    if any(one.startswith("hydra/sweeper") for one in words):
-        return ""  # which come next, only the sweeper knows
-    left = [" ".join(one for one in run if one not in words) for run in runs_in(words, limit=MOST_JOBS)][begun:]
-    return f"{len(left)} of its runs did not begin: {suggest.some(left)}" if left else ""
+    if newest := last_saved(folder):
+        return f". Continue with: {suggest.command(arguments, resume=os.path.relpath(newest))}"
+    every = mapping(read_run(folder).config.get("checkpoint")).get("every")
+    advice = "" if every else "checkpoint.every=100 saves every 100 steps; "
+    return f". Nothing was saved; {advice}SIGTERM, unlike Ctrl-C, saves before it stops"
 
 
 def _by_name(train: "Train") -> "Train":
-    """The same function of the module that has the script's own name, where other processes find it."""
+    """Return the same function of the module with the script's own name, which other processes can import."""
     main_module = sys.modules["__main__"]
     if train.__module__ != "__main__" or main_module.__file__ is None:
         return train
@@ -154,7 +122,7 @@ def _warn(notes: Iterable[str]) -> None:
 
 
 def _say(text: str, exit_code: int) -> int:
-    """Once for each machine: torchrun ends with what every rank reported."""
+    """Print a message once for each machine: torchrun also prints the error of every rank."""
     reported = launch.under_torchrun() and launch.tell_torchrun(text)
     if not reported or os.environ["LOCAL_RANK"] == "0":
         print(as_called(text), file=sys.stderr, flush=True)
@@ -162,212 +130,185 @@ def _say(text: str, exit_code: int) -> int:
 
 
 def _say_stopped(text: str, exit_code: int) -> int:
-    """On a line of its own: a terminal has echoed ^C behind the bar."""
+    """Print a message on a new line: a terminal has echoed ^C behind the progress bar."""
     if sys.stderr.isatty():
         print(file=sys.stderr)
     return _say(text, exit_code)
 
 
 def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
-    """Check every run that the command line asks for, then let Hydra make the folders and call us once per run."""
+    """Answer an option or a mode that runs nothing, or check all runs and start them."""
     if "--version" in arguments:
         show(f"zero {zero.__version__}, Hydra {HYDRA_VERSION}")
         return 0
-    given = _options(arguments)
-    if given.help:
+    options = _options(arguments)
+    if options.help:
         show(overview(CONF))
         return 0
-    if given.shell_completion and "COMP_LINE" in os.environ:
+    if options.shell_completion and "COMP_LINE" in os.environ:
         print("\n".join(complete(os.environ["COMP_LINE"])))
         return 0
-    _refuse_synonyms(given.overrides, sweep=given.multirun)
-    folder, shows = None, bool(given.hydra_help or given.cfg or given.info)
-    if not (given.hydra_help or given.shell_completion):
-        found, place = _parse_runs(given)
-        if found[0][0].mode in RUNS_NOTHING and not shows:
-            return max(answer(config, overrides, CONF) for config, overrides in found)
-        folder = None if shows else place
+    of_hydra = options.hydra_help or options.shell_completion
+    runs, folder = ([], Path()) if of_hydra else _parse_runs(options)
+    if of_hydra or options.cfg or options.info:
+        with for_a_reader():
+            _start_hydra(arguments, options.overrides, lambda _: None)
+        return 0
+    if runs[0][0].mode in RUNS_NOTHING:
+        return max(answer(config, words, CONF) for config, words in runs)
+    return _run_jobs(arguments, options, train, folder)
+
+
+def _start_hydra(arguments: Sequence[str], words: Sequence[str], run: Callable[[Any], float | None]) -> None:
+    options = [argument for argument in arguments if argument not in words]
+    sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
+    run_jobs(run)
+
+
+def _run_jobs(arguments: Sequence[str], options: Any, train: "Train", folder: Path) -> int:
+    """Run the jobs of a command line in `folder`; returns the largest exit code."""
     codes, process = list[int](), os.getpid()
 
     def run_one(composed: Any) -> float | None:
         loss = _run_job(composed, train, codes)
-        if given.multirun and Preempted.exit_code in codes and os.getpid() == process:  # not a launcher's own process
+        if options.multirun and Preempted.exit_code in codes and os.getpid() == process:  # not in a launcher's process
             raise _SweepStopped
         return loss
 
-    words = list(given.overrides)
-    options = [one for one in arguments if one not in words]
-    key = "hydra.sweep.dir" if given.multirun else "hydra.run.dir"
-    if folder is not None:
-        # the time in its name is read once, so that we know where the jobs are, whoever runs them
-        words.append(f"{key}={suggest.word(str(folder))}")
-    if given.multirun:
-        # a launcher's processes find `train` by its name
+    key = "hydra.sweep.dir" if options.multirun else "hydra.run.dir"
+    if options.multirun:
+        # a launcher's processes import `train` by its name
         paths = [str(CONF.parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
     try:
         with contextlib.ExitStack() as stack:
-            if folder is None:
-                stack.enter_context(for_a_reader())
-            else:
-                stack.callback(os.close, hold(key, folder))
-                stack.enter_context(making(key, folder))
-            run_jobs(run_one)
+            stack.callback(os.close, hold(key, folder))
+            stack.enter_context(making(key, folder))
+            # the folder by name, because its default has the time in it
+            _start_hydra(arguments, [*options.overrides, f"{key}={suggest.word(str(folder))}"], run_one)
     except launch.Interrupted as stopped:
-        if folder is None or not given.multirun:
+        if not options.multirun:
             raise
-        left = _not_begun(given.overrides, folder)
-        text = f"{launch.describe(stopped)}{_going_on_with_job(stopped.folder)}"
-        return _say_stopped(f"{text}; {left}" if left else text, stopped.exit_code)
+        number = f" in run {stopped.folder.name}" if stopped.folder else ""
+        words = (read_run(stopped.folder).overrides or []) if stopped.folder else []
+        text = f"{launch.describe(stopped)}{number}{_going_on(words, stopped.folder)}"
+        return _say_stopped("; ".join(filter(None, [text, _not_begun(options.overrides, folder)])), stopped.exit_code)
     except _SweepStopped:
-        assert folder is not None
-        left = _not_begun(given.overrides, folder)
+        left = _not_begun(options.overrides, folder)
         return _say(left, Preempted.exit_code) if left else Preempted.exit_code
-    if given.multirun and folder is not None and folder.is_dir():
-        codes += _report_sweep(folder, reported=bool(codes))
+    if options.multirun:
+        failed = _print_sweep(folder).failed
+        if not codes:  # jobs of other processes have printed nothing here
+            codes = [_say(f"run {run.name} failed: {run.cause}", 1) for run in failed]
     return max(codes, default=0)
 
 
+def _not_begun(words: Sequence[str], folder: Path) -> str:
+    """Print the table of a stopped sweep; returns which of its runs did not begin."""
+    begun = len(_print_sweep(folder).jobs)
+    if any(word.startswith("hydra/sweeper") for word in words):
+        return ""  # only the sweeper knows which come next
+    left = [" ".join(word for word in run if word not in words) for run in runs_in(words, limit=MAX_JOBS)][begun:]
+    return f"{len(left)} of its runs did not begin: {suggest.some(left)}" if left else ""
+
+
 def _options(arguments: Sequence[str]) -> Any:
-    """What Hydra understands of the command line, wherever in it an option stands.
+    """Parse the options of a command line, wherever they stand, and its words.
 
     Raises:
-        ConfigError: an option that it does not have, or with a value that it does not take.
+        ConfigError: an unknown option, or a wrong value of an option.
     """
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{one_line(message)}; --help shows how to start, --hydra-help all options")
+        raise ConfigError(f"{one_line(message)}. --help shows how to start, --hydra-help all options.")
 
-    sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
-    for argument, after in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
-        if argument.startswith("--") and argument[2:].split("=")[0] in keys():
-            separate = "=" not in argument and not after.startswith("-") and "=" not in after
-            word = f"{argument[2:]}={after}" if separate else argument[2:]
-            _refuse_synonyms([word], "settings are written without dashes; ", sweep=sweep)
-            others = [one for one in arguments if one != argument and not (separate and one == after)]
-            refused = refusal_of([*others, word]) if "=" in word else ""
-            typed = suggest.typed(suggest.shown(word)) if "=" in word else f"{word}=VALUE"
-            end = f"; with {typed} in its place: {refused}" if refused else f": {typed}"
-            raise ConfigError(f"{argument}: settings are written without dashes{end}")
-    if (plain := _without_dashes(arguments)) != list(arguments):
-        _refuse_synonyms(plain, "settings are written without dashes; ", sweep=sweep)
-    plain_words = [word for word in arguments if "=" not in word or word.startswith("-")]
-    if of_a_file := [word for word in plain_words if word.startswith("--conf") or word.endswith((".yaml", ".yml"))]:
-        raise ConfigError(
-            f"{of_a_file[0]}: no option names a file of settings; options of your own are found with "
-            "'hydra.searchpath=[file:///FOLDER]', for instance FOLDER/experiment/NAME.yaml with experiment=NAME"
-        )
+    for argument in arguments:
+        is_file = argument.endswith((".yaml", ".yml")) and "=" not in argument
+        if argument.startswith("--conf") or is_file:
+            raise ConfigError(
+                f"{argument}: no option names a file of settings. Write FOLDER/experiment/NAME.yaml and type "
+                "'hydra.searchpath=[FOLDER]' experiment=NAME."
+            )
     parser = parser_of_options()
     parser.error = refuse  # type: ignore[method-assign]
     options, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}; settings are written key=value, and --help lists them")
+        name, _, value = unknown[0].lstrip("-").partition("=")
+        raise ConfigError(f"{unknown[0]} is not an option. Settings have no dashes: {name}={value or 'VALUE'}.")
     return options
 
 
-def _without_dashes(arguments: Sequence[str]) -> list[str]:
-    """`--lr 1e-3` and `--lr=1e-3` as `lr=1e-3`, where another program has such an option; --help is ours."""
-    words: list[str] = []
-    waiting = list(arguments)
-    while waiting:
-        word, after = waiting.pop(0), waiting[0] if waiting else "-"
-        name = word[2:] if word.startswith("--") and word != "--help" else ""
-        separate = f"{name}={after}"
-        if name and not after.startswith("-") and separate.count("=") == 1 and replies.is_known(separate):
-            waiting.pop(0)
-            name = separate
-        words.append(name if name and replies.is_known(name) else word)
-    return words
-
-
-def _refuse_synonyms(words: Sequence[str], first: str = "", *, sweep: bool = False) -> None:
-    """What other programs call our settings is answered with ours, as it can be typed.
-
-    Args:
-        first: what is said before that.
-        sweep: lists are of runs.
+def _parse_runs(options: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]:
+    """Compose and check each run; returns the valid ones with their words, and the folder of the run or of its jobs.
 
     Raises:
-        SettingError: there is such a word.
-    """
-    if said := tried(replies.reply(words), sweep=sweep):
-        raise SettingError(first + said)
-
-
-def _parse_runs(given: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]:
-    """Compose and check each run; gives those that can be with their words, and the folder of the run or of its jobs.
-
-    Raises:
-        SettingError: a word that is wrong whatever else is in the run.
+        SettingError: a word is wrong whatever else is in the run.
         ConfigError: see `_refuse_or_warn`.
     """
-    wanted = list(runs_in(given.overrides)) if given.multirun else [given.overrides]
-    found: list[tuple[Config, Sequence[str]]] = []
-    refused: dict[str, str] = {}  # why, by the words that only that run has
+    runs: list[tuple[Config, Sequence[str]]] = []
+    refused: dict[str, str] = {}  # message by the words that only that run has
     notes, folders = dict[str, None](), list[Path]()
-    for overrides in wanted:
+    for words in list(runs_in(options.overrides)) if options.multirun else [options.overrides]:
         try:
-            composed = compose(overrides)
+            composed = compose(words)
             refuse_secrets_of(composed)
-            refuse_ranges(composed, given.overrides)
-            folders.append(folder_of(composed, "sweep" if given.multirun else "run"))
+            folders.append(folder_of(composed, "sweep" if options.multirun else "run"))
             settings = settings_in(composed)
             notes |= dict.fromkeys(notes_of(composed))
             config = parse_config(settings)
             notes |= dict.fromkeys(notes_on(config))
-            found.append((config, overrides))
+            runs.append((config, words))
         except SettingError:
             raise
         except ConfigError as error:
-            refused[" ".join(one for one in overrides if one not in given.overrides)] = str(error)
-    _refuse_or_warn([config.mode for config, _ in found], refused, notes)
-    return found, folders[0]
+            refused[" ".join(word for word in words if word not in options.overrides)] = str(error)
+    _refuse_or_warn([config.mode for config, _ in runs], refused, notes)
+    return runs, folders[0]
 
 
 def _refuse_or_warn(modes: Sequence[str], refused: Mapping[str, str], notes: Iterable[str]) -> None:
-    """Jobs of a sweep that cannot be are reported here and get a row of its table, as long as there are others.
+    """Print notes, and a warning about jobs of a sweep that cannot run while others can.
 
     Raises:
-        ConfigError: about the first run that cannot be, where nothing is to be run.
+        ConfigError: about the first run that cannot be, if no other is to be run.
     """
-    to_answer = [mode for mode in modes if mode in RUNS_NOTHING]
+    answers = [mode for mode in modes if mode in RUNS_NOTHING]
     run, why = next(iter(refused.items()), ("", ""))
     first = f"{why} (in the run {run})" if modes or len(set(refused.values())) > 1 else why
-    if refused and (to_answer or not modes):
+    if refused and (answers or not modes):
         raise ConfigError(first)
-    if to_answer and len(to_answer) < len(modes):
-        raise ConfigError(f"mode={to_answer[0]} runs nothing, so it cannot be part of a sweep; ask it by itself")
+    if answers and len(answers) < len(modes):
+        raise ConfigError(f"mode={answers[0]} runs nothing, so it cannot be part of a sweep. Type it alone.")
     _warn(notes)
     if refused:
-        _warn([f"{len(refused)} of {len(refused) + len(modes)} runs cannot be, and the others go on: {first}"])
+        _warn([f"{len(refused)} of {len(refused) + len(modes)} runs cannot start: {first}"])
 
 
 def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
-    """One of Hydra's jobs; returns its final validation loss, adds the exit code of a failure to `codes`.
+    """Run a job of Hydra; returns its final validation loss, adds the exit code of a failure to `codes`.
 
     None, for a failed run, is a failed trial to Optuna's sweeper; NaN would end the search.
     """
-    one = this_job()
+    this = this_job()
     try:
-        if one.sweep is not None:
-            print(f"\n{one.name}", flush=True)
-        loss = job.run(train, _parse_job(composed, one.folder), one.folder, apart=one.sweep is not None).val_loss
-        return loss if math.isfinite(loss) else math.inf  # what diverged is the worst, not a failure
+        if this.sweep is not None:
+            print(f"\n{this.name}", flush=True)
+        loss = job.run(train, _parse_job(composed, this.folder), this.folder, apart=this.sweep is not None).val_loss
+        return loss if math.isfinite(loss) else math.inf  # a diverged run is the worst, not a failure
     except Exception as error:
-        log = one.folder / "ranks" / "0.log"
+        log = this.folder / "ranks" / "0.log"
         says_where = isinstance(error, ConfigError | Preempted | RankFailedError) or not log.exists()
         where = "" if says_where else f" (log: {log})"
         codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
         return None  # the other runs of a sweep go on
     finally:
-        if one.sweep is not None:
-            with contextlib.suppress(Exception):  # what is wrong with its page is said when the sweep ends
-                sweep.write(one.sweep)
+        if this.sweep is not None:
+            with contextlib.suppress(Exception):  # the end of the sweep reports what is wrong with its page
+                sweep.write(this.sweep)
 
 
 def _parse_job(composed: Any, folder: Path) -> Config:
-    """A job whose settings do not go together is a row of its sweep like any that fails."""
+    """Parse the settings of a job; a failure leaves a summary, so that the job has a row in the sweep's table."""
     try:
         return parse_config(settings_in(composed))
     except ConfigError as error:
@@ -375,42 +316,35 @@ def _parse_job(composed: Any, folder: Path) -> Config:
         raise
 
 
-def _report_sweep(folder: Path, *, reported: bool) -> list[int]:
-    """Show the table; exit codes of failures that nobody has `reported`, as other processes'."""
-    found = _print_sweep(folder)
-    return [] if reported else [_say(f"run {one.name} failed: {one.cause}", 1) for one in found.failed]
-
-
 def _print_sweep(folder: Path) -> sweep.Sweep:
-    """The table so far, and where its page is."""
-    found = sweep.write(folder)
-    table = sweep.plain(found, shutil.get_terminal_size((sweep.ANY_COLUMNS, 24)).columns)
-    print(f"\n{table}\n\n{sweep.counts(found.jobs)}: {found.page}")
+    """Print the table so far, and the path of its page."""
+    written = sweep.write(folder)
+    table = sweep.plain(written, shutil.get_terminal_size((sweep.ANY_COLUMNS, 24)).columns)
+    print(f"\n{table}\n\n{sweep.counts(written.jobs)}: {written.page}")
     if any(folder.glob("*/wandb/offline-run-*")):
         print(f"to send the runs to W&B: wandb sync {os.path.relpath(folder)}/*/wandb/offline-run-*")
-    return found
+    return written
 
 
 def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
-    """Under torchrun rank 0 composes, makes the folder if the run has none yet, and sends them to the others."""
+    """Run as a rank of torchrun: rank 0 composes, makes the folder of a new run, and sends them to the others."""
     if os.environ["RANK"] != "0":
         job.run_under_torchrun(train, None, _timeout_s(arguments))
         return 0
     if any(argument.startswith("-") for argument in arguments):
-        raise ConfigError("torchrun starts one run: give key=value only, or sweep with python train.py -m")
-    _refuse_synonyms(arguments)
+        raise ConfigError("torchrun starts one run. Give key=value only, or sweep with python train.py -m.")
     composed = compose(arguments)
     refuse_secrets_of(composed)
     config = parse_config(settings_in(composed))
     if config.mode in RUNS_NOTHING:
-        raise ConfigError(f"mode={config.mode} asks one process: python train.py mode={config.mode}")
+        raise ConfigError(f"mode={config.mode} asks one process. Type python train.py mode={config.mode}")
     _warn([*notes_of(composed), *notes_on(config), *launch.notes_on_torchrun()])
     job.run_under_torchrun(train, (config, partial(make_folder, composed, arguments)), config.launch.timeout)
     return 0
 
 
 def _timeout_s(arguments: Sequence[str]) -> float:
-    """How long a rank waits for its settings, before it has any. What is wrong with them, rank 0 says."""
+    """Return how long a rank waits for its settings; rank 0 reports what is wrong with them."""
     try:
         return read(settings_in(compose(arguments))).launch.timeout
     except ConfigError:

@@ -4,7 +4,6 @@ Everything comes from the schema's own metadata (`zero/trainer/config`) and from
 so it cannot go stale. The same entries make docs/config.md. No torch: an answer comes as soon as Python has started.
 """
 
-import difflib
 import functools
 import json
 import re
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 from zero.core import schema, suggest
 from zero.core.setting_types import words
 from zero.errors import ConfigError
-from zero.trainer import replies
 from zero.trainer.config import Config
+from zero.trainer.other_words import other_words
 
 WIDTH, CELL = 100, 28
 """Characters of a line at most, and of a cell that still decides about the width of its column."""
@@ -119,7 +118,10 @@ def explain(name: str | None, conf: Path) -> str:
     inside = [entry for entry in by_key.values() if entry.key.startswith(f"{name}.")]
     if inside:
         return _rows_of(inside)
-    raise ConfigError(f"explain.key={name} is not a key or a section; {_nearest(name, [*by_name, *by_key])}")
+    other = other_words()["type"].get(name, "").partition("=")[0]
+    likely = suggest.likely_key(name, [*by_name, *by_key]) or other
+    hint = f"Did you mean {likely}?" if likely else "mode=explain lists the sections."
+    raise ConfigError(f"explain.key={name} is not a setting or a section. {hint}")
 
 
 def options_with(key: str, conf: Path) -> list[str]:
@@ -292,19 +294,6 @@ def _names(section: Section) -> list[str]:
 
 def _first_paragraph(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    """The keys that end in the last word of `name`; else what it is called here, or looks most like it."""
-    by_word: dict[str, list[str]] = {}
-    for one in known:
-        by_word.setdefault(_last_word(one), []).append(one)
-    word = _last_word(name)
-    ours = [key for key in (replies.key_for(name),) if key is not None]
-    found = by_word.get(word) or ours or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    for close in difflib.get_close_matches(word, by_word, n=1, cutoff=0.6):
-        found = found or by_word[close]
-    return f"did you mean {' or '.join(found)}?" if found else "mode=explain lists the sections"
 
 
 def _section(key: str) -> str:

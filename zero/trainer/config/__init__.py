@@ -4,6 +4,7 @@ Knows nothing of ranks, Hydra or torch, so a mistake is answered before they are
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -29,7 +30,6 @@ Model = Annotated[GPTConfig | HFConfig, Field(discriminator="name"), BeforeValid
 class Config(Settings):
     """A whole run. `Config()` is the default run."""
 
-    for_several = "; -m {key}={values} makes a run of each"
     first = ("mode", "resume", "steps", "seed", "deterministic", "profile", "zero", "batch", "model", "data")
 
     mode: Literal["train", "eval", "plan", "doctor", "explain"] = key(
@@ -88,7 +88,7 @@ class Config(Settings):
         for name in () if self.zero.units == "auto" else self.zero.units:
             if name not in (*UNIT_CLASSES, "auto"):
                 units, nearest = list(self.zero.units), suggest.nearest(name, UNIT_CLASSES)
-                raise ConfigError(f"zero.units={suggest.shown(units)}: {name} is not a class of this model; {nearest}")
+                raise ConfigError(f"zero.units={suggest.shown(units)}: {name} is not a class of this model. {nearest}")
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
         if absent in self.zero.units:
             raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}; write {norm}")
@@ -149,28 +149,34 @@ class Config(Settings):
 read = Config.read
 
 
+@cache  # walking the schema takes 4 ms
 def keys() -> tuple[str, ...]:
-    """Every dotted key that some choice of options has, in reading order."""
+    """Return every dotted key that some choice of options has, in reading order."""
     return schema.keys(Config)
 
 
+def is_section(key: str) -> bool:
+    """Return whether some keys begin with this one and a dot."""
+    return any(known.startswith(f"{key}.") for known in keys())
+
+
 def kinds(section: str) -> dict[str, type[Section]]:
-    """What may be chosen for a section, by name; empty where there is one kind only, which has no name."""
+    """Return the named sections to choose from, by name; empty for a section without a choice."""
     models = list(schema.models_in(Config.model_fields[section].annotation)) if section in Config.model_fields else []
     return {str(model.model_fields["name"].default): model for model in models if "name" in model.model_fields}
 
 
 def keys_of(section: str, chosen: Mapping[str, Any]) -> set[str]:
-    """The keys of the kind that is `chosen` for a section; empty where there is no such kind."""
-    kind = kinds(section).get(str(chosen.get("name")))
-    return set() if kind is None else {field.alias or name for name, field in kind.model_fields.items()}
+    """Return the keys of the named section that is `chosen`; empty if there is no such name."""
+    model = kinds(section).get(str(chosen.get("name")))
+    return set() if model is None else {field.alias or name for name, field in model.model_fields.items()}
 
 
 def flat(config: Config) -> dict[str, str]:
-    """Dotted key to value as text, for comparing the settings of ranks."""
+    """Return values as text by dotted key, for comparing the settings of ranks."""
     return {key: str(value) for key, value in schema.flat(config.plain()).items()}
 
 
 def unknown_key(key: str) -> str:
-    """The sentence for a key that does not exist."""
+    """Return the message for a key that does not exist."""
     return schema.unknown_key(Config, key)

@@ -1,0 +1,43 @@
+"""Answers for words of other programs, from other_words.yaml."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from zero.core import suggest
+from zero.trainer.config import Config, keys
+
+_OFF = ("false", "no", "off", "none", "0")
+
+
+@cache
+def other_words() -> Mapping[str, Mapping[str, str]]:
+    """Read other_words.yaml: what to `type` for a word, or the `reason` why there is nothing to type."""
+    words: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    return words
+
+
+def answer(word: str) -> str:
+    """Return the message for a word of a command line that belongs to another program; "" for other words."""
+    key, _, value = word.lstrip("+").partition("=")
+    table = {**other_words()["type"], **other_words()["reason"]}
+    section, _, name = key.lower().replace("-", "_").rpartition(".")
+    if word.lower() in table and "=" in word:
+        name, wrong = word.lower(), f"{suggest.shown(word)} does not exist"
+    elif (
+        key not in keys()
+        and name in table
+        and (section not in Config.model_fields or table[name].startswith(f"{section}."))
+    ):
+        wrong = f"{suggest.shown(key)} is not a setting"
+    else:
+        return ""
+    text = table[name]
+    if name in other_words()["reason"]:
+        return f"{wrong}. {text}"
+    if "{}" not in text and value.lower() in _OFF:
+        return f"{wrong}. Leave it out."
+    settings = [suggest.typed(setting.replace("{}", value or "VALUE")) for setting in text.split()]
+    return f"{wrong}. Did you mean {' '.join(settings)}?"

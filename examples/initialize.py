@@ -1,4 +1,4 @@
-"""A script for DeepSpeed, run by this library. The two places that differ are marked.
+"""A script for DeepSpeed, run by this library. The line that differs is marked.
 
     python examples/initialize.py
     torchrun --nproc-per-node 2 examples/initialize.py --steps 100 --save checkpoints
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import zero  # was: import deepspeed
+import zero.deepspeed as deepspeed  # was: import deepspeed
 
 
 class Model(nn.Module):
@@ -40,7 +40,7 @@ def main() -> None:
     torch.manual_seed(0)
     text = torch.tensor(list(Path(F.__file__).read_bytes()))  # the source of torch.nn.functional
     windows = text.unfold(0, 65, 16)[torch.randperm(len(text) // 16 - 4)]  # (n, 65), in random order
-    engine, _, loader, _ = zero.initialize(args=args, model=Model(), training_data=windows)  # was: deepspeed.initialize
+    engine, _, loader, _ = deepspeed.initialize(args=args, model=Model(), training_data=windows)
     for batch in loader:
         batch = batch.to(engine.device)
         loss = F.cross_entropy(engine(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import walk_packages
 from types import CodeType
 from typing import Any
 
@@ -130,22 +131,25 @@ def engine(folder: Path) -> None:
     from torch.utils.data import TensorDataset
 
     import zero
+    from zero import deepspeed
+    from zero.deepspeed.runtime.utils import see_memory_usage
+    from zero.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     zero.init_distributed()
     zero.add_config_arguments(argparse.ArgumentParser())
-    with zero.Init():
+    with deepspeed.zero.Init():
         torch.nn.utils.skip_init(torch.nn.Linear, 8, 8)  # rank 0 builds as usual, and so would draw
     data = TensorDataset(torch.linspace(0, 1, 64).view(8, 8))
     engine, _, loader, _ = zero.initialize(
         model=model(), config=CONFIG, training_data=data, folder=folder / "engine", seed=5
     )
-    for _, (rows,) in zip(range(3), zero.utils.RepeatingLoader(loader), strict=False):
+    for _, (rows,) in zip(range(3), deepspeed.utils.RepeatingLoader(loader), strict=False):
         engine.backward(engine(rows).square().mean())
         engine.step()
     weight = engine.module[0].weight
-    with zero.zero.GatheredParameters(weight, modifier_rank=0):
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
         weight.data.mul_(2)
-    zero.utils.safe_set_full_fp32_param(weight, zero.utils.safe_get_full_fp32_param(weight))
+    deepspeed.utils.safe_set_full_fp32_param(weight, deepspeed.utils.safe_get_full_fp32_param(weight))
     engine.save_checkpoint(folder / "engine", client_state={"epoch": 1})
     engine.save_16bit_model(folder / "engine")
     engine.load_checkpoint(folder / "engine")
@@ -153,9 +157,9 @@ def engine(folder: Path) -> None:
     engine.eval()
     engine(rows)
     engine.destroy()
-    zero.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder / "engine")
-    zero.get_accelerator().synchronize()
-    zero.runtime.utils.see_memory_usage("end", force=True)
+    get_fp32_state_dict_from_zero_checkpoint(folder / "engine")
+    deepspeed.get_accelerator().synchronize()
+    see_memory_usage("end", force=True)
 
 
 def codes(name: str) -> set[CodeType]:
@@ -175,11 +179,10 @@ def main(folder: Path) -> None:
     sys.setprofile(lambda frame, event, _: ran.add(frame.f_code) if event == "call" else None)
     with unmoved("import zero"):
         import zero
-    from zero.deepspeed import missing_names
-
-    for path in missing_names.HERE:
-        with unmoved(path):
-            missing_names.found(path)
+        from zero import deepspeed
+    for info in walk_packages(deepspeed.__path__, "zero.deepspeed."):
+        with unmoved(info.name):
+            import_module(info.name)
     for scenario in scenarios:
         with unmoved(scenario.__name__):
             scenario(folder)

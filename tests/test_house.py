@@ -20,7 +20,6 @@ PACKAGE = ROOT / "zero"
 ROOMS = [
     "errors",
     "progress",
-    "renamed",
     "core",
     "losses",
     "platform",
@@ -124,7 +123,7 @@ def test_arithmetic_touches_nothing_outside():
         (r"tensorboard|torch\.utils\.tensorboard", {"tracker.tensorboard"}, "one file talks to TensorBoard"),
         (
             r"torch\.distributed(?!\.(elastic|launcher|checkpoint))",
-            {"distributed.world", "testing.processes"},
+            {"distributed.world", "testing.processes", "deepspeed.comm"},  # which is torch's module, by another name
             "one file talks to ranks",
         ),
         (r"torch\.distributed\.(elastic|launcher)", {"trainer.launch.ranks"}, "one file starts ranks"),
@@ -190,12 +189,13 @@ def test_no_module_holds_mutable_state():
 
 def test_one_word_for_each_thing():
     others = ["partition", "swap", "manager", "helper", "utils", "swapper", "engine_"]
+    ours = [path for path in FILES if room_of(path) != "deepspeed"]  # whose names scripts for DeepSpeed use
     names = {
         node.name
-        for path in (*FILES, ROOT / "train.py")
+        for path in (*ours, ROOT / "train.py")
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    } | {path.stem for path in FILES}
+    } | {path.stem for path in ours}
     used = [name for name in names if any(word in name.lower() for word in others)]
     assert not used, f"{used}: see the vocabulary in ARCHITECTURE.md"
 
@@ -211,9 +211,6 @@ NOT_YET = """
     checkpoint.save checkpoint.shard
     core.groups core.kept core.layout core.loss_scale core.master core.moments core.optim core.placement core.precision
     core.schema core.secret core.setting_types core.stage core.suggest core.tree core.updates
-    deepspeed.accelerator deepspeed.checkpoints deepspeed.config deepspeed.config_keys deepspeed.config_source
-    deepspeed.engine deepspeed.initialize deepspeed.metrics deepspeed.missing_names deepspeed.model deepspeed.optimizers
-    deepspeed.schedulers
     distributed.failure distributed.routes distributed.stalled distributed.world
     engine.arguments engine.compile engine.copyable engine.facts engine.fetch engine.first_values engine.full
     engine.functions engine.gather engine.gradient engine.graph engine.init engine.measured engine.module_copy
@@ -227,7 +224,6 @@ NOT_YET = """
     losses
     platform.cuda platform.device platform.files platform.installed platform.peak_flops platform.run_files
     platform.safetensors_files platform.threads platform.timeline
-    renamed
     settings.build settings.schedule settings.sections
     store.base store.events store.indexed_schedule store.nvme store.prefetch store.tiers store.traffic_counter
     testing.handoffs testing.operators testing.processes testing.races testing.simulated_gpu testing.store_contract

@@ -1,22 +1,18 @@
 """Sharded data-parallel training (ZeRO) with CPU and NVMe offload for plain PyTorch.
 
-The names below in the order of the story: find your world, choose stage, precision and optimizer, make a plan for a
-model, open a store, init a state, make a step, run it. They are imported on first use, so that reading a configuration
-does not wait for torch.
+The names below follow a run: find the world, choose stage, precision and optimizer, make a plan for a model, open a
+store, init a state, make a step. They are imported on first use, so reading a configuration does not wait for torch.
 """
 
-import sys
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from zero import renamed
-from zero.deepspeed import missing_names
 from zero.platform.installed import require
 
 require("torch", "pydantic", "yaml", "psutil", "rich", "packaging", "safetensors", "zlib_ng")
 
 if TYPE_CHECKING:
-    from zero import losses as losses
+    from zero import deepspeed as deepspeed, losses as losses
     from zero.checkpoint.load import load as load
     from zero.checkpoint.open import open_checkpoint as open_checkpoint, open_latest as open_latest
     from zero.checkpoint.save import save as save
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
     from zero.core.precision import Precision as Precision
     from zero.core.stage import Stage as Stage
     from zero.deepspeed.engine import Engine as Engine
-    from zero.deepspeed.initialize import (
+    from zero.deepspeed.initialization import (
         add_config_arguments as add_config_arguments,
         init_distributed as init_distributed,
         initialize as initialize,
@@ -84,7 +80,7 @@ _NAMES = {
     "platform.timeline": "Timeline",
     "engine.full": "full_state_dict gathered get_full set_full",
     "checkpoint": "save load open_checkpoint open_latest",
-    "deepspeed.initialize": "initialize init_distributed add_config_arguments",
+    "deepspeed.initialization": "initialize init_distributed add_config_arguments",
     "deepspeed.engine": "Engine",
     "tracker.track": "track",
     "errors": "ZeroError",
@@ -94,19 +90,10 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 __all__ = sorted(_HOME)
 
 
-sys.modules.update(_theirs := missing_names.modules())
-globals().update({name.removeprefix("zero."): one for name, one in _theirs.items() if name.count(".") == 1})
-sys.meta_path += [renamed.Finder, missing_names.Unfound]
-
-
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("functional-zero")
-    if name in missing_names.HERE:
-        return missing_names.found(name)
-    if missing_names.answer(name) is not None:
-        raise missing_names.missing(name)
-    if name == "losses" or name in renamed.MODULES:
+    if name in ("deepspeed", "losses"):
         return import_module(f"zero.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute {name!r}")

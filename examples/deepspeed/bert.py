@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.models.roberta import RobertaConfig, RobertaModel
 from transformers.models.roberta.modeling_roberta import RobertaLMHead, RobertaPreTrainedModel
 
-import zero as deepspeed  # the only change
+import zero.deepspeed as deepspeed  # the only change
 
 log = logging.getLogger(__name__)
 BEGIN, PAD, END, MASK, FIRST_WORD, VOCAB = 0, 1, 2, 3, 4, 40

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import zero as deepspeed  # the only change
+import zero.deepspeed as deepspeed  # the only change
 
 CLASSES, SIZE = 4, 12
 

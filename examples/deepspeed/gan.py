@@ -12,7 +12,7 @@ import json
 import torch
 from torch import nn
 
-import zero as deepspeed  # the only change
+import zero.deepspeed as deepspeed  # the only change
 
 NOISE, WIDTH = 8, 32
 

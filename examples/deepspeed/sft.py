@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from transformers import OPTConfig, OPTForCausalLM, default_data_collator, get_scheduler, set_seed
 
-import zero as deepspeed  # the only change
+import zero.deepspeed as deepspeed  # the only change
 
 VOCAB, LENGTH = 32, 24
 NO_DECAY = ("bias", "layer_norm.weight")

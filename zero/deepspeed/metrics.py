@@ -1,7 +1,7 @@
-"""What an engine reports: facts and counts to a script, its speed, and rows to a console, a folder and W&B.
+"""The part of an engine that reports: facts and counts to a script, speed, and rows to a console, a folder and W&B.
 
-With a folder a loop leaves what a run of train.py leaves (config.yaml, metrics.jsonl, summary.json), so
-`zero-train report FOLDER` makes the same page of it, and W&B shows the same rows.
+A folder gets the files of a run of train.py (config.yaml, metrics.jsonl, summary.json), so `zero-train report FOLDER`
+makes the same page of it.
 """
 
 import json
@@ -33,17 +33,16 @@ from zero.tracker.meter import Meter
 log = logging.getLogger("zero")
 
 SECTIONS = ("zero", "offload", "batch", "precision", "tracker")
-"""Sections of a config that also hold for a model and a loop of the user's own."""
+"""Sections of the settings that apply to any model and loop."""
 WARM_UP_STEPS = 2
-"""Steps at the beginning that a speed leaves out."""
+"""First steps, which a speed leaves out."""
 
 
 class EngineInfo(nn.Module):
-    """The part of an engine that only reports; see also `public_names`.
+    """The part of an engine that only reports.
 
     Attributes:
         module: the model, which runs on gathered parameters.
-        json: keys of the configuration, dotted, and what they say.
         device: the device of this rank.
         local_rank: the index of this rank's GPU; the rank itself where there is none.
         global_rank: the rank, from 0.
@@ -51,9 +50,8 @@ class EngineInfo(nn.Module):
         global_samples: rows of all steps, on all ranks.
     """
 
-    def __init__(self, config: Settings, state: State, optimizer: Optimizer, json: Mapping[str, Any]) -> None:
+    def __init__(self, config: Settings, state: State, optimizer: Optimizer) -> None:
         super().__init__()
-        self.json = json
         self.config, self.plan, self.optimizer, self._state = config, state.plan, optimizer, state
         self.module, world = state.model, self.plan.world
         self.device, self.global_rank = world.device, world.rank
@@ -65,7 +63,7 @@ class EngineInfo(nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """Steps tried, skipped ones included, and those of a checkpoint that was loaded without its optimizer."""
+        """Steps, skipped ones included, also those of a checkpoint that was loaded without its optimizer."""
         return self._steps_before + self._state.tried
 
     @property
@@ -89,33 +87,32 @@ class EngineInfo(nn.Module):
         return default_group()
 
     def gradient_accumulation_steps(self) -> int:
-        """Microbatches of a step."""
+        """Return the number of microbatches of a step."""
         return self.plan.accumulate
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of a microbatch on one rank."""
+        """Return the rows of a microbatch on one rank."""
         return self.config.batch.numbers()[1]
 
     def train_batch_size(self) -> int:
-        """Rows of a step on all ranks."""
+        """Return the rows of a step on all ranks."""
         return self.config.batch.numbers()[0]
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Rows of a step, rows of a microbatch on one rank, microbatches of a step."""
+        """Return the rows of a step, the rows of a microbatch on one rank, and the microbatches of a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's mean gradient before clipping; None before the first step."""
+        """Return the norm of the last step's mean gradient before clipping; None before the first step."""
         return self.metrics.grad_norm if self.metrics is not None else None
 
     def _warn_once(self, line: str) -> None:
-        """Log a warning on rank 0, the first time."""
         if line not in self._warned and self.global_rank == 0:
             log.warning("%s", line)
         self._warned.add(line)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group."""
+        """Return the learning rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
@@ -128,91 +125,102 @@ class EngineInfo(nn.Module):
             group["lr"] = lr
 
     def steps_per_print(self) -> int:
-        """Steps from one row to the next."""
+        """Return the number of steps from one row to the next."""
         return self.config.tracker.every
 
     def get_mom(self) -> list[Any]:
-        """The betas, or else the momentum, of each group."""
+        """Return the betas, or else the momentum, of each group."""
         groups = self.optimizer.param_groups
         return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
 
     def zero_optimization_stage(self) -> int:
-        """The stage, 0 to 3."""
+        """Return the stage, 0 to 3."""
         return self.plan.stage.level
 
     def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0 for none."""
+        """Return the largest gradient norm; 0 for none."""
         return self.plan.optimizer.clip or 0.0
 
     def fp16_enabled(self) -> bool:
-        """Whether the model computes in fp16."""
+        """Return whether the model computes in fp16."""
         return self.plan.precision.compute == torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bf16."""
+        """Return whether the model computes in bf16."""
         return self.plan.precision.compute == torch.bfloat16
+
+    def zero_optimization(self) -> bool:
+        """Return whether the stage is above 0."""
+        return self.plan.stage.moments
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are sharded: stages 2 and 3."""
+        return self.plan.stage.gradients
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are sharded: stage 3."""
+        return self.plan.stage.parameters
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the loss scale changes during training."""
+        return self.plan.precision.scale.static is None
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: no gathered parameter outlives its use."""
 
 
 class Throughput:
-    """Rows a second: DeepSpeed's `engine.tput_timer`, a clock that runs while a step does.
+    """Rows a second: DeepSpeed's `engine.tput_timer`, a clock that runs during steps.
 
-    The engine starts it at the first forward of a step and stops it where the update is decided, when every rank has
-    waited for the norm. What a loop does between two steps is not counted; the update is, in the next forward.
+    The engine starts it at the first forward of a step and stops it when the update is decided. Time between two steps
+    is not counted; the update is, in the next forward.
 
     Args:
         rows: rows of a step, on all ranks.
 
     Attributes:
-        epoch_count, micro_step_count, global_step_count: calls of `update_epoch_count`, stops in this epoch, steps.
+        global_step_count: steps.
+        epoch_count: calls of `update_epoch_count`.
         total_elapsed_time: seconds of all steps but the first two.
     """
 
     def __init__(self, rows: int) -> None:
-        self.batch_size, self.start_step = rows, WARM_UP_STEPS
-        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self._rows = rows
+        self.epoch_count = self.global_step_count = 0
         self.total_elapsed_time = 0.0
-        self._began_s: float | None = None
+        self._began_s = 0.0
 
     def update_epoch_count(self) -> None:
-        """Begin another epoch."""
-        self.epoch_count, self.micro_step_count = self.epoch_count + 1, 0
+        """Count an epoch."""
+        self.epoch_count += 1
 
     def start(self) -> None:
-        """Start the clock."""
+        """Start a step."""
         self._began_s = time.perf_counter()
 
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Stop the clock; it has no effect on one that is stopped.
-
-        Args:
-            global_step: a whole step has ended.
-            report_speed: for old calls; rows of metrics have the speed.
-        """
-        if self._began_s is None:
-            return
-        if self.global_step_count >= self.start_step:
+    def stop(self) -> None:
+        """End a step."""
+        if self.global_step_count >= WARM_UP_STEPS:
             self.total_elapsed_time += time.perf_counter() - self._began_s
-        self._began_s = None
-        self.micro_step_count += 1
-        self.global_step_count += global_step
+        self.global_step_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Rows a second over all steps but the first two; minus infinity before one has ended, as in DeepSpeed."""
-        steps = self.global_step_count - self.start_step
-        return self.batch_size * steps / self.total_elapsed_time if steps > 0 else float("-inf")
+        """Return rows a second over all steps but the first two; minus infinity before the third, as in DeepSpeed."""
+        steps = self.global_step_count - WARM_UP_STEPS
+        return self._rows * steps / self.total_elapsed_time if steps > 0 else float("-inf")
 
 
 class RunLog:
-    """The rows and files of one run. Making one, `log_step` and `log_checkpoint` are collective.
+    """The rows and files of one run. The constructor, `log_step` and `log_checkpoint` are collective.
 
-    Files begin with the first step or checkpoint, when it is known whether a loaded checkpoint goes on: only then are
-    rows appended to those of an earlier start. Otherwise a folder with rows of another run is left as it is, and a new
-    one below it is used.
+    Files are opened at the first step or checkpoint, because only then it is known whether the run continues a
+    checkpoint. If it does, rows are appended. Otherwise a folder with rows of another run stays as it is, and a new
+    folder below it is used.
 
     Args:
         settings: JSON values for config.yaml and W&B.
         folder: made if it is missing, written by rank 0; None for lines on the console only.
-        tokens_per_row: what a row of the batch counts as; with 1, files count rows where they say tokens.
+        tokens_per_row: tokens of a row of the batch; with 1, the files count rows as tokens.
     """
 
     def __init__(
@@ -237,17 +245,17 @@ class RunLog:
         return self.tracker.run_id
 
     def start_from(self, steps: int, skipped: int, rows: int) -> None:
-        """Count on from these numbers of steps, of skipped ones and of rows on all ranks."""
+        """Set the numbers of steps, of skipped steps and of rows on all ranks."""
         self.meter = self._meter(steps=steps, tokens=rows * self._tokens_per_row, skipped=skipped)
         if self._has_begun:
             self._look_back()
 
     def continue_run(self, run_id: str | None) -> None:
-        """Append to the run of a checkpoint that was loaded; `run_id` is W&B's name of it."""
+        """Append to the run of a loaded checkpoint; `run_id` is W&B's name of it."""
         self._continues, self._run_id = True, run_id
 
     def log_step(self, metrics: Metrics, *, has_loss: bool, rows: int) -> None:
-        """Count a step of `rows` on all ranks, and write a row of metrics if one is due; null for the loss if none."""
+        """Count a step of `rows` on all ranks, and write a row of metrics every `tracker.every` steps."""
         self._begin()
         self.meter.count(metrics, rows * self._tokens_per_row)
         if self.meter.steps % self._config.tracker.every == 0:
@@ -260,12 +268,12 @@ class RunLog:
         self._begin()
         self.tracker.saved(path, self.meter.steps)
 
-    def close(self, how: str | None) -> None:
-        """End the rows. `how` is the state of the run for summary.json; None if it is not known."""
-        if how is not None and self._has_begun:
-            self._write_summary(how)
+    def close(self, status: str | None) -> None:
+        """End the rows. `status` is the run's state for summary.json; None leaves the file as it is."""
+        if status is not None and self._has_begun:
+            self._write_summary(status)
         with self.tracker:
-            self.tracker.finish(self.meter.summary("", how or RUNNING)._asdict())
+            self.tracker.finish(self.meter.summary("", status or RUNNING)._asdict())
 
     def _begin(self) -> None:
         if self._has_begun:
@@ -282,7 +290,6 @@ class RunLog:
         self.tracker.begin(self._settings, facts, self._run_id)
 
     def _look_back(self) -> None:
-        """The files know what this start, or this step, goes on from."""
         if self._folder is not None:
             self.meter.go_on(earlier(self._folder, self.meter.steps))
 
@@ -296,16 +303,16 @@ class RunLog:
         with naming(path, "writing it"):
             path.write_text(yaml.safe_dump(dict(self._settings), sort_keys=False))
 
-    def _write_summary(self, how: str) -> None:
+    def _write_summary(self, status: str) -> None:
         if self._folder is not None:
-            write_summary(self._folder, self.meter.summary("", how)._asdict())
+            write_summary(self._folder, self.meter.summary("", status)._asdict())
 
 
 def make_folder(world: World, folder: Path | None) -> None:
-    """Make rank 0's folder if there is one, and it is missing. Collective.
+    """Create rank 0's folder, unless it is None or exists. Collective.
 
     Raises:
-        CheckpointError: it cannot be made; on every rank.
+        CheckpointError: it cannot be created; on every rank.
     """
 
     def make() -> None:
@@ -317,8 +324,8 @@ def make_folder(world: World, folder: Path | None) -> None:
 
 
 def run_settings(config: Settings, optimizer: Optimizer) -> dict[str, Any]:
-    """The settings of a run as JSON values: sections of the config that hold for any loop, and the optimizer's."""
+    """Return the settings of a run as JSON values: `SECTIONS` of the config, and the optimizer's."""
     groups = {str(number): group for number, group in enumerate(settings_of(optimizer.param_groups))}
-    own = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
+    chosen = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
     sections = {key: value for key, value in config.plain().items() if key in SECTIONS}
-    return {"mode": "train", **sections, "optimizer": json.loads(json.dumps(to_json(own), default=str))}
+    return {"mode": "train", **sections, "optimizer": json.loads(json.dumps(to_json(chosen), default=str))}

@@ -339,7 +339,7 @@ def _begun(root: Root) -> Tensor:
     """Memory with the value that a parameter was registered with, else NaN, which shows elements that nothing fills."""
     if not root.kept:
         raise PlanError(
-            "parameters of zero.Init() have their values on rank 0 alone; give the model to zero.initialize"
+            "parameters of deepspeed.zero.Init() have their values on rank 0 alone; give the model to zero.initialize"
         )
     memory = aligned_zeros(root.shape.numel(), torch.float32, torch.device("cpu")).view(root.shape)
     return memory.fill_(torch.nan) if root.begin is None else memory.copy_(root.begin)

@@ -39,7 +39,7 @@ from zero.engine.empty import empty
 from zero.engine.first_values import Weights
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.errors import CheckpointError, ConfigError
-from zero.integrations.engine import STATE_FOLDER, check_precision, check_settings, new_engine
+from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, check_settings, new_engine
 
 LOOP_FILE = "lightning.ckpt"
 """In each checkpoint: what Lightning keeps beside the training state."""

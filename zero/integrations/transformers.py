@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from zero.deepspeed.engine import Engine
 from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
-from zero.integrations.engine import STATE_FOLDER, check_precision, check_settings, new_engine
+from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, check_settings, new_engine
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad")
 

@@ -10,7 +10,7 @@ from zero.core.optim import Transform
 from zero.core.precision import Precision
 from zero.core.suggest import meant
 from zero.deepspeed.engine import Engine
-from zero.deepspeed.initialize import shard
+from zero.deepspeed.initialization import shard
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.distributed.world import World
 from zero.engine.plan import Plan

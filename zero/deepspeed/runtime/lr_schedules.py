@@ -1,8 +1,8 @@
-"""Schedulers write the learning rate into the optimizer's groups: torch's own, or DeepSpeed's five classes.
+"""DeepSpeed's five schedulers, which write the learning rate into the optimizer's groups, as torch's do.
 
-The engine steps a scheduler after each update that was really made, as DeepSpeed does. The section `scheduler` of a
-config names a class and its arguments. The rates are DeepSpeed 0.19.8's: `last_batch_iteration` is -1 at first, and
-the n-th update is made with the rates of iteration n - 2, so a warm-up makes two updates with its first rate.
+The engine steps a scheduler after each update that was not skipped, as DeepSpeed does. The rates are DeepSpeed
+0.19.8's: `last_batch_iteration` is -1 at first, and the n-th update is made with the rates of iteration n - 2, so a
+warm-up makes two updates with its first rate.
 """
 
 import logging
@@ -18,13 +18,13 @@ from zero.errors import ConfigError
 log = logging.getLogger("zero")
 
 Rates = float | Sequence[float] | None
-"""A rate for all groups, or a list of one for each; None: each group's own learning rate."""
+"""A rate for all groups, or a list with one for each; None: each group's own learning rate."""
 SECOND_BETA = 0.99
-"""DeepSpeed's OneCycle sets the second beta, too."""
+"""The second beta that DeepSpeed's OneCycle sets."""
 
 
 class Scheduler(Protocol):
-    """What an engine needs of a scheduler; torch's have it."""
+    """The part of a scheduler that an engine uses; torch's have it."""
 
     def step(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -36,7 +36,7 @@ class Scheduler(Protocol):
 
 
 class _Schedule:
-    """The part that DeepSpeed's schedulers share; a subclass has `get_lr`.
+    """The common part of DeepSpeed's schedulers; a subclass has `get_lr`.
 
     Attributes:
         optimizer: `get_lr` is written into its groups.
@@ -48,11 +48,11 @@ class _Schedule:
         self._write()
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each group at `last_batch_iteration`."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each group as it was written last."""
+        """Return the learning rate of each group as it was written last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -125,8 +125,7 @@ class WarmupDecayLR(WarmupLR):
 
     Args:
         optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as `WarmupLR`'s.
-        total_num_steps: the iteration at which the lowest rate is reached. Without an iteration for the decay the rate
-            drops at once.
+        total_num_steps: the iteration of the lowest rate. If the decay has no iteration, the rate drops at once.
 
     Raises:
         ConfigError: a value that DeepSpeed does not take.
@@ -154,7 +153,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Shares of each group's own rate: a rise to all of it, then half a cosine.
+    """Shares of each group's rate: a rise to all of it, then half a cosine.
 
     Args:
         optimizer: its groups get the rates; the first update is made with 0.
@@ -185,7 +184,7 @@ class WarmupCosineLR(_Schedule):
         _warn_of_no_decay(total_num_steps, self.warmup_num_steps)
 
     def get_lr_ratio(self) -> float:
-        """The share of each group's own rate at `last_batch_iteration`."""
+        """Return the share of each group's rate at `last_batch_iteration`."""
         done, rise = self.last_batch_iteration, self.warmup_num_steps
         if done < 0:
             return 0.0
@@ -200,10 +199,10 @@ class WarmupCosineLR(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """Up and down again, while the first beta moves against it, then a decay.
+    """A rise and a fall of the rate, while the first beta moves the other way, then a decay.
 
     Args:
-        optimizer: its groups get the rates, and betas where it has any.
+        optimizer: its groups get the rates, and the betas if it has any.
         cycle_min_lr, cycle_max_lr: the rate at both ends, and between the halves.
         decay_lr_rate, decay_mom_rate: after n intervals of the decay the rate is divided by 1 + `decay_lr_rate` n, and
             beta is multiplied by 1 + `decay_mom_rate` n.
@@ -264,23 +263,15 @@ class OneCycle(_Schedule):
         return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at `last_batch_iteration`; None without `cycle_momentum`."""
+        """Return the betas of each group at `last_batch_iteration`; None without `cycle_momentum`."""
         if not self.cycle_momentum:
             return None
         height, growth = self._height(), 1 + self.decay_mom_rate * self._decays()
         pairs = zip(self.min_moms, self.max_moms, strict=True)
         return [((high - (high - low) * height) * growth, SECOND_BETA) for low, high in pairs]
 
-    def step(self, batch_iteration: int | None = None) -> None:
-        """Write the settings of the next update.
-
-        Args:
-            batch_iteration: the iteration to go to; None: the next.
-        """
-        super().step(batch_iteration)
-
     def _height(self) -> float:
-        """The share of the way from the lowest rate to the highest."""
+        """Return the share of the way from the lowest rate to the highest."""
         done = self.last_batch_iteration + 1
         if done >= self.total_size:
             return 0.0
@@ -291,7 +282,7 @@ class OneCycle(_Schedule):
         return math.floor(at * stairs / size) / stairs if stairs else at / size
 
     def _decays(self) -> float:
-        """Intervals of the decay so far."""
+        """Return the intervals of the decay so far."""
         after = self.last_batch_iteration + 1 - self.total_size
         return after / self.decay_step_size if self.decay_step_size and after > 0 else 0.0
 
@@ -341,14 +332,6 @@ class LRRangeTest(_Schedule):
         growth = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
         return [lr * growth for lr in self.min_lr]
 
-    def step(self, batch_iteration: int | None = None) -> None:
-        """Write the settings of the next update.
-
-        Args:
-            batch_iteration: the iteration to go to; None: the next.
-        """
-        super().step(batch_iteration)
-
 
 SCHEDULES = {
     schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
@@ -376,7 +359,7 @@ def _warmup(steps: int, curve: str) -> tuple[int, str]:
 
 
 def _risen(done: int, steps: int, curve: str) -> float:
-    """The share of a rise that is done: 0 to 1."""
+    """Return the share of a rise that is done: 0 to 1."""
     if done >= steps:
         return 1.0
     return math.log(done + 1) / math.log(steps) if curve == "log" else done / steps

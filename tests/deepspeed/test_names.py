@@ -1,4 +1,4 @@
-"""DeepSpeed's names: each is here and does what it does there, or answers with what to use instead."""
+"""The package `zero.deepspeed`: DeepSpeed's names and what they do."""
 
 import io
 import json
@@ -15,95 +15,95 @@ from torch import Tensor, nn
 import zero
 from tests.conftest import LONG_S
 from tests.deepspeed.test_engine import WIDTH, Net, config, net, rows
+from zero import deepspeed
 from zero.checkpoint.json_values import from_json
-from zero.deepspeed import missing_names
+from zero.deepspeed.runtime import lr_schedules
+from zero.deepspeed.runtime.utils import see_memory_usage
 from zero.errors import ConfigError
 from zero.testing import run_ranks
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-class Fast(zero.ops.adam.FusedAdam):
+class Fast(deepspeed.ops.adam.FusedAdam):
     def __init__(self, params) -> None:
         super().__init__(params, lr=0.1)
 
 
-class MyLion(zero.ops.lion.FusedLion):
+class MyLion(deepspeed.ops.lion.FusedLion):
     """A class of one's own."""
 
 
-@pytest.mark.parametrize("path", missing_names.HERE)
-def test_every_name_is_found_by_attribute_and_by_import(path):
-    found = zero
-    for part in path.split("."):
-        found = getattr(found, part)
-    module, _, name = path.rpartition(".")
-    assert found is missing_names.found(path)
-    assert getattr(import_module(f"zero.{module}" if module else "zero"), name) is found
-
-
-def test_a_script_imports_them_before_torch_is_there():
-    """As its first lines do; nothing is imported until something is asked for."""
-    script = """
+IMPORTS = """
 import sys
-import zero as deepspeed
-import zero.comm as dist
-assert "torch" not in sys.modules
-from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zero.accelerator import get_accelerator
-from zero.runtime.zero import GatheredParameters
-from zero.utils import logger
-from zero.utils.logging import logger as same
-assert same is logger is deepspeed.logger
-assert dist.get_world_size is __import__("torch").distributed.get_world_size
-assert deepspeed.zero.Init is deepspeed.Init
-assert deepspeed.__version__[0].isdigit()
+before, finders = set(sys.modules), list(sys.meta_path)
+import zero
+import zero.deepspeed as deepspeed
+assert sys.meta_path == finders
+new = set(sys.modules) - before
+assert {name.partition(".")[0] for name in new} - {"zero"} <= set(sys.stdlib_module_names), new
+for name in new:
+    if name.partition(".")[0] == "zero":
+        place = sys.modules[name].__spec__.origin.removesuffix("/__init__.py").removesuffix(".py")
+        assert place.endswith(name.replace(".", "/")), name
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=LONG_S)
 
 
-@pytest.mark.parametrize("name", missing_names.OF_THE_MODULE)
-def test_what_is_not_here_says_what_to_use(name):
-    """However it is asked for: by attribute, so that a script may try, or by either kind of import."""
-    with pytest.raises(AttributeError, match="in its place: "):
-        getattr(zero, name)
-    above, _, own = name.rpartition(".")
-    for line in (
-        f"import zero.{name}",
-        f"import zero.{name}.deeper",
-        f"from zero{'.' * bool(above)}{above} import {own}",
-    ):
-        with pytest.raises(ImportError, match="in its place: "):
-            exec(line)
+def test_importing_zero_imports_nothing_but_its_own_files():
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=LONG_S)
 
 
-def test_what_nobody_knows_says_where_the_names_are():
-    with pytest.raises(AttributeError, match=r"'nothing'; docs/coming-from-deepspeed\.md has the names"):
-        _ = zero.utils.nothing
-    for line in ("from zero.utils import nothing", "import zero.runtime.nothing", "from zero.comm import nothing"):
-        with pytest.raises(ImportError, match=r"has no nothing; docs/coming-from-deepspeed\.md has the names"):
-            exec(line)
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'zero\.nothing'"):
-        import_module("zero.nothing")
+NAMES = {
+    "zero.deepspeed": "DeepSpeedEngine add_config_arguments get_accelerator init_distributed initialize log_dist",
+    "zero.deepspeed.accelerator": "get_accelerator",
+    "zero.deepspeed.checkpointing": "checkpoint configure is_configured reset",
+    "zero.deepspeed.comm": "init_distributed get_local_rank get_rank all_reduce ReduceOp",
+    "zero.deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
+    "zero.deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "zero.deepspeed.ops.lion": "DeepSpeedCPULion FusedLion",
+    "zero.deepspeed.runtime.dataloader": "RepeatingLoader",
+    "zero.deepspeed.runtime.engine": "DeepSpeedEngine",
+    "zero.deepspeed.runtime.lr_schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+    "zero.deepspeed.runtime.utils": "see_memory_usage",
+    "zero.deepspeed.runtime.zero": "GatheredParameters Init",
+    "zero.deepspeed.runtime.zero.partition_parameters": "GatheredParameters Init ZeroParamStatus",
+    "zero.deepspeed.utils": "RepeatingLoader get_z3_leaf_modules log_dist logger safe_get_full_fp32_param "
+    "safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    "safe_set_full_optimizer_state set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module",
+    "zero.deepspeed.utils.logging": "log_dist logger",
+    "zero.deepspeed.utils.zero_to_fp32": "convert_zero_checkpoint_to_fp32_state_dict "
+    "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
+    "zero.deepspeed.zero": "GatheredParameters Init register_external_parameter",
+}
 
 
-def test_no_name_of_deepspeeds_hides_a_file_of_ours():
-    package = Path(zero.__file__).parent
-    for name in [*missing_names.modules(), *(f"zero.{path}" for path in missing_names.OF_THE_MODULE)]:
-        place = package.joinpath(*name.split(".")[1:])
-        assert not place.exists(), name
-        assert not place.with_suffix(".py").exists(), name
+@pytest.mark.parametrize("module", NAMES)
+def test_a_script_imports_the_names_that_it_imports_from_deepspeed(module):
+    assert all(getattr(import_module(module), name) is not None for name in NAMES[module].split())
+
+
+def test_names_are_attributes_of_the_package():
+    assert deepspeed.initialize is zero.initialize
+    assert deepspeed.ops.adam.FusedAdam.__mro__[1] is torch.optim.Adam
+    assert deepspeed.__version__ == zero.__version__
+    for name in ("pipe", "moe", "init_inference"):
+        with pytest.raises(AttributeError, match=rf"zero\.deepspeed\.{name} does not exist: "):
+            getattr(deepspeed, name)
+    with pytest.raises(AttributeError, match=r"module 'zero\.deepspeed' has no attribute 'nothing'"):
+        _ = deepspeed.nothing
+    with pytest.raises(ModuleNotFoundError, match=r"zero\.ops"):
+        import_module("zero.ops.adam")
 
 
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda p: zero.ops.adam.FusedAdam(p, lr=0.1, weight_decay=0.2), "adamw"),
-        (lambda p: zero.ops.adam.FusedAdam(p, adam_w_mode=False), "adam"),
-        (lambda p: zero.ops.adam.DeepSpeedCPUAdam([{"params": p, "lr": 0.3}], betas=(0.8, 0.9)), "adamw"),
-        (lambda p: zero.ops.adagrad.DeepSpeedCPUAdagrad(p), "adagrad"),
-        (lambda p: zero.ops.lion.FusedLion(p), "lion"),
-        (lambda p: zero.ops.lion.DeepSpeedCPULion(p), "lion"),
+        (lambda p: deepspeed.ops.adam.FusedAdam(p, lr=0.1, weight_decay=0.2), "adamw"),
+        (lambda p: deepspeed.ops.adam.FusedAdam(p, adam_w_mode=False), "adam"),
+        (lambda p: deepspeed.ops.adam.DeepSpeedCPUAdam([{"params": p, "lr": 0.3}], betas=(0.8, 0.9)), "adamw"),
+        (lambda p: deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(p), "adagrad"),
+        (lambda p: deepspeed.ops.lion.FusedLion(p), "lion"),
+        (lambda p: deepspeed.ops.lion.DeepSpeedCPULion(p), "lion"),
         (lambda p: Fast(p), "adamw"),
         (lambda p: MyLion(p, lr=0.1), "lion"),
     ],
@@ -122,14 +122,14 @@ def test_their_classes_of_optimizers_and_subclasses_train(make, kind):
 
 def test_their_classes_of_optimizers_answer_isinstance():
     model = [nn.Parameter(torch.ones(1))]
-    fused, cpu = zero.ops.adam.FusedAdam, zero.ops.adam.DeepSpeedCPUAdam
+    fused, cpu = deepspeed.ops.adam.FusedAdam, deepspeed.ops.adam.DeepSpeedCPUAdam
     assert isinstance(Fast(model), fused)
     assert [isinstance(fused(model), kind) for kind in (fused, cpu)] == [True, False]
     assert [isinstance(cpu(model), kind) for kind in (fused, cpu)] == [False, True]
-    assert isinstance(zero.ops.adagrad.DeepSpeedCPUAdagrad(model), zero.ops.adagrad.DeepSpeedCPUAdagrad)
+    assert isinstance(deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(model), deepspeed.ops.adagrad.DeepSpeedCPUAdagrad)
 
 
-@pytest.mark.parametrize("make", [zero.ops.adam.FusedAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("make", [deepspeed.ops.adam.FusedAdam, torch.optim.AdamW])
 def test_a_subclass_with_an_update_of_its_own_is_refused(make):
     class Signed(make):
         def step(self, closure=None):
@@ -142,7 +142,7 @@ def test_a_subclass_with_an_update_of_its_own_is_refused(make):
         zero.initialize(model=model, optimizer=Signed(model.parameters()), config=config(), world=zero.World.from_env())
 
 
-@pytest.mark.parametrize("make", [zero.ops.lion.FusedLion, zero.ops.lion.DeepSpeedCPULion])
+@pytest.mark.parametrize("make", [deepspeed.ops.lion.FusedLion, deepspeed.ops.lion.DeepSpeedCPULion])
 def test_their_lion_has_the_defaults_of_deepspeed_0_19_8(make):
     defaults = make([nn.Parameter(torch.zeros(1))]).defaults
     assert {key: defaults[key] for key in ("lr", "betas", "weight_decay")} == {
@@ -171,7 +171,7 @@ def test_their_schedulers_as_objects_are_those_of_the_json(kind, where):
     def trained(**how):
         torch.manual_seed(0)
         model = net()
-        optimizer = zero.ops.adam.FusedAdam(model.parameters(), lr=0.2, weight_decay=0.01)
+        optimizer = deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.2, weight_decay=0.01)
         how = {key: made(optimizer) if where == "given" else made for key, made in how.items()}
         section = {} if how else {"scheduler": {"type": kind, "params": params}, "optimizer": adam}
         given = {"optimizer": optimizer} if how else {}
@@ -187,7 +187,7 @@ def test_their_schedulers_as_objects_are_those_of_the_json(kind, where):
         return rates, values
 
     rates, values = trained()
-    found, same = trained(lr_scheduler=lambda optimizer: getattr(zero.runtime.lr_schedules, kind)(optimizer, **params))
+    found, same = trained(lr_scheduler=lambda optimizer: getattr(lr_schedules, kind)(optimizer, **params))
     assert found == rates
     assert len({str(one) for one in rates}) > 3
     assert all(torch.equal(same[name], value) for name, value in values.items())
@@ -195,7 +195,7 @@ def test_their_schedulers_as_objects_are_those_of_the_json(kind, where):
 
 def test_a_scheduler_takes_what_it_took_there_or_says_what_it_does_not():
     group = [nn.Parameter(torch.ones(2))]
-    schedules = zero.runtime.lr_schedules
+    schedules = lr_schedules
     optimizer = torch.optim.SGD(group, lr=0.3)
     assert schedules.WarmupLR(optimizer, 0.0, None, 2).get_last_lr() == [0.0]
     optimizer = torch.optim.SGD(group, lr=0.3)
@@ -219,7 +219,7 @@ first, after nine calls of step(), after step(2), and after load_state_dict({"la
 def test_their_schedulers_have_the_numbers_of_deepspeed_0_19_8(case):
     groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.5, 0.25)]
     optimizer = torch.optim.Adam(groups)
-    kind = getattr(zero.runtime.lr_schedules, case["type"])
+    kind = getattr(lr_schedules, case["type"])
     scheduler = kind(optimizer, **case["params"])
     assert isinstance(scheduler, kind)
     for number, (rates, *betas, iteration) in enumerate(case["rows"]):
@@ -248,7 +248,7 @@ def test_the_scheduler_of_a_json_is_an_object_of_its_class_with_the_numbers_of_d
         "scheduler": {"type": case["type"], "params": params},
     }
     engine, *_, scheduler = zero.initialize(model=net(), config=config(**sections), world=zero.World.from_env())
-    assert type(scheduler) is getattr(zero.runtime.lr_schedules, case["type"])
+    assert type(scheduler) is getattr(lr_schedules, case["type"])
     for rates, *_ in case["rows"][:10]:
         assert engine.get_lr() == pytest.approx(rates[:1])
         scheduler.step()
@@ -256,13 +256,13 @@ def test_the_scheduler_of_a_json_is_an_object_of_its_class_with_the_numbers_of_d
 
 
 def test_a_subclass_of_their_scheduler_says_the_rates():
-    class Halved(zero.runtime.lr_schedules.WarmupLR):
+    class Halved(lr_schedules.WarmupLR):
         def get_lr(self):
             return [lr / 2 for lr in super().get_lr()]
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.4)
     halved = Halved(optimizer, warmup_num_steps=2)
-    assert isinstance(halved, zero.runtime.lr_schedules.WarmupLR)
+    assert isinstance(halved, lr_schedules.WarmupLR)
     for _ in range(3):
         halved.step()
     assert halved.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [0.2]
@@ -271,7 +271,7 @@ def test_a_subclass_of_their_scheduler_says_the_rates():
 def test_a_group_whose_rate_is_a_tensor_keeps_it():
     rate = torch.tensor(0.5)
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=rate)
-    scheduler = zero.runtime.lr_schedules.WarmupLR(optimizer, warmup_num_steps=2, warmup_type="linear")
+    scheduler = lr_schedules.WarmupLR(optimizer, warmup_num_steps=2, warmup_type="linear")
     for expected in (0.0, 0.25, 0.5):
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] is rate
@@ -282,12 +282,12 @@ def test_lines_of_some_ranks_and_memory_in_use(caplog, capsys, monkeypatch):
     caplog.set_level("INFO", "zero")
     monkeypatch.setenv("RANK", "1")
     for ranks in ([0], [1], [-1], None):
-        zero.utils.log_dist(f"for {ranks}", ranks=ranks)
+        deepspeed.utils.log_dist(f"for {ranks}", ranks=ranks)
     assert [record.getMessage() for record in caplog.records] == ["[Rank 1] for [1]", "[Rank 1] for [-1]"]
-    zero.runtime.utils.see_memory_usage("of rank 1", force=True)
+    see_memory_usage("of rank 1", force=True)
     monkeypatch.setenv("RANK", "0")
-    zero.runtime.utils.see_memory_usage("unless it is forced")
-    zero.runtime.utils.see_memory_usage("after a step", force=True)
+    see_memory_usage("unless it is forced")
+    see_memory_usage("after a step", force=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("after a step: device ")
     assert "GiB" in line
@@ -296,13 +296,13 @@ def test_lines_of_some_ranks_and_memory_in_use(caplog, capsys, monkeypatch):
 def test_a_loader_repeats_with_another_order_each_time():
     world, data = zero.World.from_env(), torch.arange(8.0).repeat(WIDTH, 1).T.contiguous()
     engine, _, loader, _ = zero.initialize(model=net(), config=config(), world=world, training_data=data)
-    batches = iter(zero.utils.RepeatingLoader(loader))
+    batches = iter(deepspeed.utils.RepeatingLoader(loader))
     epochs = [torch.cat([next(batches) for _ in loader])[:, 0].tolist() for _ in range(2)]
     engine.destroy()
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(8))
     assert epochs[0] != epochs[1]
     with pytest.raises(StopIteration):
-        next(zero.utils.RepeatingLoader([]))
+        next(deepspeed.utils.RepeatingLoader([]))
 
 
 def test_the_last_batch_that_is_dropped_is_a_ranks_and_not_the_rows_that_ranks_do_not_divide():
@@ -321,9 +321,9 @@ def test_the_last_batch_that_is_dropped_is_a_ranks_and_not_the_rows_that_ranks_d
 
 class Recomputed(Net):
     def forward(self, batch: Tensor) -> Tensor:
-        h = zero.checkpointing.checkpoint(self.first, batch)
+        h = deepspeed.checkpointing.checkpoint(self.first, batch)
         for block in self.blocks:
-            h = zero.checkpointing.checkpoint(block, h)
+            h = deepspeed.checkpointing.checkpoint(block, h)
         return super().forward(batch) + h.square().mean()
 
 
@@ -351,15 +351,15 @@ def test_what_is_checkpointed_by_their_name_learns_the_same(stage):
             engine.destroy()
         return trained
 
-    zero.checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True)
-    assert zero.checkpointing.is_configured()
+    deepspeed.checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True)
+    assert deepspeed.checkpointing.is_configured()
     for one, other in run_ranks(2, rank_main):
         assert all(torch.equal(one[name], value) for name, value in other.items())
 
 
 def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp_path: Path):
     """By the names of zero_to_fp32, in a process of its own, with what is frozen and without."""
-    convert = zero.utils.zero_to_fp32
+    convert = import_module("zero.deepspeed.utils.zero_to_fp32")
 
     def rank_main(world):
         with world.exclusive():
@@ -386,23 +386,10 @@ def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp
     assert all(torch.equal(written[name], value) for name, value in wanted.items())
     convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "files", safe_serialization=True)
     assert list((tmp_path / "files").glob("*.safetensors"))
-    with pytest.raises(ConfigError, match="zero-train export --shard-size"):
+    with pytest.raises(ConfigError, match="use zero-train export --shard-size"):
         convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "more", max_shard_size="1GB")
-    with pytest.raises(zero.ZeroError, match="there is no checkpoint; give the folder"):
+    with pytest.raises(zero.ZeroError, match="there is no checkpoint"):
         convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="worst")
-
-
-def test_engine_and_optimizer_are_recognised_by_their_class(monkeypatch):
-    from zero.runtime.base_optimizer import DeepSpeedOptimizer
-    from zero.runtime.engine import DeepSpeedEngine
-
-    engine, optimizer, *_ = zero.initialize(model=net(), config=config(stage=2), world=zero.World.from_env())
-    assert isinstance(engine, DeepSpeedEngine)
-    assert isinstance(optimizer, DeepSpeedOptimizer)
-    engine.destroy()
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert zero.comm.get_local_rank() == 3
-    assert not isinstance(torch.optim.SGD([nn.Parameter(torch.ones(1))]), DeepSpeedOptimizer)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -416,16 +403,16 @@ def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage,
         settings = config(stage=stage, optimizer=SGD, bf16={"enabled": bf16})
         zero.initialize(model=model, config=settings, world=world)[0].train()
         weight, bias = model.first.weight, model.first.bias
-        with zero.zero.GatheredParameters([weight, bias], modifier_rank=0):
+        with deepspeed.zero.GatheredParameters([weight, bias], modifier_rank=0):
             if world.rank == 0:
                 nn.init.ones_(weight)
                 bias.data[0] = 5.0
                 bias.data.mul_(2)
                 assert float(weight.sum()) == weight.numel()
-        with zero.zero.GatheredParameters(weight):
+        with deepspeed.zero.GatheredParameters(weight):
             assert bool((weight == 1).all())
         edited = pytest.raises(ConfigError, match=r"was edited, but it is a copy; .* modifier_rank=0 to Gath")
-        with edited, zero.zero.GatheredParameters(weight), torch.no_grad():
+        with edited, deepspeed.zero.GatheredParameters(weight), torch.no_grad():
             weight.zero_()
         return weight.detach().clone().float(), bias.detach()[0].item()
 
@@ -448,7 +435,7 @@ def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage,
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_are_saved_one_by_one_by_a_script_that_asks_for_their_status(stage):
     """As DeepSpeed-Chat and PEFT do: there is nothing to gather, because a parameter reads as whole by itself."""
-    status = zero.runtime.zero.partition_parameters.ZeroParamStatus
+    status = deepspeed.zero.ZeroParamStatus
 
     def rank_main(world):
         with world.exclusive():
@@ -459,7 +446,7 @@ def test_parameters_are_saved_one_by_one_by_a_script_that_asks_for_their_status(
         saved = {}
         for name, p in engine.module.named_parameters():
             absent = [one for one in [p] if hasattr(one, "ds_id") and one.ds_status == status.NOT_AVAILABLE]
-            with zero.zero.GatheredParameters(absent, enabled=stage == 3):
+            with deepspeed.zero.GatheredParameters(absent, enabled=stage == 3):
                 saved[name] = p.data.cpu()
         file = io.BytesIO()
         torch.save(saved, file)
@@ -477,7 +464,7 @@ def test_full_values_are_read_and_written_by_the_parameter_itself():
     world, model = zero.World.from_env(), net()
     engine, *_ = zero.initialize(model=model, config=config(), world=world)
     weight = model.last.weight
-    utils = zero.utils
+    utils = deepspeed.utils
     assert utils.safe_get_full_grad(weight) is None
     engine.backward(engine(rows(0, world)))
     grad = utils.safe_get_full_grad(weight)
@@ -499,7 +486,7 @@ def test_full_values_are_read_and_written_by_the_parameter_itself():
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_parameter_has_no_full_values_of_its_training(stage):
     """The functions return None as in DeepSpeed, because scripts read every parameter."""
-    model, utils = net(), zero.utils
+    model, utils = net(), deepspeed.utils
     model.first.requires_grad_(False)
     engine, *_ = zero.initialize(model=model, config=config(stage=stage), world=zero.World.from_env())
     engine.backward(engine(rows(0, engine.plan.world)))
@@ -535,27 +522,18 @@ class Sparse(Experts):
     """A subclass."""
 
 
-LEAVES = {
-    "class": lambda model: zero.utils.set_z3_leaf_modules(model, [Experts]),
-    "name": lambda model: zero.utils.set_z3_leaf_modules(model, ["Sparse"]),
-    "qualified name": lambda model: zero.utils.set_z3_leaf_modules(model, [f"{__name__}.Sparse"]),
-    "path": lambda model: zero.utils.set_z3_leaf_modules_by_name(model, ["mixture"])[0],
-    "suffix": lambda model: zero.utils.set_z3_leaf_modules_by_suffix(model, ["ture"])[0],
-    "flag": lambda model: zero.utils.set_z3_leaf_module(model.mixture, True) or [model.mixture],
-}
-
-
-@pytest.mark.parametrize("by", ["json", *LEAVES])
-def test_a_leaf_module_is_gathered_whole(by):
+@pytest.mark.parametrize("named", [Experts, "Sparse", f"{__name__}.Sparse", None])
+def test_a_leaf_module_is_gathered_whole(named):
+    """By the class of a base, by name, by qualified name, or by the config."""
     model, world = Mixture(), zero.World.from_env()
     model.mixture = Sparse()
     settings = config()
-    if by == "json":
+    if named is None:
         settings["zero_optimization"]["leaf_module"] = {"classes": [f"{__name__}.Sparse", "NotThere"]}
     else:
-        assert LEAVES[by](model) == [model.mixture]
+        assert deepspeed.utils.set_z3_leaf_modules(model, [named]) == [model.mixture]
     engine, *_ = zero.initialize(model=model, config=settings, world=world)
-    assert zero.utils.get_z3_leaf_modules(engine.module) == [model.mixture]
+    assert deepspeed.utils.get_z3_leaf_modules(engine.module) == [model.mixture]
     names = [unit.name for unit in engine.plan.units]
     assert "mixture" in names
     assert not any(name.startswith("mixture.") for name in names)
@@ -565,15 +543,11 @@ def test_a_leaf_module_is_gathered_whole(by):
     engine.destroy()
 
 
-def test_leaf_modules_that_are_not_there_are_named_or_left_out():
-    model, utils = Mixture(), zero.utils
+def test_leaf_modules_can_be_unset_and_absent_ones_are_named():
+    model, utils = Mixture(), deepspeed.utils
     with pytest.raises(ConfigError, match="the model has no module Expert"):
         utils.set_z3_leaf_modules(model, ["Expert"])
-    with pytest.raises(ConfigError, match=r"the model has no module mixture\.gate"):
-        utils.set_z3_leaf_modules_by_name(model, ["mixture.gate"])
-    assert utils.set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
-    leaves = utils.set_z3_leaf_modules_by_suffix(model, ["gate", "mixture"], raise_if_not_found=False)
-    assert leaves == ([model.mixture], ["gate"])
+    assert utils.set_z3_leaf_modules(model, [Experts]) == [model.mixture]
     assert utils.z3_leaf_module(model.mixture)
     assert utils.unset_z3_leaf_modules(model, [Experts]) == [model.mixture]
     assert utils.get_z3_leaf_modules(model) == []
@@ -598,7 +572,7 @@ def test_what_an_engine_is_asked_by_scripts(tmp_path: Path):
 
 
 def test_the_accelerator_is_torchs_or_the_cpu():
-    accelerator = zero.get_accelerator()
+    accelerator = deepspeed.get_accelerator()
     torch.ones(1, device=accelerator.current_device_name())
     assert accelerator.device_count() >= 1
     assert accelerator.communication_backend_name() in ("gloo", "nccl")
@@ -608,9 +582,8 @@ def test_the_accelerator_is_torchs_or_the_cpu():
     assert 0 <= accelerator.memory_allocated() <= accelerator.memory_reserved() <= accelerator.total_memory()
     assert 0 < accelerator.available_memory() <= accelerator.total_memory()
     accelerator.reset_max_memory_allocated()
-    assert torch.bfloat16 in accelerator.supported_dtypes() or not accelerator.is_bf16_supported()
-    value = accelerator.pin_memory(torch.ones(2))
-    assert accelerator.on_accelerator(value.to(accelerator.device()))
+    assert accelerator.is_bf16_supported() in (True, False)
+    assert accelerator.pin_memory(torch.ones(2)).to(accelerator.device()).device.type == accelerator._name
     with accelerator.stream(accelerator.current_stream()):
         accelerator.set_rng_state(accelerator.get_rng_state())
     with pytest.raises(AttributeError, match=r"get_accelerator\(\) has no nothing"):

@@ -1,0 +1,75 @@
+"""`parameter.grad` of a model whose gradients are in shards."""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from zero.engine.full import Source, get_full, set_full
+from zero.errors import ConfigError
+
+
+class Grads:
+    """`parameter.grad` between backward and step: the full mean over the global batch, which may be edited.
+
+    Below stage 2 every rank holds gradients, or gathers them, so reading and writing work as in torch. From stage 2 on
+    no rank holds full gradients, and reading one raises.
+
+    Args:
+        engine: the engine with the gradients; not kept alive.
+    """
+
+    def __init__(self, engine: Source) -> None:
+        self._engine: Source = weakref.proxy(engine)
+        self._read: dict[str, tuple[Tensor, Tensor]] = {}  # each with a copy, to detect edits
+
+    def of(self, name: str) -> Tensor | None:
+        """Return (shape of the parameter) fp32, on the device; the same tensor until the next backward. Collective.
+
+        Raises:
+            ConfigError: gradients are sharded.
+        """
+        plan = self._engine.state.plan
+        if not is_trained(self._engine, name):
+            return None
+        if plan.stage.gradients:
+            raise ConfigError(
+                f"{name}.grad: stage {plan.stage.level} shards gradients, and no rank has a full one. Read it with "
+                "zero.get_full(engine, name, kind='grad'), write it with zero.set_full or in a hook of the parameter."
+            )
+        if name not in self._read:
+            full = get_full(self._engine, name, kind="grad").to(plan.world.device)
+            self._read[name] = full, full.clone()
+        return self._read[name][0]
+
+    def take_back(self) -> None:
+        """Write edits of the script into the gradients. Collective if there are any."""
+        edited = self._edited()
+        self._read.clear()
+        for name, value in edited.items():
+            set_full(self._engine, name, value, kind="grad")
+
+    def arriving(self) -> None:
+        """Note that a backward by hand adds to the gradients.
+
+        Raises:
+            ConfigError: a gradient was edited.
+        """
+        for name in self._edited():
+            raise ConfigError(
+                f"{name}.grad was edited, and loss.backward() would lose the edit. Use engine.backward(loss), or "
+                "engine.scale(loss).backward()."
+            )
+        self._read.clear()
+
+    def drop(self) -> None:
+        """Forget all gradients that were read, and edits of them."""
+        self._read.clear()
+
+    def _edited(self) -> dict[str, Tensor]:
+        return {name: now for name, (now, before) in self._read.items() if not torch.equal(now, before)}
+
+
+def is_trained(engine: Source, name: str) -> bool:
+    """Return whether an optimizer trains the parameter `name`."""
+    return any(slot.name == name for unit in engine.state.plan.units for slot in unit.trainable.slots)

@@ -1,0 +1,73 @@
+"""DeepSpeed's Adam classes, as subclasses of torch's.
+
+The config says where an update is computed, so the fused class and the CPU class are the same here.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zero.errors import ConfigError
+
+
+class FusedAdam(torch.optim.Adam):
+    """Torch's AdamW, or its Adam with `adam_w_mode=False`.
+
+    Args:
+        params: parameters or groups of them.
+        lr, betas, eps, weight_decay, amsgrad: as torch's.
+        bias_correction: must be true.
+        adam_w_mode: whether weight decay is decoupled from the gradient.
+        set_grad_none: for old calls; it has no effect.
+
+    Raises:
+        ConfigError: `bias_correction=False`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _check_bias_correction(bias_correction)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """`FusedAdam`, with its arguments in another order.
+
+    Args:
+        model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode: as `FusedAdam`'s.
+        fp32_optimizer_states: for old calls; moments are fp32.
+
+    Raises:
+        ConfigError: `bias_correction=False`.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _check_bias_correction(bias_correction)
+        super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adamw_mode)
+
+
+def _check_bias_correction(bias_correction: bool) -> None:
+    if not bias_correction:
+        raise ConfigError("bias_correction=False: Adam corrects the bias of its first steps here. Leave it out.")

@@ -1,0 +1,85 @@
+"""Read full fp32 weights out of a checkpoint, by DeepSpeed's names. One process is enough, however many ranks saved."""
+
+from os import PathLike
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from zero.checkpoint import Checkpoint
+from zero.deepspeed.checkpoints import folder_of, open_saved
+from zero.distributed.world import SoloWorld
+from zero.errors import CheckpointError, ConfigError
+from zero.formats.export_checkpoint import export_checkpoint, whole
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """Return fp32 parameters and buffers of a checkpoint, under every name of the model, on the CPU.
+
+    Args:
+        checkpoint_dir: the `save_dir` of `engine.save_checkpoint`.
+        tag: the folder in it; None: the checkpoint that its file `latest` names.
+        exclude_frozen_parameters: leave out parameters that were not trained.
+        lazy_mode: for old calls; it has no effect.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    return whole(_open(checkpoint_dir, tag), frozen=not exclude_frozen_parameters)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Set a model to the values of a checkpoint, and return it.
+
+    Args:
+        model: on any device; values that the checkpoint lacks stay as they are.
+        checkpoint_dir, tag: as for `get_fp32_state_dict_from_zero_checkpoint`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | PathLike[str],
+    output_dir: str | PathLike[str],
+    max_shard_size: str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+) -> None:
+    """Write the fp32 weights of a checkpoint: `pytorch_model.bin` in a folder, or the folder as safetensors.
+
+    Args:
+        checkpoint_dir, tag: as for `get_fp32_state_dict_from_zero_checkpoint`.
+        output_dir: the folder to write.
+        max_shard_size: must be "5GB" or None; `zero-train export --shard-size` writes other sizes.
+        safe_serialization: write safetensors.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: another size, or the files exist.
+    """
+    if max_shard_size not in ("5GB", None):
+        raise ConfigError(f"max_shard_size={max_shard_size!r}: use zero-train export --shard-size")
+    opened, folder = _open(checkpoint_dir, tag), Path(output_dir)
+    if safe_serialization:
+        export_checkpoint(opened, "hf", folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    export_checkpoint(opened, "torch", folder / "pytorch_model.bin")
+
+
+def _open(folder: str | PathLike[str], tag: str | None) -> Checkpoint:
+    opened, _ = open_saved(SoloWorld(), folder, tag)
+    if opened is None:
+        raise CheckpointError(f"{folder_of(folder, tag)}: there is no checkpoint. Pass save_dir of save_checkpoint.")
+    return opened

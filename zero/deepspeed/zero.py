@@ -1,0 +1,218 @@
+"""DeepSpeed's `deepspeed.zero`: build a model on one rank, and read and write full parameters.
+
+Everything but leaf modules is collective.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero.deepspeed.grads import is_trained
+from zero.distributed.world import World, open_default_group, rank_of_process
+from zero.engine.empty import Unmade, absent
+from zero.engine.full import Source, gathered, get_full, set_full
+from zero.engine.placeholder import ParameterPlaceholder
+from zero.errors import ConfigError, StaleStateError
+
+MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
+"""Torch's names of moments -> this library's."""
+
+
+ZeroParamStatus = Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT")
+"""The values of a parameter's `ds_status`. No parameter has a `ds_status` here, because each one reads in full."""
+
+
+def Init(
+    module: nn.Module | None = None,
+    *ignored: Any,
+    enabled: bool = True,
+    world: World | None = None,
+    **others: Any,
+) -> AbstractContextManager[None]:
+    """Make modules as usual on rank 0, and without values or memory on other ranks.
+
+    `zero.initialize` gives every rank its part of rank 0's values. Before that, writes of other ranks have no effect,
+    and reading raises there. `zero.empty()` takes no memory on rank 0 either.
+
+    Args:
+        module: for old calls; a module keeps its values.
+        *ignored: for old calls; the settings of `zero.initialize` count.
+        enabled: False makes modules as usual on every rank.
+        world: the ranks; None: those of the environment.
+        **others: for old calls.
+    """
+    if enabled and world is None:
+        open_default_group()
+    rank = rank_of_process() if world is None else world.rank
+    return absent() if enabled and module is None and rank != 0 else nullcontext()
+
+
+@contextmanager
+def GatheredParameters(
+    params: Iterable[Tensor] | Tensor,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Inside, parameters are full fp32 tensors on every rank, to read and, on `modifier_rank`, to write. Collective.
+
+    Whatever reads them in the block reads the edits: `state_dict()`, a forward without gradients, a save. Modules of
+    which all parameters are full may be read, run and loaded by one rank alone.
+
+    Args:
+        params: one or several; those that belong to no engine are left as they are. Before `zero.initialize` only
+            rank 0 reads and writes them.
+        modifier_rank: the rank whose writes all ranks get at the end; None: nothing may be written.
+        fwd_module: for old calls; it has no effect.
+        enabled: False has no effect.
+
+    Raises:
+        ConfigError: a write without `modifier_rank`, or parameters of a block around this one.
+    """
+    tensors = [params] if isinstance(params, Tensor) else list(params)
+    if enabled and modifier_rank and any(isinstance(tensor, Unmade) for tensor in tensors):
+        raise ConfigError(
+            f"modifier_rank={modifier_rank}: before zero.initialize rank 0 alone has the values; write modifier_rank=0"
+        )
+    held = [tensor for tensor in tensors if isinstance(tensor, ParameterPlaceholder)]
+    if not enabled or not held:
+        before = [_writes(parameter) for parameter in tensors]
+        yield
+        if enabled and modifier_rank is None and before != [_writes(parameter) for parameter in tensors]:
+            raise ConfigError(
+                "GatheredParameters: a parameter was written in the block. Pass modifier_rank=0 to keep it."
+            )
+        return
+    if outer := [placeholder.full_name for placeholder in held if placeholder.full_value is not None]:
+        raise ConfigError(f"{outer[0]} is in a block of GatheredParameters already; leave it out of the inner one")
+    modify = False if modifier_rank is None else modifier_rank
+    engines = {id(engine): engine for engine in (_home_of(placeholder)[0] for placeholder in held)}
+    with ExitStack() as blocks:
+        for engine in engines.values():
+            of_engine = [placeholder for placeholder in held if _home_of(placeholder)[0] is engine]
+            full = blocks.enter_context(gathered(engine, [placeholder.full_name for placeholder in of_engine], modify))
+            blocks.callback(_close_full, of_engine)
+            for placeholder in of_engine:
+                placeholder.full_value, placeholder.may_be_edited = full[placeholder.full_name], modify is not False
+        yield
+
+
+def _writes(parameter: Tensor) -> int:
+    """Count the writes to a parameter of no engine."""
+    return len(parameter.recipe.root.writes) if isinstance(parameter, Unmade) else parameter._version
+
+
+def _close_full(placeholders: Iterable[ParameterPlaceholder]) -> None:
+    for placeholder in placeholders:
+        placeholder.full_value, placeholder.may_be_edited = None, False
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """Return (shape of the parameter) the fp32 master of `param`, on its device, or None. Collective.
+
+    None if the parameter is not trained.
+    """
+    return _read(param, "param")
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """Return (shape of the parameter) the mean fp32 gradient of `param`, on its device, or None. Collective."""
+    try:
+        return _read(param, "grad")
+    except StaleStateError:
+        return None
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return (shape of the parameter) a moment of `param` in fp32: exp_avg, exp_avg_sq or momentum_buffer. Collective.
+
+    None if the parameter is not trained.
+    """
+    return _read(param, MOMENTS.get(optim_state_key, optim_state_key))
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the fp32 master of `param` to `value`, which has its shape and is the same on every rank. Collective."""
+    set_full(*_home_of(param), value)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Set the mean gradient of `param` to `value`, which has its shape and is the same on every rank. Collective."""
+    set_full(*_home_of(param), value, "grad")
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a moment of `param` (see `safe_get_full_optimizer_state`) to `value`, which has its shape. Collective."""
+    set_full(*_home_of(param), value, MOMENTS.get(optim_state_key, optim_state_key))
+
+
+def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
+    """Do nothing: a parameter is gathered wherever it is read."""
+
+
+# Leaf modules. A plan names units by class, so a leaf makes every module of its class a unit.
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Gather modules of these classes as units, never in parts. Call it before `zero.initialize`.
+
+    Args:
+        model: the model.
+        leaf_module_classes: classes, whose subclasses count, or names of classes, also with their module in front.
+
+    Returns:
+        The modules of these classes.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    classes = list(leaf_module_classes)
+    leaves = flag_leaf_modules(model, classes, True)
+    if not leaves:
+        names = ", ".join(str(getattr(item, "__name__", item)) for item in classes)
+        raise ConfigError(f"set_z3_leaf_modules: the model has no module {names}")
+    return leaves
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Undo `set_z3_leaf_modules`, which has the same arguments, and return the modules."""
+    return flag_leaf_modules(model, leaf_module_classes, False)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Return whether the module is a leaf."""
+    return vars(model).get("_z3_leaf", False)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the leaves in `model`."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def flag_leaf_modules(model: nn.Module, classes: Iterable[type[nn.Module] | str], is_leaf: bool) -> list[nn.Module]:
+    """Mark the modules of these classes, of which there may be none, and return them."""
+    items = list(classes)
+    types = tuple(item for item in items if isinstance(item, type))
+    names = {item for item in items if isinstance(item, str)}
+    leaves = [module for module in model.modules() if isinstance(module, types) or names & _class_names(module)]
+    for module in leaves:
+        module.__dict__["_z3_leaf"] = is_leaf
+    return leaves
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
+
+
+def _read(param: Tensor, part: str) -> Tensor | None:
+    engine, name = _home_of(param)
+    return get_full(engine, name, part).to(param.device) if is_trained(engine, name) else None
+
+
+def _home_of(param: Tensor) -> tuple[Source, str]:
+    if not isinstance(param, ParameterPlaceholder) or param.source is None or (engine := param.source()) is None:
+        raise ConfigError("this parameter belongs to no engine. Give its model to zero.initialize first.")
+    return engine, param.full_name

@@ -277,7 +277,7 @@ def test_on_a_cpu_there_is_one_memory():
         (
             Offload("infinity", host_budget=0.5),
             {"host_bytes": GiB // 2},
-            "offload.host_budget=50%, which is 512.0 MiB: a rank needs at least 1.0 GiB there: 1.0 GiB of buffers "
+            "offload.host_budget=50% leaves 512.0 MiB: a rank needs at least 1.0 GiB there: 1.0 GiB of buffers "
             "(their smallest number); raise offload.host_budget, or set offload.page smaller, or use more ranks",
         ),
         (
@@ -290,7 +290,7 @@ def test_on_a_cpu_there_is_one_memory():
         (
             Offload(grad="cpu", optimizer="nvme", host_budget=20 * GiB),
             {"host_bytes": 3 * GiB},
-            "host memory has 3.0 GiB free, less than offload.host_budget=20.0 GiB: a rank needs at least 5.0 GiB",
+            "offload.host_budget=20.0 GiB leaves 3.0 GiB: a rank needs at least 5.0 GiB",
         ),
         (
             Offload(),

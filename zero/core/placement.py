@@ -1,11 +1,11 @@
-"""What `offload` means: the tier (device, host memory, disk) of each kind of state, and of each page.
+"""The settings of `offload`, and the tier (device, host memory, disk) of each kind of state and of each page.
 
-An `Offload` says what is wanted: for each kind of state a tier, or `auto`. `place` turns that, sizes and budgets into
-one tier for the parameters, one for the gradients, and one for every page of master and moments.
+An `Offload` has a tier, or `auto`, for each kind of state. `place` turns these settings, sizes and budgets into one
+tier for the parameters, one for the gradients, and one for every page of master and moments.
 
-Pages of master and moments are visited once per step in a fixed cyclic order, so a cache that keeps what was used last
-would never hit: what fits is pinned, the rest streams. The earliest pages get the fastest tier, because the first unit
-of forward has no compute before it to hide a read behind.
+Pages of master and moments are visited once per step in a fixed cyclic order, so a cache of the last pages would never
+hit: pages that fit stay, the others stream. The earliest pages get the fastest tier, because the first unit of forward
+has no compute before it to hide a read behind.
 
 Source: Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
 section 5.
@@ -31,7 +31,7 @@ TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 """Fastest first."""
 
 IF_SHARDED = "cpu_if_sharded"
-"""Of parameters: cpu at the stage that shards them; elsewhere they stay on the device. What presets ask for."""
+"""The setting of presets for parameters: cpu at the stage that shards them, else none."""
 
 PRESETS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -45,14 +45,14 @@ PRESETS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 """Name -> the settings of (optimizer, param, grad)."""
 
 HOST_SHARE = 0.9
-"""Of a machine's free memory, what is taken beside a GPU where nobody says: it is pinned, so the system gets none of it
-back for data, checkpoints and libraries.
+"""The default share of a machine's free memory beside a GPU. It is pinned, so data, checkpoints and libraries need the
+rest.
 """
 
 _TIER_OF: Mapping[str, Tier] = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
 
 
-# Kinds of settings: where auto is written, None is kept.
+# Types of settings: auto is kept as None.
 
 
 def _page(value: object) -> int:
@@ -70,11 +70,11 @@ def _budget(value: object) -> int | float:
     return bytes_of(value) and memory_of(value)
 
 
-def _typed(given: Any) -> Any:
-    """A number of bytes, or a share, as one types it."""
-    if type(given) is float and 0 < given <= 1:
-        return _percent(given)
-    return f"{given}B" if type(given) is int and given >= 0 else given
+def _typed(budget: Any) -> Any:
+    """Write a number of bytes or a share as text."""
+    if type(budget) is float and 0 < budget <= 1:
+        return _percent(budget)
+    return f"{budget}B" if type(budget) is int and budget >= 0 else budget
 
 
 def _percent(share: float) -> str:
@@ -93,10 +93,10 @@ ReadAhead = Annotated[int | None, whole_or_auto(0, auto=None)]
 
 
 class Offload(Section):
-    """Which tier each kind of state is on, and how it travels.
+    """The tier of each kind of state, and the ways between tiers.
 
-    Options set `param` to cpu_if_sharded, which is cpu at the stage that shards parameters and none below. So whoever
-    writes `offload.param=cpu` means it, and is refused below that stage; whoever writes `offload=cpu` is not.
+    Presets set `param` to cpu_if_sharded, which is cpu at the stage that shards parameters and none below. An explicit
+    `offload.param=cpu` raises below that stage.
     """
 
     section_key = "offload"
@@ -188,46 +188,45 @@ class Offload(Section):
     )
 
     def __init__(self, preset: str = "none", **settings: Any) -> None:
-        """As Python writes it: `Offload("nvme", path="/mnt/nvme", threads=4)`.
+        """Check the settings: `Offload("nvme", path="/mnt/nvme", threads=4)`.
 
         Args:
-            preset: "none", "cpu", "nvme", "infinity" or "auto"; it gives those of `optimizer`, `param` and `grad` that
-                are not among the settings.
-            settings: fields of this class; None is the default, where a setting says auto. A budget is a number of
-                bytes (int) or a share of what is free (float).
+            preset: "none", "cpu", "nvme", "infinity" or "auto": defaults for `optimizer`, `param` and `grad`.
+            **settings: fields of this class; None is the default. A budget is a number of bytes (int) or a share of
+                what is free (float).
 
         Raises:
             SettingError: an unknown word, a page that is not whole blocks, a number that is too small.
         """
         if not isinstance(preset, str) or preset not in PRESETS:
-            own = "" if isinstance(preset, str) else '; or write offload=zero.Offload(optimizer="cpu")'
-            raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{own}")
-        given = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
-        given |= {name: value for name, value in settings.items() if value is not None}
+            example = "" if isinstance(preset, str) else '; or write offload=zero.Offload(optimizer="cpu")'
+            raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{example}")
+        values = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
+        values |= {name: value for name, value in settings.items() if value is not None}
         exact = ("device_budget", "host_budget", "reserve_bytes")
-        super().__init__(**{name: _typed(value) if name in exact else value for name, value in given.items()})
+        super().__init__(**{name: _typed(value) if name in exact else value for name, value in values.items()})
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Folders where files are made, one or more, as they were given."""
+        """Return the folders for files, one or more, as they were typed."""
         return (self.path or ".",) if self.path is None or isinstance(self.path, str) else self.path
 
     @property
     def kinds(self) -> tuple[str, str, str]:
-        """The settings of (optimizer, param, grad)."""
+        """Return the settings of (optimizer, param, grad)."""
         return self.optimizer, self.param, self.grad
 
     def budget(self, tier: Tier) -> int | float | None:
-        """Of a memory, as it was given."""
+        """Return the budget of a memory."""
         return self.device_budget if tier == "device" else self.host_budget
 
     def at(self, *, parameters_sharded: bool) -> Offload:
-        """The same with those kinds only that exist at a stage: no setting but none, cpu, nvme and auto is left.
+        """Replace presets' settings by those of a stage: none, cpu, nvme and auto remain.
 
         Raises:
-            ConfigError: parameters were asked to leave the device where every rank needs them whole.
+            ConfigError: parameters leave the device where every rank needs them whole.
         """
         if parameters_sharded:
             return self.model_copy(update={"param": "cpu"}) if self.param == IF_SHARDED else self
@@ -248,11 +247,11 @@ class Room(NamedTuple):
     device: int
     host: int
     disk: int | None = None
-    """None: whoever makes the file will see."""
+    """None: unknown until the file is made."""
 
 
 NO_LIMIT = Room(2**62, 2**62)
-"""To learn what something takes."""
+"""Room for a plan that only counts."""
 
 
 @dataclass(frozen=True)
@@ -275,8 +274,8 @@ class DoesNotFit(ConfigError):
 
     Attributes:
         problem: the memory, its limit and the needs, in words.
-        ways: what to do about it, in words, the easiest first.
-        needs_bytes: of all that has to be in the memory.
+        ways: advice, the easiest first.
+        needs_bytes: of everything that has to be in the memory.
         activation_bytes: of these, activations.
     """
 
@@ -301,7 +300,7 @@ def place(
     parameters_sharded: bool = True,
     disk_bytes: int | None = None,
 ) -> Placement:
-    """Decide where everything is kept.
+    """Choose a tier for everything.
 
     Kinds with a tier of their own are counted first; then what is `auto` takes the fastest tier that has room:
     parameters, gradients, page groups in order. A group that finds a tier full closes it for the groups after it, so
@@ -310,56 +309,58 @@ def place(
     Args:
         offload: as `Offload.at` resolved it.
         groups: (unit, number, bytes of master and moments) in the order in which a step visits them.
-        param_bytes, grad_bytes: what this rank keeps of each between two uses.
-        device_fixed_bytes, host_fixed_bytes: buffers that are there in any case.
-        activation_bytes: what forward and backward need on the device.
-        resorts: what helps beside that, in words: one at least.
-        parameters_sharded: as the stage says: others keep their parameters on the device.
+        param_bytes, grad_bytes: of this rank between two uses.
+        device_fixed_bytes, host_fixed_bytes: buffers.
+        activation_bytes: of forward and backward on the device.
+        resorts: advice that lowers every need: one at least.
+        parameters_sharded: False keeps parameters on the device.
         device_bytes, host_bytes: the budgets as numbers, see `budget_bytes`.
         device_is_host: the CPU computes. Then there is one memory: all of it counts against `host_bytes`, and `auto`
             calls it "host".
-        disk_bytes: what the disk has; None if that is not known.
+        disk_bytes: free on the disk; None if unknown.
 
     Raises:
-        DoesNotFit: what has to be in a memory does not fit there.
+        DoesNotFit: a memory is too small for everything without a choice.
     """
-    kinds = {"param": param_bytes, "grad": grad_bytes, "optimizer": sum(size for _, _, size in groups)}
-    fixed = {key: _TIER_OF[setting] for key in kinds if (setting := getattr(offload, key)) != "auto"}
-    needs = _Needs(
-        buffers={"device": device_fixed_bytes, "host": host_fixed_bytes, "nvme": 0},
-        activation_bytes=activation_bytes,
-        kinds={key: (tier, kinds[key]) for key, tier in fixed.items()},
-    )
-    used = Counter({tier: needs.total((tier,)) for tier in TIERS})
-    budgets: dict[Tier, int] = {"device": device_bytes, "host": host_bytes}
     if device_is_host and offload.device_budget is not None:
         raise ConfigError(
             f"offload.device_budget={budget_text(offload.device_budget)}: the CPU computes here and there is one "
             "memory; set offload.host_budget"
         )
+    sizes = {"optimizer": sum(size for _, _, size in groups), "grad": grad_bytes, "param": param_bytes}
+    fixed = {key: _TIER_OF[setting] for key in sizes if (setting := getattr(offload, key)) != "auto"}
+    used = Counter({"device": device_fixed_bytes + activation_bytes, "host": host_fixed_bytes, "nvme": 0})
+    for kind, tier in fixed.items():
+        used[tier] += sizes[kind]
     memories: tuple[tuple[Tier, ...], ...] = (("host", "device"),) if device_is_host else (("device",), ("host",))
-    for tiers in memories:
-        limit_bytes = budgets[tiers[0]]
-        if needs.total(tiers) > limit_bytes:
+    limits: dict[Tier, int] = {"device": device_bytes, "host": host_bytes}
+    for memory in memories:
+        limit_bytes, needs_bytes = limits[memory[0]], sum(used[tier] for tier in memory)
+        if needs_bytes > limit_bytes:
+            active_bytes = activation_bytes if "device" in memory else 0
+            inside = {key: sizes[key] for key, tier in fixed.items() if tier in memory and sizes[key]}
+            movable = [key for key in inside if key != "param" or parameters_sharded]
+            ways = _ways_out(offload, memory, movable, bool(inside), resorts) if active_bytes <= limit_bytes else []
             raise DoesNotFit(
-                f"{_limit(tiers[0], offload.budget(tiers[0]), limit_bytes)}: a rank needs at least "
-                f"{size_text(needs.total(tiers))} there: {needs.text(tiers)}",
-                _ways_out(offload, needs, tiers, limit_bytes, resorts, parameters_sharded),
-                needs_bytes=needs.total(tiers),
-                activation_bytes=needs.active_bytes(tiers),
+                f"{_limit(offload, memory[0], limit_bytes)}: a rank needs at least {size_text(needs_bytes)} there: "
+                f"{_summands(needs_bytes, inside, active_bytes)}",
+                [*_raised(offload, memory[0], limit_bytes), *ways],
+                needs_bytes=needs_bytes,
+                activation_bytes=active_bytes,
             )
 
     def has_room(tier: Tier, size: int) -> bool:
-        if device_is_host:
-            return tier == "nvme" or (tier == "host" and used["device"] + used["host"] + size <= host_bytes)
-        return tier == "nvme" or used[tier] + size <= budgets[tier]
+        if tier == "nvme":
+            return True
+        memory = next((memory for memory in memories if memory[0] == tier), ())
+        return bool(memory) and sum(used[tier] for tier in memory) + size <= limits[tier]
 
     def take(size: int, tiers: Sequence[Tier]) -> Tier:
         tier = next(tier for tier in tiers if has_room(tier, size))
         used[tier] += size
         return tier
 
-    param, grad = (fixed[key] if key in fixed else take(kinds[key], TIERS) for key in ("param", "grad"))
+    param, grad = (fixed[key] if key in fixed else take(sizes[key], TIERS) for key in ("param", "grad"))
     optimizer: dict[tuple[int, int], Tier] = {}
     fastest: Tier = "device"
     for unit, number, size in groups:
@@ -374,95 +375,56 @@ def place(
     return Placement(param, grad, optimizer, {tier: used[tier] for tier in TIERS})
 
 
-@dataclass(frozen=True)
-class _Needs:
-    """What is there before anything is chosen, in bytes.
-
-    Attributes:
-        buffers: by tier.
-        activation_bytes: on the device.
-        kinds: those with a tier of their own: it, and their bytes.
-    """
-
-    buffers: Mapping[Tier, int]
-    activation_bytes: int
-    kinds: Mapping[str, tuple[Tier, int]]
-
-    def inside(self, tiers: Sequence[Tier]) -> dict[str, int]:
-        """The bytes of each kind that is there."""
-        return {key: nbytes for key, (tier, nbytes) in self.kinds.items() if tier in tiers and nbytes}
-
-    def active_bytes(self, tiers: Sequence[Tier]) -> int:
-        """Of activations."""
-        return self.activation_bytes if "device" in tiers else 0
-
-    def total(self, tiers: Sequence[Tier]) -> int:
-        return sum(self.buffers[tier] for tier in tiers) + self.active_bytes(tiers) + sum(self.inside(tiers).values())
-
-    def text(self, tiers: Sequence[Tier]) -> str:
-        """The summands, for a message."""
-        words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
-        inside, active_bytes = self.inside(tiers), self.active_bytes(tiers)
-        parts = [f"{size_text(sum(self.buffers[tier] for tier in tiers))} of buffers (their smallest number)"]
-        parts += [f"{size_text(inside[key])} of {word}" for key, word in words.items() if key in inside]
-        parts += [f"{size_text(active_bytes)} of activations"] * bool(active_bytes)
-        return " + ".join(parts)
+def _summands(needs_bytes: int, inside: Mapping[str, int], active_bytes: int) -> str:
+    words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
+    parts = [f"{size_text(needs_bytes - sum(inside.values()) - active_bytes)} of buffers (their smallest number)"]
+    parts += [f"{size_text(inside[key])} of {word}" for key, word in words.items() if key in inside]
+    return " + ".join(parts + [f"{size_text(active_bytes)} of activations"] * bool(active_bytes))
 
 
 def _ways_out(
-    offload: Offload,
-    needs: _Needs,
-    tiers: Sequence[Tier],
-    limit_bytes: int,
-    resorts: Sequence[str],
-    parameters_sharded: bool,
+    offload: Offload, memory: Sequence[Tier], movable: Sequence[str], holds_state: bool, resorts: Sequence[str]
 ) -> list[str]:
-    """List what helps where a memory, of one tier or of both, is too small, beside smaller activations."""
-    inside = needs.inside(tiers)
-    raises = [f"raise offload.{tiers[0]}_budget"] * _is_the_limit(offload.budget(tiers[0]), limit_bytes)
-    if needs.active_bytes(tiers) > limit_bytes:  # too much without anything else
-        return raises
-    if tiers == ("host",) and not inside:  # the slots that pages pass through are all there is
-        moves = ["set offload.page smaller"] * (offload.page_bytes != BLOCK_BYTES)
-    else:
-        out = "cpu" if tiers == ("device",) else "nvme"
-        leaving = ("optimizer", "grad", "param") if parameters_sharded else ("optimizer", "grad")
-        moves = [f"set offload.{key}={out}" for key in leaving if key in inside]
-    return [*raises, *moves[:1], *resorts]
+    """List what helps where a memory, of one tier or of both, is too small."""
+    target = "cpu" if memory == ("device",) else "nvme"
+    moves = [f"set offload.{key}={target}" for key in movable]
+    if memory == ("host",) and not holds_state and offload.page_bytes != BLOCK_BYTES:
+        moves = ["set offload.page smaller"]  # only slots that pages pass through are there
+    return [*moves[:1], *resorts]
+
+
+def _raised(offload: Offload, tier: Tier, limit_bytes: int) -> list[str]:
+    budget = offload.budget(tier)
+    is_limit = budget == limit_bytes if isinstance(budget, int) else budget is not None and budget < 1
+    return [f"raise offload.{tier}_budget"] * is_limit
+
+
+def _limit(offload: Offload, tier: Tier, limit_bytes: int) -> str:
+    budget = offload.budget(tier)
+    if budget is None:
+        return f"{tier} memory has {size_text(limit_bytes)} free"
+    leaves = "" if budget == limit_bytes else f" leaves {size_text(limit_bytes)}"
+    return f"offload.{tier}_budget={budget_text(budget)}{leaves}"
 
 
 def usable_bytes(offload: Offload, free_bytes: int, total_bytes: int) -> int:
-    """Of a GPU's free memory, what tensors may take: cuBLAS, NCCL and the gaps between tensors need the rest."""
+    """Return the part of a GPU's free memory for tensors: cuBLAS, NCCL and gaps between tensors need the rest."""
     auto = GiB + total_bytes // 50
     return max(0, free_bytes - (auto if offload.reserve_bytes is None else offload.reserve_bytes))
 
 
 def usable_host_bytes(offload: Offload, free_bytes: int, *, device_is_host: bool) -> int:
-    """Of a machine's free memory, what tensors may take: see `HOST_SHARE`."""
+    """Return the part of a machine's free memory for tensors: see `HOST_SHARE`."""
     return free_bytes if device_is_host or offload.host_budget is not None else int(HOST_SHARE * free_bytes)
 
 
 def budget_bytes(budget: int | float | None, free_bytes: int) -> int:
-    """A budget as a number: bytes, or a share of what is free; never more than is free."""
+    """Return a budget, bytes or a share of what is free, as a number that is at most what is free."""
     if budget is None:
         return free_bytes
     return min(budget if isinstance(budget, int) else int(budget * free_bytes), free_bytes)
 
 
-def _is_the_limit(given: int | float | None, limit_bytes: int) -> bool:
-    """A memory's limit is the budget that was given, and not what is free."""
-    return given == limit_bytes if isinstance(given, int) else given is not None and given < 1
-
-
-def _limit(tier: Tier, given: int | float | None, limit_bytes: int) -> str:
-    """How a memory's limit came about."""
-    if given is None or (isinstance(given, int) and limit_bytes < given):
-        wish = "" if given is None else f", less than offload.{tier}_budget={budget_text(given)}"
-        return f"{tier} memory has {size_text(limit_bytes)} free{wish}"
-    share = "" if isinstance(given, int) else f", which is {size_text(limit_bytes)}"
-    return f"offload.{tier}_budget={budget_text(given)}{share}"
-
-
 def budget_text(budget: int | float) -> str:
-    """A budget as a user may type it."""
+    """Write a budget as a user may type it."""
     return size_text(budget) if isinstance(budget, int) else _percent(budget)

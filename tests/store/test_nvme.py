@@ -42,8 +42,8 @@ def noise(numel: int, seed: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def open_descriptors() -> set[str]:
@@ -54,47 +54,33 @@ def aligned_buffers() -> int:
     return Path("/proc/self/maps").read_text().count("/dev/zero")
 
 
+STORES = {
+    "as usual": dict,
+    "in small requests": lambda: {"request_bytes": 4096},
+    "without checksums": lambda: {"verify": False},
+    "reserved ahead": lambda: {"capacity_bytes": 2**20},
+    "where the switch to direct is refused": lambda: {"files": FaultyFiles(direct="switch")},
+    "where direct transfers are refused": lambda: {"files": FaultyFiles(direct="transfer")},
+    "where transfers stop early": lambda: {"files": FaultyFiles(short(127 * 512), on=True)},
+}
+
+
 class TestNvmeStore(StoreContract):
-    @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path):
-        self.folder = tmp_path
+    @pytest.fixture(autouse=True, params=STORES)
+    def _opened(self, tmp_path: Path, request: pytest.FixtureRequest):
+        self.folder, self.options = tmp_path, STORES[request.param]
         yield
         assert not os.listdir(tmp_path)
 
     def open(self) -> Store:
-        return NvmeStore(self.folder)
+        with whatever_is_warned():
+            return NvmeStore(self.folder, **self.options())
 
 
-class TestNvmeStoreInSmallRequests(TestNvmeStore):
-    def open(self) -> Store:
-        return NvmeStore(self.folder, request_bytes=4096)
-
-
-class TestNvmeStoreWithoutChecksums(TestNvmeStore):
-    def open(self) -> Store:
-        return NvmeStore(self.folder, verify=False)
-
-
-class TestNvmeStoreReservedAhead(TestNvmeStore):
-    def open(self) -> Store:
-        return NvmeStore(self.folder, capacity_bytes=2**20)
-
-
-class TestNvmeStoreWhereTheSwitchToDirectIsRefused(TestNvmeStore):
-    def open(self) -> Store:
-        with pytest.warns(UserWarning, match="direct I/O is refused"):
-            return NvmeStore(self.folder, files=FaultyFiles(direct="switch"))
-
-
-class TestNvmeStoreWhereDirectIsRefusedAtTheFirstTransfer(TestNvmeStore):
-    def open(self) -> Store:
-        with pytest.warns(UserWarning, match="direct I/O is refused"):
-            return NvmeStore(self.folder, files=FaultyFiles(direct="transfer"))
-
-
-class TestNvmeStoreWhereTransfersStopEarly(TestNvmeStore):
-    def open(self) -> Store:
-        return NvmeStore(self.folder, files=FaultyFiles(short(127 * 512), on=True))
+@pytest.mark.parametrize("direct", ["switch", "transfer"])
+def test_a_file_system_without_direct_io_is_a_warning(tmp_path, direct):
+    with pytest.warns(UserWarning, match="direct I/O is refused"):
+        NvmeStore(tmp_path, files=FaultyFiles(direct=direct)).close()
 
 
 def without_nameless(code: int) -> Fault:
@@ -679,14 +665,6 @@ def test_a_real_full_disk(small_disk):
         before=small_disk,
     )
     assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.process
-def test_all_space_is_back_after_a_kill(small_disk):
-    run = child(KILLED, small_disk[-1], 2**19, before=small_disk)
-    assert run.returncode == 0, run.stderr
-    taken, given_back = map(int, run.stdout.split())
-    assert taken == given_back >= 2**19
 
 
 # The probe.

@@ -82,5 +82,5 @@ def _rebuilt(value: Any, parts: list[tuple[Any, Any]], changed: Mapping[Any, Any
         if isinstance(copied, list | MutableMapping):
             copied[key] = part
         if dataclasses.is_dataclass(copied) and not isinstance(copied, list):  # some are mappings too
-            object.__setattr__(copied, key, part)  # a frozen one as well: nobody has seen the copy
+            object.__setattr__(copied, key, part)  # also a frozen one: the copy is not shared yet
     return copied

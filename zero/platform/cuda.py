@@ -175,18 +175,18 @@ def compute_device(device: torch.device) -> Device:
     return Cuda(device) if device.type == "cuda" else Device(device)
 
 
-def claim_device(kind: str | None, local_rank: int) -> torch.device:
+def claim_device(name: str | None, local_rank: int) -> torch.device:
     """Choose the device of this process, and make its GPU torch's current one: of several, number `local_rank`.
 
     Args:
-        kind: "cpu", "cuda", or None: CUDA where torch finds it.
+        name: "cpu", "cuda", or None: CUDA where torch finds it.
 
     Raises:
         MachineError: there is no such GPU.
     """
-    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind != "cuda":
-        return torch.device(kind)
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name != "cuda":
+        return torch.device(name)
     count = torch.cuda.device_count()
     if not count:
         raise MachineError(

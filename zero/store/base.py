@@ -9,7 +9,7 @@ Every tier passes the same tests, `zero.testing.StoreContract`.
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,37 +43,27 @@ class Page(NamedTuple):
         return f"page {self.kind} {self.number} of unit {self.unit}"
 
 
-class Pages(Generic[Held]):
+class Pages(dict[Page, Held]):
     """A store's record of each of its pages, until the store is closed."""
 
-    def __init__(self) -> None:
-        self._held: dict[Page, Held] | None = {}
+    is_closed = False
 
-    @property
-    def all(self) -> dict[Page, Held]:
-        self.refuse_closed()
-        assert self._held is not None
-        return self._held
+    def __missing__(self, page: Page) -> Held:
+        self.check_open()
+        raise StoreError(f"{page} was never allocated")
 
-    def __getitem__(self, page: Page) -> Held:
-        try:
-            return self.all[page]
-        except KeyError:
-            raise StoreError(f"{page} was never allocated") from None
-
-    def add(self, page: Page, held: Held) -> None:
-        self.all[page] = held
-
-    def refuse_closed(self) -> None:
-        if self._held is None:
+    def check_open(self) -> None:
+        if self.is_closed:
             raise StoreError("this store is closed")
 
-    def refuse_known(self, page: Page) -> None:
-        if page in self.all:
+    def check_new(self, page: Page) -> None:
+        self.check_open()
+        if page in self:
             raise StoreError(f"{page} is allocated already")
 
     def close(self) -> None:
-        self._held = None
+        self.clear()
+        self.is_closed = True
 
 
 def check_matching(page: Page, numel: int, dtype: torch.dtype, other: Tensor) -> None:
@@ -103,7 +93,7 @@ class Watch(Protocol):
         ...
 
 
-def nobody(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
+def watch_nothing(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
     """Watch nothing."""
     return nullcontext()
 

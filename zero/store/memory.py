@@ -34,8 +34,8 @@ class MemoryStore(Store):
         self._pages = Pages[Tensor]()
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        self._pages.refuse_known(page)
-        self._pages.add(page, self._take(numel * dtype.itemsize).view(dtype))
+        self._pages.check_new(page)
+        self._pages[page] = self._take(numel * dtype.itemsize).view(dtype)
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         self._copy(into, self._matching(page, into))
@@ -50,7 +50,8 @@ class MemoryStore(Store):
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(page.nbytes for page in self._pages.all.values())
+        self._pages.check_open()
+        return sum(memory.nbytes for memory in self._pages.values())
 
     def close(self) -> None:
         self._pages.close()

@@ -81,11 +81,11 @@ class NvmeStore(Store):
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
         with self._lock:
-            self._entries.refuse_known(page)
+            self._entries.check_new(page)
             entry = _Entry(self._folder, self._allocated_bytes, numel, dtype)
             end_bytes = entry.offset + round_up(entry.nbytes)
             self._file.reserve(end_bytes)
-            self._entries.add(page, entry)
+            self._entries[page] = entry
             self._allocated_bytes = end_bytes
 
     def read(self, page: Page, into: Tensor) -> Ticket:
@@ -134,7 +134,7 @@ class NvmeStore(Store):
 
     @property
     def allocated_bytes(self) -> int:
-        self._entries.refuse_closed()
+        self._entries.check_open()
         return self._allocated_bytes
 
     def close(self) -> None:

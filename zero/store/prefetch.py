@@ -74,7 +74,7 @@ class PrefetchStore(Store):
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
         self._inner.allocate(page, numel, dtype)
-        self._sizes.add(page, (numel, dtype))
+        self._sizes[page] = numel, dtype
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         return self._transfer(page, into, writes=False)

@@ -85,10 +85,10 @@ class Tiers(Store):
         self._pages = Pages[Store]()
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        self._pages.refuse_known(page)
+        self._pages.check_new(page)
         store = self._stores[self._where(page)]
         store.allocate(page, numel, dtype)
-        self._pages.add(page, store)
+        self._pages[page] = store
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         return self._pages[page].read(page, into)

@@ -17,7 +17,7 @@ import torch
 
 from zero.errors import StoreError
 from zero.platform.threads import Beside, uninterrupted
-from zero.store.base import Ticket, Watch, nobody
+from zero.store.base import Ticket, Watch, watch_nothing
 from zero.store.events import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
 from zero.store.indexed_schedule import Schedule
 from zero.store.traffic_counter import Counter
@@ -78,7 +78,7 @@ class WorkerPool:
     ) -> None:
         self._schedule = Schedule(slots=slots, workers=threads, read_ahead=read_ahead)
         self._timeout_s, self._prepare, self._carry_out, self._meter = timeout_s, prepare, carry_out, meter
-        self.watch: Watch = nobody
+        self.watch: Watch = watch_nothing
         self._size = threads
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()

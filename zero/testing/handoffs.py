@@ -2,8 +2,8 @@
 
 The library is instrumented by wrapping the methods of `WorkerPool`, `PrefetchStore` and `World` through which threads
 and ranks hand over to one another. A job of the store runs after the call that submitted it, after earlier jobs on the
-same pages and the same slot, and before whoever waits for its ticket. A collective runs on a stream of its own, the
-network: it begins where the current stream is, and a stream that waits for it continues after it.
+same pages and the same slot, and before a thread that waits for its ticket goes on. A collective runs on a stream of
+its own, the network: it begins where the current stream is, and a stream that waits for it continues after it.
 """
 
 from abc import ABC, abstractmethod

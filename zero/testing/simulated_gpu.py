@@ -478,7 +478,7 @@ def simulated_gpu(
     Args:
         memory_bytes: what each GPU reports as its total and free memory, in bytes.
         races: check every operator for races: accesses to the same bytes, at least one a write, that nothing orders.
-        order: when launches on side streams run: "program", at once; "late", when somebody waits for them; "random",
+        order: when launches on side streams run: "program", at once; "late", when a thread waits for them; "random",
             at a random moment before that. Until then, the memory that they will write holds NaN.
         seed: for the random moments of order "random".
         without: a wait to leave out, for tests of the simulation itself.

@@ -1,7 +1,7 @@
 """Streams, events and threads of a simulated GPU: their order, the execution of launches, and simulated time.
 
 Two things happen to every launch. Its accesses go to the race detector (`races`), in an order that some execution has.
-And it is executed: at once, in program order; or, on side streams, as late as an event that somebody waits for allows,
+And it is executed: at once, in program order; or, on side streams, as late as the events that are waited for allow,
 or at a random moment before that. Until it runs, the memory that it will write holds poison. So code that reads too
 early computes NaN, and code that overwrites too early spoils the result.
 
@@ -94,7 +94,7 @@ class Handoffs:
 
 
 class Gate:
-    """Holds the store's threads back until somebody waits for one of them: they run as late as they possibly can.
+    """A gate that holds the store's threads back until a thread waits for one of them: they run as late as possible.
 
     Args:
         is_held: hold threads back; otherwise every thread passes at once.

@@ -1,12 +1,13 @@
-"""Pages of the site that mkdocs does not find in docs/; mkdocs.yml names this file under `hooks`.
+"""Add the pages of the site that are not in docs/: mkdocs.yml names this file under `hooks`.
 
-README.md and its like stand at the top of the repository, where they are looked for, and the tutorial is a notebook.
-Links are those of the repository. Where a page points to a file that the site does not have, such as an example, only
-the text of the link is left.
+README.md and its like are at the top of the repository, the tutorial is a notebook, and DeepSpeed's keys are printed by
+scripts/from_deepspeed. A link to a file that the site does not have, such as an example, becomes plain text.
 """
 
 import os.path
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -35,7 +36,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         path = ROOT / name
         text = path.read_text() if path.suffix == ".md" else MarkdownExporter().from_filename(path)[0]
         files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "deepspeed-keys.md", content=deepspeed_keys()))
     return files
+
+
+def deepspeed_keys() -> str:
+    """Return the page of DeepSpeed's keys, as scripts/from_deepspeed prints them."""
+    command = [sys.executable, ROOT / "scripts" / "from_deepspeed", "--keys"]
+    tables = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    about = "[Coming from DeepSpeed](coming-from-deepspeed.md) explains `ds_config.json`."
+    return f"# DeepSpeed's keys\n\n`scripts/from_deepspeed --keys` prints this page. {about}\n\n{tables}"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

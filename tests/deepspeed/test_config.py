@@ -586,20 +586,3 @@ def test_the_script_refuses_in_one_line(script, capsys, monkeypatch):
     assert capsys.readouterr().err == (
         "from_deepspeed: ds_config: train_batch_size=0: must be a whole number from 1\n"
     )  # fmt: skip
-
-
-def test_the_table_in_the_docs_is_the_table_that_is_read(script):
-    text = (ROOT / "docs/coming-from-deepspeed.md").read_text()
-    assert "\n".join(script.tables()) in text, "paste what scripts/from_deepspeed --keys prints"
-
-
-def test_every_test_that_the_docs_name_exists():
-    """Lessons are only lessons while a test of that name stands."""
-    text = (ROOT / "docs/coming-from-deepspeed.md").read_text().partition("## Lessons")[2]
-    text += (ROOT / "docs/coming-from-fsdp.md").read_text()
-    named = [word for word in text.replace("|", " ").split("`") if word.startswith("test_")]
-    assert len(named) >= 25
-    for name in named:
-        file, _, function = name.partition("::")
-        files = (ROOT / "tests").rglob(f"{file}.py")
-        assert any(f"def {function}(" in path.read_text() for path in files), name

@@ -257,7 +257,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch
 
 
 def test_the_recipes_name_settings_that_exist():
-    recipes = (ROOT / "docs" / "scale.md").read_text()
+    recipes = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("scale", "schedulers", "sweeps"))
     named = set(re.findall(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)*)=[^ =]", recipes)) - {
         "first",
         "parents",

@@ -79,7 +79,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         "",
         "bytes per rank",
         *_details(candidates),
-        "the first line is the answer; what the numbers mean: docs/concepts.md, Plans",
+        "the first line is the answer; what the numbers mean: docs/plans.md",
     ]
     return "\n".join(lines), winner is not None
 

@@ -206,23 +206,6 @@ def test_a_terminal_breaks_lines_at_spaces_only(monkeypatch, columns, view):
     assert any("loss 2.3456" in line for line in lines)
 
 
-def test_a_window_that_gets_narrower_keeps_no_half_of_the_line(monkeypatch):
-    """The terminal has wrapped what it shows, so the line is two rows high when it is drawn again."""
-    monkeypatch.setenv("COLUMNS", "120")
-    stream = Terminal()
-    bar = Bar(20000, stream, Clock())
-    bar.log(FULL)
-    bar._live.refresh()
-    drawn = stream.getvalue()
-    bar._live.console.width = 60
-    bar._live.refresh()
-    again = stream.getvalue()[len(drawn) :]
-    assert again.startswith("\x1b[2K\x1b[1A\r\x1b[2K"), "up to the first row of the two"
-    bar._live.refresh()
-    assert stream.getvalue()[len(drawn) + len(again) :].startswith("\r\x1b[2K"), "once"
-    bar.close({}, 0)
-
-
 def test_a_terminal_shows_a_longer_work_above_and_takes_it_away(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     clock, stream = Clock(), Terminal()

@@ -455,9 +455,6 @@ def test_what_a_step_moves_is_known_of_the_first_row_after_a_resume(before, tmp_
     rows = [row(step, **{"speed/steps": count, "offload/read_bytes": nbytes}) for step, count, nbytes in moved]
     found = read_run(write_folder(tmp_path, rows=rows))
     assert run._per_step(found, "offload/read_bytes") == [(step, 100) for step, *_ in moved]
-    older = [{key: value for key, value in one.items() if key != "speed/steps"} for one in rows]
-    found = read_run(write_folder(tmp_path / "0.1", rows=older))
-    assert run._per_step(found, "offload/read_bytes")[-1] == (40, 100), "rows of older runs have their distances alone"
 
 
 def test_a_predicted_step_stands_beside_the_measured_one(tmp_path):

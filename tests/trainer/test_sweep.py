@@ -73,14 +73,6 @@ def page(folder: Path) -> str:
     return " ".join(" ".join(root.itertext()).split())
 
 
-def markdown(folder: Path) -> list[list[str]]:
-    """Cells of sweep.md."""
-    lines = [line for line in (folder / "sweep.md").read_text().splitlines() if line.startswith("|")]
-    cells = [line.replace("\\|", "\0").strip("|").split("|") for line in lines]
-    assert len({len(row) for row in cells}) == 1, "rows of different lengths"
-    return [[cell.strip().replace("\0", "|") for cell in row] for row in cells if not set("".join(row)) <= set("-:")]
-
-
 def test_a_row_says_what_the_run_left(tmp_path):
     job(tmp_path, 0, "zero.stage=1", "steps=9", speeds=(1, 100, 300, 200), **finished(device_peak_bytes=1 << 20))
     job(tmp_path, 1, "zero.stage=3", "steps=9", speeds=(1, 100), **finished(val_loss=3.5))
@@ -101,10 +93,6 @@ def test_a_row_says_what_the_run_left(tmp_path):
     assert [row["device_peak_bytes"] for row in rows] == ["1048576", "", ""]
     assert rows[2]["cause"] == "rank 1 failed: no | room at all"
 
-    head, *cells = markdown(tmp_path)
-    assert head[:3] == ["job", "zero.stage", "status"]
-    assert cells[1][:3] == ["**1**", "3", "finished, best"]
-    assert cells[2][-1] == "rank 1 failed: no | room at all"
     assert "3 jobs: 2 finished, 1 failed" in page(tmp_path)
     assert "rank 1 failed: no | room at all" in page(tmp_path)
     assert "All with steps=9." in page(tmp_path)
@@ -180,7 +168,6 @@ def test_a_half_done_sweep_can_be_read(tmp_path):
     found = sweep.write(tmp_path)
     assert [(one.name, one.status) for one in found.jobs] == [("0", "finished"), ("1", "running"), ("10", "running")]
     assert found.best.name == "0"
-    assert "3 jobs: 1 finished, 2 running" in (tmp_path / "sweep.md").read_text()
     assert "3 jobs: 1 finished, 2 running" in page(tmp_path)
 
 
@@ -217,10 +204,9 @@ def test_nothing_in_a_sweep_can_become_markup(tmp_path):
     job(tmp_path, 0, f"a={evil}", f"<b>={evil}", **finished(exit_reason=evil))
     job(tmp_path, 1, "a=1", **finished())
     sweep.write(tmp_path)
-    assert "<script" not in (tmp_path / "sweep.html").read_text() + (tmp_path / "sweep.md").read_text()
+    assert "<script" not in (tmp_path / "sweep.html").read_text()
     assert "<script>alert(1)</script>|" in page(tmp_path)
     assert table(tmp_path)[0]["a"] == evil
-    assert len(markdown(tmp_path)) == 3
 
 
 @settings(deadline=None, max_examples=40)
@@ -237,14 +223,14 @@ def test_any_jobs_have_a_table(tmp_path_factory, jobs):
     losses = [one.val_loss for one in found.jobs if one.status == "finished" and one.val_loss is not None]
     assert (found.best is None) == (not losses)
     assert found.best is None or found.best.val_loss == min(losses)
-    assert len(table(folder)) == len(jobs) == len(markdown(folder)) - 1
+    assert len(table(folder)) == len(jobs)
     page(folder)
 
 
 def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     job(tmp_path, 0, "a=1", **finished())
     sweep.write(tmp_path)
-    before = {name: (tmp_path / f"sweep.{name}").read_text() for name in ("md", "csv", "html")}
+    before = {name: (tmp_path / f"sweep.{name}").read_text() for name in ("csv", "html")}
     job(tmp_path, 1, "a=2", **finished())
 
     def full(*_):
@@ -340,7 +326,6 @@ def test_a_job_that_cannot_be_is_a_row_with_its_cause_and_the_others_run(here, m
     ]  # fmt: skip
     assert [said in row["cause"] for row in rows] == [True, False, False, False]
     assert said in page(here / "sweep")
-    assert any(said in row[-1] for row in markdown(here / "sweep"))
 
 
 @pytest.mark.process

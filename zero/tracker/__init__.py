@@ -1,7 +1,7 @@
-"""What a run reports while it runs: rows in metrics.jsonl, the console, and Weights & Biases or TensorBoard if asked.
+"""The tracker of a run: rows in metrics.jsonl, the console, and Weights & Biases or TensorBoard if asked.
 
-Rank 0 has a tracker; the others have one without views. Views do not know each other. metrics.jsonl comes first, and is
-the only one whose failure ends a run; any other is told of once and left out.
+Trackers of other ranks than 0 have no views. metrics.jsonl comes first, and is the only view whose failure ends a run;
+any other that fails is left out from then on, with one line about it.
 """
 
 import sys
@@ -23,16 +23,16 @@ from zero.tracker.tensorboard import TensorBoardRun
 from zero.tracker.view import ROW as ROW, Row, View
 
 Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str | None]]
-"""From what `Tracker.begin` is given to a view, and the id of what it shows, if it has one."""
+"""Function from the arguments of `Tracker.begin` to a view and, for W&B, the id of its run."""
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """Passes on what a run says; a context manager that closes every view with the run's exit code.
+    """Passes each call to its views; a context manager that closes every view with the run's exit code.
 
     Args:
-        views: what each call goes to, in this order.
-        later: makes more when training begins, by what each is called.
-        said: what views have to say to a person, put there from any thread.
+        views: in the order of calls.
+        later: functions that make more views when training begins, by their titles.
+        said: lines for a person that views put there from any thread.
 
     Attributes:
         run_id: W&B's, for a checkpoint to remember; None before `begin`.
@@ -48,56 +48,56 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.run_id: str | None = None
 
     def begin(self, config: Mapping[str, Any], facts: Mapping[str, Any], run_id: str | None = None) -> None:
-        """Training is about to begin.
+        """Open the views that need the settings.
 
         Args:
             config: plain settings as config.yaml has them, with every auto settled; `mode` is one.
-            facts: plain values that are known of the run beside its settings; `plan_bytes` is tier to kind to bytes.
-            run_id: what the checkpoint remembers that the run goes on from.
+            facts: plain values beside the settings; `plan_bytes` is tier to kind to bytes.
+            run_id: W&B's id in the checkpoint that the run goes on from.
         """
         for name, opened in self._later.items():
             try:
-                view, its_id = opened(config, facts, run_id)
+                view, opened_id = opened(config, facts, run_id)
                 self._views.append(view)
-                self.run_id = its_id or self.run_id
+                self.run_id = opened_id or self.run_id
             except Exception as error:
                 self._said.put(_left_out(name, error))
         self._pass_on()
 
     def log(self, row: Row) -> None:
-        """One row, with the keys of `ROW`."""
+        """Show a row, with the keys of `ROW`."""
         self._tell(lambda view: view.log(row))
 
     def note(self, text: str) -> None:
-        """Lines for a person."""
+        """Show lines to a person."""
         self._tell(lambda view: view.note(text))
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """How far a longer work has come; `done == total` ends it. Cheap, and nothing on ranks without views."""
+        """Show how far a longer work is; `done == total` ends it."""
         self._tell(lambda view: view.progress(what, done, total))
 
     def saved(self, path: Path, step: int) -> None:
-        """There is a checkpoint at `path`."""
+        """Tell views that there is a checkpoint at `path`."""
         self._tell(lambda view: view.saved(path, step))
 
     def report(self, path: Path) -> None:
-        """There is a page about the run at `path`, self-contained HTML."""
+        """Tell views that there is a report at `path`, self-contained HTML."""
         self._tell(lambda view: view.report(path))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
-        """Remember how the run ended, for those views that show it. An exception has an exit code of its own."""
+        """Keep the summary and exit code for the end; an exception has an exit code of its own."""
         self._summary, self._exit_code = summary, exit_code
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         exit_code = self._exit_code if error is None else getattr(error, "exit_code", 1)
         failures = []
-        for view in self._views:  # a console that is closed still shows what a later view has to say
+        for view in self._views:  # a closed console still shows the lines of views that are closed later
             try:
                 self._try(view, lambda view: view.close(self._summary, exit_code))
             except Exception as failed:
                 failures.append(failed)
             self._pass_on()
-        if failures and error is None:  # else what ends the run is the cause
+        if failures and error is None:
             raise failures[0]
 
     def _tell(self, call: Callable[[View], None]) -> None:
@@ -127,12 +127,12 @@ class Tracker(AbstractContextManager["Tracker"]):
 def open_tracker(
     settings: TrackerSettings, folder: Path | None, stream: TextIO | None = None, *, steps: int | None
 ) -> Tracker:
-    """The views that the settings ask for; none where `folder` is None.
+    """Make a tracker with the views of the settings; with none where `folder` is None.
 
     Args:
         folder: the run folder; receives metrics.jsonl.
         stream: the console; None: stdout.
-        steps: of the whole run; None: the loop is the user's own, and so is the console: a line per row.
+        steps: of the whole run; None: nobody knows, and the console has a line per row.
     """
     if folder is None:
         return Tracker()
@@ -144,8 +144,8 @@ def open_tracker(
     except Exception as error:
         said.put(_left_out("the console", error))
     tracker = Tracker(views, _later(settings, folder, said.put), said)
-    if isinstance(settings, Wandb) and wandb.lacks_key(settings):
-        tracker.note(wandb.NO_KEY)  # now, when there is still time to log in
+    if isinstance(settings, Wandb) and wandb.wanted_mode(settings) == "online" and not wandb.has_key():
+        tracker.note(wandb.NO_KEY)
     return tracker
 
 
@@ -171,9 +171,9 @@ def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) 
     def open_tensorboard(config: Mapping[str, Any], *_: object) -> tuple[View, None]:
         return Behind(partial(TensorBoardRun, config, folder), title="TensorBoard"), None
 
-    found: dict[str, Open] = {}
+    later: dict[str, Open] = {}
     if isinstance(settings, Wandb) and wandb.mode_of(settings) != "disabled":
-        found["W&B"] = open_wandb
+        later["W&B"] = open_wandb
     if settings.tensorboard:
-        found["TensorBoard"] = open_tensorboard
-    return found
+        later["TensorBoard"] = open_tensorboard
+    return later

@@ -9,23 +9,23 @@ from zero.platform.threads import Beside
 from zero.tracker.view import Row, View
 
 MOST_WAITING = 1000
-"""Calls that a view may be behind."""
+"""Calls that may wait for a view."""
 
 HURRIED_S = 10.0
-"""How long it is waited for after a failure, when somebody may be about to kill the process, and at the end of a script
-that has not closed it: W&B does not always answer there."""
+"""Seconds to wait for the view after a failure, when somebody may be about to kill the process, and at the end of a
+script that has not closed it: W&B does not always answer then."""
 
 
 class Behind(View):
-    """Opens a view and calls it, in order, from one thread. Each call here returns at once, but for `close`.
+    """A view that is opened and called, in order, from a thread. Calls return at once, but for `close`.
 
-    What goes wrong is raised by the next call, and every later one does nothing.
+    The next call after an error raises it, and every later one does nothing.
 
     Args:
         opened: makes the view.
-        title: what a person is told of when it fails.
-        abandon: called beside a call that does not return: nothing may wait for the view any more.
-        patience_s: how long `close` waits until all calls are done.
+        title: the view's name in messages.
+        abandon: called while a call does not return: nothing may wait for the view any more.
+        patience_s: seconds for which `close` waits until all calls are done.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Behind(View):
         while (call := self._calls.get()) is not None:
             try:
                 call(view)
-            except BaseException as error:  # a view that logs no more may still be closed
+            except BaseException as error:
                 self._error = self._error or _harmless(error)
 
 
 def _harmless(error: BaseException) -> Exception:
-    """An error that may be raised in the thread that trains: SystemExit would end it."""
+    """Return an error that may be raised in the thread that trains, which SystemExit would end."""
     return error if isinstance(error, Exception) else RuntimeError(str(error) or type(error).__name__)

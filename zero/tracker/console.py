@@ -1,7 +1,7 @@
-"""The console: one line about the run's progress, as wide as the screen.
+"""The console: a line about the run's progress, as wide as the screen.
 
-On a terminal the line stays in place beside a bar, with longer works above it, until the last step: what is said after
-that is about the whole run, and stands below. In a pipe there is one line per row.
+On a terminal the line stays in place beside a bar, with longer works above it, until the last step; notes after that
+are printed below it. In a pipe there is a line per row.
 """
 
 import math
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, TextIO
 
 from zero.platform.rich import (
     Console,
-    Control,
-    ControlType,
     Group,
     Live,
     ProgressBar,
@@ -25,25 +23,25 @@ from zero.platform.rich import (
 from zero.tracker.view import ROW, Row, View
 
 PIPE_COLUMNS = 120
-"""Of a line in a pipe or a file."""
+"""Width of a line in a pipe or a file."""
 
 FIRST_S, AGAIN_S = 5.0, 10.0
-"""In a pipe a work is worth a first line after so long, and another one every so long."""
+"""Seconds until the first line about a longer work in a pipe, and between two lines."""
 
 SPARE_COLUMNS = 3
-"""At the end of a line on a terminal: an echoed ^C stays in it and is drawn over."""
+"""Columns left free at the end of a line on a terminal, so that an echoed ^C does not wrap it."""
 
 BAR_COLUMNS = 14
-"""Of a bar that is worth drawing, with the gap after it."""
+"""Width of the smallest bar, with the gap after it."""
 
 SHOWN_S = 0.3
-"""On a terminal a shorter work would only flicker."""
+"""Seconds of the shortest work that is shown on a terminal."""
 
 Clock = Callable[[], float]
 
 
 class Word(NamedTuple):
-    """A piece of a line; those with a lower rank stay longer where there is no room."""
+    """A piece of a line; where there is no room, words with a higher rank are left out first."""
 
     text: str
     rank: int
@@ -53,7 +51,7 @@ class Lines(View):
     """A plain line per row, for pipes and files, and for a loop of unknown length.
 
     Args:
-        steps: of the whole run; None where only a loop of the user's own knows when it ends.
+        steps: of the whole run; None: unknown.
     """
 
     def __init__(self, steps: int | None, stream: TextIO, clock: Clock = time.monotonic) -> None:
@@ -61,7 +59,7 @@ class Lines(View):
         self._console = Console(file=stream)
         self._left = None if steps is None else _Left(steps, clock)
         self._work, self._clock = _Work(clock), clock
-        self._said_s: float | None = None  # when a line about this work was printed
+        self._said_s: float | None = None
 
     def log(self, row: Row) -> None:
         step = Word(f"step {row['step']}{self._of}", 0)
@@ -97,8 +95,13 @@ class Bar(View):
         self._words: list[Word] = []
         self._val: float | int | None = None
         self._console = Console(file=stream)
-        # what is printed to stderr would tear the line; a rank's stderr may be its log, where it belongs
-        self._live = _Live(self._lines, self._console, redirect_stderr=stream.isatty() and sys.stderr.isatty())
+        # text printed to stderr would tear the line, unless a rank's stderr is its log
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._drawn,
+            refresh_per_second=4,
+            redirect_stderr=stream.isatty() and sys.stderr.isatty(),
+        )
         self._live.start()
 
     def log(self, row: Row) -> None:
@@ -107,7 +110,7 @@ class Bar(View):
         self._words = words({**row, "val/loss": self._val})
         if self._step >= self._steps:
             self._over = True
-            self._live.refresh()  # the line that stayed in place goes, before the last one is printed for good
+            self._live.refresh()  # removes the line that stayed in place
             self._console.print(self._newest(self._console.width - SPARE_COLUMNS))
 
     def note(self, text: str) -> None:
@@ -118,16 +121,16 @@ class Bar(View):
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         self._work.end()
-        self._over = self._over or not self._words  # a bar at 0 says nothing of mode=eval
+        self._over = self._over or not self._words  # as with mode=eval
         self._live.stop()
 
-    def _lines(self, columns: int) -> list[RenderableType]:
-        work = self._work
+    def _drawn(self) -> RenderableType:
+        work, columns = self._work, max(1, self._console.width - SPARE_COLUMNS)
         lines: list[RenderableType] = [] if self._over else [self._newest(columns)]
         if work.is_under_way and self._clock() - work.begun_s >= SHOWN_S:
             left = [Word(f"{work.share:.0%}", 0), Word(f"{minutes(work.left_s)} left", 0)]
             lines.insert(0, _line(work.what, work.share, left, columns, BAR_COLUMNS))
-        return lines
+        return Group(*lines)
 
     def _newest(self, columns: int) -> Table:
         words = [*self._words, self._left.word] if self._words else []
@@ -135,47 +138,24 @@ class Bar(View):
         return _line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)
 
 
-class _Live(Live):
-    """Lines that stay in place, also when the window gets narrower: the terminal wraps those that it shows already."""
-
-    def __init__(
-        self, lines: Callable[[int], list[RenderableType]], console: Console, *, redirect_stderr: bool
-    ) -> None:
-        self._new_lines, self._columns, self._count = lines, 0, 0
-        super().__init__(
-            console=console, get_renderable=self._drawn, refresh_per_second=4, redirect_stderr=redirect_stderr
-        )
-
-    def _drawn(self) -> RenderableType:
-        self._columns = max(1, self.console.width - SPARE_COLUMNS)
-        lines = self._new_lines(self._columns)
-        self._count = len(lines)
-        return Group(*lines)
-
-    def refresh(self) -> None:
-        wrapped = self._count * max(0, -(-self._columns // self.console.width) - 1)
-        self.console.control(Control(*[(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * wrapped))
-        super().refresh()
-
-
 def words(row: Row) -> list[Word]:
-    """What a row says, in reading order; what was not measured is left out."""
-    found = [Word(f"loss {_number(row.get('train/loss'))}", 1)]
+    """Return the words for a row, in reading order, without values that were not measured."""
+    shown = [Word(f"loss {_number(row.get('train/loss'))}", 1)]
     for key, rank, text in _WORDS:
         value = row.get(key)
-        if value is not None and (shown := text(value)):
-            found.append(Word(shown, rank))
+        if value is not None and (written := text(value)):
+            shown.append(Word(written, rank))
     if row.get("speed/step_s") and not {"speed/tokens_per_s", "speed/samples_per_s"} & set(row):
-        found.append(Word(f"{row['speed/step_s']:.3g} s/step", 4))
+        shown.append(Word(f"{row['speed/step_s']:.3g} s/step", 4))
     if row.get("train/skipped"):
-        found.append(Word(f"{row['train/skipped']} skipped", 2))
-    found += [Word(f"{key} {row[key]:.4g}", 4) for key in row if _is_own(key) and row[key] is not None]
+        shown.append(Word(f"{row['train/skipped']} skipped", 2))
+    shown += [Word(f"{key} {row[key]:.4g}", 4) for key in row if _is_extra(key) and row[key] is not None]
     memory = _memory(row)
-    return [*found, Word(memory, 5)] if memory else found
+    return [*shown, Word(memory, 5)] if memory else shown
 
 
 def fit(words: Sequence[Word], columns: int) -> str:
-    """The words as one line: closer together where there is no room for all, then without the least important."""
+    """Join the words to a line: where there is no room, closer together, then without the least important."""
     kept = list(words)
     while len(kept) > 1:
         for gap in ("  ", " "):
@@ -187,7 +167,7 @@ def fit(words: Sequence[Word], columns: int) -> str:
 
 
 def at_spaces(text: str, columns: int) -> str:
-    """Text with its long lines broken at spaces, where a terminal would break them inside a number."""
+    """Break long lines at spaces, because a terminal would break them inside a number."""
     lines = [
         textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) if len(line) > columns else line
         for line in text.split("\n")
@@ -206,20 +186,20 @@ _WORDS: tuple[tuple[str, int, Callable[[float], str]], ...] = (
 )
 
 
-def _is_own(key: str) -> bool:
-    """A number of a loop of one's own, such as val/accuracy."""
+def _is_extra(key: str) -> bool:
+    """Whether a key is a user's own number, such as val/accuracy."""
     return key.startswith(("train/", "val/")) and key not in ROW
 
 
 class _Work:
-    """A longer work under way, seen from when it was first heard of."""
+    """A longer work under way, timed from its first call."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self.begun_s = clock, 0.0
         self.what, self.done, self.total = "", 0, 0
 
     def goes_on(self, what: str, done: int, total: int) -> bool:
-        """Returns whether it is another one than before."""
+        """Take note of the progress; returns whether this is a new work."""
         is_new = what != self.what or done < self.done or not self.is_under_way
         if is_new:
             self.begun_s, self._first = self._clock(), done
@@ -244,7 +224,7 @@ class _Work:
 
 
 class _Left:
-    """Time until the last step, from the speed since the first row: the steps before it are slower than the rest."""
+    """Time until the last step, from the speed since the first row, because the steps before it are slower."""
 
     def __init__(self, steps: int, clock: Clock) -> None:
         self._steps, self._clock, self._begun_s, self._over = steps, clock, clock(), False
@@ -257,14 +237,16 @@ class _Left:
         left_s: float | None = (self._steps - step) * float(row.get("speed/step_s") or 0)
         if self._first is not None and step > self._first[0]:
             left_s = (self._steps - step) * (now_s - self._first[1]) / (step - self._first[0])
-        if self._first is None or row.get("speed/step_s") is None:  # it has a step that was slow for being recorded
+        if (
+            self._first is None or row.get("speed/step_s") is None
+        ):  # without step_s it has the slow step that was recorded
             self._first = step, now_s
         self._newest, self._over = (now_s, left_s), step >= self._steps
         return self.word
 
     @property
     def word(self) -> Word:
-        """How long it takes from now on; after the last step, how long it took."""
+        """The time left from now; after the last step, the time since the start."""
         at_s, left_s = self._newest
         if self._over:
             return Word(f"in {minutes(at_s - self._begun_s)}", 2)
@@ -272,7 +254,7 @@ class _Left:
 
 
 def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_columns: int) -> Table:
-    """`what`, a bar of at least so many columns if any, and the words that fit."""
+    """Return `what`, a bar of at least so many columns if any, and the words that fit."""
     text = Text(fit(words, columns - len(what) - 2 - bar_columns), no_wrap=True)
     text.highlight_regex(r"(?<![\w.])[a-z/]+(?![\w.])", "dim")
     cells: list[RenderableType] = [Text(what, no_wrap=True), text]
@@ -307,7 +289,7 @@ def _number(value: float | None) -> str:
 
 
 def _exponent(value: float) -> str:
-    """3.0e-4: three columns less than usual; nothing is 0."""
+    """Write 3.0e-4, without the zeros that Python has in exponents; 0 for zero."""
     if value == 0:
         return "0"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
@@ -315,7 +297,7 @@ def _exponent(value: float) -> str:
 
 
 def minutes(seconds: float | None) -> str:
-    """A duration as 1:02:03 or 2:03."""
+    """Write a duration as 1:02:03 or 2:03."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     hours, rest = divmod(round(seconds), 3600)

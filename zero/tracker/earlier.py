@@ -1,4 +1,4 @@
-"""What a run that goes on has behind it: the best losses and the seconds of its earlier starts."""
+"""The best losses and the seconds of the earlier starts of a run that goes on."""
 
 from math import inf
 from pathlib import Path
@@ -9,7 +9,7 @@ from zero.tracker.report.scale import finite
 
 
 class Earlier(NamedTuple):
-    """Losses that nobody knows are infinite, and seconds zero."""
+    """Figures of earlier starts; unknown losses are infinite, unknown seconds zero."""
 
     best_train_loss: float = inf
     best_val_loss: float = inf
@@ -17,20 +17,20 @@ class Earlier(NamedTuple):
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> "Earlier":
-        """What figures of these names say; what is missing or not finite is not known."""
+        """Take the figures of these names; those missing or not finite are unknown."""
         known = {name: value for name in cls._fields if (value := finite(facts.get(name))) is not None}
         return cls(**known)
 
     def facts(self) -> dict[str, float | None]:
-        """The same as JSON values, for `of`."""
+        """Return JSON values, for `of`."""
         return {name: finite(value) for name, value in self._asdict().items()}
 
 
 def earlier(folder: Path, step: int) -> Earlier:
-    """What the files of the run in `folder` say that goes on from `step`.
+    """Read the files of the run in `folder` that goes on from `step`.
 
-    Losses of steps after that one are of no step that it goes on from; the time that they took is spent. Rows have some
-    of the training losses, a summary has the best of all, up to its own last step.
+    Losses of later steps do not count, but the seconds that they took do. Rows have some of the training losses, a
+    summary has the best of all up to its own last step.
     """
     run = read_run(folder)
     summary = Earlier.of(run.summary)

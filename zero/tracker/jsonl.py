@@ -1,4 +1,4 @@
-"""Write rows to metrics.jsonl, and how the run ended to summary.json."""
+"""Files of a run: metrics.jsonl with its rows, summary.json with its end."""
 
 import json
 import logging
@@ -15,14 +15,14 @@ log = logging.getLogger("zero")
 ROWS = "metrics.jsonl"
 
 RUNNING = "running, or ended without a word"
-"""The exit reason until there is one."""
+"""The exit reason of a run that has not ended."""
 
 FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a signal", "debug.stop_at reached"
-"""How a run can end well."""
+"""Exit reasons of runs that ended well."""
 
 
 class Jsonl(View):
-    """One JSON object a line, on disk when `log` returns. Numbers that JSON does not have become null."""
+    """The file of rows, a JSON object a line, written when `log` returns. NaN and infinity become null."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,22 +40,22 @@ class Jsonl(View):
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """summary.json of a run, whole at any moment; numbers that JSON does not have become null."""
+    """Write summary.json, whole at any moment; NaN and infinity become null."""
     clean = {key: finite(value) if isinstance(value, float) else value for key, value in summary.items()}
     publish(folder / "summary.json", json.dumps(clean, indent=2, allow_nan=False) + "\n")
 
 
 def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = False) -> None:
-    """Bring summary.json up to date after a failure; fields that `summary` lacks stay.
+    """Update summary.json after a failure; fields that `summary` lacks stay.
 
     Args:
         summary: at least `exit_reason`.
-        final: replace a reason that is there already. By default it stays: the first rank to say one is the nearest
-            to the cause.
+        final: replace a reason that is there already. By default it stays: the first rank to fail is the nearest to
+            the cause.
     """
     try:
         before = dict(json.loads((folder / "summary.json").read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or none that can be read: the failure is what matters
+    except (OSError, ValueError, TypeError):  # none yet, or none that can be read
         before = {}
     before.setdefault("exit_reason", RUNNING)
     known = not final and before["exit_reason"] != RUNNING
@@ -63,7 +63,7 @@ def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = Fal
 
 
 def unused_folder(folder: Path) -> Path:
-    """The folder itself, or the first of `run-2`, `run-3`, ... below it that no other run writes or has written."""
+    """Return the folder, or the first of `run-2`, `run-3`, ... below it without rows of another run."""
     place = next(filter(_claim, chain([folder], (folder / f"run-{number}" for number in count(2)))))
     if place != folder:
         log.warning("%s has the rows of another run, and no checkpoint of it was loaded: these go to %s", folder, place)
@@ -71,7 +71,7 @@ def unused_folder(folder: Path) -> Path:
 
 
 def _claim(place: Path) -> bool:
-    """Make the file of rows; False where there is one. Of two loops that begin at once only one makes it."""
+    """Make the file of rows; False if it exists. Of two loops that begin at once only one makes it."""
     place.mkdir(parents=True, exist_ok=True)
     try:
         (place / ROWS).touch(exist_ok=False)

@@ -1,7 +1,7 @@
-"""From a step's result to a row of metrics and the final summary: speed, totals, peaks over ranks.
+"""The rows of metrics and the final summary, from the results of steps: speed, totals, peaks over ranks.
 
-What the store and the other ranks brought is read from running totals. A step lasts as long as the rank that waited
-longest, and drives wear by what all ranks write: seconds are the slowest rank's, bytes are everyone's.
+Bytes moved and seconds waited are read from running totals. Seconds are the slowest rank's, because a step lasts as
+long as it does; bytes are of all ranks.
 """
 
 import statistics
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero.checkpoint.save import versions
 from zero.core.precision import DTYPES
+from zero.core.sizes import size_text
 from zero.distributed.world import Collectives, World
 from zero.engine.plan import Plan
 from zero.engine.step import Metrics
@@ -29,34 +30,34 @@ from zero.tracker.earlier import Earlier
 from zero.tracker.view import NO_CHART, ROW
 
 LIFE_BYTES = 600e12
-"""What a usual drive of 1 TB is rated to take in its life (TBW)."""
+"""Bytes that a usual drive of 1 TB is rated for (TBW)."""
 
 ENDLESS_STEPS = 1e9
-"""A drive that lasts longer is nothing to think about."""
+"""Steps after which a drive's endurance is not printed."""
 
 TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name in Collectives._fields), "copy_bytes")
-"""What a rank counts: see `Traffic`, `Collectives` and `Device.copied`."""
+"""Totals of a rank: see `Traffic`, `Collectives` and `Device.copied`."""
 
 WRITTEN = TOTALS.index("write_bytes")
 
 WAITS = torch.tensor([name.endswith(("wait_s", "busy_s")) for name in TOTALS], device="cpu")
-"""Which totals say how a step's time was spent."""
+"""Whether each total is a time."""
 
 TIMES = (
     *(key for key in ROW if key.startswith("speed/") and key not in NO_CHART),
     "comm/wait_s", "comm/slowest_rank", "comm/slowest_s", "offload/wait_s",
 )  # fmt: skip
-"""What a row does not know if no step of it was timed."""
+"""Keys that are null in a row without a timed step."""
 
 
 class Summary(NamedTuple):
-    """How a run ended; losses in nats per token, peaks the largest over ranks, plan for one rank.
+    """Figures of a run; losses in nats per token, peaks the largest over ranks, plan for one rank.
 
-    Speeds are medians of the rows, the first left out because it pays for the start; `mfu` is None where the peak is
-    not known. `wait_s` is how long in all the slowest rank stood still for pages or other ranks, `seconds` everything.
-    What was written is of all ranks up to the last row, first values included; `endurance` is None without a file.
+    Speeds are medians of the rows without the first, which is slower; `mfu` is None where the peak is unknown. `wait_s`
+    is the time for which the slowest rank waited for pages or other ranks, `seconds` the time of the run. Bytes written
+    are of all ranks up to the last row, first values included; `endurance` is None without a file.
 
-    Of a run that goes on these are of the newest start, except counts, the best losses and `seconds`.
+    Counts, best losses and `seconds` include earlier starts of the run; all others are of this start.
     """
 
     exit_reason: str
@@ -77,12 +78,12 @@ class Summary(NamedTuple):
     host_peak_bytes: int
     plan_bytes: dict[str, dict[str, int]]
     plan_step_bytes: dict[str, float]
-    """What a step moves by the plan; see `zero.engine.traffic.Load`."""
+    """Bytes that a step moves by the plan; see `zero.engine.traffic.Load`."""
     offload_written_bytes: int
     endurance: str | None
     data_digest: str
     checkpoint: str | None
-    """The newest that was saved since this start."""
+    """The newest one that this start has saved."""
     versions: dict[str, str | None]
 
 
@@ -94,9 +95,9 @@ class Meter:
     Args:
         tokens_per_step: over all ranks.
         traffic: the totals of this rank's store.
-        steps, tokens, skipped: what the run that this one goes on from had behind it.
-        flops_per_token: what the model computes for one; None: not known.
-        peak_flops: what one rank's device can do in a second; None: what is known of it by its name.
+        steps, tokens, skipped: of the checkpoint that the run goes on from.
+        flops_per_token: of forward and backward; None: unknown.
+        peak_flops: of a rank's device, per second; None: looked up by the device's name.
 
     Attributes:
         steps, tokens, skipped: since the start, over all ranks; `steps` counts the skipped ones too.
@@ -142,19 +143,19 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Since this meter was made, and those of earlier starts."""
+        """Seconds since this meter was made, and those of earlier starts."""
         return self._before_s + time.perf_counter() - self._start_s
 
     @property
     def so_far(self) -> Earlier:
-        """What a start that goes on from here has behind it."""
+        """Figures for a later start that goes on from here."""
         return Earlier(self.best_train_loss, self.best_val_loss, self.seconds)
 
     def go_on(self, *behind: Earlier) -> None:
-        """The run had earlier starts: what several places say of them, as far as each knows."""
-        self.best_train_loss = min(self.best_train_loss, *(one.best_train_loss for one in behind))
-        self.best_val_loss = min(self.best_val_loss, *(one.best_val_loss for one in behind))
-        self._before_s = max(self._before_s, *(one.seconds for one in behind))
+        """Add the earlier starts of the run, as several sources know them."""
+        self.best_train_loss = min(self.best_train_loss, *(source.best_train_loss for source in behind))
+        self.best_val_loss = min(self.best_val_loss, *(source.best_val_loss for source in behind))
+        self._before_s = max(self._before_s, *(source.seconds for source in behind))
 
     def count(self, metrics: Metrics, tokens: int | None = None) -> None:
         """Count a step.
@@ -170,36 +171,35 @@ class Meter:
         self.best_train_loss = min(self.best_train_loss, metrics.loss)
 
     def validated(self, loss: float) -> None:
-        """A validation has been made."""
+        """Take note of a validation loss."""
         self.val_loss = loss
         self.best_val_loss = min(self.best_val_loss, loss)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Neither the time of the body nor what it moves belongs to a step. The store is at rest, or what it still
-        writes for the last step would be left out too."""
+        """Leave the body's time and traffic out of the steps. The store must be at rest, or its writes are left out."""
         return self._left_out(torch.ones_like(WAITS))
 
     def standing(self) -> AbstractContextManager[None]:
-        """The time of the body belongs to no step. What moves meanwhile does: the last step's updates go on beside."""
+        """Leave the body's time out of the steps, but not its traffic, which is that of the last step's updates."""
         return self._left_out(WAITS)
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Around a step that is slowed by being looked at, on all ranks: what it moves counts, its time does not."""
+        """Enclose a step that recording slows, on all ranks: its traffic counts, its time does not."""
         with self.standing():
             yield
         self._untimed += 1
 
     @contextmanager
     def _left_out(self, which: Tensor) -> Iterator[None]:
-        """The time of the body, and those of `TOTALS`, are nobody's."""
+        """Leave out the time of the body, and the totals whose entry in `which` is 1."""
         begin_s, before = time.perf_counter(), self._totals()
         yield
         self._since_s += time.perf_counter() - begin_s
         self._since = self._since + (self._totals() - before) * which
 
     def row(self, *, validated: bool) -> dict[str, float | int | None]:
-        """A row for the tracker, with a validation loss if it is new; see `tracker.ROW`. Collective."""
+        """Return a row for the tracker, with the validation loss if it is new; see `tracker.ROW`. Collective."""
         now_s, now, last = time.perf_counter(), self._totals(), self.last
         begun, steps = self._since_step, max(1, self.steps - self._since_step)
         timed = steps - self._untimed
@@ -233,9 +233,9 @@ class Meter:
         return row if timed else row | dict.fromkeys(TIMES)
 
     def summary(self, data_digest: str, exit_reason: str, checkpoint: Path | None = None) -> Summary:
-        """How far the run has come; peaks and bytes of all ranks up to the last row, of this rank up to now."""
-        device_bytes, host_bytes = map(max, self._peaks_bytes, self._own_peaks_bytes())
-        written_bytes, before_bytes = (int(one[WRITTEN]) for one in (self._totals(), self._start))
+        """Return the figures so far; peaks and bytes of all ranks up to the last row, of this rank up to now."""
+        device_bytes, host_bytes = map(max, self._peaks_bytes, self._peaks_of_rank())
+        written_bytes, before_bytes = (int(totals[WRITTEN]) for totals in (self._totals(), self._start))
         trained_bytes = max(self._trained_bytes, written_bytes - before_bytes)
         step_bytes = trained_bytes / max(1, self.steps - self._steps_before)
         tokens_per_s = statistics.median(self._speeds[1:] or self._speeds) if self._speeds else None
@@ -269,16 +269,16 @@ class Meter:
         return None if tokens_per_s is None or self._mfu_of_token is None else tokens_per_s * self._mfu_of_token
 
     def _totals(self) -> Tensor:
-        """(len(TOTALS),) fp64."""
+        """Return (len(TOTALS),) fp64."""
         counts = *astuple(self._traffic()), *self._world.traffic, self._device.copied.nbytes
         return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
     def _collect(self, now: Tensor) -> dict[str, Tensor]:
-        """Learn the peaks and totals of all ranks; gives what each has counted since the last row. Collective."""
-        peaks_bytes = torch.tensor(self._own_peaks_bytes(), dtype=torch.float64, device="cpu")
-        mine = torch.cat((peaks_bytes, now[WRITTEN : WRITTEN + 1], now - self._start, now - self._since))
-        everyone = torch.zeros(self._world.size, len(mine), dtype=torch.float64, device=self._world.device)
-        everyone[self._world.rank] = mine.to(self._world.device)
+        """Gather the peaks and totals of all ranks; returns what each has counted since the last row. Collective."""
+        peaks_bytes = torch.tensor(self._peaks_of_rank(), dtype=torch.float64, device="cpu")
+        values = torch.cat((peaks_bytes, now[WRITTEN : WRITTEN + 1], now - self._start, now - self._since))
+        everyone = torch.zeros(self._world.size, len(values), dtype=torch.float64, device=self._world.device)
+        everyone[self._world.rank] = values.to(self._world.device)
         self._world.all_reduce(everyone, what="memory peaks and traffic").wait()
         peaks, written, trained, moved = everyone.cpu().split((2, 1, len(TOTALS), len(TOTALS)), dim=1)
         device, host = peaks.amax(dim=0)
@@ -286,21 +286,21 @@ class Meter:
         self._written_bytes, self._trained_bytes = int(written.sum()), int(trained[:, WRITTEN].sum())
         return dict(zip(TOTALS, moved.T, strict=True))
 
-    def _own_peaks_bytes(self) -> tuple[int, int]:
-        """(device, host): the most that this rank ever held."""
+    def _peaks_of_rank(self) -> tuple[int, int]:
+        """Return the peaks of this rank as (device, host)."""
         return self._device.peak_bytes(), host_peak_bytes()
 
 
 def figures(
     moved: Mapping[str, Tensor], *, steps: int, timed: int, step_s: float, numel: int
 ) -> dict[str, float | int | None]:
-    """What pages and other ranks cost over `steps` steps; see `tracker.ROW`.
+    """Return the figures of a row about pages and other ranks; see `tracker.ROW`.
 
-    Where nothing moves, nothing waits: all is hidden, and there are no rates.
+    Without traffic everything is hidden, and there are no rates.
 
     Args:
-        moved: each of TOTALS to (W,), what every rank has counted in these steps; waits in the timed ones alone.
-        timed: of how many the time counts, `step_s` each.
+        moved: each of TOTALS to (W,), the counts of every rank in `steps` steps; waits are of the timed ones alone.
+        timed: number of steps whose time counts, `step_s` each.
     """
     read_bytes, write_bytes = (int(moved[name].sum()) for name in ("read_bytes", "write_bytes"))
     received = {
@@ -341,12 +341,10 @@ def _peak_flops(world: World, plan: Plan) -> float | None:
 
 
 def endurance(step_bytes: float) -> str:
-    """How long a drive lives that takes `step_bytes` at each step."""
+    """Write how many steps a drive endures with `step_bytes` at each."""
     if step_bytes < 1:
         return "nothing was written yet"
-    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
-    size, name = next((size, name) for size, name in units if step_bytes >= size)
-    written, steps = f"{step_bytes / size:.3g} {name} written per step by all ranks", LIFE_BYTES / step_bytes
+    written, steps = f"{size_text(int(step_bytes))} written per step by all ranks", LIFE_BYTES / step_bytes
     if steps > ENDLESS_STEPS:
         return written
     return f"{written}; a 1 TB drive rated {LIFE_BYTES / 1e12:.0f} TBW lasts {steps:,.0f} steps"

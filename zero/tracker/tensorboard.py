@@ -15,17 +15,17 @@ from zero.platform.installed import install
 from zero.tracker.view import Charts, Row, View
 
 FLUSH_S = 2
-"""Seconds after which a row is in the file, for a run that is killed and for who looks on."""
+"""Seconds after which a row is in the file, for a run that is killed."""
 
 OF_A_RUN = ("train/loss", "val/loss")
-"""What TensorBoard compares runs by, beside their settings."""
+"""Metrics by which TensorBoard compares runs, beside their settings."""
 
 
 class TensorBoardRun(View):
-    """A folder of TensorBoard's, `tensorboard` in the folder of a run, from here until `close`.
+    """The folder `tensorboard` of a run, open until `close`.
 
     Args:
-        config: plain settings; text, and what TensorBoard calls hyperparameters.
+        config: plain settings, written as text and as hyperparameters.
         folder: of the run.
     """
 
@@ -40,7 +40,7 @@ class TensorBoardRun(View):
         self._writer: Any = None
 
     def log(self, row: Row) -> None:
-        """A row; the first one opens the file, because rows from its step on are made again."""
+        """Write a row; the first one opens the file and hides rows from its step on, which are made again."""
         step = int(row["step"] or 0)
         if self._writer is None:
             self._writer = self._open(str(self._folder), purge_step=step, flush_secs=FLUSH_S)
@@ -50,7 +50,6 @@ class TensorBoardRun(View):
                 self._writer.add_scalar(key, value, step)
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """Return when all is in the file."""
         if self._writer is not None:
             self._writer.close()
 

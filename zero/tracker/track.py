@@ -1,4 +1,4 @@
-"""`zero.track`: for a loop of one's own the rows, console, charts, timeline and report that a run of train.py has."""
+"""`zero.track`: the rows, console, charts, timeline and report of train.py for a user's own loop."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from zero.tracker.settings import Jsonl, TrackerSettings, Wandb
 NAMES = ("jsonl", "wandb", "tensorboard")
 
 RECORDED = 3
-"""Which step is recorded at the earliest: the first ones learn in which order units are visited."""
+"""The first step that may be recorded; earlier ones learn in which order units are visited."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -56,7 +56,7 @@ def track(
     flops: float | None = None,
     timeline: bool = True,
 ) -> "Track":
-    """Report what a loop of your own does, as train.py reports its runs.
+    """Report the steps of your own loop, as train.py reports its runs.
 
         with zero.track(state, "runs/vit", samples=64, tracker="tensorboard") as track:
             for batch in loader:
@@ -68,19 +68,18 @@ def track(
     a terminal has a bar. Entering the block, each call of `track`, each pause, and leaving the block are collective.
 
     Args:
-        state: what the first step begins with; of a checkpoint that was loaded, its steps are counted.
-        folder: made if it is missing. Where `state` goes on, rows are added to those in it; else a folder with rows of
-            another run is left as it is, and `run-2`, `run-3`, ... below it is used: see `Track.folder`.
-        samples: rows of the batch that this rank's microbatches of one step have together; all ranks have as many.
-            Speed is samples per second then.
-        tokens: the same in tokens, for a model of language: speed is tokens per second, and the loss is taken to be in
-            nats per token. With neither there is the time of a step alone.
-        steps: of the whole run, for a bar and the time that is left; None: nobody knows.
+        state: before the first step; the steps of a checkpoint that was loaded are counted.
+        folder: made if it is missing. Where `state` goes on, rows are added to it; else a folder with rows of another
+            run stays as it is, and `run-2`, `run-3`, ... below it is used: see `Track.folder`.
+        samples: rows of all this rank's microbatches of a step, as many on each rank. Speed is samples per second.
+        tokens: the same in tokens: speed is tokens per second, and the loss is taken to be in nats per token. With
+            neither there is the time of a step alone.
+        steps: of the whole run, for a bar and the time that is left; None: unknown.
         every: steps from one row to the next, 1 or more.
         tracker: "jsonl", "wandb" or "tensorboard", several of them, or the settings of `tracker` in docs/config.md as a
             mapping, such as {"name": "wandb", "project": "vit", "tags": ["first"]}.
-        config: your settings, for the report, W&B and TensorBoard; plain values, or what has a text.
-        flops: floating-point operations of forward and backward for one sample, or one token; None: there is no MFU.
+        config: your settings, for the report, W&B and TensorBoard; other values than plain ones are written as text.
+        flops: floating-point operations of forward and backward for one sample or token; None: there is no MFU.
         timeline: record one of the first steps, and write it to trace.json.
 
     Raises:
@@ -129,12 +128,12 @@ def track(
 
 
 class Track:
-    """What `zero.track` returns: a context manager around the loop, called after each step.
+    """A context manager around the loop, called after each step; `zero.track` makes it.
 
     Leaving the block writes summary.json and the report, also where an exception leaves it.
 
     Attributes:
-        folder: where everything is written; the same on every rank, known inside the block.
+        folder: of the run; the same on every rank, known inside the block.
     """
 
     def __init__(
@@ -175,16 +174,17 @@ class Track:
         return self
 
     def __call__(self, state: State, metrics: Metrics, val: Mapping[str, float | Tensor] = NOTHING) -> None:
-        """Count a step, each of them, and write a row where one is due. Collective.
+        """Count a step, and write a row where one is due. Collective; call it after every step.
 
         Args:
             state: after the step.
-            metrics: of the step. What `loss_fn` returned beside the loss is in the row as `train/NAME`.
-            val: numbers of an evaluation after this step by name, such as {"loss": 2.3, "accuracy": 0.5}: each rank's
-                own; their mean over ranks is in the row as `val/NAME`. Where it is not empty a row is due.
+            metrics: of the step. The numbers that `loss_fn` returned beside the loss are in the row as `train/NAME`.
+            val: numbers of an evaluation after this step by name, such as {"loss": 2.3, "accuracy": 0.5}, from this
+                rank; their mean over ranks is in the row as `val/NAME`. With them a row is due.
 
         Raises:
-            ConfigError: outside of the block, not once after every step, or a number of `val` that is none.
+            ConfigError: called outside of the block or not once after every step, or `val` has a value that is no
+                number.
         """
         check_state(state, "track", "track(state, metrics)")
         if not isinstance(metrics, Metrics):
@@ -206,9 +206,9 @@ class Track:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no step, such as an evaluation or a save: its time and its traffic are no step's. Collective.
+        """Enclose an evaluation or a save: its time and its traffic are left out of the steps. Collective.
 
-        The updates that the last step has deferred are made first, because they are that step's.
+        The updates that the last step has deferred are made first, because they belong to that step.
         """
         self._drop_recording()
         self._runtime.make_updates()
@@ -217,16 +217,16 @@ class Track:
             yield
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show how far a longer work has come; for `progress=` of `zero.save` and others.
+        """Show how far a longer work is; for `progress=` of `zero.save` and others.
 
         Args:
             what: the work, in a few words.
-            done, total: in one unit, whatever it is; `done == total` ends the work.
+            done, total: in the same unit; `done == total` ends the work.
         """
         self._tracker.progress(what, done, total)
 
     def saved(self, checkpoint: str | os.PathLike[str]) -> None:
-        """There is a checkpoint: it is named in summary.json, and in W&B with `artifacts`.
+        """Name a checkpoint in summary.json, and in W&B with `artifacts`.
 
         Args:
             checkpoint: the folder that `zero.save` returned.
@@ -236,11 +236,11 @@ class Track:
         self._tracker.saved(self._checkpoint, self._meter.steps)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_open = False
         with ExitStack() as at_last:  # views are closed whatever happens here
-            at_last.push(lambda _, failed, __: self._tracker.__exit__(kind, failed or error, trace))
+            at_last.push(lambda _, failed, __: self._tracker.__exit__(error_type, failed or error, trace))
             self._drop_recording()
             if error is None:
                 self._end()
@@ -252,19 +252,12 @@ class Track:
             raise ConfigError(f"{call} was called outside of its block; write with zero.track(state, folder) as track:")
 
     def _check_next(self, step: int) -> None:
-        """Refuse a call that is not the first after exactly one step."""
+        """Raise ConfigError unless this is the first call after exactly one step."""
         counted = self._meter.steps
-        if step == counted:
-            raise ConfigError("track has counted this step already; write track(state, metrics) once after every step")
-        if step < counted:
+        if step != counted + 1:
             raise ConfigError(
-                f"this state is at step {step}, and track at step {counted}: leave the block, load the checkpoint, and "
-                "enter zero.track(state, folder) again"
-            )
-        if step > counted + 1:
-            raise ConfigError(
-                f"track counts each step, and {step - counted - 1} were made since its last call; write track(state, "
-                "metrics) after every step, and zero.track(..., every=10) for fewer rows; load a checkpoint before it"
+                f"track has counted {counted} steps, and this state is at step {step}. Call track(state, metrics) once "
+                "after every step, and load a checkpoint before the block; zero.track(..., every=10) writes fewer rows"
             )
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -281,7 +274,7 @@ class Track:
         self._tracker.log(row)
 
     def _mean(self, numbers: Mapping[str, Tensor]) -> dict[str, float]:
-        """Over ranks, each of which must have the same names."""
+        """Return the means over ranks, which must have the same names."""
         if not numbers:
             return {}
         names = sorted(numbers)
@@ -292,7 +285,7 @@ class Track:
     # -- one step in detail --------------------------------------------------------------------------------------------
 
     def _begin_recording(self) -> None:
-        """From here to the next call is one step, with what the loop does before it."""
+        """Record from here to the next call: a step, and the work of the loop before it."""
         self._recording = ExitStack()
         self._recording.enter_context(self._meter.untimed())
         if self._world.rank == 0:
@@ -307,17 +300,17 @@ class Track:
         self._records = not self._world.share("written" * written)  # and the next step does not wait for the file
 
     def _write_timeline(self) -> bool:
-        """False where somebody else recorded the step: another one will do."""
+        """Write trace.json; False where another recording has taken the step's spans."""
         if not self._timeline.spans:
             return False
         try:
             self._timeline.write(self.folder / "trace.json")
-        except MachineError as error:  # a picture is no reason to stop
+        except MachineError as error:  # the run goes on without a picture
             self._tracker.note(f"warning: no trace: {error}")
         return True
 
     def _drop_recording(self) -> None:
-        """It would hold more than a step; an error keeps the meter from counting the step as recorded."""
+        """Drop a recording that would hold more than a step; the error keeps the meter from counting it."""
         if self._recording is not None:
             error = InterruptedError()
             self._recording.__exit__(type(error), error, None)
@@ -337,7 +330,7 @@ class Track:
         return counted_in(self._unit, self._meter.summary("", exit_reason, self._checkpoint)._asdict())
 
     def _end(self) -> None:
-        """What a run that ended well leaves; a row of its last steps is due. Collective."""
+        """Write the files of a run that ended well, and the row of its last steps. Collective."""
         if self._meter.steps > self._logged_at:
             self._log({})
         summary = self._summary(FINISHED)
@@ -347,14 +340,14 @@ class Track:
             try:
                 self._tracker.report(report.write(self.folder))
                 self._tracker.note(f"report {self.folder / 'report.html'}")
-            except Exception as error:  # the run is done all the same
+            except Exception as error:  # the run itself has ended well
                 self._tracker.note(f"warning: no report: {one_line(error)}")
         self._tracker.finish(summary)
 
     def _fail(self, error: BaseException) -> None:
-        """What is left of one that failed. Not collective: the other ranks may be gone."""
+        """Write the files of a run that failed. Not collective: the other ranks may be gone."""
         if self._world.rank == 0:
-            with suppress(MachineError):  # the disk may be what failed
+            with suppress(MachineError):  # the disk may have failed
                 reason = "stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else with_class(error)
                 write_failure(self.folder, self._summary(reason))
             with suppress(Exception):
@@ -362,17 +355,17 @@ class Track:
 
 
 def counted_in(unit: Unit, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of a `Meter` with `unit` in place of tokens in their keys; without a unit, without those."""
+    """Return figures of a `Meter` with `unit` in place of tokens in their keys; without a unit, without those."""
     return {key.replace("tokens", unit): value for key, value in figures.items() if unit or "tokens" not in key}
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    """What a report, W&B or TensorBoard says of a plan."""
-    kinds = {kind: getattr(plan.offload, kind) for kind in ("optimizer", "param", "grad")}
+    """Return the facts of a plan for the report, W&B and TensorBoard."""
+    tiers = {state: getattr(plan.offload, state) for state in ("optimizer", "param", "grad")}
     return {
         "stage": plan.stage.level,
         "precision": str(plan.precision.compute).removeprefix("torch."),
-        "offload": kinds if any(tier != "none" for tier in kinds.values()) else "none",
+        "offload": tiers if any(tier != "none" for tier in tiers.values()) else "none",
         "optimizer": plan.optimizer.name,
         "accumulate": plan.accumulate,
         "ranks": plan.world.size,
@@ -380,10 +373,12 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> TrackerSettings:
-    """The section `tracker` of a run's settings."""
+    """Return the section `tracker` of a run's settings."""
     if isinstance(tracker, Mapping):
-        given = {"every": every, **tracker}
-        return Wandb(**given) if given.get("name") == "wandb" else _plain(given)
+        typed = {"every": every, **tracker}
+        if typed.get("name") == "tensorboard":
+            typed |= {"name": "jsonl", "tensorboard": True}
+        return Wandb(**typed) if typed.get("name") == "wandb" else Jsonl(**typed)
     if not isinstance(tracker, Iterable):
         raise ConfigError(
             f"tracker is {kind_of(tracker)}; it is one of {', '.join(NAMES)}, several of them, or settings"
@@ -392,11 +387,5 @@ def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> T
     for name in names:
         if name not in NAMES:
             raise ConfigError(f"tracker={name} does not exist. {suggest.nearest(str(name), NAMES)}")
-    kind = Wandb if "wandb" in names else Jsonl
-    return kind(every=every, tensorboard="tensorboard" in names)
-
-
-def _plain(given: Mapping[str, Any]) -> Jsonl:
-    if given.get("name") == "tensorboard":
-        return Jsonl(**{**given, "name": "jsonl", "tensorboard": True})
-    return Jsonl(**given)
+    section = Wandb if "wandb" in names else Jsonl
+    return section(every=every, tensorboard="tensorboard" in names)

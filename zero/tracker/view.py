@@ -1,6 +1,6 @@
-"""What a run reports, row by row, and the interface of everything that shows it.
+"""The keys of a row, and the interface of everything that shows rows.
 
-A row is a flat mapping with the keys of `ROW`; what was not measured is null.
+A row is a flat mapping with the keys of `ROW`; a value that was not measured is null.
 """
 
 import math
@@ -19,70 +19,69 @@ SECTIONS = {
 ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.items() for name in names.split()))
 """Keys of every row. `train/skipped` counts from the start; memory is the most that a rank holds or held.
 
-`speed/steps` is of how many steps the row is: fewer than between two rows where a run goes on, because it may have had
-no row at the step that it goes on from.
+`speed/steps` is the number of steps of the row: fewer than between two rows where a run goes on, because there may be
+no row at the step of its checkpoint.
 
-`offload/` is what moved between tiers in this row's steps (`copy_bytes`: between host memory and GPUs), `comm/` what
-ranks received from others, `wire_bytes` of it from other nodes: bytes of all ranks; seconds per step in which the
-slowest rank stood still for it; 10^9 bytes a second while something was read or written (null: nothing was); bytes
-read and written per parameter and step.
-`comm/slowest_rank` waited least for others, so they waited for it; `comm/slowest_s` is what is left of its step (null:
-there is one rank).
+`offload/` counts bytes between tiers in the row's steps (`copy_bytes`: between host memory and GPUs), `comm/` bytes
+that ranks received from others (`wire_bytes`: from other nodes); both are of all ranks. `wait_s` is the seconds per
+step for which the slowest rank waited for them; `gbps` is 10^9 bytes a second while something was read or written
+(null: nothing was); `bytes_per_param` is per parameter and step.
+`comm/slowest_rank` waited least for others, so they waited for it; `comm/slowest_s` is its step without that wait (null
+on one rank).
 
-`speed/compute_s` is what is left of a step on the rank that stood still longest, for whatever reason;
-`speed/stall_fraction` is the rest as a share of the step; `speed/hidden_fraction` is the share of the transfers' time
-that nobody waited for; `speed/mfu` the share of what the GPUs could do at most. Validation is left out of all times,
-and so is a step that is recorded: null where a row has no other.
+`speed/compute_s` is the step without waiting, on the rank that waited longest; `speed/stall_fraction` is that wait as a
+share of the step; `speed/hidden_fraction` is the share of the transfers' time that nobody waited for; `speed/mfu` is
+the share of the GPUs' peak. Times leave out validation and recorded steps, and are null in a row without other steps.
 """
 
 Row = Mapping[str, float | int | None]
 
 
 QUIET = ("memory/", "comm/", "offload/")
-"""Of these a value gets no chart as long as it was always 0: a chart of what a run does not have is in the way."""
+"""Sections whose values get a chart only once one was not 0, because most runs have no such traffic."""
 
 
 class View:
-    """One place that shows a run. Each shows what it has room for, and nothing of the rest."""
+    """A place that shows a run; calls that it has no use for do nothing."""
 
     title = "the console"
-    """What a person is told of when it fails."""
+    """The name of the view in messages."""
 
     def log(self, row: Row) -> None:
-        """Show or keep one row."""
+        """Show or keep a row."""
 
     def note(self, text: str) -> None:
         """Show lines for a person."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show how far a longer work has come; `done == total` ends it."""
+        """Show how far a longer work is; `done == total` ends it."""
 
     def saved(self, path: Path, step: int) -> None:
-        """There is a checkpoint at `path`."""
+        """Show that there is a checkpoint at `path`."""
 
     def report(self, path: Path) -> None:
-        """There is a page about the run."""
+        """Show the report of the run."""
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """Nothing follows. `summary` is empty when the run failed."""
+        """End the view. `summary` is empty when the run failed."""
 
 
 NO_CHART = ("speed/steps",)
-"""What says how to read the rest of a row."""
+"""Keys that are needed to read the rest of a row."""
 
 
 class Charts:
-    """Which values of a row get a chart."""
+    """The values of rows that get a chart."""
 
     def __init__(self) -> None:
         self._moving: set[str] = set()
 
     def of(self, row: Row) -> dict[str, float | int]:
-        """The values of a row that were measured, without those that were always 0 and need no chart."""
+        """Return the measured values of a row, without those that need no chart."""
         self._moving |= {key for key, value in row.items() if value or not key.startswith(QUIET)} - {*NO_CHART}
         return {key: value for key, value in row.items() if value is not None and key in self._moving}
 
 
 def finite(value: float | int | None) -> float | int | None:
-    """What JSON has a word for."""
+    """Replace NaN and infinity by None, because JSON has neither."""
     return value if value is None or math.isfinite(value) else None

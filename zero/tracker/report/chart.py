@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines, stacked bars, rows of spans, small multiples. Pure functions of what they show.
+"""Charts as SVG text: lines, stacked bars, rows of spans, small multiples. Pure functions.
 
 Colours are names of CSS variables, so that the page decides about light and dark. There is no script: the exact value
 of a mark is in its `<title>`, which browsers show on hovering and screen readers read. Gaps stay gaps; a point alone
@@ -17,17 +17,17 @@ from zero.tracker.report.scale import Scale, duration_unit, finite, linear, loga
 WIDTH = 560.0
 
 SMALLEST, SMALLEST_WIDE = 0.53, 0.75
-"""The smallest scale of a chart before it scrolls, so that its text stays legible: for a chart that fits 360 pixels,
-and for a chart of the page's width, which scrolls on a phone anyway."""
+"""The smallest scale of a chart before it scrolls, so that its text stays legible: of a chart that fits 360 pixels, and
+of a chart of the page's width, which scrolls on a phone anyway."""
 
 LARGEST = 15.5
-"""Font size of a tick or a legend on a narrow page, where charts shrink; there has to be room for it."""
+"""Font size of a tick or a legend on a narrow page, where charts shrink."""
 
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
-"""What a page must define, as `--blue` and so on; also `--ink`, `--soft`, `--line`, `--grid` and `--card`."""
+"""Colours that a page must define, as `--blue` and so on; also `--ink`, `--soft`, `--line`, `--grid` and `--card`."""
 
 FEW, SOME = 24, 240
-"""A line of few points shows each; one of some has their values on hovering, and shows those without neighbours."""
+"""Up to FEW points a line shows each; up to SOME it has their values on hovering."""
 
 MANY = 700
 """A line of more points is drawn through the lowest and the highest of about each pixel."""
@@ -36,7 +36,7 @@ Point = tuple[object, object]
 
 
 class Series(NamedTuple):
-    """A line through (x, y) points in their order; what is not a finite number is a gap."""
+    """A line through (x, y) points in their order; values that are not finite numbers are gaps."""
 
     name: str
     points: Sequence[Point]
@@ -45,7 +45,7 @@ class Series(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One piece of a bar. Equal names get one entry in the legend; `shade` is its opacity."""
+    """A piece of a bar. Equal names share an entry in the legend; `shade` is its opacity."""
 
     name: str
     value: float
@@ -61,7 +61,7 @@ class Bar(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something that lasted from one second to another; `label` is written on it if there is room."""
+    """An interval of time; `label` is written on it if there is room."""
 
     begin_s: float
     end_s: float
@@ -71,7 +71,7 @@ class Span(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Spans of one kind; those that overlap lie below each other."""
+    """Spans with one name and colour; those that overlap are drawn below each other."""
 
     name: str
     spans: Sequence[Span]
@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One of several charts with the same axes."""
+    """A chart among several with the same axes."""
 
     name: str
     points: Sequence[Point]
@@ -88,14 +88,14 @@ class Panel(NamedTuple):
 
 
 def escape(value: object) -> str:
-    """Any text, escaped for HTML, SVG and attributes. Characters that XML cannot hold become U+FFFD."""
+    """Escape text for HTML, SVG and attributes. Characters that XML cannot hold become U+FFFD."""
     return html.escape(_NOT_XML.sub("\ufffd", str(value)))
 
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufdcf\ufdf0-\ufffd\U00010000-\U0010fffd]")
 
 
-# The four kinds
+# The four charts
 
 
 def lines(
@@ -110,41 +110,41 @@ def lines(
     width: float = WIDTH,
     height: float = 236.0,
 ) -> str:
-    """Several series over one pair of axes.
+    """Draw several series over one pair of axes.
 
     Args:
         title: for screen readers.
-        log, log_x: logarithmic axes; what is not positive is a gap there.
+        log, log_x: logarithmic axes, on which values that are not positive are gaps.
         from_zero: zero is on the y axis.
         binary: y is in bytes.
-        width, height: of the box; the wider, the smaller its text in the same place. A long legend makes it higher.
+        width, height: of the box. A long legend makes it higher.
     """
-    legend, top = _legend([(one.name, one.colour, 1.0) for one in series] if len(series) > 1 else [], width)
+    legend, top = _legend([(line.name, line.colour, 1.0) for line in series] if len(series) > 1 else [], width)
     right = width - 18
     height = max(height, top + 120)
     top, bottom = top + 10, height - 44
-    y_values = [y for one in series for _, y in one.points]
+    y_values = [y for line in series for _, y in line.points]
     y = logarithmic(y_values, bottom, top) if log else linear(
         y_values, bottom, top, from_zero=from_zero, binary=binary, count=4 if height < 200 else 5
     )  # fmt: skip
     left = 12 + max(_text_width(name, LARGEST) for _, name in y.ticks)
-    x_values = [x for one in series for x, _ in one.points]
-    inset = 14 * any(one.style == "dots" for one in series)  # no dot lies on the axis
+    x_values = [x for line in series for x, _ in line.points]
+    inset = 14 * any(line.style == "dots" for line in series)  # no dot lies on the axis
     x = logarithmic(x_values, left, right) if log_x else linear(
         x_values, left + inset, right - inset, snug=True, whole=_is_whole(x_values), count=max(2, round(width / 90))
     )  # fmt: skip
-    labels = [_label(one, x, y, size if binary else number, x_name) for one in series]
-    body = [_grid(x, y, left, right, bottom, x_name), *(_line(one, x, y, binary, x_name) for one in series), legend]
-    if not any(x.shows(at) and y.shows(value) for one in series for at, value in one.points):
+    labels = [_label(line, x, y, size if binary else number, x_name) for line in series]
+    body = [_grid(x, y, left, right, bottom, x_name), *(_line(line, x, y, binary, x_name) for line in series), legend]
+    if not any(x.shows(at) and y.shows(value) for line in series for at, value in line.points):
         body.append(_text((left + right) / 2, (top + bottom) / 2, "nothing was measured", "middle"))
     return _svg(width, height, f"{title}: {'; '.join(labels)}", body)
 
 
 def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
-    """Horizontal bars of bytes on one axis from zero, each with its total at its end; negative parts are left out.
+    """Draw horizontal bars of bytes on one axis from zero, each with its total; negative parts are left out.
 
     Args:
-        order: names of parts as the legend has them; those that are not in it follow.
+        order: names of parts in the legend; other parts follow.
     """
     kept = [
         Bar(bar.name, [part._replace(value=value) for part in bar.parts if (value := finite(part.value) or 0.0) > 0])
@@ -178,7 +178,7 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
 
 
 def timeline(rows: Sequence[Row], *, title: str) -> str:
-    """One row for each kind, time from left to right. Spans that overlap within a row get lanes of their own."""
+    """Draw rows of spans, time from left to right. Spans that overlap within a row get lanes of their own."""
     kept = [row._replace(spans=sorted(_known_spans(row.spans))) for row in rows]
     first = min((span.begin_s for row in kept for span in row.spans), default=0.0)
     last = max((span.end_s for row in kept for span in row.spans), default=0.0)
@@ -193,7 +193,7 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
         body.append(_text(left - 8, y + height / 2 + 4, row.name, "end", "name"))
         for index, lane in enumerate(lanes):
             tall = height / len(lanes)
-            body += [_span(*one, y + index * tall, tall - 1, row.colour, unit, unit_name) for one in lane]
+            body += [_span(*placed, y + index * tall, tall - 1, row.colour, unit, unit_name) for placed in lane]
         y += height + 8
         body.append(_rule("grid", left, y - 4, 2 * WIDTH - 18, y - 4))
     label = "; ".join(f"{row.name} {len(row.spans)} spans" for row in kept)
@@ -202,7 +202,7 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
 
 
 def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log: bool = False) -> str:
-    """One small chart for each panel, all with the same axes, and behind each line the others as pale ones."""
+    """Draw a small chart for each panel, all with the same axes, and the other lines pale behind each line."""
     columns = min((4, 5, 3), key=lambda count: -len(panels) % count)  # as few empty places as possible
     tall, below, top, bottom = 132.0, 46.0, 26.0, 128.0
     y_values = [y for panel in panels for _, y in panel.points]
@@ -234,49 +234,51 @@ def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log:
 # Lines and points
 
 
-def _line(one: Series, x: Scale, y: Scale, binary: bool, x_name: str) -> str:
-    if one.style == "dots":
-        return _dots(one, x, y, 3.4, x_name, few=len(one.points), binary=binary)
-    dots = _dots(one, x, y, 2.4, x_name, few=FEW, binary=binary)
-    return _path(one.points, x, y, "line", f"stroke:var(--{one.colour})", MANY) + dots
+def _line(line: Series, x: Scale, y: Scale, binary: bool, x_name: str) -> str:
+    if line.style == "dots":
+        return _dots(line, x, y, 3.4, x_name, few=len(line.points), binary=binary)
+    dots = _dots(line, x, y, 2.4, x_name, few=FEW, binary=binary)
+    return _path(line.points, x, y, "line", f"stroke:var(--{line.colour})", MANY) + dots
 
 
-def _path(points: Sequence[Point], x: Scale, y: Scale, kind: str, style: str, limit: int) -> str:
-    """Every run of at least two neighbours that have a place, as one path."""
+def _path(points: Sequence[Point], x: Scale, y: Scale, css_class: str, style: str, limit: int) -> str:
+    """Return every run of two or more neighbours that have coordinates, as one path."""
     runs = [_thin(run, limit) for run in _runs(points, x, y) if len(run) > 1]
     if not runs:
         return ""
     way = "".join("M" + "L".join(f"{px:.2f} {py:.2f}" for px, py in run) for run in runs)
-    return f'<path class="{kind}" d="{way}"' + (f' style="{style}"/>' if style else "/>")
+    return f'<path class="{css_class}" d="{way}"' + (f' style="{style}"/>' if style else "/>")
 
 
 def _dots(
-    one: Series | Panel, x: Scale, y: Scale, radius: float, x_name: str, *, few: int, binary: bool = False
+    line: Series | Panel, x: Scale, y: Scale, radius: float, x_name: str, *, few: int, binary: bool = False
 ) -> str:
-    """A dot for each point; of more than a few only for those without neighbours, the others can only be pointed at."""
-    shown = [(at, value) for at, value in one.points if x.shows(at) and y.shows(value)]
-    single = {run[0] for run in _runs(one.points, x, y) if len(run) == 1}
-    found = []
+    """Return a dot for each point; beyond `few` those with neighbours only have their value on hovering."""
+    shown = [(at, value) for at, value in line.points if x.shows(at) and y.shows(value)]
+    single = {run[0] for run in _runs(line.points, x, y) if len(run) == 1}
+    circles = []
     for at, value in shown:
         place = x.at(at), y.at(value)
         visible = len(shown) <= few or place in single
         if not visible and len(shown) > SOME:
             continue
-        style = f'r="{radius}" style="fill:var(--{one.colour})"' if visible else 'r="5" class="felt"'
+        style = f'r="{radius}" style="fill:var(--{line.colour})"' if visible else 'r="5" class="felt"'
         text = f"{x_name} {number(at)}: {size(value) if binary else number(value, 5)}"
-        found.append(f'<circle cx="{place[0]:.2f}" cy="{place[1]:.2f}" {style}><title>{escape(text)}</title></circle>')
-    return "".join(found)
+        circles.append(
+            f'<circle cx="{place[0]:.2f}" cy="{place[1]:.2f}" {style}><title>{escape(text)}</title></circle>'
+        )
+    return "".join(circles)
 
 
 def _runs(points: Sequence[Point], x: Scale, y: Scale) -> Iterator[list[tuple[float, float]]]:
-    """Coordinates of neighbours without a gap between them."""
+    """Yield the coordinates of neighbours without a gap between them."""
     for has_place, run in groupby(points, key=lambda point: x.shows(point[0]) and y.shows(point[1])):
         if has_place:
             yield [(x.at(at), y.at(value)) for at, value in run]
 
 
 def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
-    """At most about `limit` of the points: both ends, and the lowest and highest of each stretch."""
+    """Return about `limit` of the points: both ends, and the lowest and highest of each stretch."""
     if len(run) <= limit:
         return run
     stride = -(-2 * len(run) // limit)
@@ -289,39 +291,39 @@ def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float
 
 
 def _is_whole(values: Iterable[object]) -> bool:
-    """Whether all that can be drawn are integers, so that ticks between them would mean nothing."""
+    """Whether all numbers are integers, so that ticks between them would mean nothing."""
     return all(value is None or value.is_integer() for value in map(finite, values))
 
 
-def _label(one: Series, x: Scale, y: Scale, write: Callable[[object], str], x_name: str) -> str:
-    """A series in one phrase."""
-    shown = [(at, value) for at, value in one.points if x.shows(at) and y.shows(value)]
+def _label(line: Series, x: Scale, y: Scale, write: Callable[[object], str], x_name: str) -> str:
+    """Write a series in one phrase."""
+    shown = [(at, value) for at, value in line.points if x.shows(at) and y.shows(value)]
     if not shown:
-        return f"{one.name} was not measured"
+        return f"{line.name} was not measured"
     (first_x, first_y), (last_x, last_y) = shown[0], shown[-1]
-    return f"{one.name} from {write(first_y)} at {x_name} {number(first_x)} to {write(last_y)} at {number(last_x)}"
+    return f"{line.name} from {write(first_y)} at {x_name} {number(first_x)} to {write(last_y)} at {number(last_x)}"
 
 
 # Spans
 
 
 def _known_spans(spans: Iterable[Span]) -> Iterator[Span]:
-    """Those that end, and not before they begin."""
+    """Yield the spans that end after they begin."""
     for span in spans:
         begin_s, end_s = finite(span.begin_s), finite(span.end_s)
         if begin_s is not None and end_s is not None and end_s >= begin_s:
             yield span._replace(begin_s=begin_s, end_s=end_s)
 
 
-def _lanes(drawn: Iterable[tuple[float, float, Span]], most: int = 6) -> list[list[tuple[float, float, Span]]]:
-    """Spans by lane, such that none covers another; what finds no lane goes into the one that is free first.
+def _lanes(drawn: Iterable[tuple[float, float, Span]], limit: int = 6) -> list[list[tuple[float, float, Span]]]:
+    """Sort spans into lanes so that none covers another; without a free lane, into the lane that is free first.
 
-    Spans too short to be seen that follow each other in a lane are drawn once.
+    Neighbours in a lane that are too short to be seen are drawn once.
     """
     lanes: list[list[tuple[float, float, Span]]] = [[]]
     for begin, end, span in drawn:
         free = next((lane for lane in lanes if not lane or lane[-1][1] <= begin + 0.01), None)
-        if free is None and len(lanes) < most:
+        if free is None and len(lanes) < limit:
             lanes.append(free := [])
         lane = min(lanes, key=lambda lane: lane[-1][1]) if free is None else free
         if not lane or end - begin >= 0.3 or begin - lane[-1][0] >= 0.5:
@@ -348,8 +350,8 @@ def _span(
 def _grid(x: Scale, y: Scale, left: float, right: float, bottom: float, x_name: str) -> str:
     parts = []
     for value, name in y.ticks:
-        at, kind = y.at(value), "axis" if value == y.ticks[0][0] else "grid"
-        parts += [_rule(kind, left, at, right, at), _text(left - 7, at + 4, name, "end")]
+        at, css_class = y.at(value), "axis" if value == y.ticks[0][0] else "grid"
+        parts += [_rule(css_class, left, at, right, at), _text(left - 7, at + 4, name, "end")]
     for value, name in x.ticks:
         at = x.at(value)
         parts += [_rule("axis", at, bottom, at, bottom + 4), _text(at, bottom + 21, name, "middle")]
@@ -359,8 +361,8 @@ def _grid(x: Scale, y: Scale, left: float, right: float, bottom: float, x_name: 
 def _panel_grid(x: Scale, y: Scale, right: float, top: float, bottom: float, *, first: bool) -> str:
     parts = []
     for value, name in y.ticks:
-        at, kind = y.at(value), "axis" if value == y.ticks[0][0] else "grid"
-        parts += [_rule(kind, 0, at, right, at), _text(-6, at + 4, name, "end") if first else ""]
+        at, css_class = y.at(value), "axis" if value == y.ticks[0][0] else "grid"
+        parts += [_rule(css_class, 0, at, right, at), _text(-6, at + 4, name, "end") if first else ""]
     for value, name in x.ticks[:1] + x.ticks[-1:] if len(x.ticks) > 1 else x.ticks:
         anchor = "start" if x.at(value) < 12 else "end" if x.at(value) > right - 12 else "middle"
         parts.append(_text(x.at(value), bottom + 15, name, anchor))
@@ -373,7 +375,7 @@ def _ticks_below(x: Scale, top: float, bottom: float) -> str:
 
 
 def _legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[str, float]:
-    """Names beside their colours in as many lines as they take; gives their height, too."""
+    """Return names beside their colours, in as many lines as needed, and their height."""
     parts: list[str] = []
     x, y = 10.0, 14.0
     for name, colour, shade in entries:
@@ -390,21 +392,21 @@ def _legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[st
     return "".join(parts), y + 6 if parts else 0.0
 
 
-def _rule(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>'
+def _rule(css_class: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{css_class}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
-    return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str, css_class: str = "tick") -> str:
+    return f'<text class="{css_class}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _text_width(text: str, font_size: float = 11.5) -> float:
-    """Pixels that `text` takes, about; wide scripts take more."""
+    """Estimate the pixels of `text`; wide scripts need more."""
     return sum(1.05 if ord(letter) > 0x2E7F else 0.58 for letter in text) * font_size
 
 
 def _fit(text: str, width: float, font_size: float = 11.5) -> str:
-    """`text`, cut where it would be wider than `width`."""
+    """Cut `text` where it would be wider than `width`."""
     if _text_width(text, font_size) <= width:
         return text
     while text and _text_width(text + "…", font_size) > width:

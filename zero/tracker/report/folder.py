@@ -1,6 +1,6 @@
 """The files of a run's folder, read in any state: finished, failed, running, or killed in the middle of a line.
 
-Nothing here raises because of what a file holds. What is missing or not readable is left out, and named in `unread`.
+No content of a file raises an error. Files that are missing or cannot be read are named in `unread`.
 """
 
 import json
@@ -16,16 +16,16 @@ from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
 from zero.tracker.report.scale import finite
 
 OWN_LOOP = "loop"
-"""The section of config.yaml with what `zero.track` knows of a loop of one's own, in place of train.py's settings."""
+"""The section of config.yaml that `zero.track` writes in place of train.py's settings."""
 
 Status = Literal["finished", "stopped", "failed", "running"]
 
 
 class Run(NamedTuple):
-    """One run.
+    """A run.
 
-    `rows` are those of metrics.jsonl whose steps increase, `trace` the spans of trace.json, `overrides` None where
-    no file has them, `unread` sentences about what could not be read.
+    `rows` are those of metrics.jsonl with increasing steps, `trace` the spans of trace.json, `overrides` None where no
+    file has them, `unread` sentences about files that could not be read.
     """
 
     folder: Path
@@ -38,17 +38,17 @@ class Run(NamedTuple):
 
     @property
     def loop(self) -> dict[str, Any]:
-        """What is known of a loop of one's own; empty for a run of train.py."""
+        """The section of `zero.track`; empty for a run of train.py."""
         return mapping(self.config.get(OWN_LOOP))
 
     @property
     def unit(self) -> str:
-        """What its speed counts: tokens or samples; "" if it counts neither."""
+        """The unit of its speed: tokens or samples; "" for neither."""
         return next((unit for unit in ("tokens", "samples") if unit in self.loop), "") if self.loop else "tokens"
 
     @property
     def reason(self) -> str:
-        """How it ended, in the words of summary.json."""
+        """The exit reason in summary.json."""
         return str(self.summary.get("exit_reason") or RUNNING)
 
     @property
@@ -60,10 +60,10 @@ class Run(NamedTuple):
         return "stopped" if self.reason == STOPPED or self.reason.startswith("stopped by ") else "failed"
 
     def final(self, summary_key: str, row_key: str) -> float | None:
-        """A number from the summary, or the newest one in the rows; None if it was not measured or is not finite.
+        """Return a number from the summary, or the newest one in the rows; None if it is unknown or not finite.
 
-        JSON has no NaN, so null says both. A finished run's summary knows all it measured, and each row has a training
-        loss: there null is a run that has diverged, which must not be taken for what it was before.
+        null stands for NaN too, because JSON has none. So null in a finished run's summary, or as a row's training
+        loss, is a run that has diverged, and no earlier value may take its place.
         """
         final = finite(self.summary.get(summary_key))
         if final is not None or (self.status == "finished" and summary_key in self.summary):
@@ -74,11 +74,11 @@ class Run(NamedTuple):
         return finite(measured[-1]) if measured else None
 
     def points(self, key: str) -> list[tuple[object, object]]:
-        """(step, value) of each row; None where it was not measured."""
+        """Return (step, value) of each row; None where it was not measured."""
         return [(row["step"], row.get(key)) for row in self.rows]
 
     def typical(self, key: str) -> float | None:
-        """See the function `typical`."""
+        """Return the median of a key; see the function `typical`."""
         return typical(self.points(key))
 
     def measured(self, key: str) -> bool:
@@ -87,13 +87,13 @@ class Run(NamedTuple):
 
 
 def typical(points: Sequence[tuple[object, object]]) -> float | None:
-    """The median of the rows after the first, which is slower than the rest; of a single row, that one."""
+    """Return the median without the first row, which is slower than the rest, unless there is no other."""
     known = [value for _, raw in points[1:] or points if (value := finite(raw)) is not None]
     return median(known) if known else None
 
 
 def read_run(folder: Path) -> Run:
-    """All that is known of the run in `folder`."""
+    """Read the run in `folder`."""
     unread: list[str] = []
     overrides = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, unread, needed=False)
     return Run(
@@ -101,19 +101,19 @@ def read_run(folder: Path) -> Run:
         config=mapping(_read(folder / "config.yaml", yaml.safe_load, unread)),
         summary=mapping(_read(folder / "summary.json", json.loads, unread)),
         rows=_rows(folder / "metrics.jsonl", unread),
-        overrides=[str(one) for one in overrides] if isinstance(overrides, list) else None,
+        overrides=[str(word) for word in overrides] if isinstance(overrides, list) else None,
         trace=_read(folder / "trace.json", lambda text: from_trace(json.loads(text)), unread, needed=False) or [],
         unread=unread,
     )
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """`value` if it is a mapping, else an empty one; keys as text."""
-    return {str(key): one for key, one in value.items()} if isinstance(value, Mapping) else {}
+    """Return `value` with keys as text; an empty mapping if it is none."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
 
 
 def _read(path: Path, parse: Callable[[str], Any], unread: list[str], *, needed: bool = True) -> Any:
-    """The parsed contents of `path`; None, and a sentence in `unread`, if it cannot be read."""
+    """Return the parsed contents of `path`; None, and a sentence in `unread`, if it cannot be read."""
     try:
         return parse(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def _read(path: Path, parse: Callable[[str], Any], unread: list[str], *, needed:
 
 
 def _rows(path: Path, unread: list[str]) -> list[dict[str, Any]]:
-    """Rows with increasing steps. A run that went on from a checkpoint has some steps twice: the newer rows count."""
+    """Return rows with increasing steps; of a step that was made again after a resume, the newer row."""
     rows: list[dict[str, Any]] = []
     broken = 0
     for line in _read(path, str.splitlines, unread) or ():

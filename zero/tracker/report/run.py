@@ -1,12 +1,12 @@
-"""report.html of a run: how it ended, its settings, its memory, its speed, and one step in detail.
+"""report.html of a run: its end, settings, memory and speed, and one step in detail.
 
-It is made from the run's files alone, so it can be made again at any time, also of a run that failed or still runs.
+The page is made from the run's files alone, so it can be made again at any time, also of a run that failed or still
+runs.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -48,22 +48,21 @@ KINDS = {
     "activations": ("green", 1.0),
     "arena": ("teal", 1.0),
 }
-"""Colour and shade of each kind that a plan has bytes of; any other kind is slate."""
+"""Colour and shade of the bytes in a plan; others are slate."""
 
 COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "teal", "update": "purple"}
-"""Of the rows of a timeline; the last, page out, is rose."""
+"""Colours of the rows of a timeline; page out is rose."""
 
 THIRD: Mapping[str, Any] = {"width": 368.0}
 LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
-"""Sizes of a chart with two others side by side, and with others below it."""
+"""Sizes of one of three charts side by side, and of a chart above others."""
 
 TIERS = ("device", "host", "nvme")
 
 BETWEEN = "between steps"
-"""What a tier holds then: everything but activations."""
+"""The name of the sum of everything but activations."""
 
 TIME = "time"
-"""Of a step, where the run chose its settings by it."""
 
 MOVES = (
     ("disk", "to and from the disk", ("offload/read_bytes", "offload/write_bytes")),
@@ -71,14 +70,14 @@ MOVES = (
     ("link", "from other ranks", ("comm/gather_bytes", "comm/reduce_bytes")),
     ("wire", "from other nodes", ("comm/wire_bytes",)),
 )
-"""What a plan calls it, what a page does, and its keys in a row."""
+"""Name in a plan, name on the page, and keys in a row."""
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
 PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}
 
 
 def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
-    """Write report.html of the run in `folder`; returns its path.
+    """Write report.html of the run in `folder` and return its path.
 
     Args:
         defaults: nested plain settings that those of a run of train.py are compared with; None: all are shown.
@@ -89,7 +88,7 @@ def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
 
 
 def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
-    """The page; arguments as of `write`."""
+    """Return the page; arguments as of `write`."""
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
     settings = partial(_settings, defaults=defaults or {})
@@ -103,7 +102,7 @@ def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
 
 
 def _summary(run: Run) -> list[str]:
-    """Model and setting, in a few words."""
+    """Return model and setting in a few words."""
     settings, ranks = flat(run.config), finite(run.summary.get("ranks"))
     numel = finite(run.summary.get("parameters_numel"))
     return [
@@ -141,15 +140,15 @@ def _headline(run: Run) -> Html:
 
 
 def _origin(run: Run) -> Html:
-    """What one needs to make the run again, and to go on from it."""
+    """Return commands to make the run again and to go on from it."""
     versions, saved = mapping(run.summary.get("versions")), str(run.summary.get("checkpoint") or "")
     data, digest = mapping(run.config.get("data")).get("name"), str(run.summary.get("data_digest") or "")
     facts: dict[str, str] = {}
     if run.overrides is not None:
         ranks = finite(run.summary.get("ranks")) or 1
         words = dict.fromkeys(run.overrides)
-        if ranks > 1 and not any(one.startswith("launch.ranks=") for one in words):
-            words[f"launch.ranks={ranks:.0f}"] = None  # whoever started them
+        if ranks > 1 and not any(word.startswith("launch.ranks=") for word in words):
+            words[f"launch.ranks={ranks:.0f}"] = None  # torchrun or the default may have chosen them
         steps = finite(run.config.get("steps"))
         longer = {"steps": round(2 * steps)} if run.status == "finished" and steps else {}
         facts["command"] = code(as_called(suggest.command(words)))
@@ -158,21 +157,21 @@ def _origin(run: Run) -> Html:
             facts["to go on"] = code(as_called(suggest.command(words, **longer, resume=saved)))
     elif saved:
         facts["checkpoint"] = code(saved)
-    facts |= {"versions": ", ".join(f"{name} {found}" for name, found in versions.items() if found)}
+    facts |= {"versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number)}
     facts |= {"seed": _value(run.config["seed"]) if "seed" in run.config else ""}
     facts |= {"data": f"{data}, digest {digest[:12]}" if data and digest else ""}
     return section("This run", table([], [(name, text) for name, text in facts.items() if text]))
 
 
 def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, value, default) of settings that differ: first those that were set, then those whose default is auto.
+    """Return (key, value, default) of settings that differ, those whose default is auto last.
 
     A key that only one of the two has is compared with None.
     """
     values, defaults = flat(config), flat(default)
     keys = dict.fromkeys([*values, *defaults])
-    found = [(key, values.get(key), defaults.get(key)) for key in keys if values.get(key) != defaults.get(key)]
-    return sorted(found, key=lambda one: one[2] == "auto")
+    rows = [(key, values.get(key), defaults.get(key)) for key in keys if values.get(key) != defaults.get(key)]
+    return sorted(rows, key=lambda row: row[2] == "auto")
 
 
 def _settings(run: Run, defaults: Mapping[str, Any]) -> Html:
@@ -201,7 +200,7 @@ def _value(value: object) -> str:
 
 
 class Compared(NamedTuple):
-    """One thing that was planned or measured, in bytes of one rank, or in seconds if it is `TIME`; None: it was not."""
+    """A planned and a measured figure, in bytes of one rank, or in seconds if it is `TIME`; None: unknown."""
 
     where: str
     what: str
@@ -210,26 +209,26 @@ class Compared(NamedTuple):
 
 
 def compared(run: Run) -> list[Compared]:
-    """Plan and measurement: what each tier holds between two steps, by kind and in all; what a step moves and takes."""
-    planned, found = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
+    """Compare plan and measurement: bytes of each tier between two steps, and bytes and time of a step."""
+    planned, measured = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
     peak = run.final("device_peak_bytes", "memory/device_peak_bytes")
     rows: list[Compared] = []
     for tier, kinds in planned.items():
-        held = found.get(tier, {})
-        shown = [kind for kind in dict.fromkeys([*KINDS, *kinds]) if kinds.get(kind) or held.get(kind)]
+        held = measured.get(tier, {})
+        shown = [name for name in dict.fromkeys([*KINDS, *kinds]) if kinds.get(name) or held.get(name)]
         between, held_bytes = sum(kinds.values()) - kinds.get("activations", 0), sum(held.values()) if held else None
         if len(shown) == 1:
             rows.append(Compared(tier, shown[0], kinds.get(shown[0], 0), held_bytes))
         else:
-            rows += [Compared(tier, kind, kinds.get(kind, 0), held.get(kind)) for kind in shown]
+            rows += [Compared(tier, name, kinds.get(name, 0), held.get(name)) for name in shown]
             rows.append(Compared(tier, BETWEEN, between, held_bytes))
         if tier == "device" and peak:
             rows.append(Compared(tier, "peak in a step", sum(kinds.values()), peak))
     moves, ranks = mapping(run.summary.get("plan_step_bytes")), finite(run.summary.get("ranks")) or 1
-    for kind, what, keys in MOVES:
+    for load, what, keys in MOVES:
         moved = [typical(_per_step(run, key)) for key in keys]
         known = [nbytes / ranks for nbytes in moved if nbytes is not None]
-        if (nbytes := finite(moves.get(kind))) and known:
+        if (nbytes := finite(moves.get(load))) and known:
             rows.append(Compared("a step", what, nbytes, sum(known)))
     if (predicted_s := finite(run.summary.get("plan_step_s"))) and (step_s := run.typical("speed/step_s")):
         rows.append(Compared("a step", TIME, predicted_s, step_s))
@@ -265,14 +264,14 @@ def _plan(run: Run) -> Html:
 
 
 def _cells(row: Compared, *, first: bool) -> tuple[str, ...]:
-    """A line of the table; the first one of a place names it."""
+    """Return a line of the table; the first line of a place has its name."""
     ratio = UNKNOWN if row.measured is None or not row.planned else f"{row.measured / row.planned:.3f}"
     write = seconds if row.what == TIME else size
     return row.where * first, row.what, write(row.planned), write(row.measured), ratio
 
 
 def _by_tier(run: Run, key: str) -> dict[str, dict[str, float]]:
-    """Tier to kind to bytes, of the tiers that have some; one number for a tier is of no kind in particular."""
+    """Return tier to kind to bytes, of the tiers that have some; a number in place of kinds is "measured"."""
     tiers = {
         tier: _bytes(kinds if isinstance(kinds, Mapping) else {"measured": kinds})
         for tier, kinds in mapping(run.summary.get(key)).items()
@@ -281,12 +280,12 @@ def _by_tier(run: Run, key: str) -> dict[str, dict[str, float]]:
 
 
 def _bytes(kinds: object) -> dict[str, float]:
-    return {kind: count for kind, raw in mapping(kinds).items() if (count := finite(raw)) is not None and count >= 0}
+    return {name: count for name, raw in mapping(kinds).items() if (count := finite(raw)) is not None and count >= 0}
 
 
 def _parts(kinds: Mapping[str, float]) -> list[Part]:
-    shown = [kind for kind in dict.fromkeys([*KINDS, *kinds]) if kind in kinds]
-    return [Part(kind, kinds[kind], *KINDS.get(kind, ("slate", 0.7))) for kind in shown]
+    shown = [name for name in dict.fromkeys([*KINDS, *kinds]) if name in kinds]
+    return [Part(name, kinds[name], *KINDS.get(name, ("slate", 0.7))) for name in shown]
 
 
 # Learning, what came of it, and speed
@@ -320,17 +319,17 @@ def _sample(run: Run) -> Html:
 
 
 def _others(run: Run) -> list[Html]:
-    """A chart for each number that a loop of one's own has beside the loss."""
+    """Return a chart for each number that a loop of `zero.track` has beside the loss."""
     keys = dict.fromkeys(
         key for row in run.rows for key in row if key.startswith(("train/", "val/")) and key not in ROW
     )
-    found: dict[str, list[Series]] = {}
+    by_name: dict[str, list[Series]] = {}
     for key in keys:
         part, _, name = key.partition("/")
         points = [(at, value) for at, value in run.points(key) if finite(value) is not None]
         colour = "blue" if part == "train" else "amber"
-        found.setdefault(name, []).append(Series("training" if part == "train" else "validation", points, colour))
-    return [_chart(name, series, **THIRD) for name, series in found.items()]
+        by_name.setdefault(name, []).append(Series("training" if part == "train" else "validation", points, colour))
+    return [_chart(name, series, **THIRD) for name, series in by_name.items()]
 
 
 def _speed(run: Run) -> Html:
@@ -350,7 +349,7 @@ def _speed(run: Run) -> Html:
         )
         if run.measured(key)
     ]
-    tiers = f"most so far; {', '.join(one.name for one in peaks)}"
+    tiers = f"most so far; {', '.join(peak.name for peak in peaks)}"
     return section(
         "Speed and memory",
         facts(_slowest(run)),
@@ -368,22 +367,22 @@ def _speed(run: Run) -> Html:
 
 
 def _slowest(run: Run) -> list[Fact]:
-    """The rank that most rows name as the one that waited least, and what the others waited longer than it."""
+    """Name the rank that waited least in most rows, and how much longer the others waited."""
     ranks = finite(run.summary.get("ranks"))
     keys = ("comm/slowest_rank", "comm/slowest_s", "comm/wait_s", "speed/step_s")
     numbers = [[finite(row.get(key)) for key in keys] for row in run.rows]
-    timed = [[one for one in row if one is not None] for row in numbers if None not in row]
+    timed = [[value for value in row if value is not None] for row in numbers if None not in row]
     if (ranks is not None and ranks < 2) or not timed:
         return []
     slowest, count = Counter(row[0] for row in timed).most_common(1)[0]
-    own = [longest_s - (step_s - worked_s) for rank, worked_s, longest_s, step_s in timed if rank == slowest]
-    waited = seconds(max(0.0, median(own)))
+    longer_s = [longest_s - (step_s - worked_s) for rank, worked_s, longest_s, step_s in timed if rank == slowest]
+    waited = seconds(max(0.0, median(longer_s)))
     note = f"in {count} of {len(timed)} rows; others waited up to {waited} a step longer than it; median"
     return [Fact("Slowest rank", number(slowest, 9), note)]
 
 
 def _moves(run: Run) -> bool:
-    """Whether state is offloaded, so that it moves."""
+    """Whether offloaded state moved."""
     return run.measured("offload/read_bytes") or run.measured("offload/write_bytes")
 
 
@@ -414,22 +413,19 @@ def _offload(run: Run) -> Html:
 
 
 def _per_step(run: Run, key: str) -> list[tuple[object, object]]:
-    """The value of each row, divided by its steps. Rows of older runs lack those: the steps since the row before."""
-    steps = [finite(step) or 0.0 for step, _ in run.points(key)]
-    since = [step - before for before, step in pairwise([0.0, *steps])]
-    own = [finite(count) for _, count in run.points("speed/steps")]
-    counts = [max(1.0, gap if count is None else count) for count, gap in zip(own, since, strict=True)]
+    """Return the value of each row, divided by its steps."""
+    counts = [max(1.0, finite(count) or 1.0) for _, count in run.points("speed/steps")]
     values = zip(run.points(key), counts, strict=True)
     return [(step, None if (value := finite(raw)) is None else value / count) for (step, raw), count in values]
 
 
 def _chart(caption: str, series: Sequence[Series], note: str = "", *, title: str = "", **axes: Any) -> Html:
-    """Lines under their caption; `axes` as `chart.lines` takes them."""
+    """Return lines under their caption; `axes` are arguments of `chart.lines`."""
     return figure(chart.lines(series, title=title or caption.lower(), **axes), caption, note)
 
 
 def _line(run: Run, caption: str, key: str, colour: str, note: str = "", **axes: Any) -> Html:
-    """The chart of one key."""
+    """Return the chart of a key."""
     return _chart(caption, [Series(caption.lower(), run.points(key), colour)], note, **axes)
 
 
@@ -437,11 +433,11 @@ def _line(run: Run, caption: str, key: str, colour: str, note: str = "", **axes:
 
 
 def _step(run: Run) -> Html:
-    spans = [span for span in run.trace if span.rank == min(one.rank for one in run.trace)]
+    spans = [span for span in run.trace if span.rank == min(traced.rank for traced in run.trace)]
     if not spans:
         return Html()
     drawn = {name: [_drawn(span) for span in spans if span.row == name] for name in ROWS}
-    rows = [chart.Row(name, found, COLOURS.get(name, "rose")) for name, found in drawn.items() if found]
+    rows = [chart.Row(name, placed, COLOURS.get(name, "rose")) for name, placed in drawn.items() if placed]
     head = ["row", "spans", "busy", "hidden", "exposed", "of the step"]
     return section(
         "One step",
@@ -457,15 +453,15 @@ def _drawn(span: Span) -> chart.Span:
 
 
 def _shares(spans: list[Span]) -> list[tuple[str, ...]]:
-    """For each row how long it was busy, and how much of that was hidden."""
+    """Return for each row how long it was busy, and how much of that was hidden."""
     step_s = Timeline(spans).step_s
-    found: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for name, share in shares(spans).items():
         part = _percent(share.exposed_s / step_s if step_s else None)
         times = ("", "", "") if name == "compute" else (seconds(share.hidden_s), seconds(share.exposed_s), part)
         count = sum(span.row == name for span in spans)
-        found += [(name, number(count, 9), seconds(share.busy_s), *times)] if count else []
-    return found
+        rows += [(name, number(count, 9), seconds(share.busy_s), *times)] if count else []
+    return rows
 
 
 # Numbers as text
@@ -477,7 +473,7 @@ def _loss(value: object) -> str:
 
 
 def _count(value: object) -> str:
-    """A count that may be very large, in three digits."""
+    """Write a count, a large one in three digits."""
     shown = finite(value)
     if shown is None or shown < 1e6:
         return number(shown, 7)

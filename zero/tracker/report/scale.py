@@ -1,8 +1,8 @@
-"""Where a number is drawn, and how it is written there. Pure arithmetic.
+"""Positions of numbers on an axis, and numbers as text. Pure arithmetic.
 
 Ticks are 1, 2 or 5 times a power of ten; of bytes, powers of two; of a logarithmic axis, powers of ten where that is
-enough. A series may be empty, constant, or hold anything: what is not a finite number is a gap, and what lies beyond
-1e300 is drawn at 1e300, so that no difference overflows.
+enough. A series may be empty, constant, or hold anything: a value that is not a finite number is a gap, and values
+beyond 1e300 are drawn at 1e300, so that no difference overflows.
 """
 
 import math
@@ -14,7 +14,7 @@ from zero.tracker.console import minutes
 HUGE, TINY = 1e300, 1e-300
 
 UNKNOWN = "–"
-"""In place of a number."""
+"""The text of an unknown number."""
 
 SIZES = ((1024**5, "PiB"), (1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 POWERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
@@ -22,9 +22,9 @@ TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 class Scale(NamedTuple):
-    """Numbers from `low` to `high` lie between the coordinates `begin` and `end`.
+    """An axis from `low` to `high` between the coordinates `begin` and `end`.
 
-    `ticks` are (number, what is written beside it), from low to high.
+    `ticks` are (number, text), from low to high.
     """
 
     low: float
@@ -35,7 +35,7 @@ class Scale(NamedTuple):
     ticks: tuple[tuple[float, str], ...]
 
     def at(self, value: object) -> float:
-        """The coordinate; a number outside lies on the edge."""
+        """Return the coordinate; that of a number outside is on the edge."""
         known = finite(value)
         assert known is not None, "a gap has no place"
         low, high, known = self.low, self.high, max(self.low, min(self.high, known))
@@ -44,13 +44,13 @@ class Scale(NamedTuple):
         return self.begin + (self.end - self.begin) * ((known - low) / (high - low))
 
     def shows(self, value: object) -> bool:
-        """Whether `value` is a number with a place here."""
+        """Whether `value` is a number that this axis has a coordinate for."""
         number = finite(value)
         return number is not None and (number > 0 or not self.log)
 
 
 def finite(value: object) -> float | None:
-    """`value` as a number that can be drawn; None if it is not one."""
+    """Return `value` as a number that can be drawn; None if it is not one."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     if isinstance(value, float) and not math.isfinite(value):
@@ -70,15 +70,15 @@ def linear(
     binary: bool = False,
     count: int = 5,
 ) -> Scale:
-    """A linear scale that holds `values`.
+    """Make a linear scale that holds `values`.
 
     Args:
         begin, end: coordinates of its ends.
-        from_zero: zero is on it, too.
-        snug: it ends where the values end; otherwise at ticks.
+        from_zero: the scale contains zero.
+        snug: the scale ends where the values end; otherwise at ticks.
         whole: ticks are integers.
         binary: ticks are sizes in bytes.
-        count: ticks, about.
+        count: the approximate number of ticks.
     """
     low, high = _range(values)
     if from_zero or binary:
@@ -100,7 +100,7 @@ def linear(
 
 
 def logarithmic(values: Iterable[object], begin: float, end: float) -> Scale:
-    """A logarithmic scale that holds the positive ones of `values` and ends at ticks."""
+    """Make a logarithmic scale that holds the positive ones of `values` and ends at ticks."""
     low, high = _range(value for value in values if (finite(value) or 0.0) > 0)
     low, high = (low, high) if low > 0 else (0.1, 1.0)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
@@ -114,7 +114,7 @@ def logarithmic(values: Iterable[object], begin: float, end: float) -> Scale:
 
 
 def duration_unit(longest_s: float, least: float = 1.0) -> tuple[float, str]:
-    """(seconds, name) of the largest unit of which `longest_s` is at least `least`."""
+    """Return (seconds, name) of the largest unit of which `longest_s` is at least `least`."""
     return next(((unit, name) for unit, name in TIMES if longest_s >= least * unit), TIMES[-1])
 
 
@@ -122,7 +122,7 @@ def duration_unit(longest_s: float, least: float = 1.0) -> tuple[float, str]:
 
 
 def number(value: object, digits: int = 4) -> str:
-    """`value` with so many digits, read by a person: 12,345, 0.00123, 1.5e-7. What is not a finite number is a dash."""
+    """Write `value` with so many digits: 12,345, 0.00123, 1.5e-7; a dash if it is not a finite number."""
     shown = finite(value)
     if shown is None:
         return UNKNOWN
@@ -135,7 +135,7 @@ def number(value: object, digits: int = 4) -> str:
 
 
 def size(value: object) -> str:
-    """Bytes as 12.5 MiB."""
+    """Write bytes as 12.5 MiB."""
     shown = finite(value)
     if shown is None:
         return UNKNOWN
@@ -146,7 +146,7 @@ def size(value: object) -> str:
 
 
 def seconds(value: object) -> str:
-    """A duration as 1:02:03, 12.3 s or 4.56 ms."""
+    """Write a duration as 1:02:03, 12.3 s or 4.56 ms."""
     shown = finite(value)
     if shown is None:
         return UNKNOWN
@@ -162,7 +162,7 @@ def _range(values: Iterable[object]) -> tuple[float, float]:
 
 
 def _round_step(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is not below `least`."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least)) if least > 10 * TINY else TINY
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9) or factor == 10)
 
@@ -172,7 +172,7 @@ def _binary_step(least: float) -> float:
 
 
 def _names(ticks: Sequence[float], step: float) -> list[str]:
-    """The ticks of one axis in one unit, with the decimals that tell neighbours apart."""
+    """Write the ticks of an axis in one unit, with the decimals that tell neighbours apart."""
     largest = max(map(abs, ticks), default=0.0)
     if largest >= 1e15 or 0 < largest < 1e-4 or 0 < step < 1e-9:
         return ["0" if tick == 0 else _with_exponent(tick, step) for tick in ticks]
@@ -190,7 +190,7 @@ def _with_exponent(tick: float, step: float) -> str:
 
 
 def _short(value: float) -> str:
-    """A tick of a logarithmic axis: 1e-5, 0.02, 500, 20k."""
+    """Write a tick of a logarithmic axis: 1e-5, 0.02, 500, 20k."""
     if not 0.99e-2 <= value < 1e15:
         return _exponent(f"{value:.0e}")
     unit, name = next(((unit, name) for unit, name in POWERS if value >= unit * (1 - 1e-9)), (1.0, ""))
@@ -203,6 +203,6 @@ def _trimmed(text: str) -> str:
 
 
 def _exponent(text: str) -> str:
-    """Python's 1.50e-07 as 1.5e-7."""
+    """Shorten Python's 1.50e-07 to 1.5e-7."""
     digits, _, power = text.partition("e")
     return f"{_trimmed(digits)}e{int(power)}"

@@ -1,7 +1,7 @@
-"""The table of a sweep, written anew after each of its jobs: sweep.md to read, sweep.csv to compute with, sweep.html.
+"""The table of a sweep, written after each of its jobs: sweep.html to read and sweep.csv to compute with.
 
 Everything is read from the folders of the jobs, so jobs may run in any order, in other processes and on other machines
-that share the disk; each writes when it ends. A job that still runs, or was killed, has a row like the others.
+that share the disk. A job that still runs, or was killed, has a row like the others.
 """
 
 import csv
@@ -27,7 +27,7 @@ PALETTE = {"finished": "blue", "failed": "rose", "stopped": "amber", "running": 
 
 
 class Job(NamedTuple):
-    """One row. Losses in nats per token, peaks the largest over ranks; None for what was not measured.
+    """A row. Losses in nats per token, peaks the largest over ranks; None where nothing was measured.
 
     `speed` is tokens per second as a ratio to the first job that finished; `cause` is empty unless it failed or was
     stopped.
@@ -48,7 +48,7 @@ class Job(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What `write` found: jobs in the order of their names, what tells them apart, the best of them, and the page."""
+    """Jobs in the order of their names, the keys that differ between them, the best job, and the page."""
 
     jobs: tuple[Job, ...]
     keys: Sequence[str]
@@ -57,18 +57,18 @@ class Sweep(NamedTuple):
 
     @property
     def failed(self) -> tuple[Job, ...]:
-        """Jobs with a cause of failure."""
+        """Jobs that failed."""
         return tuple(job for job in self.jobs if job.status == "failed")
 
 
 FIGURES = Job._fields[3:-1]
 
 OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
-"""Any of these marks the folder of a run, which `hydra.sweep.subdir` may give any name."""
+"""Names that mark the folder of a run, which `hydra.sweep.subdir` may give any name."""
 
 
 def write(folder: Path) -> Sweep:
-    """Write sweep.md, sweep.csv and sweep.html of the sweep whose jobs have their folders in `folder`.
+    """Write sweep.csv and sweep.html of the sweep whose jobs have their folders in `folder`.
 
     Raises:
         MachineError: one of them cannot be written.
@@ -77,35 +77,34 @@ def write(folder: Path) -> Sweep:
         runs = [read_run(job) for job in jobs_in(folder)]
         jobs = table_of(folder, runs)
         keys, best = differing(jobs), best_of(jobs)
-        publish(folder / "sweep.md", markdown(jobs, keys, best))
         publish(folder / "sweep.csv", spreadsheet(jobs, keys, best))
         publish(folder / "sweep.html", html(folder, runs, jobs, keys, best))
     return Sweep(jobs, keys, best, folder / "sweep.html")
 
 
 def jobs_in(folder: Path) -> list[Path]:
-    """Folders of the jobs of a sweep by name, 2 before 10, at whatever depth; none where `folder` is a run itself."""
-    found = []
+    """Return the folders of jobs by name, 2 before 10, at any depth; none where `folder` is a run itself."""
+    jobs = []
     for place, folders, files in os.walk(folder):
         if OF_A_RUN.intersection(folders + files):
-            found.append(Path(place))
-            folders.clear()  # nothing in a run is another one
-    return sorted((path for path in found if path != folder), key=lambda path: _in_order(str(path)))
+            jobs.append(Path(place))
+            folders.clear()  # a run contains no other run
+    return sorted((path for path in jobs if path != folder), key=lambda path: _in_order(str(path)))
 
 
 def _in_order(name: str) -> list[str | int]:
-    """Text and numbers in turn, to sort by."""
+    """Split a name into text and numbers, to sort by."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Jobs of a launcher may end at the same time: none may write what it read before another one ended."""
+    """Lock the sweep, because jobs may end at the same time and the last one must write the last table."""
     path = folder / ".sweep.lock"
     with writing(path):
         lock = path.open("a")
     with lock:
-        with suppress(OSError):  # some network disks have no locks; then the last table may lack a job for a while
+        with suppress(OSError):  # some network disks have no locks; then the last table may lack a job
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -114,7 +113,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def table_of(folder: Path, runs: Sequence[Run]) -> tuple[Job, ...]:
-    """One row for each run of the sweep in `folder`."""
+    """Return a row for each run of the sweep in `folder`."""
     jobs = [_job(folder, run) for run in runs]
     reference = next((job.tokens_per_s for job in jobs if job.status == "finished" and job.tokens_per_s), None)
     return tuple(
@@ -141,32 +140,32 @@ def _job(folder: Path, run: Run) -> Job:
 
 
 def _cause(folder: Path, run: Run) -> str:
-    """Why it did not finish, on one line; files by their path inside the sweep."""
+    """Return why a job did not finish, on one line, with paths relative to the sweep."""
     if run.status not in ("failed", "stopped"):
         return ""
     return " ".join(run.reason.split()).replace(f"{folder.absolute()}/", "")
 
 
 def _key_and_value(override: str) -> tuple[str, str]:
-    """Hydra's `key=value`, `+key=value` and `~key`."""
+    """Split Hydra's `key=value`, `+key=value` and `~key`."""
     key, _, value = override.partition("=")
     return key.lstrip("+"), value
 
 
 def differing(jobs: Sequence[Job]) -> list[str]:
-    """Overrides that tell the jobs apart, in the order of typing; of a single job all of them."""
+    """Return the overrides that differ between jobs, in the order of typing; of a single job all."""
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     return [key for key in keys if len(jobs) == 1 or len({job.overrides.get(key) for job in jobs}) > 1]
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
-    """The finished job with the lowest validation loss; of equals the fastest, then the first."""
+    """Return the finished job with the lowest validation loss; of equals the fastest, then the first."""
     known = [job for job in jobs if job.status == "finished" and job.val_loss is not None]
     return min(known, key=lambda job: (job.val_loss, -(job.tokens_per_s or 0.0)), default=None)
 
 
 def counts(jobs: Sequence[Job]) -> str:
-    """3 jobs: 2 finished, 1 failed."""
+    """Write the number of jobs, such as 3 jobs: 2 finished, 1 failed."""
     states = {status: sum(job.status == status for job in jobs) for status in PILLS}
     parts = ", ".join(f"{count} {status}" for status, count in states.items() if count)
     return f"{len(jobs)} job{'s' * (len(jobs) != 1)}" + (f": {parts}" if parts else "")
@@ -185,7 +184,7 @@ HEAD = {
 
 
 def _written(field: str, value: float | None) -> str:
-    """A number of the table as a person reads it."""
+    """Write a number of the table for a person."""
     if value is None:
         return UNKNOWN
     if field.endswith("_loss"):
@@ -198,49 +197,21 @@ def _written(field: str, value: float | None) -> str:
 
 
 def _measured(jobs: Sequence[Job]) -> list[str]:
-    """Figures that some job has."""
+    """Return the figures that some job has."""
     return [field for field in FIGURES if any(getattr(job, field) is not None for job in jobs)]
 
 
-# As Markdown, as plain text, as CSV, as HTML
+# As plain text, as CSV, as HTML
 
 
-def markdown(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
-    """A table that reads well as plain text, too."""
-    fields = _measured(jobs)
-    head = ["job", *keys, "status", *(HEAD[field] for field in fields), "cause"]
-    pads = [str.ljust] * (len(keys) + 2) + [str.rjust] * len(fields) + [str.ljust]
-    rows = [
-        [
-            f"**{job.name}**" if job is best else job.name,
-            *(job.overrides.get(key, "") for key in keys),
-            f"{job.status}, best" if job is best else job.status,
-            *(_written(field, getattr(job, field)) for field in fields),
-            job.cause,
-        ]
-        for job in jobs
-    ]
-    cells = [[_cell(text) for text in row] for row in [head, *rows]]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    widths[-1] = max(3, len(head[-1]))  # a cause may be long
-    top, *lines = (
-        "| " + " | ".join(pad(text, width) for pad, text, width in zip(pads, row, widths, strict=True)) + " |"
-        for row in cells
-    )
-    dashes = ("-" * (width + 1) + ("-" if pad is str.ljust else ":") for pad, width in zip(pads, widths, strict=True))
-    rule = f"|{'|'.join(dashes)}|"
-    return "\n".join([counts(jobs), "", top, rule, *lines]) + "\n"
-
-
-LOOKED_AT_FIRST = ("val_loss", "tokens_per_s", "step_s", "host_peak_bytes")
+FIRST_FIGURES = ("val_loss", "tokens_per_s", "step_s", "host_peak_bytes")
 
 ANY_COLUMNS = 10_000
-"""Columns that are enough for every table."""
 
 
 def plain(sweep: Sweep, columns: int = ANY_COLUMNS) -> str:
     """Return a table for a terminal: the settings that differ between jobs, and as many figures as fit."""
-    fields = [field for field in LOOKED_AT_FIRST if field in _measured(sweep.jobs)]
+    fields = [field for field in FIRST_FIGURES if field in _measured(sweep.jobs)]
     table = _plain(sweep, fields)
     while fields and max(map(len, table.splitlines())) > columns:
         table = _plain(sweep, fields := fields[:-1])
@@ -260,19 +231,14 @@ def _plain(sweep: Sweep, fields: Sequence[str]) -> str:
     )
 
 
-def _cell(text: str) -> str:
-    """Text inside a table of Markdown: no bar, no line end, no markup."""
-    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
-
-
 def spreadsheet(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
-    """The same with every digit, in bytes, seconds and ratios; empty where nothing was measured."""
+    """Return the table as CSV with every digit, in bytes, seconds and ratios."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["job", *keys, "status", "best", *FIGURES, "cause"])
     for job in jobs:
         figures = [_exact(field, getattr(job, field)) for field in FIGURES]
-        values = [job.overrides.get(key, "").replace("\r", " ") for key in keys]  # Python's writer would not quote it
+        values = [job.overrides.get(key, "").replace("\r", " ") for key in keys]  # the writer does not quote it
         rows.writerow([job.name, *values, job.status, int(job is best), *figures, job.cause])
     return text.getvalue()
 
@@ -282,10 +248,10 @@ def _exact(field: str, value: float | None) -> float | None:
 
 
 def html(folder: Path, runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
-    """The page."""
+    """Return the page."""
     shared = [f"{key}={value}" for key, value in (jobs[0].overrides.items() if jobs else ()) if key not in keys]
     states = {job.status for job in jobs}
-    state: Status = next((one for one in ("running", "failed", "stopped") if one in states), "finished")
+    state: Status = next((status for status in ("running", "failed", "stopped") if status in states), "finished")
     note = f"All with {' '.join(shared)}." if shared else ""
     return page(
         " x ".join(keys) or "A sweep",
@@ -301,13 +267,13 @@ def html(folder: Path, runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[
 
 def _rows(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
     fields = _measured(jobs)
-    most = {field: max((getattr(job, field) or 0.0) for job in jobs) for field in fields}
+    largest = {field: max((getattr(job, field) or 0.0) for job in jobs) for field in fields}
     rows = [
         [
             _link(folder, job),
             *(code(job.overrides.get(key, "")) for key in keys),
             pill("best" if job is best else job.status, PILLS[job.status]),
-            *(_with_bar(field, getattr(job, field), most[field]) for field in fields),
+            *(_with_bar(field, getattr(job, field), largest[field]) for field in fields),
         ]
         for job in jobs
     ]
@@ -319,14 +285,14 @@ def _rows(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | No
 
 def _link(folder: Path, job: Job) -> Html:
     report = f"{job.name}/report.html"
-    name = chart.escape(job.name).replace("/", "/<wbr/>").replace(",", ",<wbr/>")  # where it may go on below
+    name = chart.escape(job.name).replace("/", "/<wbr/>").replace(",", ",<wbr/>")
     return Html(f'<a href="{quote(report)}">{name}</a>') if (folder / report).exists() else Html(name)
 
 
-def _with_bar(field: str, value: float | None, most: float) -> str:
+def _with_bar(field: str, value: float | None, largest: float) -> str:
     text = _written(field, value)
     colours = {"tokens_per_s": "blue", "device_peak_bytes": "purple", "host_peak_bytes": "amber"}
-    return with_bar(text, value / most, colours[field]) if value and most and field in colours else text
+    return with_bar(text, value / largest, colours[field]) if value and largest and field in colours else text
 
 
 def _causes(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
@@ -335,7 +301,7 @@ def _causes(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
 
 
 def _losses(runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
-    """A small chart for each job."""
+    """Return a small chart for each job."""
     values = [value for run in runs for _, raw in run.points("train/loss") if (value := finite(raw)) is not None]
     if not values:
         return Html()
@@ -355,7 +321,7 @@ def _losses(runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best:
 
 
 def _choice(job: Job, keys: Sequence[str]) -> str:
-    """What tells the job from the others, in few words: stage=3 offload=nvme."""
+    """Write the overrides of a job that differ, such as stage=3 offload=nvme."""
     return " ".join(f"{_last_word(key)}={job.overrides[key]}" for key in keys if key in job.overrides)
 
 
@@ -364,7 +330,7 @@ def _last_word(key: str) -> str:
 
 
 def _against(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
-    """Validation loss against each override that took three numbers or more."""
+    """Return charts of the validation loss against each override with three numbers or more."""
     figures = []
     for key in keys:
         points = [

@@ -1,7 +1,7 @@
 """Write the report of a run, or of a sweep and its jobs, and print the paths of the files.
 
 scripts/report runs/2026-01-31/12-00-00-000000        a run: report.html
-scripts/report runs/2026-01-31/12-30-00-000000        a sweep: report.html for each job, sweep.md, .csv and .html
+scripts/report runs/2026-01-31/12-30-00-000000        a sweep: report.html for each job, sweep.csv and sweep.html
 """
 
 import sys

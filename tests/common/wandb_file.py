@@ -24,7 +24,6 @@ class RunRecord(NamedTuple):
     rows: list[dict[str, Any]]
     metrics: dict[str, Any]
     summary: dict[str, Any]
-    alerts: list[Any]
     artifacts: list[Any]
     exit_code: int | None
 
@@ -59,7 +58,7 @@ def read(folder: Path) -> RunRecord:
 def read_file(path: Path) -> RunRecord:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = RunRecord(None, {}, [], {}, {}, [], [], None)
+    found = RunRecord(None, {}, [], {}, {}, [], None)
     for message in messages(path):
         record = Record.FromString(message)
         kind = record.WhichOneof("record_type")
@@ -75,8 +74,6 @@ def read_file(path: Path) -> RunRecord:
             found.metrics[record.metric.name or record.metric.glob_name] = record.metric
         elif kind == "summary":
             found.summary.update(values(record.summary.update))
-        elif kind == "alert":
-            found.alerts.append(record.alert)
         elif kind == "artifact":
             found.artifacts.append(record.artifact)
         elif kind == "exit":

@@ -313,7 +313,7 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
     with tracking as track:
         state, metrics = step(state, [batch()])
         track(state, metrics)
-        with pytest.raises(ConfigError, match="has counted 2 steps, and this state is at step 2. Call track"):
+        with pytest.raises(ConfigError, match=r"has counted 2 steps, and this state is at step 2\. Call track"):
             track(state, metrics)
         state, metrics = step(state, [batch()])
         with pytest.raises(ConfigError, match="takes numbers by name third, and this is a float"):
@@ -349,7 +349,7 @@ def test_a_state_of_before_is_tracked_in_a_block_of_its_own(tmp_path):
         checkpoint, _ = zero.open_latest(plan.world, tmp_path / "checkpoints")
         state = zero.load(state, checkpoint)
         state, metrics = step(state, [batch()])
-        with pytest.raises(ConfigError, match="has counted 4 steps, and this state is at step 3. Call track"):
+        with pytest.raises(ConfigError, match=r"has counted 4 steps, and this state is at step 3\. Call track"):
             track(state, metrics)
     state = zero.load(state, checkpoint)
     with zero.track(state, tmp_path / "run", samples=8, every=1) as track:

@@ -237,7 +237,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch
         raise OSError(28, "no space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(MachineError, match=r"sweep\.md cannot be written: .*no space left"):
+    with pytest.raises(MachineError, match=r"sweep\.csv cannot be written: .*no space left"):
         sweep.write(tmp_path)
     assert {name: (tmp_path / f"sweep.{name}").read_text() for name in before} == before
 

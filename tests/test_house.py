@@ -210,8 +210,8 @@ NOT_YET = """
     checkpoint.save checkpoint.shard
     core.schema
     distributed.failure distributed.routes distributed.stalled distributed.world
-    engine.arguments engine.compile engine.copyable engine.facts engine.fetch engine.first_values engine.full
-    engine.functions engine.gather engine.gradient engine.graph engine.init engine.measured engine.module_copy
+    engine.arguments engine.compile engine.facts engine.fetch engine.first_values engine.full
+    engine.gather engine.gradient engine.graph engine.init engine.measured
     engine.page_table engine.placeholder engine.placing engine.plan engine.reduce engine.residency engine.saved_tensors
     engine.state engine.totals engine.traffic engine.unit engine.visit_order
     errors

@@ -27,7 +27,7 @@ from zero.checkpoint.manifest import from_text, held
 from zero.checkpoint.save import check_shared, version
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.engine.full import digest, full_state_dict
-from zero.engine.module_copy import buffers_of
+from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, StaleStateError
 from zero.platform.safetensors_files import NAMES, offsets
 from zero.testing import run_processes, run_ranks

@@ -549,19 +549,19 @@ def test_what_is_frozen_between_forward_and_backward_is_refused(stage):
     engine.destroy()
 
 
-@pytest.mark.parametrize("way", ["weights", "plan", "part of another"])
-def test_a_model_that_was_taken_over_is_not_taken_over_again(way):
+@pytest.mark.parametrize("way", ["engine", "part of another"])
+def test_a_model_that_was_taken_over_is_taken_over_again_after_destroy_and_not_before(way):
     world, model = zero.World.from_env(), nn.Linear(WIDTH, WIDTH, bias=False)
-    begin(world, model, 3).destroy()
+    values = model.weight.detach().clone()
+    engine = begin(world, model, 3)
     given = nn.Sequential(model) if way == "part of another" else model
-    again = {
-        "weights": lambda: zero.initialize(
-            model=model, config=config(), weights={"weight": torch.ones(1)}, world=world
-        ),
-        "plan": lambda: zero.Plan(given, optimizer=zero.sgd(0.1), world=world),
-    }
-    with pytest.raises(ConfigError, match=r"weight was taken over by an earlier zero\.initialize.*build it again"):
-        again["weights" if way == "weights" else "plan"]()
+    with pytest.raises(ConfigError, match=r"zero\.initialize has taken it over\. Write copy\.deepcopy\(model\) before"):
+        begin(world, given, 3)
+    engine.destroy()
+    assert torch.equal(model.weight, values)
+    engine = begin(world, given, 3)
+    assert torch.equal(zero.get_full(engine, next(iter(dict(given.named_parameters())))), values)
+    engine.destroy()
 
 
 @STAGES
@@ -699,7 +699,7 @@ def test_a_model_that_was_compiled_before_is_taken_over_and_its_units_are_compil
 def test_what_is_compiled_too_late_says_when_to_compile(part):
     engine = begin(zero.World.from_env(), net(), 3)
     with pytest.raises(ConfigError, match=r"Write zero\.initialize\(model=torch\.compile\(model\)"):
-        torch.compile(part(engine), backend="eager")
+        torch.compile(part(engine), backend="eager")(rows(0, engine.plan.world))
     engine.destroy()
 
 

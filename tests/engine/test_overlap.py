@@ -160,16 +160,16 @@ def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
         real.append(sum(one.numel() for one in everywhere if not one.is_meta))
 
     with torch.device("meta"):
-        model = Stack()
+        models = [Stack() for _ in range(4)]
     monkeypatch.setattr(nn.Linear, "reset_parameters", counted)
     before = sum(one.numel() for one in gc.get_objects() if type(one) is nn.Parameter and not one.is_meta)
 
     def rank_main(world: zero.World) -> int:
-        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world)
+        plan = zero.Plan(models[world.rank], optimizer=zero.adamw(1e-3), world=world)
         state = zero.init(plan, zero.open_store(plan))
         return sum(unit.shard_S.untyped_storage().nbytes() for unit in state.runtime.units)
 
     shards = run_ranks(4, rank_main)
     assert len(real) == 4 * LAYERS
     assert max(real) - before == WIDTH * WIDTH + WIDTH
-    assert max(shards) < 4 * sum(parameter.numel() for parameter in model.parameters()) / 2
+    assert max(shards) < 4 * sum(parameter.numel() for parameter in models[0].parameters()) / 2

@@ -14,8 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zero
 from zero.engine.empty import is_meta
-from zero.engine.module_copy import attach, detached_copy
-from zero.engine.placeholder import ParameterPlaceholder
+from zero.engine.takeover import Takeover
 from zero.engine.unit import Splitting, split
 from zero.errors import OutsideUnitError, PlanError
 from zero.testing import run_ranks
@@ -211,9 +210,8 @@ PARAMETERS = {
 def test_a_parameter_that_cannot_be_sharded_is_rejected_by_name_with_what_to_do(make, said):
     model = Block()
     model.inner[0].codes = make()
-    for in_place in (False, True):
-        with pytest.raises(PlanError, match=rf"^parameter inner\.0\.codes of a Linear {said}"):
-            zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), in_place=in_place)
+    with pytest.raises(PlanError, match=rf"^parameter inner\.0\.codes of a Linear {said}"):
+        zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env())
 
 
 @pytest.fixture
@@ -244,9 +242,8 @@ SHARDED = {
 @pytest.mark.parametrize(("shard", "said"), SHARDED.values(), ids=SHARDED)
 def test_a_model_that_torch_distributed_has_already_is_rejected(one_rank_group, shard, said):
     model = shard(Block())
-    for in_place in (False, True):
-        with pytest.raises(PlanError, match=said):
-            zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), in_place=in_place)
+    with pytest.raises(PlanError, match=said):
+        zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env())
 
 
 BUFFERS = [
@@ -353,7 +350,7 @@ def test_a_buffer_computed_from_empty_parameters_is_rejected_and_its_module_may_
     split(model, world_size=1)
 
 
-# -- the copy ----------------------------------------------------------------------------------------------------------
+# -- a model that was taken over ---------------------------------------------------------------------------------------
 
 
 class Looks(nn.Module):
@@ -367,55 +364,16 @@ class Looks(nn.Module):
         self.captured = [self.own]
 
 
-def copied(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Splitting]:
+def taken(model: nn.Module) -> tuple[nn.Module, Splitting]:
     splitting = split(model, world_size=1)
-    inside = detached_copy(model, splitting, dtype, torch.device("cpu"))
-    attach(inside, splitting, lambda site: lambda body, args, kwargs: (site.path, args, kwargs))
-    return inside, splitting
-
-
-def test_the_users_model_is_untouched():
-    model = Looks()
-    before = {
-        name: (dict(module.__dict__), dict(module._parameters), dict(module._buffers), dict(module._modules))
-        for name, module in model.named_modules()
-    }
-    values = copy.deepcopy(model.state_dict())
-
-    def train(world: zero.World) -> None:
-        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
-        state = zero.init(plan, zero.open_store(plan), seed=3, weights=values)
-
-        def loss(copied: nn.Module, x: Tensor) -> Tensor:
-            copied.blocks[0].seen = True
-            return copied.norm(copied.blocks[1](copied.blocks[0](x))).square().sum()
-
-        state, _ = zero.make_step(plan, loss)(state, [torch.randn(4, WIDTH)])
-        assert int(state.model.norm.num_batches_tracked) == 1
-
-    for ranks in (1, 2):
-        run_ranks(ranks, train)
-    for name, module in model.named_modules():
-        own, *held = before[name]
-        assert module.__dict__ == own
-        for now, then in zip((module._parameters, module._buffers, module._modules), held, strict=True):
-            assert now.keys() == then.keys()
-            assert all(now[key] is then[key] for key in then)
-    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-
-
-def test_the_copy_has_real_buffers_and_no_values():
-    model = Looks()
-    copy_, _ = copied(model)
-    assert all(isinstance(parameter, ParameterPlaceholder) for parameter in copy_.parameters())
-    assert torch.equal(copy_.norm.running_var, model.norm.running_var)
-    assert copy_.norm.running_var is not model.norm.running_var
-    assert len({id(p) for p in copy_.parameters()}) == len(list(model.parameters()))
+    takeover = Takeover(model, splitting, torch.bfloat16, torch.device("cpu"))
+    takeover.attach(lambda site: lambda body, args, kwargs: (site.path, args, kwargs))
+    return model, splitting
 
 
 def test_an_absent_parameter_tells_its_metadata():
     """As the gathered one will have them: models ask for dtype and device to make their inputs."""
-    weight = copied(Looks())[0].blocks[0].weight
+    weight = taken(Looks())[0].blocks[0].weight
     assert weight.shape == (WIDTH, WIDTH)
     assert weight.numel() == WIDTH * WIDTH
     assert len(weight) == WIDTH
@@ -447,7 +405,7 @@ READS = [
 
 @pytest.mark.parametrize("read", READS, ids=range(len(READS)))
 def test_reading_a_parameter_that_has_no_values_is_refused_by_name(read):
-    model, _ = copied(Looks())
+    model, _ = taken(Looks())
     with pytest.raises(OutsideUnitError, match=r"parameter (own|blocks\.0\.weight) has no values yet"):
         read(model)
 
@@ -478,13 +436,13 @@ WRITES = [
 
 @pytest.mark.parametrize("write", WRITES, ids=range(len(WRITES)))
 def test_writing_to_a_parameter_outside_its_unit_is_refused_by_name(write):
-    model, _ = copied(Looks())
+    model, _ = taken(Looks())
     with torch.no_grad(), pytest.raises(OutsideUnitError, match=r"parameter own was written to by .*zero\.gathered"):
         write(model.own)
 
 
 def test_a_site_is_what_it_was_but_for_its_call():
-    model, _ = copied(Looks())
+    model, _ = taken(Looks())
     assert [name for name, _ in model.named_modules()] == [name for name, _ in Looks().named_modules()]
     site = model.blocks[0]
     assert isinstance(site, nn.Linear)
@@ -501,7 +459,7 @@ def test_one_module_at_two_places_is_one_unit():
             self.blocks = nn.ModuleList([shared, nn.Linear(2, 2), shared])
             self.last = shared
 
-    model, splitting = copied(Places())
+    model, splitting = taken(Places())
     assert [unit.name for unit in splitting.units] == ["blocks.0", "blocks.1"]
     assert model.blocks[0] is model.blocks[2] is model.last
     assert model.last(1) == ("blocks.0", (1,), {})
@@ -546,9 +504,7 @@ def test_a_model_that_could_not_be_taken_over_is_what_it_was(stuck):
         last.running_var = last.running_var.as_subclass(Stuck)
     model.append(last)
     before, values = dict(model.named_buffers()), copy.deepcopy(nn.Sequential(*model[:2]).state_dict())
-    plan = zero.Plan(
-        model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="bf16", units=["Linear"], in_place=True
-    )
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="bf16", units=["Linear"])
     with pytest.raises(RuntimeError if stuck else PlanError, match="no memory there" if stuck else "hold nothing"):
         zero.init(plan, zero.open_store(plan), weights={})
     assert all(one is before[name] for name, one in model.named_buffers())

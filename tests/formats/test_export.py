@@ -31,7 +31,7 @@ from zero import formats
 from zero.checkpoint import load, open_checkpoint, save
 from zero.checkpoint.manifest import from_text, to_text
 from zero.engine.full import full_state_dict
-from zero.engine.module_copy import buffers_of
+from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, ConfigError, ZeroError
 from zero.formats import (
     Choice,

@@ -24,9 +24,9 @@ from zero.core.suggest import own_arguments, some
 from zero.engine.arguments import check_state, kind_of
 from zero.engine.first_values import sinks_of
 from zero.engine.full import full_values
-from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
+from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, ConfigError
 from zero.progress import Progress, reported, silent
 

@@ -43,9 +43,9 @@ from zero.core.suggest import own_arguments
 from zero.distributed.failure import first_line, some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_state
-from zero.engine.module_copy import buffers_of
 from zero.engine.plan import Plan
 from zero.engine.state import State
+from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, StoreError, if_it_fails
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of

@@ -28,8 +28,8 @@ from zero.deepspeed.optimizers import check_group_count, restore, settings_of
 from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.distributed.world import World
 from zero.engine.full import full_state_dict, full_values, gathered, set_full
-from zero.engine.module_copy import buffers_of
 from zero.engine.state import State
+from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("zero")

@@ -23,10 +23,10 @@ from zero.deepspeed.metrics import RunLog, Throughput
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.distributed.world import World
-from zero.engine.module_copy import call_through
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.state import State
 from zero.engine.step import Step
+from zero.engine.takeover import call_through
 from zero.errors import ConfigError, if_it_fails
 from zero.platform.threads import Beside
 from zero.settings import Settings
@@ -90,7 +90,8 @@ class Engine(EngineCheckpoints):
         self.micro_steps = 0
         self._groups = list(optimizer.param_groups)  # the dicts themselves: every update reads these
         optimizer.engine = self
-        self._call = _take_over(state.model, self)
+        self._call = state.model._call_impl
+        self._give_back = _take_over(state.model, weakref.ref(self))
         state.runtime.gatherer.entering = _entering(weakref.ref(self))
         self._grads = Grads(self)
         state.runtime.gatherer.arriving = self._grads.arriving
@@ -122,7 +123,7 @@ class Engine(EngineCheckpoints):
         if self._casts_inputs:
             args, kwargs = self._cast((args, kwargs))
         with if_it_fails(self._abort):
-            return self._call(args, kwargs)
+            return self._call(*args, **kwargs)
 
     def backward(
         self,
@@ -321,7 +322,9 @@ class Engine(EngineCheckpoints):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Close files and free memory. The engine cannot be used afterwards; a second call has no effect.
+        """Close files, free memory, and make the model an ordinary one with its trained values, see `State.close`.
+
+        Collective. The engine cannot be used after it; a second call has no effect.
 
         An engine without `destroy` closes when Python collects it; its summary.json then still says "running".
         """
@@ -332,7 +335,12 @@ class Engine(EngineCheckpoints):
         self._abort()
         if self._passed is not None:
             self._passed.release()
-        _close("finished", self._state.runtime.store, self._run_log)
+        try:
+            if self._run_log is not None:
+                self._run_log.close("finished")
+        finally:
+            self._give_back()
+            self._state.close()
         if self._opened is not None:
             self._opened.close()
 
@@ -407,17 +415,16 @@ class Engine(EngineCheckpoints):
             )
 
 
-def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
-    """Send calls of `model` to `engine`, and return the earlier target. The model does not keep the engine alive."""
-    held = weakref.ref(engine)
+def _take_over(model: nn.Module, engine: "weakref.ref[Engine]") -> Callable[[], None]:
+    """Send calls of `model`, and methods that torch's would get wrong, to `engine`; returns a function to undo it."""
 
     def living() -> Engine:
-        current = held()
+        current = engine()
         if current is None:
             raise ConfigError("the engine of this model was garbage-collected. Keep the result of zero.initialize.")
         return current
 
-    def moved(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def moved(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         plan = living().plan
         dtype, device = plan.precision.compute, plan.world.device
         there = fn(torch.empty(0, dtype=dtype, device=device))
@@ -426,30 +433,44 @@ def _take_over(model: nn.Module, engine: Engine) -> Callable[[Any, Any], Any]:
                 f"this model trains in {dtype} on {device} and cannot move to {there.dtype} on {there.device}. Leave "
                 "out .to(), .cuda(), .half() after zero.initialize."
             )
-        return self
+        return model
 
-    load_in_torch = type(model).load_state_dict
+    load_in_torch = model.load_state_dict
 
-    def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
         """Load into full values in a block of `GatheredParameters`, on any rank; else into the engine, on all ranks."""
-        is_open = any(cast(ParameterPlaceholder, parameter).full_value is not None for parameter in self.parameters())
-        return (partial(load_in_torch, self) if is_open else living().load_module_state_dict)(*args, **kwargs)
+        is_open = any(cast(ParameterPlaceholder, parameter).full_value is not None for parameter in model.parameters())
+        return (load_in_torch if is_open else living().load_module_state_dict)(*args, **kwargs)
 
     methods: dict[str, Any] = {
-        "zero_grad": lambda self, set_to_none=True: living().zero_grad(set_to_none),
+        "zero_grad": lambda set_to_none=True: living().zero_grad(set_to_none),
         "load_state_dict": load_state_dict,
         "_apply": moved,
-        "_torchdynamo_orig_callable": property(_refuse_compiler),
     }
+
+    def call(args: Any, kwargs: Any) -> Any:
+        # the compiler gives up on a frame that raises, and runs it as it is written
+        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
+            _refuse_compiler(model)
+        return living().forward(*args, **kwargs)
+
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, ParameterPlaceholder)
         parameter.gradient = partial(lambda name: living().gradient_of(name), name)
         parameter.source = living
-    return call_through(model, lambda args, kwargs: living().forward(*args, **kwargs), methods=methods)
+    undo = call_through(model, call)
+    vars(model).update(methods)
+
+    def give_back() -> None:
+        for name in methods:
+            vars(model).pop(name, None)
+        undo()
+
+    return give_back
 
 
 def _refuse_compiler(_: object) -> NoReturn:
-    # `torch.compile` reads `_torchdynamo_orig_callable` of its argument
+    """Raise ConfigError for an engine or its model that was given to `torch.compile`."""
     raise ConfigError(
         "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
         "zero.initialize(model=torch.compile(model), ...)."

@@ -25,9 +25,9 @@ from zero.distributed.world import World, open_default_group
 from zero.engine.empty import is_meta, lacks_values
 from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
-from zero.engine.module_copy import buffers_of, same_bits
 from zero.engine.plan import Plan
 from zero.engine.state import State
+from zero.engine.takeover import buffers_of, same_bits
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_plan
@@ -120,7 +120,7 @@ def initialize(
         units = _units(translation, model)
 
         def make_plan(chosen: Transform) -> Plan:
-            return build_plan(settings, model, world, optimizer=chosen, units=units, compile=backend, in_place=True)
+            return build_plan(settings, model, world, optimizer=chosen, units=units, compile=backend)
 
         state = shard(model, made, make_plan, clip=settings.optim.clip, world=world, weights=weights, seed=seed)
         undo.callback(state.runtime.store.close)
@@ -274,7 +274,7 @@ def shard(
     Args:
         model: as of `initialize`; parameters that `optimizer` does not hold are not trained.
         optimizer: its groups are read at every update.
-        make_plan: makes a plan, `in_place`, of the optimizer's transform.
+        make_plan: makes a plan of the optimizer's transform.
         clip: the largest gradient norm; None for none.
         world, weights, seed: as of `initialize`.
     """

@@ -31,10 +31,10 @@ from zero.core.suggest import meant, some
 from zero.core.tree import tensors_in
 from zero.distributed.world import World
 from zero.engine.empty import Operation, Recipe, Root, is_meta
-from zero.engine.module_copy import buffers_of
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
+from zero.engine.takeover import buffers_of
 from zero.engine.unit import Owner, Splitting, UnitSpec
 from zero.engine.unit_state import UnitState
 from zero.errors import PlanError

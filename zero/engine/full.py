@@ -27,15 +27,13 @@ from zero.core.master import rounded
 from zero.core.suggest import meant, some
 from zero.engine.arguments import check_state
 from zero.engine.first_values import sinks_of
-from zero.engine.module_copy import buffers_of
+from zero.engine.full_flat import full_flat, full_tensors, gather_flat, layouts_of, updated_range
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.state import State
-from zero.engine.transfer import load
-from zero.engine.unit import UnitSpec
+from zero.engine.takeover import buffers_of
 from zero.engine.unit_state import UnitState
 from zero.errors import ConfigError, StaleStateError, WorldError, if_it_fails
 from zero.platform.files import memory_of
-from zero.store import Page
 
 
 class Source(Protocol):
@@ -315,7 +313,7 @@ def _names(state: State, patterns: Iterable[str] | None, kind: str) -> list[str]
     moments = state.plan.optimizer.moments
     if kind not in ("param", "compute", "grad", *moments):
         raise ConfigError(f"{kind!r} is not held: param, compute, grad, {', '.join(moments)}")
-    names = (name for unit in state.plan.units for layout in _layouts(unit, kind) for name in _in(layout))
+    names = (name for unit in state.plan.units for layout in layouts_of(unit, kind) for name in _in(layout))
     held = dict.fromkeys(names)  # as a set, and in order
     if patterns is None:
         return list(held)
@@ -350,11 +348,6 @@ def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
     return f"no parameter is named {name}{meant(name, held) or f'; there are {some(held)}'}"
 
 
-def _layouts(unit: UnitSpec, kind: str) -> tuple[Layout, ...]:
-    """The flats that hold this kind."""
-    return unit.layouts if kind in ("param", "compute") else (unit.trainable,)
-
-
 def _in(layout: Layout) -> list[str]:
     return [slot.name for slot in layout.slots]
 
@@ -363,60 +356,16 @@ def _in(layout: Layout) -> list[str]:
 
 
 def _values(state: State, kind: str, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    for unit in state.runtime.units:
-        for layout in _layouts(unit.spec, kind):
-            slots = [slot for slot in layout.slots if slot.name in names]
-            if slots:
-                flat = _flat(state, unit, layout, kind)
-                for slot in slots:
-                    yield slot.name, slot.of(flat).clone()
+    return full_tensors(state.runtime, kind, names, partial(_flat, state))
 
 
 @torch.no_grad()
 def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
     """(P,) fp32 on the CPU, in memory of its own. Collective."""
-    plan, split = state.plan, unit.spec.trainable.P
-    if kind == "grad":
-        full = _gathered_flat(state, unit, _gradient(state, unit), kind)
-        return full.to("cpu", torch.float32, copy=True).div_(_divisor(state))
-    state.runtime.updater.apply_deferred(unit)
-    if kind in plan.optimizer.moments:
-        form = plan.optimizer.form(kind)
-        kept = _pages(state, unit, kind, form.dtype)
-        return _gathered_flat(state, unit, form.values_of(kept), kind).to("cpu", torch.float32)
-    if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
-        return _gathered_flat(state, unit, _master(state, unit), "master").cpu()
-    full = state.runtime.gatherer.residency.materialise(unit)
-    part = full[:split] if layout is unit.spec.trainable else full[split:]
-    return part.to("cpu", torch.float32, copy=True)
-
-
-def _master(state: State, unit: UnitState) -> Tensor:
-    """What this rank updates of the master, where it is not the parameters themselves."""
-    plan, master = state.plan, state.plan.precision.master
-    params = unit.own_params(full_update=plan.full_update)
-    if params is None:
-        params = _pages(state, unit, "param", plan.precision.compute)
-    return master.of(params, _pages(state, unit, str(master.kind), master.dtype))
-
-
-def _pages(state: State, unit: UnitState, kind: str, dtype: torch.dtype) -> Tensor:
-    """What this rank updates of one kind, out of its pages, as they hold it."""
-    plan, numel = state.plan, partial(state.plan.kept.numel, kind)
-    own = torch.zeros(numel(plan.update_numel(unit.spec)), dtype=dtype, device=plan.world.device)
-    for number, (start, stop) in enumerate(plan.cut(plan.update_numel(unit.spec))):
-        page = Page(unit.index, kind, number)
-        load(state.runtime.store, plan.world.compute, page, own[numel(start) : numel(stop)]).wait()
-    return own
-
-
-def _gathered_flat(state: State, unit: UnitState, own: Tensor, kind: str) -> Tensor:
-    """The full flat out of what each rank updates."""
-    if own.numel() == unit.spec.trainable.P:
-        return own
-    full = own.new_zeros(unit.spec.trainable.P)
-    state.runtime.routes.gather(own, full, what=f"{kind} of {unit.spec.name}").wait()
-    return full
+    if kind != "grad":
+        return full_flat(state.runtime, unit, layout, kind)
+    full = gather_flat(state.runtime, unit, _gradient(state, unit), kind)
+    return full.to("cpu", torch.float32, copy=True).div_(_divisor(state))
 
 
 def _gradient(state: State, unit: UnitState) -> Tensor:
@@ -426,7 +375,7 @@ def _gradient(state: State, unit: UnitState) -> Tensor:
         return torch.zeros(plan.update_numel(unit.spec), dtype=plan.grad_dtype, device=plan.world.device)
     if unit.grad is None:
         state.runtime.gradients.left(unit).wait()
-        return _pages(state, unit, "grad", plan.grad_dtype)
+        return updated_range(state.runtime, unit, "grad", plan.grad_dtype)
     return unit.grad if plan.full_update else unit.own_grad_S(plan.rank)
 
 
@@ -455,7 +404,7 @@ def _divisor(state: State) -> float:
 def _write(state: State, edits: Mapping[str, Tensor], kind: str) -> None:
     with if_it_fails(state.spend):  # half an edit must not pass for a state
         for unit in state.runtime.units:
-            for layout in _layouts(unit.spec, kind):
+            for layout in layouts_of(unit.spec, kind):
                 slots = [slot for slot in layout.slots if slot.name in edits]
                 if slots and kind == "grad":
                     _write_gradient(state, unit, edits)

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from zero.core.setting_types import Activations
 from zero.core.tree import replaced, tensors_in
 from zero.engine.compile import Compiler
-from zero.engine.functions import may_write_uncounted
 from zero.engine.graph import (
     RUN_FIRST,
     Arrive,
@@ -51,7 +50,6 @@ from zero.engine.graph import (
     untransformed,
     views,
 )
-from zero.engine.module_copy import Body, Run, call_with
 from zero.engine.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer, storage_address
@@ -59,6 +57,7 @@ from zero.engine.recompute import recomputed_call
 from zero.engine.reduce import Reducer
 from zero.engine.residency import Residency
 from zero.engine.saved_tensors import InPlace, Kept
+from zero.engine.takeover import Body, Run, call_with
 from zero.engine.unit import Binding, Site
 from zero.engine.unit_state import UnitState
 from zero.engine.unsupported import note_dtypes
@@ -108,7 +107,6 @@ class Gatherer:
         unscaled: one has from a backward without the loss scale.
         entering: called before a site runs, or a parameter is read with a history, outside of backward.
         arriving: called when a gradient arrives.
-        doubted: paths of sites whose code may write into parameters without being counted by torch.
         use: held by the thread that uses the state.
         frozen_groups: numbers of the optimizer's groups that do not train in the forwards that come.
     """
@@ -133,8 +131,7 @@ class Gatherer:
         # where parameters are in the model: by unit, trainable or frozen, and number; and by path of a site
         self._places: dict[tuple[int, bool, int], list[Place]] = {}
         self._places_of: dict[str, list[Place]] = {}
-        self.doubted: set[str] = set()
-        self._looked_at: set[tuple[str, bool]] = set()  # paths of sites that were watched once, with gradients or not
+        self._check_writes = plan.check_writes
         self.entering: Callable[[], None] = lambda: None
         self.arriving: Callable[[], None] = lambda: None
         self._placeholders: dict[tuple[int, int], ParameterPlaceholder] = {}  # by unit and slot, of those that train
@@ -230,14 +227,11 @@ class Gatherer:
                 parameters = make(site, body.module)
             if transformed:
                 return self._own(call_with(parameters, body, args, kwargs, path=site.path))
-            watched = site.path, torch.is_grad_enabled()  # code that is not found by reading is seen the first time
-            doubted, is_first = site.path in self.doubted, watched not in self._looked_at
-            call = partial(call_with, path=site.path, doubted=doubted, watched=is_first)
+            call = partial(call_with, path=site.path, check_writes=self._check_writes)
             before = nodes_of((args, kwargs))  # taken now: the call may change its inputs in place
             policy = self._policies[site.units[0]]
             with self._packing(), self._sending(policy):
                 outputs = self._call(policy, call, body, parameters, args, kwargs)
-            self._looked_at.add(watched)
             outputs = reaching(outputs, parameters.values(), set(before))
             if torch.is_grad_enabled() and not recomputing:
                 made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
@@ -334,7 +328,7 @@ class Gatherer:
         module: nn.Module = body
         if self._compiler is not None and torch.is_grad_enabled():
             parameters = {f"module.{name}": value for name, value in parameters.items()}
-            module = self._compiler.compiled(body, body.kind)
+            module = self._compiler.compiled(body, type(body.module))
         if policy == "remat" and torch.is_grad_enabled():
             return recomputed_call(module, parameters, args, kwargs, call)
         return call(parameters, module, args, kwargs)
@@ -509,12 +503,9 @@ class Gatherer:
 
 
 def bind_placeholders(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:
-    """Tell every site where its parameters are, every placeholder how to find its values while a checkpoint inside user
-    code recomputes, and the gatherer whose code to watch."""
+    """Tell every site where its parameters are, and every placeholder how to find its values outside of its site."""
     for site in sites:
         module = copied.get_submodule(site.path)
-        if any(may_write_uncounted(one) for one in module.modules()):
-            gatherer.doubted.add(site.path)
         for number, bound in enumerate(site.bindings):
             owner, _, name = bound.local.rpartition(".")
             placeholder = module.get_submodule(owner)._parameters[name]

@@ -1,30 +1,29 @@
 """`open_store` reserves the pages of a plan, `init` makes its first state."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_plan, kind_of
-from zero.engine.empty import is_meta
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Values, Weights, empty_unit, fill, forget_recipes, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
 from zero.engine.gradient import Gradients, PagedGradients
-from zero.engine.module_copy import attach, detached_copy, take_over
 from zero.engine.module_tree import ModuleTree
 from zero.engine.placing import THREADS
 from zero.engine.plan import Plan
 from zero.engine.reduce import Reducer
 from zero.engine.residency import Residency
+from zero.engine.runtime import Runtime
 from zero.engine.saved_tensors import InPlace, OnHost
-from zero.engine.state import Runtime, State
+from zero.engine.state import State
+from zero.engine.takeover import Takeover
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
@@ -167,7 +166,11 @@ def init(
     weights: Weights = None,
     progress: Progress = silent,
 ) -> State:
-    """Make a state at step 0, page by page: no more than one module's own parameters exist meanwhile. Collective.
+    """Take the plan's model over and make its state at step 0. Collective.
+
+    The model trains from here on: `state.model` is the plan's model, with the same parameters, now in shards.
+    `copy.deepcopy(model)` before `zero.Plan` keeps an original, and `state.close()` gives the model back. First values
+    are made page by page: no more than one module's parameters exist at a time.
 
     Args:
         plan: what is held where.
@@ -181,7 +184,8 @@ def init(
 
     Raises:
         HandshakeError: the ranks have different plans, seeds or weights.
-        PlanError: an owner without `reset_parameters`, or missing or misshapen weights; named.
+        PlanError: an owner without `reset_parameters`, or missing or misshapen weights, by name; or a model that an
+            earlier `init` has taken over. The model is as before then.
         StoreError: the store holds another state already.
         ConfigError: `plan` is no plan, or there is no store.
     """
@@ -191,27 +195,18 @@ def init(
         raise ConfigError(f"zero.init {what}; write state = zero.init(plan, zero.open_store(plan))")
     store.claim()
     plan.world.agree(plan.fields() | {"seed": str(seed)})
-    given = values_in(plan.model, plan.splitting)  # before it is taken over
-    with _model_of(plan) as model:
-        units = _filled(plan, store, values_of(plan.splitting, given, model, seed, weights, plan.world), progress)
+    model, splitting = plan.model, plan.splitting
+    given = values_in(model, splitting)
+    takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device)
+    with if_it_fails(takeover.undo):
+        units = _filled(plan, store, values_of(splitting, given, model, seed, weights, plan.world), progress)
         forget_recipes(model)
+    runtime = _wire(plan, store, units, takeover)
     del given
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
-    runtime = _wire(plan, store, units, model)
     # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
     plan.world.barrier("init")
     return State(runtime, 0, plan.precision.scale.start())
-
-
-@contextmanager
-def _model_of(plan: Plan) -> Iterator[nn.Module]:
-    """The model that will run; if something in the block fails, the user's is what it was."""
-    form = plan.model, plan.splitting, plan.precision.compute, plan.world.device
-    if not plan.in_place:
-        yield detached_copy(*form)
-        return
-    with if_it_fails(take_over(*form)):
-        yield plan.model
 
 
 def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress) -> tuple[UnitState, ...]:
@@ -225,7 +220,7 @@ def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress
     return tuple(units)
 
 
-def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied: nn.Module) -> Runtime:
+def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeover: Takeover) -> Runtime:
     device, log = plan.world.compute, CollectiveLog()
     tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
     store.observe(tape.of_store([unit.spec.name for unit in units]))
@@ -244,15 +239,10 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], copied
     reducer = Reducer(plan, routes, units, gradients, updater, first=residency.complete, log=log, tape=tape)
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
     gatherer = Gatherer(plan, units, residency, reducer, activations, tape)
-    bind_placeholders(copied, plan.splitting.sites, gatherer)
-    attach(copied, plan.splitting, gatherer.runner)
-    originals = {
-        name: parameter
-        for name, parameter in plan.model.named_parameters()
-        if not (plan.in_place or is_meta(parameter))
-    }
+    bind_placeholders(plan.model, plan.splitting.sites, gatherer)
+    takeover.attach(gatherer.runner)
     parts = store, units, routes, gatherer, gradients, reducer, updater, log, tape
-    return Runtime(plan, copied, ModuleTree(copied), originals, *parts)
+    return Runtime(plan, takeover, ModuleTree(plan.model), *parts)
 
 
 def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:

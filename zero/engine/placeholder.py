@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.tree import replaced, tensors_in
-from zero.engine.empty import Recipe, is_meta, requested, writes
+from zero.engine.empty import Recipe, Unmade, is_meta, requested, writes
 from zero.engine.pool import storage_address
 from zero.errors import ConfigError, OutsideUnitError
 
@@ -63,38 +63,43 @@ class ParameterPlaceholder(nn.Parameter):
     is_constant: bool
     _arrived: list[Tensor | None]
 
-    def __new__(cls, name: str, like: Tensor, dtype: torch.dtype, home: torch.device) -> "ParameterPlaceholder":
-        placeholder = Tensor._make_subclass(cls, _stand_in(like, dtype, home), like.requires_grad)
-        return placeholder._begin(name, home, vars(like).get("recipe"))._passing_on()
-
     @classmethod
     def taken(
         cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device
     ) -> "ParameterPlaceholder":
         """Turn a parameter itself into a placeholder, wherever it is held. Only the caller may keep its values."""
-        hooks, afterwards = hooks_of(parameter)
+        hooks, afterwards = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
         parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        where = torch.device("meta") if is_meta(parameter) else home
+        device = torch.device("meta") if is_meta(parameter) else home
+        stand_in = torch.full((), torch.nan, dtype=dtype, device=device).expand(
+            parameter.shape
+        )  # one element of memory
         parameter.grad = None
         with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = _stand_in(parameter, dtype, where)
+            parameter.data = stand_in
         parameter.__class__ = cls  # as torch does with parameters that get their size later
         placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, vars(parameter).get("recipe"))
         placeholder.hooks.update(hooks)
         placeholder.afterwards.update(afterwards)
-        return placeholder._passing_on()
+        with torch._C.DisableTorchFunctionSubclass():
+            trains, _ = placeholder.requires_grad, placeholder.requires_grad_(True)  # a constant takes no hook
+            nn.Parameter.register_post_accumulate_grad_hook(placeholder, _pass_on)
+            placeholder.requires_grad_(trains)
+        return placeholder
 
-    def given_back(self, kind: type[nn.Parameter], values: Tensor) -> None:
-        """Turn it back into the parameter that it was."""
+    def given_back(self, kind: type[Tensor], values: Tensor) -> None:
+        """Turn it back into a parameter of class `kind`."""
+        hooks, recipe = (self.hooks, self.afterwards), self.recipe
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = kind  # type: ignore[assignment]
             self.data = values
             self._post_accumulate_grad_hooks.clear()  # None would leave them to autograd
             self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        for hook in self.hooks.values():
-            self.register_hook(hook)
-        for call in self.afterwards.values():
-            self.register_post_accumulate_grad_hook(call)
+        for name in ParameterPlaceholder.__annotations__:
+            vars(self).pop(name, None)
+        if issubclass(kind, Unmade):
+            vars(self)["recipe"] = recipe
+        register_hooks(self, *hooks)
 
     def _begin(self, name: str, home: torch.device, recipe: Recipe | None) -> "ParameterPlaceholder":
         self.recipe = recipe
@@ -102,14 +107,6 @@ class ParameterPlaceholder(nn.Parameter):
         self.gradient = self.source = self.full_value = None
         self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
         self.is_constant = self.may_be_edited = False
-        return self
-
-    def _passing_on(self) -> "ParameterPlaceholder":
-        """Have autograd call `_pass_on` with a gradient of its own."""
-        with torch._C.DisableTorchFunctionSubclass():
-            trains, _ = self.requires_grad, self.requires_grad_(True)  # a constant takes no hook
-            nn.Parameter.register_post_accumulate_grad_hook(self, _pass_on)
-            self.requires_grad_(trains)
         return self
 
     @property
@@ -243,11 +240,6 @@ class ParameterPlaceholder(nn.Parameter):
         if request in ("detach", "data"):
             return args[0].constant()
         return _read(func, args, kwargs, clone=request in _MEMORY)
-
-
-def _stand_in(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(shape of `like`) NaN, one element of memory: a gradient can be added up where it is."""
-    return torch.full((), torch.nan, dtype=dtype, device=device).expand(like.shape)
 
 
 def _pass_on(placeholder: ParameterPlaceholder) -> None:
@@ -425,14 +417,14 @@ def _lies_in(tensor: Tensor, memory: Container[int]) -> bool:
     return tensor.numel() > 0 and storage_address(tensor) in memory
 
 
-Hooks = tuple[dict[int, Hook], dict[int, Callable[[Tensor], None]]]
-
-
-def hooks_of(parameter: nn.Parameter) -> Hooks:
-    """Those of `register_hook`, and those of `register_post_accumulate_grad_hook`."""
-    if isinstance(parameter, ParameterPlaceholder):
-        return parameter.hooks, parameter.afterwards
-    return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+def register_hooks(
+    parameter: Tensor, hooks: Mapping[int, Hook], afterwards: Mapping[int, Callable[[Tensor], None]]
+) -> None:
+    """Register hooks as `register_hook` and as `register_post_accumulate_grad_hook` do."""
+    for hook in hooks.values():
+        parameter.register_hook(hook)
+    for call in afterwards.values():
+        parameter.register_post_accumulate_grad_hook(call)
 
 
 def in_backward() -> bool:

@@ -27,10 +27,9 @@ from zero.core.suggest import own_arguments, some
 from zero.distributed.world import World
 from zero.engine.compile import Backend, check_backend
 from zero.engine.facts import Facts, Scope, sharers
-from zero.engine.module_copy import detached_copy
 from zero.engine.page_table import PageTable
-from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages
+from zero.engine.takeover import refuse_taken
 from zero.engine.unit import Splitting, split
 from zero.errors import ConfigError, PlanError
 from zero.platform.device import free_host_bytes
@@ -67,7 +66,7 @@ class Plan(PageTable):
     """What will be held where, and when it moves.
 
     Args:
-        model: on any device; best built under `zero.empty()`. It is copied and never changed, unless `in_place`. A
+        model: on any device; best built under `zero.empty()`. A plan does not change it, `zero.init` takes it over. A
             model without a trainable parameter can be run and not trained, such as the teacher of another model.
         optimizer: from `zero.adamw` and its family.
         world: the ranks, from `zero.World.from_env()`.
@@ -85,8 +84,8 @@ class Plan(PageTable):
         update: "lazy" hides each unit's update before its next gather, "serial" does all right after backward (same
             bits).
         accumulate: microbatches of a step, 1 or more.
-        in_place: `zero.init` takes the model over instead of copying it: the model itself trains, and its parameters
-            are in shards. For models that cannot be copied, and scripts that go on using theirs.
+        check_writes: for debugging: compare each unit's parameters before and after every call, and raise
+            StaleStateError, with the parameter's name, where a forward writes into one.
         gather: "node" sends parameters over the wire between nodes once an update: at stage 3 each node keeps all of
             them in secondary shards, 1 / ranks of a node on each rank: on the device, or in host memory where they are
             offloaded or may be (`offload.param` is not none). "auto" does so where these fit, and keeps none where
@@ -107,8 +106,8 @@ class Plan(PageTable):
         arena_slots: slots of host memory that pages pass through.
 
     Raises:
-        PlanError: a setting that does not exist or does not go together with another; a model that cannot be split or
-            copied.
+        PlanError: a setting that does not exist or does not go together with another; a model that cannot be split, or
+            that an earlier `zero.init` has taken over.
         DoesNotFit: what has to be in a memory does not fit there.
     """
 
@@ -128,7 +127,7 @@ class Plan(PageTable):
         compile: Backend = False,
         update: Update = "lazy",
         accumulate: int = 1,
-        in_place: bool = False,
+        check_writes: bool = False,
         gather: Scope | Literal["auto"] = "auto",
         reduce: Scope = "world",
         shard: Scope = "world",
@@ -153,15 +152,13 @@ class Plan(PageTable):
         ):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: it is one of {', '.join(get_args(known))}")
-        self.model, self.in_place, self.compile = model, in_place, compile
+        self.model, self.compile, self.check_writes = model, compile, check_writes
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
         stage = stage if isinstance(stage, Stage) else Stage(stage)
         precision = precision if isinstance(precision, Precision) else Precision(precision)
         offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
         offload = offload.at(parameters_sharded=stage.parameters)
         splitting = split(model, world_size=sharers(world, shard), class_names=_names(units), group=optimizer.group)
-        if not in_place:
-            detached_copy(model, splitting, precision.compute, torch.device("meta"))  # refuses what cannot be copied
         self.activations = activations_of(splitting, by_pattern)
         slots = (slot for unit in splitting.units for layout in unit.layouts for slot in layout.slots)
         optimizer.check_groups({slot.name: slot.shape for slot in slots})
@@ -336,11 +333,7 @@ def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
             seen = f"the class {value.__qualname__}" if isinstance(value, type) else f"of {type(value).__qualname__}"
             raise PlanError(f"{key} is {seen}; {instead}")
     assert isinstance(model, nn.Module)
-    taken = next((name for name, one in model.named_parameters() if isinstance(one, ParameterPlaceholder)), None)
-    if taken is not None:
-        raise PlanError(
-            f"{taken} was taken over by an earlier zero.initialize, or is of a state's own model; build it again"
-        )
+    refuse_taken(model)
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zero.engine.module_copy import call_with
+from zero.engine.takeover import call_with
 
 UNCOUNTED_NUMEL = 65_536
 """torch's batch norm changes running statistics without counting it in their version. They have one element per

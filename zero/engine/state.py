@@ -7,72 +7,19 @@ showing numbers of a later step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+import warnings
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from zero.core.loss_scale import LossScale
-from zero.distributed.routes import Routes
-from zero.engine.gather import Gatherer
-from zero.engine.gradient import Gradients
-from zero.engine.module_tree import ModuleTree
+from zero.core.sizes import size_text
+from zero.engine.full_flat import full_parameters
 from zero.engine.plan import Plan
-from zero.engine.reduce import Reducer
-from zero.engine.unit_state import UnitState
-from zero.engine.update import Updater
-from zero.engine.visit_order import CollectiveLog
-from zero.errors import StaleStateError
-from zero.platform.timeline import Tape
-from zero.store import PrefetchStore
-
-
-@dataclass(frozen=True, eq=False)
-class Runtime:
-    """What every state of one run shares: the copied model and the parts that run it.
-
-    Attributes:
-        tree: compares the model with what it was when the state was made.
-        originals: parameters of the model that was given, by name, which a gradient could reach by mistake.
-        open_edits: of blocks of `zero.gathered` that edit, each writes what was edited so far. Collective.
-    """
-
-    plan: Plan
-    model: nn.Module
-    tree: ModuleTree
-    originals: Mapping[str, nn.Parameter]
-    store: PrefetchStore
-    units: tuple[UnitState, ...]
-    routes: Routes
-    gatherer: Gatherer
-    gradients: Gradients
-    reducer: Reducer
-    updater: Updater
-    log: CollectiveLog
-    tape: Tape
-    open_edits: list[Callable[[], None]] = field(default_factory=list)
-
-    def gather_changed(self) -> None:
-        """Start to gather resident units that have changed: a rank may have run forwards of its own. Collective."""
-        with self.gatherer.use:
-            self.gatherer.residency.complete()
-
-    def make_updates(self) -> None:
-        """Make all deferred updates, and wait for the device. Collective."""
-        self.gather_changed()
-        for unit in self.units:
-            self.updater.apply_deferred(unit)
-        self.gatherer.residency.land()
-        self.plan.world.compute.join()  # for the host an update was made when it was launched
-
-    def settle(self) -> None:
-        """Write open edits, make all deferred updates, and wait for the device. Collective.
-
-        Call it before pages and parameters are read or written outside of a step, also by the host.
-        """
-        for write in self.open_edits:
-            write()
-        self.make_updates()
+from zero.engine.runtime import Runtime
+from zero.errors import MachineError, StaleStateError, WorldError, one_line
+from zero.platform.device import free_host_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +34,7 @@ class State:
         skipped: steps that changed nothing because a gradient was not finite.
         tried: `step` and `skipped` together.
         plan: that it was made from.
-        model: the model that trains: a copy of the plan's, or that model itself with `Plan(in_place=True)`.
+        model: the plan's model, which trains; reading one of its parameters outside of a forward gathers its unit.
 
     Raises:
         StaleStateError: an attribute was read of a state that a later step has consumed.
@@ -96,7 +43,7 @@ class State:
     machinery_: Runtime = field(repr=False)
     step_: int
     scale_: LossScale
-    spent_: list[int] = field(default_factory=list, repr=False)
+    spent_: list[str] = field(default_factory=list, repr=False)
 
     @property
     def step(self) -> int:
@@ -130,14 +77,16 @@ class State:
 
     @property
     def model(self) -> nn.Module:
-        """The model that runs on gathered parameters; reading one of its parameters elsewhere gathers its unit."""
-        return self.runtime.model
+        return self.plan.model
 
     def advance(self, *, scale: LossScale, finite: bool) -> State:
         """The state after one more step; this one is spent, and so are its gradients, which the update may use up."""
         live = self._live()
         live.machinery_.updater.sums.clear()
-        self.spent_.append(live.tried + 1)
+        self.spent_.append(
+            f"already consumed by step {live.tried + 1}; "
+            "write `state, metrics = step(state, microbatches)` and keep the new one"
+        )
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 
     def restored(self, *, step: int, scale: LossScale) -> State:
@@ -148,10 +97,47 @@ class State:
         """Something changed that cannot go back: nothing may take this for the state that it was."""
         self.advance(scale=self.scale, finite=False)
 
+    def close(self) -> None:
+        """Close the store and make the model an ordinary one again. Collective; a second call has no effect.
+
+        Each parameter is an `nn.Parameter` again. It has its full trained value, on every rank, in the dtype and on the
+        device that it was given with, or on the CPU if it was given without values. Buffers keep their values. The
+        model can be planned again.
+
+        The model keeps no values where they cannot be collected: if the ranks or the store have failed, if this state
+        is spent, if host memory is too small, or while an exception is being handled, because the other ranks do not
+        know of it. Then all parameters are on meta, and a warning gives the reason. Load a checkpoint in that case.
+        """
+        runtime = self.machinery_
+        if runtime.takeover.is_over:
+            return
+        values, reason = self._values()
+        self.spent_.append("closed; make another one with zero.init")
+        for unit in runtime.units:
+            unit.resident = unit.shard_S = unit.frozen_S = unit.grad = None
+        runtime.store.close()
+        runtime.takeover.release(values)
+        if values is None:
+            warnings.warn(f"the model keeps no values: {reason}. Load a checkpoint, or plan it again.", stacklevel=2)
+
+    def _values(self) -> tuple[dict[str, Tensor] | None, str]:
+        """Return the full parameters as the model was given them, or None and the reason. Collective."""
+        runtime = self.machinery_
+        if self.spent_:
+            return None, f"this State was {self.spent_[0]}"
+        if sys.exc_info()[0] is not None:
+            return None, "an exception ended the run"
+        forms, world = runtime.takeover.forms, runtime.plan.world
+        try:
+            needed_bytes = runtime.plan.numel * max(form.dtype.itemsize for form in forms.values()) * world.local_size
+            if needed_bytes > (free_bytes := int(world.share(str(free_host_bytes())))):
+                return None, f"they take {size_text(needed_bytes)} of host memory, and {size_text(free_bytes)} are free"
+            runtime.settle()
+            return {name: value.to(forms[name].dtype) for name, value in full_parameters(runtime)}, ""
+        except (WorldError, MachineError) as error:
+            return None, one_line(error)
+
     def _live(self) -> State:
         if self.spent_:
-            raise StaleStateError(
-                f"this State was already consumed by step {self.spent_[0]}; "
-                "write `state, metrics = step(state, microbatches)` and keep the new one"
-            )
+            raise StaleStateError(f"this State was {self.spent_[0]}")
         return self

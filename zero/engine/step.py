@@ -28,7 +28,8 @@ from zero.engine.arguments import (
     numbers_by_name,
 )
 from zero.engine.plan import Plan
-from zero.engine.state import Runtime, State
+from zero.engine.runtime import Runtime
+from zero.engine.state import State
 from zero.engine.totals import GradientStatus, Totals, check_gradients, gather_totals
 from zero.errors import ConfigError, PlanError, StoreError, if_it_fails
 from zero.platform.timeline import Timeline
@@ -92,8 +93,6 @@ class Step:
         self._in_microbatch = self._dropped = self._went_back = False
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
-        originals = self._runtime.originals.values()
-        self._originals = [(original, original.grad, _version(original.grad)) for original in originals]
         _clear(self._runtime)
         if self._runtime.reducer.is_busy:  # a backward that belonged to no step
             self._runtime.reducer.reset()
@@ -214,8 +213,8 @@ class Step:
             The next state, and the step's metrics. `self.state` is spent.
 
         Raises:
-            ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale; or one arrived at
-                the model that was given; or the model gained, lost or exchanged a parameter.
+            ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale; or the model has
+                gained, lost or exchanged a parameter.
             WorldError: the ranks visited different units.
         """
         with self._runtime.gatherer.use:
@@ -275,8 +274,6 @@ class Step:
 
     def _gradient_status(self) -> GradientStatus:
         gatherer = self._runtime.gatherer
-        if any(kept.grad is not grad or _version(kept.grad) != version for kept, grad, version in self._originals):
-            return GradientStatus.AT_ORIGINAL
         if gatherer.unscaled and self.state.scale.scale != 1.0:
             return GradientStatus.UNSCALED
         return GradientStatus.ARRIVED if gatherer.arrived or self._dropped else GradientStatus.NONE
@@ -287,10 +284,6 @@ class Step:
 
     def _at(self, phase: str) -> None:
         self._plan.world.at(f"step {self.state.tried + 1}, {phase}")
-
-
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor._version
 
 
 def _clear(runtime: Runtime) -> None:
@@ -350,7 +343,7 @@ def make_step(
     Args:
         plan: the plan that the states are made from.
         loss_fn: (model, microbatch) to a scalar loss, the mean over the microbatch, or to (loss, dict of scalars). The
-            model is the plan's copy; call it as the original.
+            model is the plan's.
         flag: returns a number that every rank gets to know, so that all act on it after the same step; it is called
             once a step, and `Metrics.rank_flags` has the numbers.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.engine.state import Runtime
+from zero.engine.runtime import Runtime
 from zero.errors import ConfigError, WorldError
 
 
@@ -24,8 +24,6 @@ class GradientStatus(IntEnum):
     ARRIVED = 1
     UNSCALED = 2
     """One came from a backward without the loss scale."""
-    AT_ORIGINAL = 3
-    """One arrived at the model that was given, and not at its copy that trains."""
 
 
 class Totals(NamedTuple):
@@ -111,14 +109,8 @@ def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
         went_back: this rank called backward of a step, so it had a loss.
 
     Raises:
-        ConfigError: no gradient on any rank, one without the loss scale, or one at the model that was given.
+        ConfigError: no gradient on any rank, or one without the loss scale.
     """
-    if GradientStatus.AT_ORIGINAL in statuses:
-        raise ConfigError(
-            "a gradient arrived at the model that was given, and not at its copy that trains: the loss, a hook or a "
-            "closure computes with it; use the model that loss_fn is given, which is state.model, and torch.no_grad() "
-            "where the original is meant"
-        )
     if GradientStatus.UNSCALED in statuses:
         raise ConfigError(
             "a backward in fp16 without the loss scale: call engine.backward(loss), or engine.scale(loss).backward(), "

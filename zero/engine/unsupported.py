@@ -9,6 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from zero.core.precision import DTYPES, Precision
 from zero.core.suggest import some
@@ -39,6 +42,7 @@ def check_model(model: nn.Module) -> None:
                 _check_buffer(
                     buffer, f"{path}.{name}".lstrip("."), saved=name not in module._non_persistent_buffers_set
                 )
+    _check_memory(model)
 
 
 def _check_module(module: nn.Module, what: str) -> None:
@@ -100,6 +104,50 @@ def _check_buffer(buffer: Tensor, name: str, *, saved: bool) -> None:
 def _check_name(name: str) -> None:
     if not name.isprintable():  # no lone surrogates either: they have no bytes
         raise PlanError(f"{name!r} has a character that cannot be printed, and a checkpoint needs names; rename it")
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Reject memory that a parameter shares with another tensor: one would be updated without the other."""
+    tensors: dict[int, list[tuple[str, Tensor]]] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        made = _made_by_hooks(module)
+        attributes = {name: value for name, value in vars(module).items() if name not in made}
+        for name, tensor in (*module._parameters.items(), *module._buffers.items(), *attributes.items()):
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or not tensor.numel():
+                continue
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            full_name = f"{path}.{name}".lstrip(".")
+            others = tensors.setdefault(tensor.untyped_storage()._cdata, [])
+            for other_name, other in others:
+                has_parameter = isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter)
+                if has_parameter and _overlap(tensor, other):
+                    raise PlanError(
+                        f"{full_name} and {other_name} are two tensors in the same memory: one would be updated "
+                        "without the other; to tie parameters register the same Parameter twice, else clone one"
+                    )
+            others.append((full_name, tensor))
+
+
+def _made_by_hooks(module: nn.Module) -> list[str]:
+    """Names of attributes that torch's older weight_norm, spectral_norm and prune compute before every forward."""
+    hooks = module._forward_pre_hooks.values()
+    names = [hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
+    return names + [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)]
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether the ranges of two tensors in one storage have a byte in common."""
+    (first, last), (other_first, other_last) = _extent(a), _extent(b)
+    return first < other_last and other_first < last
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + reach + 1) * tensor.element_size()
 
 
 # -- in a forward ------------------------------------------------------------------------------------------------------

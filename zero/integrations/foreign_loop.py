@@ -83,7 +83,7 @@ def new_engine(
     how = {"precision": precision} | {key: value for key, value in settings.items() if key != "weights"}
 
     def make_plan(transform: Transform) -> Plan:
-        return Plan(model, optimizer=transform, world=world, accumulate=accumulate, in_place=True, **how)
+        return Plan(model, optimizer=transform, world=world, accumulate=accumulate, **how)
 
     state = shard(model, optimizer, make_plan, clip=clip, world=world, weights=settings.get("weights"))
     batch = {"global": "auto", "micro": rows, "accumulate": accumulate}

@@ -181,3 +181,10 @@ class Debug(Section):
     stop_at: Whole | None = key(
         None, "end after this step, schedule unchanged; null: after `steps`", unit="steps", example="10"
     )
+    check_writes: bool = key(
+        False,
+        "compare each unit's parameters before and after every call of it, and raise, with the name, where a forward "
+        "writes into one",
+        trades="a copy of the unit and a comparison in each call",
+        example="true",
+    )

@@ -198,7 +198,8 @@ def plan_of_run(config: Config, model: nn.Module, world: World, activations: Act
     rows, device = config.batch.numbers()[1], world.compute.kind
     counted = activations.resolved(config)
     try:
-        return build_plan(config, model, world, **counted.planned(rows, device))
+        counts = counted.planned(rows, device)
+        return build_plan(config, model, world, check_writes=config.debug.check_writes, **counts)
     except DoesNotFit as error:
         raise _advised(error, counted, rows, device) from None
 

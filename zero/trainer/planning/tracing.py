@@ -9,6 +9,7 @@ Memory that a kernel allocates for itself is not counted. Attention is that of t
 those of GPUs keep: inputs, output, and one number per row.
 """
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -24,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero.engine.module_copy import Body, attach, detached_copy
 from zero.engine.recompute import recomputed_call
 from zero.engine.saved_tensors import Kept, OnHost
+from zero.engine.takeover import Body, attach, move_buffers
 from zero.engine.unit import Site, Splitting
 from zero.platform.device import Device
 from zero.trainer.planning.shapes import result_of
@@ -119,7 +120,7 @@ def trace(
         offload: the units whose activations are sent to host memory in between.
         backward: also go backward; otherwise an evaluation is counted, without gradients.
     """
-    copied = detached_copy(model, splitting, compute, META)
+    copied = _copy_on_meta(model, compute)
     values = {
         (unit.index, trainable, number): torch.empty(slot.shape, dtype=compute, device=META, requires_grad=trainable)
         for unit in splitting.units
@@ -141,8 +142,8 @@ def trace(
         with host.taking() if backward and unit in offload else nullcontext():
             return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
-    attach(copied, splitting, lambda site: partial(call, site))
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
+    attach(copied, splitting, lambda site: partial(call, site))
     with torch.set_grad_enabled(backward), live:
         result = loss(copied, microbatch)
         forward, live.work = live.work, Work()
@@ -150,6 +151,16 @@ def trace(
             (result[0] if isinstance(result, tuple) else result).backward()
     made = _median(live.made)
     return Traced(live.peak_bytes, host.allocated_bytes, forward, live.work, live.products, live.attention, made)
+
+
+def _copy_on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
+    parameters = {
+        id(parameter): nn.Parameter(torch.empty(parameter.shape, dtype=compute, device=META), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    copied = copy.deepcopy(model, parameters)
+    move_buffers(copied, compute, META)
+    return copied
 
 
 def _arriving(parameter: Tensor) -> Tensor:

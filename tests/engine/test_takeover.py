@@ -1,14 +1,14 @@
-"""Code outside the module tree: closures, hooks and patched methods go with the copy, or are refused by name."""
+"""`zero.init` takes a model over: it stays the user's, trains, and is an ordinary model again after `close`."""
 
 import copy
 import itertools
+import pickle
 import threading
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import zero
+from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from zero.distributed.world import SoloWorld
-from zero.errors import ConfigError, PlanError, StaleStateError
+from zero.errors import PlanError, StaleStateError
 from zero.testing import run_ranks
 
 WIDTH, ROWS, LR, STEPS = 6, 4, 0.1, 3
@@ -62,11 +63,11 @@ def plain(build: Callable[[], nn.Module], ranks: int = 1) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def trained(build: Callable[[], nn.Module], stage: int, ranks: int = 1) -> dict[str, Tensor]:
+def trained(build: Callable[[], nn.Module], stage: int, ranks: int = 1, **settings: Any) -> dict[str, Tensor]:
     models = [build() for _ in range(ranks)]
 
     def rank_main(world: zero.World) -> dict[str, Tensor]:
-        plan = zero.Plan(models[world.rank], optimizer=zero.sgd(LR), world=world, stage=stage)
+        plan = zero.Plan(models[world.rank], optimizer=zero.sgd(LR), world=world, stage=stage, **settings)
         state = zero.init(plan, zero.open_store(plan))
         step = zero.make_step(plan, mean_square)
         for number in range(STEPS):
@@ -80,7 +81,168 @@ def plan_of(model: nn.Module, **settings: Any) -> zero.Plan:
     return zero.Plan(model, optimizer=zero.sgd(LR), world=SoloWorld(), **settings)
 
 
-# -- carried over ------------------------------------------------------------------------------------------------------
+# -- taken over and given back -----------------------------------------------------------------------------------------
+
+
+def is_ordinary(model: nn.Module) -> bool:
+    return all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_the_given_model_is_the_one_that_trains():
+    model = Small().eval()
+    classes = [type(module) for module in model.modules()]
+    parameters, buffers = list(model.parameters()), dict(model.named_buffers())
+    with SoloWorld() as world:
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world)
+        assert is_ordinary(model)
+        state = zero.init(plan, zero.open_store(plan))
+        state, _ = zero.make_step(plan, small_loss)(state, [small_batch(0, 6)])
+    assert state.model is model
+    assert not model.training
+    assert [type(module) for module in model.modules()] == classes
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+    assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
+
+
+def test_a_model_that_was_taken_over_is_rejected_with_what_to_write():
+    with SoloWorld() as world:
+        first, second = (zero.Plan(model, optimizer=zero.sgd(LR), world=world) for model in [chain()] * 2)
+        state = zero.init(first, zero.open_store(first))
+        line = r"^model: an earlier zero\.init .* Write copy\.deepcopy\(model\) before zero\.Plan to keep an original"
+        with pytest.raises(PlanError, match=line):
+            zero.Plan(state.model, optimizer=zero.sgd(LR), world=world)
+        with pytest.raises(PlanError, match=line):
+            zero.init(second, zero.open_store(second))
+        state.close()
+        zero.init(second, zero.open_store(second)).close()
+
+
+def in_bf16() -> nn.Module:
+    model = Small()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def without_values() -> nn.Module:
+    with zero.empty():
+        return Small()
+
+
+CPU = (("optimizer", "cpu"), ("param", "cpu"), ("grad", "cpu"))
+NVME = (("optimizer", "nvme"), ("param", "nvme"), ("grad", "nvme"))
+CLOSED = [
+    (1, Small, Setting(stage=0)),
+    (2, Small, Setting(stage=3, precision="bf16", offload=CPU)),
+    (2, in_bf16, Setting(stage=1, precision="bf16", update="serial")),
+    (1, in_bf16, Setting(stage=3, offload=NVME)),
+    (2, without_values, Setting(stage=2, precision="fp16")),
+    (2, without_values, Setting(stage=3, offload=NVME)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "build", "setting"), CLOSED)
+def test_a_closed_model_is_an_ordinary_one_with_the_trained_values(ranks, build, setting):
+    """In the dtype that it was given with; it computes, keeps ties and what is frozen, and can be planned again."""
+
+    def rank_main(world: zero.World) -> None:
+        with world.exclusive():
+            torch.manual_seed(0)
+            model = build()
+        hooked = model.get_parameter("head.bias")
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        trains = [parameter.requires_grad for parameter in model.parameters()]
+        seen = []
+        hooked.register_hook(lambda grad: seen.append(grad.shape))
+        plan = setting.plan(world, lambda: model)
+        state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, small_loss)
+        for number in range(2):
+            state, _ = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+        full = zero.full_state_dict(state)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        state.close()
+        state.close()
+        assert is_ordinary(model)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, full[name].to(dtypes[name])), name
+            assert parameter.dtype == dtypes[name]
+        assert [parameter.requires_grad for parameter in model.parameters()] == trains
+        assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+        assert model.head.weight is model.embed.weight
+        del seen[:]
+        small_loss(model, small_batch(0, 6))[0].backward()
+        assert len(seen) == 1
+        assert model.head.weight.grad is not None
+        with pytest.raises(StaleStateError, match=r"^this State was closed; make another one with zero\.init$"):
+            state.step  # noqa: B018
+        again = zero.init(plan, zero.open_store(plan))
+        assert all(torch.equal(zero.full_state_dict(again)[name], full[name].to(dtypes[name]).float()) for name in full)
+        again.close()
+
+    run_ranks(ranks, rank_main)
+
+
+def close_in_handler(state: zero.State) -> None:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        state.close()
+
+
+@pytest.mark.parametrize("how", ["exception", "spent", "memory", "store"])
+@pytest.mark.parametrize("build", [Small, without_values])
+def test_a_model_whose_values_cannot_be_collected_says_so_and_can_be_planned_again(build, how, monkeypatch):
+    with SoloWorld() as world:
+        model = build()
+        plan = zero.Plan(model, optimizer=zero.adamw(LR), world=world, precision="bf16", offload=zero.Offload("nvme"))
+        state = zero.init(plan, zero.open_store(plan))
+        if how == "spent":
+            state.spend()
+        if how == "memory":
+            monkeypatch.setattr("zero.engine.state.free_host_bytes", lambda: 100)
+        if how == "store":
+            state.runtime.store.close()
+        with pytest.warns(UserWarning, match=r"^the model keeps no values: .*\. Load a checkpoint, or plan it again"):
+            (close_in_handler if how == "exception" else zero.State.close)(state)
+        assert is_ordinary(model)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert model.head.weight is model.embed.weight
+        monkeypatch.undo()
+        values = Small().state_dict()
+        zero.init(plan, zero.open_store(plan), weights=values).close()
+        weights = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert all(torch.equal(parameter, values[name]) for name, parameter in weights)
+
+
+def test_closing_after_another_rank_failed_gives_an_ordinary_model_without_values():
+    models = [chain(), chain()]
+
+    def rank_main(world: zero.World) -> None:
+        plan = zero.Plan(models[world.rank], optimizer=zero.sgd(LR), world=world)
+        state = zero.init(plan, zero.open_store(plan))
+        if world.rank == 1:
+            raise ValueError("rank 1 fails")
+        with pytest.warns(UserWarning, match="the model keeps no values: .*rank 1"):
+            state.close()
+
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        run_ranks(2, rank_main)
+    assert is_ordinary(models[0])
+    assert all(parameter.is_meta for parameter in models[0].parameters())
+
+
+def test_a_module_that_trains_in_shards_is_not_copied_or_pickled():
+    with SoloWorld() as world:
+        plan = zero.Plan(chain(), optimizer=zero.sgd(LR), world=world)
+        state = zero.init(plan, zero.open_store(plan))
+        for call in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(zero.ZeroError, match="that trains in shards cannot be copied or pickled"):
+                call(state.model.layers[0])
+        state.close()
+        assert isinstance(copy.deepcopy(plan.model), Chain)
+
+
+# -- what a model may hold ---------------------------------------------------------------------------------------------
 
 
 def doubled() -> nn.Module:
@@ -136,174 +298,31 @@ def with_a_buffer() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("build", [doubled, patched, borrowed, by_default, with_a_buffer])
-def test_functions_of_the_model_reach_the_copy(build, stage):
-    expected, model = plain(build), build()
-    before = copy.deepcopy(model.state_dict())
-    torch.testing.assert_close(trained(build, stage), {k: v for k, v in expected.items() if k != "scale"})
-    plan = plan_of(model, stage=stage)
-    zero.init(plan, zero.open_store(plan))
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
-class Pair(NamedTuple):
-    number: int
-    function: Callable[[Tensor], Tensor]
-
-
-HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "list": (lambda f: [f], lambda held: held[0]),
-    "deque": (lambda f: deque([f]), lambda held: held[0]),
-    "dict": (lambda f: {"f": f}, lambda held: held["f"]),
-    "tuple": (lambda f: (1, f), lambda held: held[1]),
-    "named tuple": (partial(Pair, 1), lambda held: held.function),
-    "set": (lambda f: {f}, lambda held: next(iter(held))),
-    "frozen set": (lambda f: frozenset([f]), lambda held: next(iter(held))),
-    "partial": (lambda f: partial(f), lambda held: held.func),
-    "argument": (lambda f: partial(map, f), lambda held: held.args[0]),
-    "object": (lambda f: types.SimpleNamespace(f=[f]), lambda held: held.f[0]),
-    "attribute": (lambda f: setattr(f, "own", (f,)) or f, lambda held: held.own[0]),
-}
-"""Makes a value that holds a function, and gets the function from it."""
-
-
-@pytest.mark.parametrize("kind", HOLDERS)
-def test_a_function_reaches_the_copy_whatever_holds_it(kind):
-    put, take = HOLDERS[kind]
-
-    def holding() -> nn.Module:
-        model = chain()
-        other = model.layers[2]
-        model.layers[1].held = put(lambda x: other(x))
-        model.layers[1].again = model.layers[1].held
-        model.layers[1].register_forward_hook(lambda module, args, output: output + take(module.again)(args[0]))
-        return model
-
-    torch.testing.assert_close(trained(holding, 0), plain(holding))
-    model = holding()
-    function = take(model.layers[1].held)
-    plan = plan_of(model)
-    zero.init(plan, zero.open_store(plan))
-    assert take(model.layers[1].held) is take(model.layers[1].again) is function
-
-
-class StaysItself(types.SimpleNamespace):
-    def __deepcopy__(self, memo: Any) -> "StaysItself":
-        return self
-
-
-def test_what_the_model_shares_with_its_copy_is_not_changed():
-    model = chain()
-    other = model.layers[2]
-    model.layers[1].shared = StaysItself(functions=[lambda: other])
-    (function,) = model.layers[1].shared.functions
-    plan = plan_of(model)
-    state = zero.init(plan, zero.open_store(plan))
-    assert state.model.layers[1].shared is model.layers[1].shared
-    assert model.layers[1].shared.functions == [function]
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def hook(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.seen.append(output.abs().sum().item())
-
-
-def test_a_hook_that_records_goes_on_recording_where_its_owner_looks():
-    model, recorder, seen, count = chain(), Recorder(), [], 0
-
-    def counting(module: nn.Module, args: Any, output: Tensor) -> None:
-        nonlocal count
-        count += model.layers[0] is not None
-
-    model.layers[0].register_forward_hook(recorder.hook)
-    model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.sum().item()))
-    model.layers[2].register_forward_hook(counting)
-    plan = plan_of(model)
-    state = zero.init(plan, zero.open_store(plan))
-    zero.make_step(plan, mean_square)(state, [batch_of(0)])
-    assert len(recorder.seen) == len(seen) == count == 1
-
-
-# -- refused by name ---------------------------------------------------------------------------------------------------
-
 MODEL: Any = None
 """What a script has as a global."""
 
 
-def with_the_global(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output + MODEL.layers[0](args[0])
-
-
-def helped(x: Tensor) -> Tensor:
-    return MODEL.layers[0](x)
-
-
-class ReadsAGlobal(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + helped(x)
-
-
-class HasAMethodOfThatName(Chain):
-    """An attribute that is called as the global is no global."""
-
-    @property
-    def MODEL(self) -> nn.Module:
-        return self.layers[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.MODEL(x)
-
-
-def reads_a_global(make: Callable[[], nn.Module]) -> nn.Module:
+def with_a_global() -> nn.Module:
     global MODEL
-    MODEL = make()
+    MODEL = chain()
+    MODEL.layers[1].register_forward_hook(lambda module, args, output: output + MODEL.layers[0](args[0]))
     return MODEL
 
 
-def hooked_with_a_global() -> nn.Module:
-    model = reads_a_global(chain)
-    model.layers[1].register_forward_hook(with_the_global)
-    return model
-
-
-def with_a_class_attribute() -> nn.Module:
-    class Own(Chain):
-        shared: nn.Module
-
-    model = Own()
-    Own.shared = model.layers[0]
-    return model
-
-
-def with_a_class_in_a_closure() -> nn.Module:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) + model.layers[0](x)
-
+def uncopyable() -> nn.Module:
+    """A weak reference to itself, a lock, and a tensor with a history."""
     model = chain()
-    model.layers.append(Own())
+    model.layers[1].parent, model.layers[1].guard = weakref.ref(model), threading.Lock()
+    model.layers[1].last = model.layers[1][0].weight * 2
+    model.layers[1].register_forward_hook(lambda module, args, output: output + module.parent().layers[0](args[0]))
     return model
 
 
-def with_a_weak_reference() -> nn.Module:
-    model = chain()
-    model.layers[1].parent = weakref.ref(model)
-    return model
-
-
-def with_a_method_inside() -> nn.Module:
-    model = chain()
-    old = model.layers[1].forward
-    model.layers[1].forward = partial(types.MethodType(lambda self, x: 2 * old(x), model.layers[1]))
-    return model
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("build", [doubled, patched, borrowed, by_default, with_a_buffer, with_a_global, uncopyable])
+def test_functions_of_the_model_compute_with_what_trains(build, stage):
+    expected = plain(build)
+    torch.testing.assert_close(trained(build, stage), {k: v for k, v in expected.items() if k != "scale"})
 
 
 def one_memory() -> nn.Module:
@@ -324,12 +343,6 @@ def an_attribute_in_a_parameter() -> nn.Module:
     return model
 
 
-def with_a_history() -> nn.Module:
-    model = chain()
-    model.layers[1].last = model.layers[1][0].weight * 2
-    return model
-
-
 def lazy() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
 
@@ -338,84 +351,25 @@ def scripted() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), torch.jit.trace(nn.Linear(3, 3), torch.zeros(1, 3)))
 
 
-class CopiesItself(nn.Linear):
-    def __deepcopy__(self, memo: Any) -> "CopiesItself":
-        return CopiesItself(self.in_features, self.out_features)
-
-
-def copying_itself() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), CopiesItself(3, 3))
-
-
-def with_a_lock() -> nn.Module:
-    model = chain()
-    model.layers[1].guard = threading.Lock()
-    return model
-
-
 def compiled() -> nn.Module:
     return torch.compile(chain(), backend="eager")
 
 
 REFUSED = [
     (compiled, r"model is what torch\.compile made of one: pass the model itself"),
-    (hooked_with_a_global, r"with_the_global, which runs in layers\.1, reads the global MODEL: the model"),
-    (partial(reads_a_global, ReadsAGlobal), r"helped, which runs in ReadsAGlobal, reads the global MODEL: the model"),
-    (with_a_class_attribute, r"Own\.shared is the module layers\.0, held by the class"),
-    (with_a_class_in_a_closure, r"Own\.forward, which runs in layers\.3, .* reaches the model through its closure"),
-    (with_a_weak_reference, r"parent of layers\.1 is a weak reference to the model"),
-    (with_a_method_inside, r"forward of layers\.1 is a method whose function reaches the model inside something else"),
     (one_memory, r"layers\.2\.0\.weight and layers\.0\.0\.weight are two tensors in the same memory"),
     (a_buffer_in_a_parameter, r"layers\.0\.0\.weight and first_row are two tensors in the same memory"),
     (an_attribute_in_a_parameter, r"layers\.1\.0\.weight and layers\.1\.seen are two tensors in the same memory"),
-    (with_a_history, r"layers\.1\.last, Tensor, cannot be copied, .*Only Tensors created explicitly by the user"),
     (lazy, r"1 is a LazyLinear whose sizes are not known yet; run one batch"),
     (scripted, r"1 is a TopLevelTracedModule: compiled code that keeps its own parameters"),
-    (copying_itself, r"CopiesItself has a __deepcopy__ of its own that makes another 1\.weight"),
-    (with_a_lock, r"layers\.1\.guard, lock, cannot be copied, .*cannot pickle '_thread\.lock' object"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Lazy modules:UserWarning")
-@pytest.mark.parametrize(("build", "words"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
-def test_what_a_copy_could_not_have_is_refused_when_the_plan_is_made(build, words):
+@pytest.mark.parametrize(("build", "words"), REFUSED, ids=[build.__name__ for build, _ in REFUSED])
+def test_a_model_that_cannot_be_taken_over_is_rejected_when_the_plan_is_made(build, words):
     with pytest.raises(PlanError, match=words):
         plan_of(build())
-
-
-@pytest.mark.parametrize("build", [partial(reads_a_global, HasAMethodOfThatName), partial(reads_a_global, chain)])
-def test_a_global_that_is_not_read_is_no_reason_to_refuse(build):
-    plan_of(build())
-
-
-def test_parameters_that_lie_between_each_other_in_memory_are_two():
-    memory = torch.randn(WIDTH, 2 * WIDTH)
-    model = chain()
-    model.layers[0][0].weight = nn.Parameter(memory[:, :WIDTH])
-    model.layers[1][0].weight = nn.Parameter(memory[:, WIDTH:])
-    plan_of(model)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_gradient_at_the_original_is_noticed(stage):
-    model = chain()
-
-    def loss(copied: nn.Module, x: Tensor) -> Tensor:
-        return mean_square(copied, x) + 0.1 * model.layers[0][0].weight.square().sum()
-
-    def distilled(copied: nn.Module, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = model(x)
-        return (copied(x) - wanted).square().mean()
-
-    plan = plan_of(model, stage=stage)
-    state = zero.init(plan, zero.open_store(plan))
-    mean_square(model, batch_of(0)).backward()  # of no step
-    for _ in range(2):  # a first gradient, and one that is added to it
-        with pytest.raises(ConfigError, match="a gradient arrived at the model that was given"):
-            zero.make_step(plan, loss)(state, [batch_of(0)])
-    state, _ = zero.make_step(plan, distilled)(state, [batch_of(0)])
-    assert state.step == 1
 
 
 # -- hooks of parameters -----------------------------------------------------------------------------------------------
@@ -495,7 +449,7 @@ def test_hooks_see_a_microbatchs_share_of_the_step(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_hook_may_be_put_on_the_copy_and_taken_away(stage):
+def test_a_hook_may_be_put_on_a_model_that_trains_and_taken_away(stage):
     plan, seen = plan_of(chain(), stage=stage), []
     state = zero.init(plan, zero.open_store(plan))
     step = zero.make_step(plan, mean_square)
@@ -545,42 +499,35 @@ def test_weights_that_a_hook_of_the_old_kind_makes_train(build, stage):
     torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=1e-5, atol=1e-6)
 
 
-# -- writes that no reading of the code finds --------------------------------------------------------------------------
+# -- writes into parameters --------------------------------------------------------------------------------------------
 
 
-class Keeper:
-    def bound(self, weight: Tensor) -> None:
-        weight.data.clamp_(-0.01, 0.01)
+class Writes(nn.Linear):
+    """In its second call it writes past torch's count of versions."""
 
-
-HELPERS = types.SimpleNamespace(bound=Keeper().bound)
-
-
-class WritesByAnother(nn.Linear):
-    def __init__(self, how: Callable[["WritesByAnother"], Any]) -> None:
+    def __init__(self, write: Callable[[nn.Parameter], Any]) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.how, self.keeper = (how,), Keeper()
+        self.write, self.calls = (write,), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.how[0](self)
+        self.calls += 1
+        if self.calls == 2:
+            self.write[0](self.weight)
         return super().forward(x)
 
 
-WRITERS: list[Callable[[WritesByAnother], Any]] = [
-    lambda module: module.keeper.bound(module.weight),
-    lambda module: HELPERS.bound(module.weight),
-    lambda module: list(map(HELPERS.bound, [module.weight])),
-    lambda module: setattr(module.weight, "data", module.weight.clone()[:, :].mul(0.5)),
-    lambda module: torch.from_dlpack(module.weight.detach()).mul_(0.9),
+WRITES: list[Callable[[nn.Parameter], Any]] = [
+    lambda weight: weight.data.clamp_(-0.01, 0.01),
+    lambda weight: torch.from_dlpack(weight.detach()).mul_(0.9),
 ]
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("how", WRITERS)
-def test_a_write_by_whatever_calls_is_refused_the_first_time(how, stage):
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_check_writes_names_a_parameter_that_a_forward_writes_to(stage, write):
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), WritesByAnother(how))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Writes(write))
 
-    with pytest.raises(StaleStateError, match=r"weight of 1 was written to in place"):
-        trained(build, stage, 2)
+    with pytest.raises(StaleStateError, match=r"^parameter 1\.weight was written to in place by a forward"):
+        trained(build, stage, 2, check_writes=True)

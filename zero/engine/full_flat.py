@@ -1,0 +1,86 @@
+"""Gather one unit's full parameters, or moments, from where the ranks keep them."""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zero.core.layout import Layout
+from zero.engine.runtime import Runtime
+from zero.engine.transfer import load
+from zero.engine.unit import UnitSpec
+from zero.engine.unit_state import UnitState
+from zero.store import Page
+
+
+def full_parameters(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter's name and full value, fp32 on the CPU, one at a time. Collective."""
+    names = set(runtime.plan.splitting.names)
+    return full_tensors(runtime, "param", names, partial(full_flat, runtime))
+
+
+def full_tensors(
+    runtime: Runtime, kind: str, names: Collection[str], flat_of: Callable[[UnitState, Layout, str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the full value of each tensor in `names`, one unit at a time. Collective."""
+    for unit in runtime.units:
+        for layout in layouts_of(unit.spec, kind):
+            slots = [slot for slot in layout.slots if slot.name in names]
+            if slots:
+                flat = flat_of(unit, layout, kind)
+                for slot in slots:
+                    yield slot.name, slot.of(flat).clone()
+
+
+def layouts_of(unit: UnitSpec, kind: str) -> tuple[Layout, ...]:
+    """Return the flats that hold this kind: frozen parameters have neither gradients nor moments."""
+    return unit.layouts if kind in ("param", "compute") else (unit.trainable,)
+
+
+@torch.no_grad()
+def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> Tensor:
+    """(P,) fp32 on the CPU, in memory of its own. Collective.
+
+    Args:
+        kind: "param", "compute" or a moment.
+    """
+    plan, split = runtime.plan, unit.spec.trainable.P
+    runtime.updater.apply_deferred(unit)
+    if kind in plan.optimizer.moments:
+        form = plan.optimizer.form(kind)
+        kept = updated_range(runtime, unit, kind, form.dtype)
+        return gather_flat(runtime, unit, form.values_of(kept), kind).to("cpu", torch.float32)
+    if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
+        return gather_flat(runtime, unit, _master(runtime, unit), "master").cpu()
+    full = runtime.gatherer.residency.materialise(unit)
+    part = full[:split] if layout is unit.spec.trainable else full[split:]
+    return part.to("cpu", torch.float32, copy=True)
+
+
+def _master(runtime: Runtime, unit: UnitState) -> Tensor:
+    """Read the range of the master that this rank updates, where the parameters are not the master themselves."""
+    plan, master = runtime.plan, runtime.plan.precision.master
+    params = unit.own_params(full_update=plan.full_update)
+    if params is None:
+        params = updated_range(runtime, unit, "param", plan.precision.compute)
+    return master.of(params, updated_range(runtime, unit, str(master.kind), master.dtype))
+
+
+def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dtype) -> Tensor:
+    """Read what this rank updates of one kind from its pages, in the form that they have."""
+    plan, numel = runtime.plan, partial(runtime.plan.kept.numel, kind)
+    values = torch.zeros(numel(plan.update_numel(unit.spec)), dtype=dtype, device=plan.world.device)
+    for number, (start, stop) in enumerate(plan.cut(plan.update_numel(unit.spec))):
+        page = Page(unit.index, kind, number)
+        load(runtime.store, plan.world.compute, page, values[numel(start) : numel(stop)]).wait()
+    return values
+
+
+def gather_flat(runtime: Runtime, unit: UnitState, updated: Tensor, kind: str) -> Tensor:
+    """Gather the full flat from what each rank updates. Collective."""
+    if updated.numel() == unit.spec.trainable.P:
+        return updated
+    full = updated.new_zeros(unit.spec.trainable.P)
+    runtime.routes.gather(updated, full, what=f"{kind} of {unit.spec.name}").wait()
+    return full

@@ -1,8 +1,8 @@
-"""What fills a gathered buffer: the shards of all ranks, from memory or from the store.
+"""Fill a gathered buffer with the shards of all ranks, from memory or from the store.
 
-Every rank starts the same collectives in the same order. Where a disk has to be waited for, or an update by the
-store's threads, a gather starts when the buffer is first waited for, which is the same moment for all ranks;
-otherwise it starts when the buffer is requested. Either way it runs beside what computes.
+Every rank starts the same collectives in the same order. A gather that needs a read from a disk, or an update by the
+store's threads, starts when the buffer is first waited for, which is the same call on all ranks; otherwise it starts
+when the buffer is requested. Either way it runs beside compute.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from zero.platform.device import PASSED, Device
 from zero.store import Page, PageKind, PrefetchStore, Ticket
 
 Fetch = Callable[[UnitState, Tensor, Sequence[Ticket], bool], Sequence[Handle]]
-"""(unit, its buffer, tickets of its update, whether the host may have to wait for them) to what to wait for."""
+"""(unit, its buffer, tickets of its update, whether they may not have ended) to handles to wait for."""
 
 
 def gathering(routes: Routes) -> Fetch:
-    """Fill a buffer (trainable P + frozen P,) with the shards that all ranks hold in memory, or those of this node."""
+    """Return a Fetch of shards in device memory; a buffer is (trainable P + frozen P,)."""
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
         split = unit.spec.trainable.P
@@ -39,7 +39,7 @@ def gathering(routes: Routes) -> Fetch:
 
 
 def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
-    """Fill a buffer with the shards that all ranks hold on disk; this rank's range is read at once, page by page."""
+    """Return a Fetch of shards on disks; the read of this rank's pages starts at once."""
     device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
@@ -64,10 +64,7 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 
 def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
-    """Fill a buffer with the shards that all ranks hold in host memory, which the device itself copies from.
-
-    A rank's own range is one copy where its pages lie back to back.
-    """
+    """Return a Fetch of shards in host memory, which the device copies from: adjacent pages in one copy."""
     device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
@@ -82,16 +79,16 @@ def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
                 return []
             return [shard.gather()]
 
-        found: list[Handle] = []
+        handles: list[Handle] = []
         for shard in _paged_shards(plan, routes, unit, full):
-            found += [_Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
-        return found
+            handles += [_Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
+        return handles
 
     return fetch
 
 
 class _PagedShard(NamedTuple):
-    """The pages of this rank's range of a flat, the memory that they are read into, and what starts to gather it."""
+    """This rank's range of a flat: its pages, the memory that they are read into, and a function that gathers it."""
 
     pages: list[Page]
     own_S: Tensor
@@ -104,24 +101,24 @@ def _paged_shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> 
         (PageKind.PARAM, unit.spec.trainable, full[:split]),
         (PageKind.FROZEN, unit.spec.frozen, full[split:]),
     )
-    found = []
+    shards = []
     for number, (kind, layout, full_P) in enumerate(parts):
         pages = [Page(unit.index, kind, n) for n in range(len(plan.cut(layout.S)))]
         start, stop = layout.shard(plan.rank)
         own_S = full_P[start:stop]
         if layout.S:
-            found.append(_PagedShard(pages, own_S, _gather(routes, unit, number, own_S, full_P)))
-    return found
+            shards.append(_PagedShard(pages, own_S, _gather(routes, unit, number, own_S, full_P)))
+    return shards
 
 
 def _gather(routes: Routes, unit: UnitState, number: int, own_S: Tensor, full_P: Tensor) -> Callable[[], Handle]:
-    """What starts to gather the unit as it is now: flat 0 is the trainable one, 1 the frozen one."""
+    """Return a function that gathers the unit as it is now: flat 0 is the trainable one, 1 the frozen one."""
     secondary, current = unit.secondary[number], unit.secondary_versions[number] == unit.versions[number]
     return partial(routes.gather, own_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
 
 
 class _Later:
-    """What starts when it is first waited for, and then runs beside what was enqueued since it was requested."""
+    """A gather that starts when it is first waited for, beside what was enqueued since it was requested."""
 
     def __init__(self, device: Device, start: Callable[[], Sequence[Handle]]) -> None:
         self._device, self._start = device, start
@@ -130,7 +127,7 @@ class _Later:
 
     def wait(self) -> None:
         if self._started is None:
-            with self._device.aside("gather", after=PASSED) as self._ready:  # which requested it
+            with self._device.aside("gather", after=PASSED) as self._ready:  # it was requested on that stream
                 self._started = self._start()
         for handle in self._started:
             handle.wait()

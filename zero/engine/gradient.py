@@ -1,19 +1,19 @@
-"""Where a unit's gradient is between backward and its update.
+"""Keep each unit's gradient from backward until its update, in memory of its own or in pages of the store.
 
-Usually in memory of its own. Where gradients are offloaded it is in a borrowed buffer while it changes, and in pages of
-the store otherwise: `open` borrows a buffer, `park` writes the pages and lets it go when they are written.
+Where gradients are offloaded, a unit's gradient is in a borrowed buffer while it changes: `open` borrows a buffer,
+`park` writes the pages and frees the buffer when they are written.
 
-On a GPU gradients travel on streams of their own, beside what computes:
+On a GPU gradients are copied on streams of their own, beside compute:
 
-    out    after what was enqueued on the current stream; who takes the buffer next, or reads the pages, waits for it
-    in     after the last time out, and as soon as the buffer is free; the current stream waits for it
+    out    after what was enqueued on the current stream; the next user of the buffer, or reader of pages, waits for it
+    in     after the last copy out, and as soon as the buffer is free; the current stream waits for it
 
-What the first of several microbatches made is one gradient, which loses nothing in the dtype of compute. So it travels
-in that, to a disk in pages of its own; whoever adds to it, or needs it for the update, gets it in fp32. Once ranks have
-added up a whole flat, the pages of what this rank updates are all that travels.
+The gradient of the first of several microbatches loses nothing in the dtype of compute. So it is copied in that, to a
+disk in pages of its own; `open` returns it in fp32 for adding and for the update. Once ranks have added up a whole
+flat, only the pages that this rank updates are copied.
 
-A page in host memory counts as written in the store once its copy is enqueued, so whoever reads one has to wait for
-`left` first. A page of a disk is written by a thread of the store, which keeps the order itself.
+A page in host memory counts as written in the store once its copy is enqueued, so a reader has to wait for `left`
+first. A page of a disk is written by a thread of the store, which keeps the order itself.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ class Gradients:
 
     Attributes:
         scarce: buffers are few, so a gradient must not stay open while others arrive.
-        overflowed: how often there was one more than the plan counts.
+        overflowed: the number of buffers that were made beyond the plan's.
     """
 
     scarce = False
@@ -45,56 +45,42 @@ class Gradients:
 
     @property
     def allocated_bytes(self) -> int:
-        """Of buffers that no unit owns, between steps."""
+        """Bytes of the borrowed buffers, between steps."""
         return 0
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
-        """`unit.grad`, to be changed.
+        """Return `unit.grad`, to be changed.
 
         Args:
-            fresh: what it holds does not matter; otherwise it is the sum so far.
-            held: the sum over ranks of what this rank updates will arrive in it on its own, so it stays open until
-                `park`; what else it holds is not needed any more.
-            sums: in the dtype of sums; without, in that of one gradient where it holds no sum yet.
+            fresh: its content does not matter; otherwise it is the sum so far.
+            held: a reduction writes into it, so it stays open until `park`; outside of the range that this rank updates
+                its content is not needed any more.
+            sums: return it in the dtype of sums; otherwise in that of one gradient where it holds no sum yet.
         """
         assert unit.grad is not None
         unit.await_grad_readers()
         return unit.grad
 
     def park(self, unit: UnitState) -> None:
-        """`unit.grad` is not needed for a while."""
+        """Close `unit.grad`; nothing changes it until the next `open`."""
 
     def left(self, unit: UnitState) -> Event:
-        """Passed when what was parked last is in its pages: for whoever reads it there."""
+        """Return an event that passes when the gradient that was parked last is in its pages."""
         return PASSED
 
     def reset(self) -> None:
-        """Forget what was summed up so far: after an exception, or because it is dropped."""
+        """Drop all gradients."""
 
 
 class _Buffer(NamedTuple):
-    """What a gradient is in while it changes; what it held before is not needed once `free` has passed."""
+    """Memory for a gradient that changes; it may be overwritten once `free` has passed."""
 
     flat: Tensor
     free: Event
 
 
-class _Opened(NamedTuple):
-    """A unit whose gradient is in a buffer."""
-
-    unit: UnitState
-    flat: Tensor
-
-
-class _Leaving(NamedTuple):
-    """A buffer whose pages are being written."""
-
-    buffer: _Buffer
-    tickets: list[Ticket]
-
-
 class PagedGradients(Gradients):
-    """Gradients in pages of the store, and few buffers."""
+    """Gradients in pages of the store, and in a few buffers while they change."""
 
     scarce = True
 
@@ -102,17 +88,17 @@ class PagedGradients(Gradients):
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
         self._counts = plan.grad_buffer_counts()
         self._free = {numel: [self._buffer(numel) for _ in range(n)] for numel, n in self._counts.items()}
-        self._open: dict[int, _Opened] = {}
+        self._open: dict[int, tuple[UnitState, Tensor]] = {}  # by unit, with the whole buffer
         self._single: set[int] = set()  # units whose gradient is one microbatch's, in the dtype of compute
         self._held: set[int] = set()
-        self._reduced: set[int] = set()  # units whose gradient is the sum over ranks, of what this rank updates
-        self._leaving: deque[_Leaving] = deque()
+        self._reduced: set[int] = set()  # units of which only the range that this rank updates is needed
+        self._leaving: deque[tuple[_Buffer, list[Ticket]]] = deque()  # with those of the writes of its pages
         self._left: dict[int, Event] = {}  # by unit
         self._coming: list[Ticket] = []
 
     @property
     def allocated_bytes(self) -> int:
-        leaving = [one.buffer for one in self._leaving]
+        leaving = [buffer for buffer, _ in self._leaving]
         return sum(buffer.flat.nbytes for buffers in (*self._free.values(), leaving) for buffer in buffers)
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
@@ -128,7 +114,7 @@ class PagedGradients(Gradients):
                 self._single.discard(unit.index)
             dtype = self._plan.first_grad_dtype if unit.index in self._single else self._plan.grad_dtype
             buffer = self._take(self._plan.grad_numel(unit.spec))
-            self._open[unit.index] = _Opened(unit, buffer.flat)  # first: `reset` finds it here after an interrupt
+            self._open[unit.index] = unit, buffer.flat  # first: `reset` finds it here after an interrupt
             unit.grad = buffer.flat.view(dtype)[: buffer.flat.numel()]
             if fresh:
                 with self._tape.stream_standing("page out", unit.spec.name):
@@ -137,7 +123,7 @@ class PagedGradients(Gradients):
                 self._bring_back(unit, buffer)
         if sums and unit.index in self._single:
             self._single.discard(unit.index)
-            unit.grad = _widened(self._open[unit.index].flat, unit.grad)
+            unit.grad = _widened(self._open[unit.index][1], unit.grad)
         if held:
             self._held.add(unit.index)
         return unit.grad
@@ -148,10 +134,10 @@ class PagedGradients(Gradients):
         with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
             tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
         unit.grad = None
-        buffer = _Buffer(self._open.pop(unit.index).flat, left)
+        _, flat = self._open.pop(unit.index)
         self._held.discard(unit.index)
         self._left[unit.index] = left
-        self._leaving.append(_Leaving(buffer, tickets))
+        self._leaving.append((_Buffer(flat, left), tickets))
 
     def left(self, unit: UnitState) -> Event:
         return self._left.get(unit.index, PASSED)
@@ -165,13 +151,11 @@ class PagedGradients(Gradients):
         for unit, flat in self._open.values():
             self._give_back(_Buffer(flat, free))
             unit.grad = None
-        self._open.clear()
-        self._single.clear()
-        self._held.clear()
-        self._reduced.clear()
+        for by_unit in (self._open, self._single, self._held, self._reduced):
+            by_unit.clear()
 
     def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
-        """Load the pages of `unit`, beside what was computed since the buffer got free."""
+        """Load the pages of `unit`, beside what is computed since the buffer became free."""
         with self._device.aside("gradients in", after=buffer.free) as loaded:
             self.left(unit).wait()
             with self._tape.streaming("page in", unit.spec.name):
@@ -187,7 +171,7 @@ class PagedGradients(Gradients):
             self._coming.pop()
 
     def _take(self, numel: int) -> _Buffer:
-        """One of this size, to be used once it is free."""
+        """Return a buffer of this size, to be used once it is free."""
         while not self._free[numel]:
             if self._leaving:
                 self._finish_oldest()
@@ -197,7 +181,7 @@ class PagedGradients(Gradients):
             if oldest is None:
                 self.overflowed += 1
                 return self._buffer(numel)
-            self.park(oldest)  # many units at once, as in a stack that is looped over: it comes back
+            self.park(oldest)  # many are open at once, as in a stack that is looped over: it comes back
         return self._free[numel].pop()
 
     def _buffer(self, numel: int) -> _Buffer:
@@ -205,10 +189,10 @@ class PagedGradients(Gradients):
         return _Buffer(flat, self._device.mark())
 
     def _finish_oldest(self) -> None:
-        """Its pages are written, or their copies are enqueued."""
-        for ticket in self._leaving[0].tickets:
+        """Wait until its pages are written, or their copies enqueued."""
+        for ticket in self._leaving[0][1]:
             ticket.wait()
-        self._give_back(self._leaving.popleft().buffer)
+        self._give_back(self._leaving.popleft()[0])
 
     def _give_back(self, buffer: _Buffer) -> None:
         free = self._free[buffer.flat.numel()]
@@ -229,9 +213,9 @@ class PagedGradients(Gradients):
 
 
 def _widened(flat: Tensor, narrow: Tensor) -> Tensor:
-    """`flat`, (n,), with the values of `narrow`, (n,) of half its size, which lies in its first half.
+    """Return `flat`, (n,), with the values of `narrow`, (n,) of a dtype half as wide in the first half of its memory.
 
-    From the end, half of what is left at a time: those elements' new places hold nothing that is still needed.
+    From the end, half of what is left at a time: their new places hold nothing that is still needed.
     """
     stop = flat.numel()
     while stop > 1:

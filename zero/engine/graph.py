@@ -1,4 +1,4 @@
-"""What a unit adds to autograd's graph, to hear when backward wants its parameters and to take their gradients.
+"""Nodes of autograd's graph that tell when backward has all gradients of a unit's call, and take them.
 
 `Gather` is one node from a unit to all its parameters. An `Arrive` for each of them takes the gradient out of autograd
 as soon as it is complete. A `Reach` has backward pass through a unit whose parameters took no part in its outputs.
@@ -20,27 +20,27 @@ from zero.engine.unit_state import UnitState
 from zero.errors import StaleStateError
 
 RUN_FIRST = 2**62
-"""Autograd runs what it can in the order of sequence numbers, largest first. Counted numbers do not come this far."""
+"""Above every counted sequence number: of the nodes that can run, autograd runs the one with the largest first."""
 
 
 class Listener(Protocol):
-    """Who hears of what passes through a unit in backward."""
+    """The receiver of a unit's gradients."""
 
     def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
-        """The gradient of one parameter is complete."""
+        """Take the complete gradient of one parameter."""
 
     def returned(self, unit: UnitState, *, counted: bool) -> None:
-        """All gradients of one call have been delivered."""
+        """Note that all gradients of one call have been delivered."""
 
 
 class Gather(torch.autograd.Function):
-    """From a unit to its parameters: its backward runs when all gradients of the call have arrived."""
+    """A node from a unit to its parameters, whose backward runs when all gradients of the call have arrived."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, gatherer: Listener, unit: UnitState, flat: Tensor, counted: bool
     ) -> tuple[Tensor, ...]:
-        """`anchor` only makes autograd record the call; the parameters are views of `flat`."""
+        """Return the parameters as views of `flat`; `anchor` has autograd record the call."""
         ctx.set_materialize_grads(False)
         ctx.gatherer, ctx.unit, ctx.counted = gatherer, unit, counted
         return views(unit.spec.trainable, flat)
@@ -52,7 +52,7 @@ class Gather(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
-    """The identity of one parameter: in its backward the gradient leaves autograd, as soon as it is complete."""
+    """The identity of one parameter, whose backward delivers the gradient as soon as it is complete."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, gatherer: Listener, unit: UnitState, slot: int) -> Tensor:
@@ -69,7 +69,7 @@ class Arrive(torch.autograd.Function):
 
 
 class Reach(torch.autograd.Function):
-    """The identity, with an edge to a unit's `Gather`: backward passes through the unit whatever it computed."""
+    """The identity with an edge to a unit's `Gather`, so that backward passes through the unit."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Reach(torch.autograd.Function):
 
 
 def views(layout: Layout, flat: Tensor, start: int = 0) -> tuple[Tensor, ...]:
-    """The layout's parameters as views of `flat`, whose element `start` is the layout's first."""
+    """Return the layout's parameters as views of `flat`, whose element `start` is the layout's first."""
     return tuple(layout.views(flat[start : start + layout.P]).values())
 
 
@@ -92,20 +92,23 @@ def nodes_of(values: Any) -> set[Any]:
 
 
 def check_same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -> None:
-    """Refuse a graph that was made with other parameters than there are now: (unit, version) of each."""
+    """Raise StaleStateError if a graph was made with other parameters: (unit, version) of each."""
     for unit, version in made_with:
         if unit.version != version or unit.deferred is not None:
             raise StaleStateError(
-                f"the parameters of {unit.spec.name} changed between this graph's forward and its backward; "
-                "call backward before the next step"
+                f"the parameters of {unit.spec.name} changed between this graph's forward and its backward. "
+                "Call backward before the next step."
             )
 
 
 def reaching(outputs: Any, parameters: Iterable[Tensor], known: set[Any]) -> Any:
-    """`outputs`, made to depend on every `Gather` that made `parameters`.
+    """Return `outputs`, made to depend on every `Gather` that made `parameters`.
 
     A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must pass
-    here all the same, or its collectives would differ from theirs. `known` are the nodes that made the inputs.
+    here too, or its collectives would differ from theirs.
+
+    Args:
+        known: the nodes that made the inputs; the search stops at them.
     """
     wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
     tensors = [t for t in tensors_in(outputs) if t.is_floating_point()]
@@ -126,20 +129,20 @@ def reaching(outputs: Any, parameters: Iterable[Tensor], known: set[Any]) -> Any
 
 @contextmanager
 def beneath_transforms() -> Iterator[bool]:
-    """Step outside of the `torch.func` transforms under way; yields whether there are any."""
+    """Step outside of the `torch.func` transforms under way; yield whether there are any."""
     functorch = torch._C._functorch
     around = functorch.get_interpreter_stack() or ()
     if not around:
         yield False
         return
-    grads = [one for one in around if one.key() == functorch.TransformType.Grad]  # each switches gradients on inside
-    enabled = torch.is_grad_enabled() and all(functorch.CGradInterpreterPtr(one).prevGradMode() for one in grads)
+    grads = [layer for layer in around if layer.key() == functorch.TransformType.Grad]  # each enables gradients inside
+    enabled = torch.is_grad_enabled() and all(functorch.CGradInterpreterPtr(layer).prevGradMode() for layer in grads)
     with temporarily_clear_interpreter_stack(), torch.set_grad_enabled(enabled):
         yield True
 
 
 def untransformed(tensor: Tensor) -> Tensor:
-    """The tensor that `torch.func` transforms have wrapped."""
+    """Return the tensor that `torch.func` transforms have wrapped."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

@@ -8,9 +8,9 @@ from zero.engine.state import State
 
 
 def measured(state: State) -> dict[str, dict[str, int]]:
-    """Tier to kind to bytes on this rank, between two steps, when no temporary buffer exists.
+    """Return tier to kind to bytes on this rank, between two steps, when no temporary buffer exists.
 
-    Kinds are those of `Plan.bytes`, but for the disk's: all that is there is `file`.
+    Kinds are those of `Plan.bytes`, but a disk has only `file`.
     """
     parts = state.runtime
     plan, store = parts.plan, parts.store
@@ -33,11 +33,10 @@ def measured(state: State) -> dict[str, dict[str, int]]:
             in_memory_bytes += view.nbytes
             held[plan.tier(page)][plan.kind(page)] += view.nbytes
     held["nvme"]["file"] += store.allocated_bytes - in_memory_bytes
-    found = {tier: {kind: nbytes for kind, nbytes in kinds.items() if nbytes} for tier, kinds in held.items()}
-    return {tier: kinds for tier, kinds in found.items() if kinds}
+    return {tier: dict(+kinds) for tier, kinds in held.items() if +kinds}
 
 
 def _distinct_bytes(tensors: list[Tensor | None]) -> int:
-    """Of the memory behind them, each piece once: a shard may be a view of a resident unit."""
+    """Sum the bytes of the tensors' storages, each once: a shard may be a view of a resident unit."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())

@@ -1,15 +1,15 @@
-"""A fixed set of buffers that units are gathered into, taken and let go: peak memory is known before the first step.
+"""A fixed set of buffers that units are gathered into: peak memory is known before the first step.
 
-Buffers come in sizes, one per distinct unit size. Which unit takes which buffer depends only on the order of calls, so
-every rank decides alike. No rank ever waits for a buffer, because the thread that would wait is the one that would free
-it: when every buffer of a size is pinned, an extra one is made, counted in `overflowed`, and dropped when it is let go.
+There are buffers for each distinct unit size. Which unit takes which buffer depends only on the order of calls, so
+every rank decides alike. No rank waits for a buffer, because the thread that would wait is the one that would free it:
+when every buffer of a size is pinned, an extra one is made, counted in `overflowed`, and dropped when it is unpinned.
 
 A buffer that is not pinned keeps its unit until another takes it, so the last units of a forward are still there when
 backward begins.
 
 A view of a buffer may outlive its pin: a parameter that user code stored, or a tensor that a checkpoint recomputed.
-Before a buffer gets another unit the tensors that use its storage are counted. Where there are others they keep that
-memory and the buffer gets fresh memory, counted in `renewed`: slower, never wrong.
+Before a buffer gets another unit the tensors that use its storage are counted. If there are others they keep that
+memory and the buffer gets fresh memory, counted in `renewed`.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from zero.platform.device import Device, Event
 
 
 class Buffer:
-    """One flat buffer: its memory, the unit and version that it holds, and how many users have pinned it."""
+    """One flat buffer, and the unit and version that it holds."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: Device, *, extra: bool = False) -> None:
         self._device = device
@@ -48,18 +48,18 @@ class Buffer:
 
     @property
     def is_seen(self) -> bool:
-        """Some tensor besides `flat` still uses this memory."""
+        """Another tensor than `flat` uses this memory."""
         return torch._C._storage_Use_Count(self._storage._cdata) > self._alone
 
     def land(self) -> None:
-        """Wait for what is on its way into this buffer."""
-        self.ready.wait()  # what was enqueued for it, before anything that an arrival enqueues after it
+        """Have the current stream wait for the gathers into this buffer."""
+        self.ready.wait()  # first, because an arrival enqueues work after it
         while self.arrivals:
             self.arrivals[-1].wait()  # an interrupt leaves it there, to be waited for again
             self.arrivals.pop()
 
     def renew(self) -> None:
-        """Leave the memory to the tensors that use it and take fresh memory."""
+        """Take fresh memory, and leave the old to the tensors that use it."""
         self.flat = _zeros(self.flat.numel(), self.flat.dtype, self._device)
         self._watch()
 
@@ -80,15 +80,15 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
-    with torch.inference_mode(False):  # an evaluation may ask for it, and a later step keep it for backward
+    with torch.inference_mode(False):  # an evaluation may make it, and a later step use it for backward
         return device.zeros(numel, dtype)
 
 
 class Pool:
-    """Buffers by size, the least recently used one first.
+    """Buffers by size; a unit takes the least recently used one.
 
     Args:
-        counts: elements of a buffer to how many of that size there are.
+        counts: elements of a buffer to the number of buffers of that size.
     """
 
     def __init__(self, counts: Mapping[int, int], dtype: torch.dtype, device: Device) -> None:
@@ -114,20 +114,20 @@ class Pool:
         return sum(buffer.flat.nbytes for buffer in self.buffers)
 
     def find(self, unit: int) -> Buffer | None:
-        """The buffer that holds `unit`, whatever its version."""
+        """Return the buffer that holds `unit` in any version."""
         return self._by_unit.get(unit)
 
     def holding(self, tensor: Tensor) -> Buffer | None:
-        """The buffer whose memory `tensor` looks at."""
+        """Return the buffer whose memory `tensor` uses."""
         return self._by_address.get(address) if (address := storage_address(tensor)) else None
 
     def has_room(self, numel: int) -> bool:
         return self._least_recent(numel) is not None
 
     def take(self, unit: int, numel: int) -> Buffer:
-        """The buffer for `unit`: its own if it has one, else the least recently used; to be overwritten entirely."""
+        """Return a buffer for `unit` to be overwritten: the one that holds it, else the least recently used."""
         buffer = self._by_unit.get(unit) or self._least_recent(numel) or self._overflow(numel)
-        buffer.land()  # gathered ahead and never used: it must not arrive on top of what comes next
+        buffer.land()  # a gather ahead that nobody used must not overwrite the next one
         if buffer.unit is not None:
             del self._by_unit[buffer.unit]
         if buffer.is_seen:
@@ -150,13 +150,13 @@ class Pool:
         self._drop_extra(buffer)
 
     def drop_ahead(self) -> None:
-        """Let go what was gathered ahead and not used since."""
+        """Free buffers that were gathered ahead and not used since."""
         for buffer in self.buffers:
             buffer.ahead = False
             self._drop_extra(buffer)
 
     def reset(self) -> None:
-        """After an error: no buffer is pinned or gathered ahead, and no record is half made."""
+        """Unpin all buffers after an error, and make records again that it may have left half made."""
         self._buffers = {
             numel: [buffer for buffer in buffers if not buffer.extra] for numel, buffers in self._buffers.items()
         }
@@ -176,7 +176,7 @@ class Pool:
         return buffer
 
     def _drop_extra(self, buffer: Buffer) -> None:
-        """Nobody uses it any more: where it is one too many, it goes."""
+        """Drop a buffer that was made beyond the fixed set, once nobody uses it."""
         if not (buffer.extra and buffer.is_free):
             return
         self._buffers[buffer.flat.numel()].remove(buffer)

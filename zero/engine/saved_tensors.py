@@ -1,12 +1,12 @@
-"""Where autograd's saved tensors are between forward and backward: where autograd made them, or in host memory.
+"""Keep autograd's saved tensors between forward and backward, where autograd made them or in host memory.
 
-`OnHost` sends a storage to host memory as soon as something in it is kept, beside the forward that goes on, and brings
-it back one ahead of the backward that needs it. It works by storages, because what is kept are often views: query, key
-and value of one product are one copy, and so is what several operators keep. A storage of less than `LEAST_BYTES`
-stays. On a CPU everything is in host memory already, and there offload is keep.
+`OnHost` copies a storage to host memory as soon as a tensor in it is saved, beside forward, and copies it back one
+storage ahead of the backward that needs it. It copies storages, because saved tensors are often views: query, key and
+value of one product are one copy. A storage of less than `LEAST_BYTES` stays. On a CPU everything is in host memory
+already.
 
-Nothing waits on the host. A storage on its way out is held until the compute stream has a wait for its copy,
-which happens `MOST_LEAVING` storages later; one that was brought back for nothing is let go the same way.
+The host never waits. A storage that is copied out is held until the compute stream has a wait for the copy, which
+happens `MOST_LEAVING` storages later; so is a storage that was copied back and not used.
 """
 
 import weakref
@@ -22,20 +22,20 @@ from zero.core.sizes import BLOCK_BYTES, round_up
 from zero.platform.device import Arena, Device, Event
 
 LEAST_BYTES = 1 << 20
-"""A smaller storage is not worth two copies."""
+"""Smaller storages stay: they are not worth two copies."""
 
 MOST_LEAVING = 2
-"""Storages that may be on their way to the host at a time."""
+"""Storages that are copied to the host at a time."""
 
 
 class Kept(NamedTuple):
-    """A saved tensor where it was. With hooks in place torch does not check versions, so this does."""
+    """A saved tensor that stays. With hooks in place torch does not check versions, so this does."""
 
     tensor: Tensor
     version: int
 
     def unchanged(self) -> Tensor:
-        """The tensor; refused, as torch does without hooks, if it was written to since."""
+        """Return the tensor; raise, as torch without hooks, if it was written to since."""
         _same_version(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
@@ -49,35 +49,35 @@ def _same_version(tensor: Tensor, version: int, shape: torch.Size) -> None:
 
 
 class InPlace:
-    """Everything stays where it is.
+    """Keeps every tensor where it is.
 
     Attributes:
-        offloads: what is kept goes somewhere else, so every unit's forward has to be watched.
-        allocated_bytes: of host memory.
+        offloads: tensors are copied elsewhere, so every unit's forward needs hooks.
+        allocated_bytes: bytes of host memory.
     """
 
     offloads = False
     allocated_bytes = 0
 
     def keep(self, tensor: Tensor) -> Any:
-        """What autograd keeps in place of `tensor`."""
+        """Return what autograd keeps in place of `tensor`."""
         return Kept(tensor, tensor._version)
 
     def find(self, kept: Any) -> Tensor:
-        """The tensor that was kept."""
+        """Return the tensor that was kept."""
         tensor: Tensor = kept.unchanged()
         return tensor
 
     def release_all(self) -> None:
-        """A pass is over, or was interrupted: hold no storage any longer."""
+        """Hold no storage any longer: a pass is over, or was interrupted."""
 
 
 class _Home:
-    """One storage in host memory, and on the device again while backward needs it."""
+    """A copy of one storage in host memory, and on the device again while backward needs it."""
 
     def __init__(self, storage: Any, block: Tensor, before: "_Home | None") -> None:
         self.nbytes, self.block = storage.nbytes(), block
-        self.origin = StorageWeakRef(storage)  # so its address means this storage as long as this lives
+        self.origin = StorageWeakRef(storage)  # no other storage gets its address as long as this lives
         self.before = None if before is None else weakref.ref(before)
         self.left, self.ready = Event(), Event()
         self.back: Tensor | None = None
@@ -85,10 +85,9 @@ class _Home:
 
 
 class Sent(NamedTuple):
-    """A saved tensor as a view of a storage that went to the host.
+    """A saved tensor as a view of a storage that was copied to the host.
 
-    `witness` shares the tensor's version, and none of its memory: the copy may still be under way when the tensor is
-    written to.
+    `witness` shares the tensor's version counter and none of its memory.
     """
 
     home: _Home
@@ -101,12 +100,12 @@ class Sent(NamedTuple):
 
 
 class OnHost(InPlace):
-    """Large storages of the device go to host memory and come back.
+    """Copies large storages of the device to host memory and back.
 
     Args:
         pin: lock host memory for the GPU's copy engines.
         least_bytes: smaller storages stay.
-        new_block: makes host memory, (n,) uint8 of n bytes; None: an arena of its own.
+        new_block: makes host memory, (n,) uint8 of n bytes; None: an arena for each block.
     """
 
     offloads = True
@@ -156,7 +155,7 @@ class OnHost(InPlace):
             self._coming.append((before.ready, coming))
             self._let_go(self._coming, MOST_LEAVING)
         home.found += 1
-        if home.found == home.kept:  # the last of this pass; another pass fetches it once more
+        if home.found == home.kept:  # the last of this pass; another pass over the graph fetches it once more
             home.found, home.back, home.passes = 0, None, home.passes + 1
         view = torch.empty(0, dtype=kept.dtype, device=back.device)
         return view.set_(back.untyped_storage(), kept.offset, kept.size, kept.stride)
@@ -192,16 +191,16 @@ class OnHost(InPlace):
             home.back = back
         return home.back
 
-    def _let_go(self, held: deque[tuple[Event, Tensor]], most: int) -> None:
-        """Memory that a side stream works on may be used again once the compute stream waits for that."""
-        while len(held) > most:
-            event, _held = held.popleft()  # until the wait is enqueued
+    def _let_go(self, held: deque[tuple[Event, Tensor]], limit: int) -> None:
+        """Free memory that a side stream works on, after a wait of the compute stream for that."""
+        while len(held) > limit:
+            event, _memory = held.popleft()  # held until the wait is enqueued
             event.wait()
 
     def _take(self, nbytes: int) -> Tensor:
-        """A block of host memory; it is free again when its home is gone.
+        """Return a block of host memory, of a size rounded up by an eighth at most.
 
-        Sizes are rounded up by an eighth at most, so that lengths that differ from step to step share blocks.
+        So lengths that differ from step to step share blocks. It is free again when its home is gone.
         """
         size = round_up(nbytes, max(BLOCK_BYTES, 1 << max(nbytes.bit_length() - 4, 0)))
         free = self._free.setdefault(size, [])

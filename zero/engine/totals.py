@@ -1,6 +1,6 @@
-"""One small collective at the end of a step: every rank's sums of squares, losses and flags, added in one order.
+"""One small collective at the end of a step: every rank's sums of squares, losses and flags.
 
-Sums are added in rank order and in unit order, so all ranks know the same bits. Nothing has been updated yet.
+They are added in rank order and in unit order, so all ranks have the same bits. Nothing has been updated yet.
 """
 
 import ctypes
@@ -17,20 +17,20 @@ from zero.errors import ConfigError, WorldError
 
 
 class GradientStatus(IntEnum):
-    """What came of one rank's backwards in a step."""
+    """Result of one rank's backwards in a step."""
 
     NONE = 0
     """No gradient has arrived."""
     ARRIVED = 1
     UNSCALED = 2
-    """One came from a backward without the loss scale."""
+    """A gradient came from a backward without the loss scale."""
 
 
 class Totals(NamedTuple):
-    """One step over all ranks."""
+    """Numbers of one step over all ranks."""
 
     sums: Sequence[float]
-    """By unit: the sum of squares of its gradient."""
+    """By unit, the sum of squares of its gradient."""
     loss: float
     aux: Mapping[str, float]
     nonfinite_unit: str | None
@@ -42,7 +42,7 @@ class Totals(NamedTuple):
     """Units became ready in the same order on all ranks."""
 
     def norm(self, divisor: float) -> float:
-        """The global norm of the mean gradient, added in unit order and rounded once to fp32."""
+        """Return the global norm of the mean gradient, added in unit order and rounded once to fp32."""
         total = sum(self.sums)
         root = math.sqrt(total) if math.isfinite(total) else math.nan
         return ctypes.c_float(root / divisor).value
@@ -51,15 +51,15 @@ class Totals(NamedTuple):
 def gather_totals(
     runtime: Runtime, losses: list[Tensor], aux: dict[str, list[Tensor]], flag: float, status: GradientStatus
 ) -> Totals:
-    """Exchange what each rank has. Collective.
+    """Exchange the numbers of each rank. Collective.
 
     Args:
-        losses: one of each microbatch, 0-dim fp64.
-        aux: means beside the loss, by name: one of each microbatch, likewise.
+        losses: of each microbatch, 0-dim fp64.
+        aux: by name, means beside the loss, likewise.
         flag: a number that every rank gets to know.
 
     Raises:
-        WorldError: the ranks' collectives were other ones.
+        WorldError: ranks ran different collectives.
     """
     world, count = runtime.plan.world, len(runtime.units)
     names = sorted(aux)
@@ -69,9 +69,9 @@ def gather_totals(
         (torch.stack(losses).sum() / runtime.plan.accumulate if losses else zero / 0).to(world.device),
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
     ]
-    # `full` and not `tensor`: see `optim.on_device`
     reducer = runtime.reducer
     numbers = flag, status, reducer.has_extra, reducer.order_seen, runtime.log.fingerprint
+    # `new_full` is a launch; `tensor` would copy from the host and wait for it
     mine = torch.stack([*measured, *(zero.new_full((), number) for number in numbers)])
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     what = "norms and losses"
@@ -99,11 +99,10 @@ NOTHING_TRAINS = (
     "the loss has no gradient: no parameter that trains is in it; compute it with the model that trains, which loss_fn "
     "is given, without torch.no_grad() or .detach()"
 )
-"""Why a backward brings nothing, and what to do."""
 
 
 def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
-    """Refuse a step by what came of backward on any rank.
+    """Raise an error for a step whose backward went wrong on any rank.
 
     Args:
         went_back: this rank called backward of a step, so it had a loss.
@@ -123,10 +122,10 @@ def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
 
 
 def _check_fingerprints(runtime: Runtime, fingerprints: Sequence[float]) -> None:
-    """Refuse the step if the ranks' collectives were not the same ones in the same order: bytes met the wrong bytes."""
+    """Raise WorldError if ranks ran different collectives, because then tensors got the bytes of others."""
     odd = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if odd:
         raise WorldError(
-            f"ranks {odd} gathered or reduced other units than rank 0 in this step, or with another rate or scale; "
-            "all ranks must run the same units in the same order (this rank: " + ", ".join(runtime.log.recent) + ")"
+            f"ranks {odd} gathered or reduced other units than rank 0 in this step, or with another rate or scale. All "
+            "ranks must run the same units in the same order (this rank: " + ", ".join(runtime.log.recent) + ")."
         )

@@ -1,7 +1,7 @@
 """Copy one page between the store and the device's memory.
 
-The store's threads move host memory. Where the device is the host, or lends from it, that is all. On a GPU a page of a
-disk passes through a slot of the pinned arena, and a thread of the store copies it on a stream of its own.
+The store's threads move host memory, which is enough where the device is the host. On a GPU a page of a disk passes
+through a slot of the pinned arena, and a thread of the store copies it on a stream of its own.
 """
 
 import threading
@@ -15,7 +15,7 @@ from zero.store import Group, Page, PrefetchStore, Ticket
 
 
 def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Ticket:
-    """Read `page` to `into`, (K,), on the device; what is enqueued there now is done before it changes."""
+    """Read `page` to `into`, (K,), on the device, after what is enqueued there now."""
     narrower = _narrower(store, page, into)
     if narrower is not None:
         device.copy(into, narrower)
@@ -27,9 +27,9 @@ def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Tick
 
 
 def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
-    """Write `source`, (K,), on the device as what is enqueued there now leaves it; it may change after `wait`.
+    """Write `source`, (K,), on the device, after what is enqueued there now; it may change after `wait`.
 
-    A page in memory takes a narrower dtype than its own, too, and has to be read in that.
+    A page in memory takes a narrower dtype than its own, too, and must be read in that.
     """
     narrower = _narrower(store, page, source)
     if narrower is not None:
@@ -42,7 +42,7 @@ def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ti
 
 
 def _narrower(store: PrefetchStore, page: Page, like: Tensor) -> Tensor | None:
-    """The first bytes of a page in memory, as `like` is, where that is narrower than the page."""
+    """Return the first bytes of a page in memory in the dtype of `like`, if that is narrower than the page's."""
     in_place = store.in_place(page)
     if in_place is None or in_place.dtype.itemsize <= like.dtype.itemsize:
         return None

@@ -1,12 +1,4 @@
-"""One unit's tensors on one rank, and the update that it waits for.
-
-full_P     trainable and frozen flats in one buffer, in the compute dtype: resident, or borrowed from the pool
-shard_S    this rank's range of the trainable flat in the compute dtype; a view of full_P where that is resident
-frozen_S   the same for the frozen flat
-grad       the gradient that the update will read: this rank's range, or the whole flat
-pages      what is kept of the master (half precision only) and moments, in the store; there also shards and gradients
-           that are offloaded, and secondary shards
-"""
+"""One unit's tensors on one rank, and the update that it waits for."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,23 +16,27 @@ from zero.store import Ticket
 class UnitState:
     """One unit's tensors on this rank, and the update that it waits for.
 
+    The store has the rest in pages: moments, the master of half precision, offloaded shards and gradients.
+
     Attributes:
-        resident: the buffer that always holds the full unit; None when the unit is gathered into the pool.
-        shard_S: (S,) trainable, compute dtype; None where parameters are offloaded.
-        frozen_S: (S of the frozen flat,), compute dtype; likewise.
+        resident: the buffer that always holds the full unit, trainable and frozen flat in one, in the compute dtype;
+            None when the unit is gathered into the pool.
+        shard_S: (S,) of the trainable flat, compute dtype, a view of `resident` if there is one; None where parameters
+            are offloaded.
+        frozen_S: the same of the frozen flat.
         grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it is offloaded.
-        secondary: ((N - 1) x S,) of trainable and of frozen ones, compute dtype: what this rank keeps of other nodes',
-            in the store; see `zero.distributed.routes`.
-        secondary_versions: what they are of, as `versions`, or will be after the gather that was started last; -1 where
+        secondary: ((N - 1) x S,) of the trainable and of the frozen flat, compute dtype: the shards of other nodes that
+            this rank keeps, in the store; see `zero.distributed.routes`.
+        secondary_versions: the `versions` that they hold, or will hold after the gather that was started last; -1 where
             they hold nothing.
         deferred: the update that has to be made before the next gather, or None.
         tickets: the parts of that update that the store's threads work on.
         interrupted: that update began and did not end.
         grad_readers: work that still reads `grad`, see `await_grad_readers`.
-        version: how many times the parameters changed.
-        frozen_version: how many times the frozen ones did: what a step does leaves them.
+        version: the number of changes of parameters.
+        frozen_version: the number of changes that included frozen ones: steps do not.
         calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
-        returned: how many of them have.
+        returned: the number of calls whose gradients have arrived.
         filled: `grad` holds a part of this step's gradient.
     """
 
@@ -67,35 +63,38 @@ class UnitState:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Of the trainable flat and of the frozen one."""
+        """Versions of the trainable and of the frozen flat."""
         return self.version, self.frozen_version
 
     def await_grad_readers(self) -> None:
         """Have the current stream wait for the last update, which reads `grad` beside compute.
 
-        Compute waits for a unit that it visits. A unit that a step skips is updated too, and nothing else orders its
-        next gradient after that.
+        Compute waits for a unit that it visits. Nothing else orders the next gradient of a skipped unit after its
+        update.
         """
         while self.grad_readers:
             self.grad_readers[-1].wait()  # an interrupt leaves it there, to be waited for again
             self.grad_readers.pop()
 
     def mark_changed(self, *, resident: bool, frozen: bool = False) -> None:
-        """The parameters changed, or also `frozen` ones: gathered copies are stale, except a resident one that was
-        changed too."""
+        """Make gathered copies stale, because the parameters changed, or also frozen ones.
+
+        Args:
+            resident: the resident copy was changed too, and stays current.
+        """
         self.version += 1
         self.frozen_version += frozen
         if resident and self.resident is not None:
             self.resident.version = self.version
 
     def own_params(self, *, full_update: bool) -> Tensor | None:
-        """(P,) or (S,): what this rank updates, in the compute dtype; None where it is offloaded."""
+        """Return the (P,) or (S,) parameters that this rank updates, compute dtype; None where they are offloaded."""
         if full_update and self.resident is not None:
             return self.resident.flat[: self.spec.trainable.P]
         return self.shard_S
 
     def own_grad_S(self, rank: int) -> Tensor:
-        """(S,): the range of `grad` that `rank` owns, whether the rest is kept or not."""
+        """Return the (S,) range of `grad` that `rank` owns."""
         assert self.grad is not None
         if self.grad.numel() == self.spec.trainable.S:
             return self.grad

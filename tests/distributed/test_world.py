@@ -153,7 +153,7 @@ class CollectivePart(_ProcessPart):
 
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         super().__init__(whole, ranks, "part")
-        self._group = group
+        self._communicator = group
 
     def _by_collective(self, tensor: torch.Tensor) -> bool:
         return True

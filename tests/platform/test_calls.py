@@ -19,6 +19,7 @@ from tests.common.small import Setting, slice_of, small_batch, train_small
 from tests.conftest import LONG_S
 from zero.core.placement import Room, budget_bytes
 from zero.core.sizes import GiB
+from zero.distributed import process_group
 from zero.distributed.world import ProcessWorld
 from zero.engine.update import Updater
 from zero.errors import HandshakeError, MachineError
@@ -35,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BROKEN = """
 import sys, torch.distributed as dist
-import zero.distributed.world
-from zero.failure import Notes
+import zero.distributed.process_group, zero.distributed.world
+from zero.distributed.failure import Notes
 from zero.testing import simulated_gpu
 
 def told(owner, name, word):
@@ -47,7 +48,7 @@ def told(owner, name, word):
     setattr(owner, name, telling)
 
 told(Notes, "post", "note")
-told(zero.distributed.world, "_abort", "abort")
+told(zero.distributed.process_group, "_abort", "abort")
 told(dist, "destroy_process_group", "destroy")
 if sys.argv[1] == "theirs":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -97,10 +98,10 @@ def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
-    monkeypatch.setattr(zero.distributed.world, "_open_store", lambda *_: store)
+    monkeypatch.setattr(process_group, "open_store", lambda *_: store)
     connected = []
-    monkeypatch.setattr(ProcessWorld, "_open_group", lambda self: connected.append(self.rank))
-    monkeypatch.setattr(zero.distributed.world, "StallWatch", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "connect_all", lambda store, rank, *_, **__: connected.append(rank))
+    monkeypatch.setattr(process_group, "StallWatch", lambda *_, **__: None)
     ProcessWorld(timeout_s=20)  # the first to come has it
     with pytest.raises(MachineError) as refusal:
         ProcessWorld(timeout_s=20)
@@ -115,8 +116,8 @@ def test_nccl_is_opened_for_a_gpu_alone(device, backend, monkeypatch):
     asked = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: asked.append((backend, how["device_id"])))
     where = torch.device(device)
-    ProcessWorld._connect(
-        SimpleNamespace(_wait_s=20.0, compute=compute_device(where), _owns_default=True, _store=None, rank=0, size=2)  # type: ignore[arg-type]
+    process_group.ProcessGroup._connect(
+        SimpleNamespace(_wait_s=20.0, _compute=compute_device(where), _owns_default=True, _store=None, rank=0, size=2)  # type: ignore[arg-type]
     )
     assert asked == [(backend, where if device == "cuda" else None)]
 

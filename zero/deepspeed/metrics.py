@@ -21,7 +21,8 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.json_values import to_json
 from zero.checkpoint.save import by_rank_0
 from zero.deepspeed.optimizers import Optimizer, settings_of
-from zero.distributed.world import World, default_group
+from zero.distributed.process_group import default_group
+from zero.distributed.world import World
 from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.settings import Settings

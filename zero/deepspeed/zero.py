@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero.deepspeed.grads import is_trained
-from zero.distributed.world import World, open_default_group, rank_of_process
+from zero.distributed.rendezvous import rank_of_process
+from zero.distributed.world import World, open_default_group
 from zero.engine.empty import Unmade, absent
 from zero.engine.full import Source, gathered, get_full, set_full
 from zero.engine.placeholder import ParameterPlaceholder

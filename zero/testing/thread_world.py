@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from zero.distributed.failure import GRACE_S, by_rank, first_line, some_ranks
-from zero.distributed.world import Handle, World, signature_of
+from zero.distributed.process_group import signature_of
+from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, DeadlineError, RankFailedError, WorldError
 from zero.platform.handle import Then
 

@@ -1,0 +1,245 @@
+"""Messages in host memory by gloo and collectives of GPUs by NCCL, between ranks that are processes.
+
+Host tensors travel point to point. Gloo's collectives copy through a buffer of their own as large as the result and
+take half as long again; they also mix up operations that differ between ranks without an error. Here the tag of every
+message is a digest of its operation, so that only equal operations meet.
+
+Every wait has a deadline. After a failed operation the group cannot be used again.
+"""
+
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero.distributed.failure import NAMING_S, LastWord, Note, Notes, Places, explain
+from zero.distributed.rendezvous import (
+    check_environment,
+    connect_all,
+    env_int,
+    have_gloo_listen_towards_others,
+    hosts,
+    listens,
+    open_store,
+)
+from zero.distributed.stalled import StallWatch, Wait, open_sockets
+from zero.errors import MachineError, WorldError
+from zero.platform.device import Device
+from zero.platform.handle import Done, Handle, Then
+
+RECENT_OPS = 64
+"""Operations that a rank remembers, to find the first one that ranks started differently."""
+
+Communicator = dist.ProcessGroup | None
+"""NCCL's; None on a CPU, where messages find their way by their tags."""
+
+
+class ProcessGroup:
+    """The connections of one rank to all others.
+
+    An operation waits for five seconds less than `timeout_s`, so that the missing rank is named within it; where that
+    is less than ten, for half of it. On a GPU the host never waits: NCCL's watchdog keeps the deadline and ends the
+    process.
+
+    Where a default process group exists already it is left alone, and so is its order of collectives.
+    """
+
+    def __init__(self, compute: Device, timeout_s: float) -> None:
+        check_environment()
+        self.rank, self.size = env_int("RANK"), env_int("WORLD_SIZE")
+        self.local_size = min(env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
+        self._compute, self._wait_s = compute, timeout_s - min(NAMING_S, timeout_s / 2)
+        self._store = open_store(self.rank, self.size, timeout_s)
+        self._claim_gpu()
+        self._notes = Notes(self._store, self.rank, self.size, listens)
+        self._places = Places(self.rank)
+        self._communicators: dict[str, dist.ProcessGroup] = {}  # of parts, by their names
+        self._hosts = hosts(self._store, self.size)
+        hint = ""
+        if self.local_size < self.size:
+            have_gloo_listen_towards_others()
+            if compute.shares_memory:
+                hint = "; GLOO_SOCKET_IFNAME must name the interface through which the nodes reach each other"
+        self._owns_default = not dist.is_initialized()
+        before = open_sockets()
+        times = {"timeout_s": timeout_s, "wait_s": self._wait_s}
+        self.group: Communicator = connect_all(self._store, self.rank, self.size, self._connect, hint=hint, **times)
+        connections = open_sockets() - before
+        self._numbers = Counter[str]()  # of operations that were started, by the order that they are in
+        self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
+        self._failure: WorldError | None = None
+        self._raised = False
+        self._last_word = LastWord(self._notes)
+        self._stalls = StallWatch(
+            self._notes,
+            started=lambda: dict(self._started.copy()),  # copied at once, while the other thread goes on
+            counted=self._numbers.copy,
+            sockets=connections,
+        )
+
+    def _claim_gpu(self) -> None:
+        gpu = self._compute.name()
+        if gpu and self._store.add(f"gpu {gpu}", 1) > 1:
+            raise MachineError(
+                f"rank {self.rank} of {self.size} sees one GPU, which another rank has; type launch.ranks=1, or "
+                "launch.device=cpu"
+            )
+
+    def _connect(self) -> Communicator:
+        timeout = timedelta(seconds=self._wait_s)
+        backend, device_id = self._compute.backend, self._compute.bound
+        if not self._owns_default:
+            return dist.new_group(backend=backend, timeout=timeout)
+        dist.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
+        )
+        return dist.group.WORLD
+
+    def at(self, place: str) -> None:
+        """Note what this rank is at, for ranks that wait for it."""
+        self._places.set(place)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one leaves because of `error`."""
+        self._raised = True
+        self._notes.post(Note.of_raise(error))
+
+    def communicator(self, ranks: Sequence[int], name: str) -> Communicator:
+        """Return the communicator of a part.
+
+        Parts of the same ranks have one each: below stage 3 a gather may come before a sum on one rank and after it on
+        another, and a communicator pairs operations in the order in which they come.
+        """
+        if self._compute.shares_memory:
+            return None
+        if name not in self._communicators:
+            timeout, backend = timedelta(seconds=self._wait_s), self._compute.backend
+            group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+            self._communicators[name] = group
+        return self._communicators[name]
+
+    def close(self, *, keep_default: bool) -> None:
+        """Leave the group; torch's default one stays open with `keep_default`."""
+        if self.group is None:
+            return
+        self._last_word.cancel()
+        self._stalls.close()
+        self._notes.post(Note.of_leaving())
+        whole, self.group = self.group, None
+        failed = self._failure is not None or self._raised  # here or elsewhere
+        for group in (*self._communicators.values(), whole):
+            is_default = self._owns_default and group is whole
+            if keep_default and is_default:
+                continue
+            if failed and not self._compute.shares_memory:
+                _abort(group)  # to destroy it would wait for kernels whose other half never comes
+            else:
+                dist.destroy_process_group(None if is_default else group)
+
+    def send(self, op: str, whole: Tensor, out: Mapping[int, Tensor], into: Mapping[int, Tensor], order: str) -> Handle:
+        """Start sending `out[r]` to rank r and receiving `into[r]` from it.
+
+        Args:
+            whole: a tensor whose size and dtype must be the same on every rank.
+            order: the name of the order that the operation is in; ranks must start alike within each.
+        """
+        tag = self._begin(op, whole, order)
+        if not whole.numel():
+            return Done()
+        waited = Wait(order, self._numbers[order], signature_of(op, whole), (*(out or into),))
+        works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self.group, tag)) for peer, flat in into.items()]
+        works += [(peer, self._try(op, peer, dist.isend, flat, peer, self.group, tag)) for peer, flat in out.items()]
+
+        def wait() -> None:
+            if self._failure is not None:
+                raise self._failure
+            end_s = time.monotonic() + self._wait_s
+            self._stalls.begin(waited)
+            try:
+                for peer, work in works:
+                    self._try(op, peer, work.wait, timedelta(seconds=max(0.001, end_s - time.monotonic())))
+            finally:
+                self._stalls.end()
+
+        return Then(wait, (out, into))
+
+    def start(
+        self, collective: Callable[..., Any], out: Tensor, source: Tensor, op: str, order: str, group: Communicator
+    ) -> Handle:
+        """Start a collective of `group`. Only bytes move, so every dtype may travel."""
+        self._begin(op, out, order)
+        if not out.numel():
+            return Done()
+        begin = partial(collective, out.view(torch.uint8), source.view(torch.uint8), group=group, async_op=True)
+        work = self._try(op, None, begin)
+        return Then(lambda: self._try(op, None, work.wait), (out, source))
+
+    def _begin(self, op: str, whole: Tensor, order: str) -> int:
+        """Note the operation as started; return the tag that only the same operation of another rank has."""
+        if self.group is None:
+            raise WorldError(f"{op}: rank {self.rank} has left this world; open a new one")
+        if self._failure is not None:
+            raise self._failure
+        signature = signature_of(op, whole)
+        self._numbers[order] += 1
+        if not order.endswith(" aside"):  # the numbers of parts come after those of the whole world
+            self._started.append((self._numbers[order] + (_tag(order) << 32 if order else 0), signature))
+        return _tag(f"{order} {self._numbers[order]} {signature}")
+
+    def _try(self, op: str, peer: int | None, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            if self._failure is None:
+                where = f"{op} ({self._places.own})" if self._places.own else op
+                mine = Note.of_wait(error, where, dict(self._started), peer)
+                self._notes.post(mine)
+                notes = self._notes.read()
+                places, hosts = self._places.of, self._hosts
+                self._failure = explain(self.rank, self.size, mine, notes, self._wait_s, places, hosts)
+            raise self._failure from error
+
+
+def signature_of(op: str, whole: Tensor) -> str:
+    """Return the description of an operation that must be the same on every rank."""
+    return f"{op}, {whole.numel()} elements of {whole.dtype}"
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """Return torch's default process group; None where it is not open."""
+    return dist.group.WORLD
+
+
+def open_group_of_one(backend: str) -> None:
+    """Open torch's default process group with this process alone."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def all_gather_rows(out: Tensor, source: Tensor, **keywords: Any) -> Any:
+    """Gather into rows that may be apart from one another."""
+    return dist.all_gather(list(out.unbind()), source, **keywords)
+
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_to_all = dist.all_to_all_single
+
+
+def broadcast(flat: Tensor, _: Tensor, *, source: int, **keywords: Any) -> Any:
+    """Broadcast from rank `source` of the group."""
+    return dist.broadcast(flat, group_src=source, **keywords)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """End what the group's communicators of GPUs have under way; torch forgets the group."""
+    dist.distributed_c10d._abort_process_group(group)
+
+
+def _tag(operation: str) -> int:
+    return zlib.crc32(operation.encode()) & 0x7FFF_FFFF

@@ -1,0 +1,156 @@
+"""Where the ranks of a run first meet: a store at torchrun's address, and a connection from each to all."""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import psutil
+import torch.distributed as dist
+
+from zero.distributed.failure import GRACE_S, first_line, some_ranks
+from zero.errors import ConfigError, DeadlineError, RankFailedError, WorldError
+
+Group = TypeVar("Group")
+
+OPENING = threading.Lock()
+"""Held while torch's default process group is opened: ranks may be threads."""
+
+_HOSTED: dict[tuple[str, int], dist.Store] = {}
+"""Stores that this process hosts until it ends: a rank may open its next world before this one has left the last."""
+
+
+def env_int(name: str, default: str = "") -> int:
+    """Read a whole number from the environment.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    value = os.environ.get(name, default)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"the environment variable {name} must be a whole number, not {value!r}") from None
+
+
+def check_environment() -> None:
+    """Raise ConfigError unless torchrun's variables are there."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
+
+
+def address() -> tuple[str, int]:
+    """Return host and port of the store."""
+    return os.environ["MASTER_ADDR"], env_int("MASTER_PORT")
+
+
+def listens() -> bool:
+    """Return whether the store's host takes connections."""
+    try:
+        socket.create_connection(address(), GRACE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def rank_of_process() -> int:
+    """Return this process's rank, which is known before there is a world."""
+    return dist.get_rank() if dist.is_initialized() else env_int("RANK", "0")
+
+
+def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT, and return once every rank has.
+
+    torchrun's agent hosts it, or else rank 0 does.
+    """
+    host, port = address()
+    hosting_is_ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosting = rank == 0 and hosting_is_ours
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        server = dist.TCPStore(host, port, size, hosting, timeout, wait_for_workers=False, multi_tenant=True)
+        if hosting:
+            _HOSTED[host, port] = server
+        # A second world in the same processes must not find the first one's keys, nor a later start, in an agent's
+        # store, those of an earlier one. Without that the ranks of two nodes may have counted different restarts.
+        start = "0" if hosting_is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        opened = server.add(f"zero/opened/{rank}/{start}", 1)
+        store = dist.PrefixStore(f"zero/{start}/{opened}", server)
+        store.set(f"here/{rank}", socket.gethostname())
+    except RuntimeError as error:
+        error_class = DeadlineError if "timed out" in str(error).lower() else WorldError
+        raise error_class(
+            f"rank {rank} of {size} found no store at {host}:{port} within {timeout_s:g} s: {first_line(error)}"
+        ) from error
+    _await_all(store, "here", rank, size, timeout_s, "start")
+    return store
+
+
+def hosts(store: dist.Store, size: int) -> list[str]:
+    """Return the name of each rank's machine."""
+    return [host.decode() for host in store.multi_get([f"here/{rank}" for rank in range(size)])]
+
+
+def connect_all(
+    store: dist.Store, rank: int, size: int, connect: Callable[[], Group], *, timeout_s: float, wait_s: float, hint: str
+) -> Group:
+    """Call `connect` and return when all ranks have: one that left earlier would tear connections still being made.
+
+    Args:
+        wait_s: the deadline of `connect`.
+        hint: what may help where it fails.
+
+    Raises:
+        DeadlineError, RankFailedError: some rank could not connect.
+    """
+    begin_s = time.monotonic()
+    try:
+        group = connect()
+    except RuntimeError as error:
+        ran_out = time.monotonic() - begin_s >= wait_s
+        error_class, within = (DeadlineError, f" within {wait_s:g} s") if ran_out else (RankFailedError, "")
+        message = f"rank {rank} of {size} could not connect to the others{within}: {first_line(error)}{hint}"
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its host
+            store.set(f"connected/{rank}", message)
+        raise error_class(message) from error
+    store.set(f"connected/{rank}", "")
+    _await_all(store, "connected", rank, size, timeout_s, "connect")
+    for other in range(size):
+        if message := store.get(f"connected/{other}").decode():
+            raise RankFailedError(message)
+    store.set(f"joined/{rank}", "")
+    if rank == 0:  # it may be the store's host, and stays until the others have read
+        _await_all(store, "joined", rank, size, timeout_s, "join")
+    return group
+
+
+def have_gloo_listen_towards_others() -> None:
+    """Name the interface through which this machine reaches the store, unless the user has named one.
+
+    By itself gloo listens where the machine's own name leads, and that is often the loopback.
+    """
+    with socket.create_connection(address(), GRACE_S) as connection:
+        here = connection.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if here in (entry.address for entry in addresses) and not ipaddress.ip_address(here).is_loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _await_all(store: dist.Store, key: str, rank: int, size: int, timeout_s: float, to: str) -> None:
+    """Wait until every rank has set its `key`, as it does once it came `to` that point."""
+    begin_s = time.monotonic()
+    try:
+        store.wait([f"{key}/{r}" for r in range(size)], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if time.monotonic() - begin_s < timeout_s:
+            raise WorldError(
+                f"rank {rank} of {size} lost the store as it waited for the others to {to}: {first_line(error)}"
+            ) from error
+        absent = [r for r in range(size) if not store.check([f"{key}/{r}"])]
+        raise DeadlineError(f"rank {rank} of {size} waited {timeout_s:g} s for {some_ranks(absent)} to {to}") from error

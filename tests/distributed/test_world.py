@@ -153,7 +153,7 @@ class CollectivePart(_ProcessPart):
 
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         super().__init__(whole, ranks, "part")
-        self._communicator = group
+        self._processes._parts["part"] = group
 
     def _by_collective(self, tensor: torch.Tensor) -> bool:
         return True

@@ -24,10 +24,11 @@ from zero.distributed.rendezvous import (
     check_environment,
     connect_all,
     env_int,
-    have_gloo_listen_towards_others,
+    have_gloo_listen_towards,
     hosts,
     listens,
     open_store,
+    store_address,
 )
 from zero.distributed.stalled import StallWatch, Wait, open_sockets
 from zero.errors import MachineError, WorldError
@@ -36,9 +37,6 @@ from zero.platform.handle import Done, Handle, Then
 
 RECENT_OPS = 64
 """Operations that a rank remembers, to find the first one that ranks started differently."""
-
-Communicator = dist.ProcessGroup | None
-"""NCCL's; None on a CPU, where messages find their way by their tags."""
 
 
 class ProcessGroup:
@@ -58,19 +56,20 @@ class ProcessGroup:
         self._compute, self._wait_s = compute, timeout_s - min(NAMING_S, timeout_s / 2)
         self._store = open_store(self.rank, self.size, timeout_s)
         self._claim_gpu()
-        self._notes = Notes(self._store, self.rank, self.size, listens)
+        address = store_address()  # now: the environment may be another when the process ends
+        self._notes = Notes(self._store, self.rank, self.size, partial(listens, address))
         self._places = Places(self.rank)
-        self._communicators: dict[str, dist.ProcessGroup] = {}  # of parts, by their names
         self._hosts = hosts(self._store, self.size)
         hint = ""
         if self.local_size < self.size:
-            have_gloo_listen_towards_others()
+            have_gloo_listen_towards(address)
             if compute.shares_memory:
                 hint = "; GLOO_SOCKET_IFNAME must name the interface through which the nodes reach each other"
         self._owns_default = not dist.is_initialized()
         before = open_sockets()
-        times = {"timeout_s": timeout_s, "wait_s": self._wait_s}
-        self.group: Communicator = connect_all(self._store, self.rank, self.size, self._connect, hint=hint, **times)
+        meeting = self._store, self.rank, self.size
+        self._group = connect_all(*meeting, self._connect, timeout_s=timeout_s, wait_s=self._wait_s, hint=hint)
+        self._parts: dict[str, dist.ProcessGroup] = {}  # communicators of GPUs, by the names of parts
         connections = open_sockets() - before
         self._numbers = Counter[str]()  # of operations that were started, by the order that they are in
         self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
@@ -92,7 +91,7 @@ class ProcessGroup:
                 "launch.device=cpu"
             )
 
-    def _connect(self) -> Communicator:
+    def _connect(self) -> dist.ProcessGroup | None:
         timeout = timedelta(seconds=self._wait_s)
         backend, device_id = self._compute.backend, self._compute.bound
         if not self._owns_default:
@@ -111,30 +110,26 @@ class ProcessGroup:
         self._raised = True
         self._notes.post(Note.of_raise(error))
 
-    def communicator(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Return the communicator of a part.
+    def open_part(self, ranks: Sequence[int], name: str) -> None:
+        """Open a communicator of some ranks; on a CPU messages find their way by their tags.
 
         Parts of the same ranks have one each: below stage 3 a gather may come before a sum on one rank and after it on
         another, and a communicator pairs operations in the order in which they come.
         """
-        if self._compute.shares_memory:
-            return None
-        if name not in self._communicators:
+        if not self._compute.shares_memory and name not in self._parts:
             timeout, backend = timedelta(seconds=self._wait_s), self._compute.backend
-            group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-            self._communicators[name] = group
-        return self._communicators[name]
+            self._parts[name] = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
 
     def close(self, *, keep_default: bool) -> None:
         """Leave the group; torch's default one stays open with `keep_default`."""
-        if self.group is None:
+        if self._group is None:
             return
         self._last_word.cancel()
         self._stalls.close()
         self._notes.post(Note.of_leaving())
-        whole, self.group = self.group, None
+        whole, self._group = self._group, None
         failed = self._failure is not None or self._raised  # here or elsewhere
-        for group in (*self._communicators.values(), whole):
+        for group in (*self._parts.values(), whole):
             is_default = self._owns_default and group is whole
             if keep_default and is_default:
                 continue
@@ -154,8 +149,8 @@ class ProcessGroup:
         if not whole.numel():
             return Done()
         waited = Wait(order, self._numbers[order], signature_of(op, whole), (*(out or into),))
-        works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self.group, tag)) for peer, flat in into.items()]
-        works += [(peer, self._try(op, peer, dist.isend, flat, peer, self.group, tag)) for peer, flat in out.items()]
+        works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self._group, tag)) for peer, flat in into.items()]
+        works += [(peer, self._try(op, peer, dist.isend, flat, peer, self._group, tag)) for peer, flat in out.items()]
 
         def wait() -> None:
             if self._failure is not None:
@@ -170,20 +165,19 @@ class ProcessGroup:
 
         return Then(wait, (out, into))
 
-    def start(
-        self, collective: Callable[..., Any], out: Tensor, source: Tensor, op: str, order: str, group: Communicator
-    ) -> Handle:
-        """Start a collective of `group`. Only bytes move, so every dtype may travel."""
+    def start(self, collective: Callable[..., Any], out: Tensor, source: Tensor, op: str, order: str) -> Handle:
+        """Start a collective of GPUs, in the part named `order`. Only bytes move, so every dtype may travel."""
         self._begin(op, out, order)
         if not out.numel():
             return Done()
+        group = self._parts[order] if order else self._group
         begin = partial(collective, out.view(torch.uint8), source.view(torch.uint8), group=group, async_op=True)
         work = self._try(op, None, begin)
         return Then(lambda: self._try(op, None, work.wait), (out, source))
 
     def _begin(self, op: str, whole: Tensor, order: str) -> int:
         """Note the operation as started; return the tag that only the same operation of another rank has."""
-        if self.group is None:
+        if self._group is None:
             raise WorldError(f"{op}: rank {self.rank} has left this world; open a new one")
         if self._failure is not None:
             raise self._failure

@@ -45,15 +45,15 @@ def check_environment() -> None:
         raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
 
 
-def address() -> tuple[str, int]:
+def store_address() -> tuple[str, int]:
     """Return host and port of the store."""
     return os.environ["MASTER_ADDR"], env_int("MASTER_PORT")
 
 
-def listens() -> bool:
+def listens(address: tuple[str, int]) -> bool:
     """Return whether the store's host takes connections."""
     try:
-        socket.create_connection(address(), GRACE_S).close()
+        socket.create_connection(address, GRACE_S).close()
     except OSError:
         return False
     return True
@@ -69,7 +69,7 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
     torchrun's agent hosts it, or else rank 0 does.
     """
-    host, port = address()
+    host, port = store_address()
     hosting_is_ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     hosting = rank == 0 and hosting_is_ours
     timeout = timedelta(seconds=timeout_s)
@@ -130,12 +130,12 @@ def connect_all(
     return group
 
 
-def have_gloo_listen_towards_others() -> None:
-    """Name the interface through which this machine reaches the store, unless the user has named one.
+def have_gloo_listen_towards(address: tuple[str, int]) -> None:
+    """Name the interface through which this machine reaches `address`, unless the user has named one.
 
     By itself gloo listens where the machine's own name leads, and that is often the loopback.
     """
-    with socket.create_connection(address(), GRACE_S) as connection:
+    with socket.create_connection(address, GRACE_S) as connection:
         here = connection.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if here in (entry.address for entry in addresses) and not ipaddress.ip_address(here).is_loopback:

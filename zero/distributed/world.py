@@ -27,7 +27,6 @@ from torch import Tensor
 
 from zero.distributed.failure import field_difference
 from zero.distributed.process_group import (
-    Communicator,
     ProcessGroup,
     all_gather,
     all_gather_rows,
@@ -380,7 +379,6 @@ class _Transport(World):
     _processes: ProcessGroup
     _ranks: Sequence[int]  # what its ranks are in the group
     _name: str  # of the order that its operations are in
-    _communicator: Communicator  # for collectives of GPUs
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if self._by_collective(full_P):
@@ -419,7 +417,7 @@ class _Transport(World):
         return self._processes.send(op, whole, sent, received, f"{self._name} aside" if aside else self._name)
 
     def _collective(self, collective: Callable[..., Any], out: Tensor, source: Tensor, op: str) -> Handle:
-        return self._processes.start(collective, out, source, op, self._name, self._communicator)
+        return self._processes.start(collective, out, source, op, self._name)
 
 
 class ProcessWorld(_Transport):
@@ -433,7 +431,7 @@ class ProcessWorld(_Transport):
         here = claim_device(device, env_int("LOCAL_RANK", "0"))
         super().__init__(env_int("RANK"), env_int("WORLD_SIZE"), device=here, timeout_s=timeout_s)
         self._processes = ProcessGroup(self.compute, timeout_s)
-        self._ranks, self._name, self._communicator = range(self.size), "", self._processes.group
+        self._ranks, self._name = range(self.size), ""
         self.local_size = self._processes.local_size
         self.nodes_alike = self._are_nodes_alike()
 
@@ -462,7 +460,7 @@ class _ProcessPart(_Transport):
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
         self._be_part(whole, ranks)
         self._processes, self._ranks, self._name = whole._processes, tuple(ranks), name
-        self._communicator = self._processes.communicator(ranks, name)
+        self._processes.open_part(ranks, name)
 
 
 def open_default_group() -> None:

@@ -209,11 +209,9 @@ NOT_YET = """
     checkpoint.disk checkpoint.json_values checkpoint.load checkpoint.manifest checkpoint.open checkpoint.publish
     checkpoint.save checkpoint.shard
     core.schema
-    distributed.failure distributed.routes distributed.stalled distributed.world
-    engine.arguments engine.compile engine.facts engine.fetch engine.first_values engine.full
-    engine.gather engine.gradient engine.graph engine.init engine.measured
-    engine.page_table engine.placeholder engine.placing engine.plan engine.reduce engine.residency engine.saved_tensors
-    engine.state engine.totals engine.traffic engine.unit engine.visit_order
+    engine.arguments engine.compile engine.facts engine.first_values engine.full
+    engine.gather engine.init engine.page_table engine.placeholder engine.placing engine.plan
+    engine.state engine.traffic engine.unit engine.visit_order
     errors
     formats.dcp formats.export_checkpoint formats.hf formats.import_checkpoint formats.stream formats.torch_file
     formats.universal

@@ -1,12 +1,11 @@
-"""Which rank failed first, as each rank says it: notes that failing ranks leave for each other, and their lines.
+"""Find the rank that failed first, from notes that failing ranks leave for each other, and phrase the error.
 
-A torn connection says only that something happened somewhere. So a rank whose operation fails leaves a note in the
-rendezvous store (why it stopped, which operations it started last), listens a moment for the notes of the others, and
-then knows the cause: a rank that raised, ranks that ran different operations, a rank that never came, a rank that is
-gone without a word.
+A torn connection does not tell its cause. So a rank whose operation fails leaves a note in the rendezvous store (why it
+stopped, the operations that it started last), waits a moment for the notes of the others, and then knows the cause: a
+rank that raised, ranks that ran different operations, a rank that never came, a rank that was killed.
 
-Nothing here communicates but through the store that it is given, and only ever after a failure. One thing is said
-before: a rank that hangs answers nobody, so each keeps its place ("step 3, backward") where the others can read it.
+Ranks communicate here only through that store, and only after a failure. Except that a rank that hangs writes no note,
+so each rank keeps its place ("step 3, backward") where the others can read it.
 """
 
 import contextlib
@@ -23,11 +22,11 @@ from typing import ClassVar, Literal, Protocol
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
 GRACE_S = 1.0
-"""How long a failing rank listens for the others."""
+"""Seconds that a failing rank waits for the others' notes."""
 
 NAMING_S = 5 * GRACE_S
-"""How long it takes at most until a rank whose operation failed says who caused it: one to leave a note, three to read
-the others', each cut off where the store is out of reach; and one for a busy machine."""
+"""Seconds until a rank whose operation failed has found the cause: 1 to leave a note, 3 to read the others', each cut
+off where the store is out of reach; and 1 for a busy machine."""
 
 _PAUSE_S = 0.01
 _NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")
@@ -35,13 +34,13 @@ _NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")
 
 @dataclass(frozen=True)
 class Note:
-    """Why a rank stopped.
+    """The reason why a rank stopped.
 
     Attributes:
-        kind: its wait ran out, its connection broke, its wait was found to be in vain, its own code raised, or it was
-            done and closed its world.
+        kind: its wait ran out, its connection broke, its wait was found to be in vain, its own code raised, or it
+            closed its world.
         op: the operation that it was in; "" where there was none.
-        text: the cause in its words; why it left, unless it closed its world.
+        text: the message of the cause; "" where it closed its world.
         started: its latest operations by number, so that the first difference can be found; each part of the world has
             numbers of its own.
         peer: the rank at the other end of a broken connection, where known.
@@ -68,7 +67,7 @@ class Note:
 
     @classmethod
     def of_ending(cls) -> "Note":
-        """Why this process ends, asked as it does: an error that nobody caught, or nothing else to do."""
+        """Make the note of a process that ends now, by an error that nobody caught or by itself."""
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # of a child, of a script
         if isinstance(error, SystemExit):
             error = error.__context__ if error.code else None
@@ -87,10 +86,10 @@ class SharedStore(Protocol):
 class Notes:
     """The notes of all ranks, in a store.
 
-    The store may be gone, or its host stopped. So every visit is made by a thread that is left behind when it is late.
+    The store may be gone, or its host stopped. So a thread makes every visit, and is left behind when it is late.
 
     Args:
-        is_there: whether the store's host is. To write to one that is gone makes torch complain for pages.
+        is_there: returns whether the store's host is there. A write to one that is gone makes torch log for pages.
     """
 
     def __init__(self, store: SharedStore, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
@@ -101,11 +100,11 @@ class Notes:
         self._posted = False
 
     def post(self, note: Note) -> None:
-        """Leave this rank's note. Only the first one counts: what follows is a consequence."""
+        """Leave this rank's note. Only the first one counts: later ones are its consequences."""
         _within(GRACE_S, lambda: self.write(note))
 
     def write(self, note: Note) -> None:
-        """The same, however long it takes."""
+        """Leave it without a limit of time."""
         if self._posted:
             return
         self._posted = True
@@ -115,8 +114,8 @@ class Notes:
         self.store.set(f"note/{self.rank}", json.dumps({"order": order, **asdict(note)}))
 
     def read(self) -> dict[int, Note]:
-        """The notes so far by rank, oldest first, after waiting up to `GRACE_S` for the missing ones."""
-        found: list[tuple[int, int, Note]] = []
+        """Return the notes so far by rank, oldest first, after waiting up to `GRACE_S` for the missing ones."""
+        entries: list[tuple[int, int, Note]] = []
 
         def fetch() -> None:
             self._await([f"note/{r}" for r in range(self._size)])
@@ -124,17 +123,17 @@ class Notes:
                 if self.store.check([f"note/{r}"]):
                     fields = json.loads(self.store.get(f"note/{r}"))
                     started = {int(number): signature for number, signature in fields.pop("started").items()}
-                    found.append((fields.pop("order"), r, Note(**fields, started=started)))
-            # Rank 0 may be the store's host: it stays until those who wait for the others' notes have read them.
+                    entries.append((fields.pop("order"), r, Note(**fields, started=started)))
+            # Rank 0 may be the store's host: it stays until the ranks that wait for notes have read them.
             self.store.set(f"read/{self.rank}", "")
             if self.rank == 0:
-                self._await([f"read/{r}" for _, r, note in found if note.kind in ("waited", "lost", "vain")])
+                self._await([f"read/{r}" for _, r, note in entries if note.kind in ("waited", "lost", "vain")])
 
         _within(3 * GRACE_S, fetch)
-        return {r: note for _, r, note in sorted(found, key=lambda entry: entry[0])}
+        return {r: note for _, r, note in sorted(entries, key=lambda entry: entry[0])}
 
     def _await(self, keys: list[str]) -> None:
-        """Like the store's own wait, which would log every time-out from C++."""
+        """Wait for keys; the store's own wait would log every time-out from C++."""
         end_s = time.monotonic() + GRACE_S
         pause = threading.Event()
         while not self.store.check(keys) and time.monotonic() < end_s:
@@ -144,8 +143,8 @@ class Notes:
 class LastWord:
     """The note of a rank whose process ends before its world was closed.
 
-    A process that ends starts no thread any more (Python 3.12), and the store may be stopped: so one waits from the
-    beginning.
+    A process that ends starts no thread any more (Python 3.12), and the store may be stopped: so a thread waits from
+    the beginning.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -173,14 +172,14 @@ class LastWord:
 
 
 class PlaceBoard(Protocol):
-    """Where the ranks of a machine write down their places."""
+    """Memory in which the ranks of a machine write their places."""
 
     def set_place(self, rank: int, place: str, /) -> None: ...
     def place_of(self, rank: int, /) -> str: ...
 
 
 class Places:
-    """What each rank is at. Only ranks that `launch` started have a `board` for it."""
+    """The place of each rank in its program. Only ranks that `launch` started have a `board` for it."""
 
     board: ClassVar[PlaceBoard | None] = None
 
@@ -189,13 +188,13 @@ class Places:
         self._rank = rank
 
     def set(self, place: str) -> None:
-        """Costs a write to memory."""
+        """Note this rank's place; a write to memory."""
         self.own = place
         if self.board is not None:
             self.board.set_place(self._rank, place)
 
     def of(self, rank: int) -> str:
-        """What any rank told last; "" if nothing is known."""
+        """Return the last place of any rank; "" if none is known."""
         return "" if self.board is None else self.board.place_of(rank)
 
 
@@ -208,12 +207,12 @@ def explain(
     place_of: Callable[[int], str] = lambda _: "",
     hosts: Sequence[str] = (),
 ) -> WorldError:
-    """What ended an operation on `rank`, from its own note and the others' (by rank, oldest first).
+    """Return the error that ended an operation on `rank`, from its note and the others' (by rank, oldest first).
 
     Args:
         wait_s: the deadline of an operation.
-        place_of: what a rank was at; "" where nothing is known.
-        hosts: of each rank; said where there are several.
+        place_of: returns a rank's last place; "" where none is known.
+        hosts: the machine of each rank; named where there are several.
     """
 
     several = len(set(hosts)) > 1
@@ -251,7 +250,7 @@ def explain(
 
 
 def first_difference(started: Mapping[int, Mapping[int, str]]) -> str:
-    """The first operation, by number, that ranks started differently; "" where there is none."""
+    """Return the first operation, by number, that ranks started differently; "" if there is none."""
     for number in sorted(set().union(*started.values())):
         signatures = {r: ops[number] for r, ops in started.items() if number in ops}
         if len(set(signatures.values())) > 1:
@@ -260,7 +259,7 @@ def first_difference(started: Mapping[int, Mapping[int, str]]) -> str:
 
 
 def by_rank(values: Mapping[int, str]) -> str:
-    """Which rank has which value, equal values together: "3 on rank 0; 4 on ranks 1, 2"."""
+    """Return each rank's value, equal values together: "3 on rank 0; 4 on ranks 1, 2"."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(values):
         ranks.setdefault(values[rank], []).append(rank)
@@ -272,22 +271,22 @@ def some_ranks(ranks: Sequence[int]) -> str:
 
 
 def field_difference(fields: Sequence[Mapping[str, str]]) -> str:
-    """The first field that is not the same on every rank, as one line; "" where there is none."""
+    """Return the first field that is not the same on every rank, as one line; "" if there is none."""
     for name in sorted(set().union(*fields)):
-        values = [own.get(name, "(absent)") for own in fields]
+        values = [rank.get(name, "(absent)") for rank in fields]
         if len(set(values)) > 1:
             return f"{name} is {by_rank(dict(enumerate(_clip(values))))}"
     return ""
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without the source position and the advice that network libraries put around it."""
+    """Return an error's message without the source position and the advice that network libraries add."""
     line = (str(error).splitlines() or [""])[0]
     return _NETWORK_PREFIX.sub("", line).split(". This is typically")[0]
 
 
 def _clip(values: Sequence[str]) -> list[str]:
-    """Long values, cut to where they begin to differ."""
+    """Return long values cut to where they begin to differ."""
     columns = enumerate(zip(*values, strict=False))
     start = max(0, next((i for i, column in columns if len(set(column)) > 1), min(map(len, values))) - 40)
     return [

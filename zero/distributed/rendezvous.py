@@ -1,4 +1,4 @@
-"""Where the ranks of a run first meet: a store at torchrun's address, and a connection from each to all."""
+"""The first meeting of the ranks of a run: a store at torchrun's address, and a connection from each to all."""
 
 import contextlib
 import ipaddress

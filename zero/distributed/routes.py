@@ -1,4 +1,4 @@
-"""How shards and sums travel between nodes: straight from rank to rank, or once over each wire.
+"""Collectives between nodes: straight from rank to rank, or by node, once over each wire.
 
 With L ranks on each of N nodes, rank r = n x L + l is number l of node n. Straight, a shard crosses the wire to every
 rank of every other node, L times to each, and so does a rank's part of a sum. By node:
@@ -8,18 +8,18 @@ rank of every other node, L times to each, and so does a rank's part of a sum. B
               in the order of nodes
 
 So a byte crosses each wire once. A gather copies, and gives the same bits either way; a sum by node has an order of its
-own, which is the same for every stage, tier and schedule. What a rank has got from those of its number is its
-*secondary shard*: who keeps it, on the device or in host memory, gathers again without the wire.
+own, which is the same for every stage, tier and schedule. The shards that a rank received from other nodes are its
+*secondary shard*: if it keeps them, on the device or in host memory, it gathers again without the wire.
 
-Where each node has a copy of the state, in shards on its ranks, gathers stay within the node. What the ranks of one
-number have added up, a part of their shard each, they then give each other, so that each copy has all of it.
+Where each node has a copy of the state, in shards on its ranks, gathers stay within the node. Each rank of one number
+has then added up a part of their shard, and they gather these parts, so that each copy has all of it.
 
 Both are operations of two halves, and the second starts when the first has ended; where nodes have copies, a sum has
-three. On a GPU no host waits for that: the second half of a gather follows on its stream, the other parts of a sum
-where the reductions are. Elsewhere it starts when the operation is waited for, after those of all operations that came
-earlier, so ranks that wait in different orders still start alike. A rank that does not wait for an operation must not
-hold up others that do: before it waits for anything else it calls `advance`. That waits for first halves, so only for
-those that every rank is sure to have started.
+three. On a GPU no host waits for that: the second half of a gather follows on its stream, the other parts of a sum on
+the stream of reductions. On a CPU it starts when the operation is waited for, after those of all earlier operations, so
+ranks that wait in different orders still start alike. A rank that does not wait for an operation must not hold up
+others that do: before it waits for anything else it calls `advance`. That waits for first halves, so only for those
+that every rank is sure to start.
 
 Letters: W ranks, P elements of a full flat, S = P / W.
 Source: Wang et al. 2023, "ZeRO++", hpZ, for secondary shards; Jia et al. 2018, "Highly Scalable Deep Learning Training
@@ -41,12 +41,12 @@ from zero.platform.handle import Handle, Then
 
 
 class Routes:
-    """The ways of one rank.
+    """The collectives of one rank.
 
     Args:
-        gather_by_node, sum_by_node: whether gathers, and sums, go by node, of which each has several ranks.
+        gather_by_node, sum_by_node: gathers, and sums, go by node, of which each has several ranks.
         copies: each node has a copy of the state: gathers stay within it, and sums are for all of them.
-        travels: what a node's sum travels in, if that is narrower than the sum.
+        travels: the dtype that a node's sum is sent in, if that is narrower than the sum.
     """
 
     def __init__(
@@ -74,11 +74,10 @@ class Routes:
         of_sum: bool = False,
         what: str = "",
     ) -> Handle:
-        """As `World.gather`.
+        """Gather as `World.gather`.
 
         Args:
-            secondary: ((N - 1) x S,), keeps the secondary shard, in memory that the device copies to and from; None:
-                nobody does.
+            secondary: ((N - 1) x S,), memory that keeps the secondary shard and that the device copies to and from.
             current: `secondary` has been filled already, or is being filled by an earlier gather.
             of_sum: it ends an all-reduce, see `advance`.
         """
@@ -96,7 +95,7 @@ class Routes:
         accumulate: bool,
         what: str = "",
     ) -> Handle:
-        """As `World.reduce_scatter`.
+        """Add as `World.reduce_scatter`.
 
         Args:
             partial: (`partial_numel`,) fp32, where sums are by node: this node's; scratch until the handle was waited
@@ -108,7 +107,7 @@ class Routes:
 
     @property
     def are_waiting(self) -> bool:
-        """There are parts of operations to start."""
+        """Parts of operations have not been started."""
         return self._queue.is_waiting
 
     def advance(self, *, sums: bool = True, through: bool = False) -> None:
@@ -122,19 +121,19 @@ class Routes:
         self._queue.advance(sums=sums, through=through)
 
 
-def within_node(world: World, kind: str) -> World:
-    """The ranks of this node."""
+def within_node(world: World, operation: str) -> World:
+    """Return the ranks of this node."""
     first = world.rank - world.rank % world.local_size
-    return world.part(range(first, first + world.local_size), f"{kind} within a node")
+    return world.part(range(first, first + world.local_size), f"{operation} within a node")
 
 
-def across_nodes(world: World, kind: str) -> World:
-    """The ranks of this number."""
-    return world.part(range(world.rank % world.local_size, world.size, world.local_size), f"{kind} across nodes")
+def across_nodes(world: World, operation: str) -> World:
+    """Return the ranks of this number."""
+    return world.part(range(world.rank % world.local_size, world.size, world.local_size), f"{operation} across nodes")
 
 
 def partial_numel(world: World, numel: int) -> int:
-    """Elements of a node's sums on one rank: its share of `numel`, as equal parts for each node."""
+    """Return the elements of a node's sums on one rank: its share of `numel`, as equal parts for each node."""
     return -(-numel // world.size) * world.nodes
 
 
@@ -172,7 +171,7 @@ class _GathersByNode:
 
 
 class _Sum(NamedTuple):
-    """What one `Routes.reduce_scatter` was called with."""
+    """The arguments of one `Routes.reduce_scatter`."""
 
     full_P: Tensor
     recv_P: Tensor
@@ -189,8 +188,8 @@ class _SumsByNode:
         self._within, self._across = within_node(world, "sum"), across_nodes(world, "sum")
         self._travels, self._queue = travels, queue
 
-    def start(self, one: _Sum) -> Handle:
-        rows = (flat.view(self._across.size, -1) for flat in (one.full_P, one.recv_P, one.partial))
+    def start(self, request: _Sum) -> Handle:
+        rows = (flat.view(self._across.size, -1) for flat in (request.full_P, request.recv_P, request.partial))
         first: list[Handle] = []
 
         def wait() -> None:  # they use flats that others will be given
@@ -199,54 +198,56 @@ class _SumsByNode:
 
         with if_it_fails(wait):
             for row in zip(*rows, strict=True):
-                first.append(self._within.reduce_scatter(*row, what=one.what))
-        return self._queue.add(first, lambda: [self._add_nodes(one)], is_sum=True)
+                first.append(self._within.reduce_scatter(*row, what=request.what))
+        return self._queue.add(first, lambda: [self._add_nodes(request)], is_sum=True)
 
-    def _add_nodes(self, one: _Sum) -> Handle:
-        """The second half. The memory of the first one's flats is free by now."""
-        sent = one.partial
+    def _add_nodes(self, request: _Sum) -> Handle:
+        """Start the second half. The memory of the first one's flats is free by now."""
+        sent = request.partial
         if self._travels != sent.dtype:
-            sent = _reused(one.full_P, self._travels, sent.numel()).copy_(sent)
-        received = _reused(one.recv_P, sent.dtype, sent.numel())
-        return self._across.reduce_scatter(sent, received, one.sum_S, accumulate=one.accumulate, what=one.what)
+            sent = _reused(request.full_P, self._travels, sent.numel()).copy_(sent)
+        received = _reused(request.recv_P, sent.dtype, sent.numel())
+        return self._across.reduce_scatter(
+            sent, received, request.sum_S, accumulate=request.accumulate, what=request.what
+        )
 
 
 class _SumsForCopies(_SumsByNode):
-    """Each node gets all of its share, P / L: a rank's part of the sum goes back to the others of its number."""
+    """Sums of which each node gets all of its share, P / L, by a gather across nodes."""
 
     def __init__(self, world: World, travels: torch.dtype, queue: "_Queue") -> None:
         super().__init__(world, travels, queue)
         self._back = across_nodes(world, "sum for copies")
 
-    def start(self, one: _Sum) -> Handle:
-        total, partial = one.sum_S, one.partial
+    def start(self, request: _Sum) -> Handle:
+        total, partial = request.sum_S, request.partial
         share, padding = partial[: total.numel()], partial[total.numel() :]
 
         def add_nodes() -> list[Handle]:
             padding.zero_()
             after_bytes = partial.numel() * self._travels.itemsize
-            own = _reused(one.full_P, partial.dtype, partial.numel() // self._back.size, start=after_bytes)
-            added = self._add_nodes(one._replace(sum_S=own, accumulate=False))
-            back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=one.what)])
+            own = _reused(request.full_P, partial.dtype, partial.numel() // self._back.size, start=after_bytes)
+            added = self._add_nodes(request._replace(sum_S=own, accumulate=False))
+            back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=request.what)])
 
             def add_share() -> None:  # on the stream that waits
                 back.wait()
-                if one.accumulate:
+                if request.accumulate:
                     total.add_(share)
                 else:
                     total.copy_(share)
 
             return [Then(add_share)]
 
-        first = self._within.reduce_scatter(one.full_P, one.recv_P, share, what=one.what)
+        first = self._within.reduce_scatter(request.full_P, request.recv_P, share, what=request.what)
         return self._queue.add([first], add_nodes, is_sum=True)
 
 
 class _Queue:
     """Operations of several parts that are under way: their next parts start in the order of their first ones.
 
-    The third part of an operation comes before the second one of the next: who waits for the one has done all that
-    others need for it before it waits for anything else.
+    The third part of an operation comes before the second one of the next, so that a rank has started all that others
+    need for an operation before it waits for anything else.
     """
 
     def __init__(self) -> None:
@@ -267,7 +268,7 @@ class _Queue:
         return operation
 
     def add_third(self, second: Handle, then: Callable[[], Sequence[Handle]]) -> Handle:
-        """Called as the second part starts."""
+        """Add a third part, as the second one starts."""
         operation = _TwoHalves([second], then, True, self, is_third=True)
         self._waiting.insert(1, operation)  # the second part is still at the front
         return operation
@@ -316,7 +317,7 @@ class _TwoHalves:
 
 
 def _reused(flat: Tensor, dtype: torch.dtype, numel: int, *, start: int = 0) -> Tensor:
-    """Bytes of `flat` from `start` as `numel` elements of `dtype`; those of many nodes do not fit a small flat."""
+    """Return bytes of `flat` from `start` as `numel` elements of `dtype`; new memory if they do not fit."""
     start, nbytes = round_up(start, dtype.itemsize), numel * dtype.itemsize
     if start + nbytes > flat.nbytes:
         return flat.new_empty(numel, dtype=dtype)

@@ -1,13 +1,13 @@
 """Notice during a wait that it can never end, because the ranks run different operations.
 
-A message that nobody expects, and one that nobody sends, are waited for until the deadline: gloo's waits can neither be
-looked into nor called off. So a thread of each rank watches. When rank 0 has waited for `PATIENCE_S`, it tells through
-the store which operations it has started; another that waits as long compares them with its own. If one is another, or
-if each of both waits for what the other will only start afterwards, it cuts its connections: every wait of every rank
-then fails at once, and learns the cause as any wait that fails.
+Gloo waits until the deadline for a message that nobody sends, and its waits can neither be inspected nor cancelled. So
+a thread of each rank watches. When rank 0 has waited for `PATIENCE_S`, it writes the operations that it has started to
+the store; another rank that waits as long compares them with its own. If an operation differs, or if both wait for an
+operation that the other will only start afterwards, it cuts its connections: every wait of every rank then fails at
+once, and finds the cause as any wait that fails.
 
-That two wait for each other is certain although they were not seen at one time: whoever waits for what another has not
-started is still waiting for it.
+Two ranks are known to wait for each other although they were not observed at the same time: a rank that waits for an
+operation that another has not started is still waiting for it.
 
 Source: the operations of ranks are compared by number as in torch's own `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 """
@@ -26,14 +26,14 @@ from zero.distributed.failure import Note, Notes, by_rank, first_difference
 from zero.platform.threads import Beside
 
 PATIENCE_S = 2.0
-"""A wait this long is worth a question. Most that are longer are for a rank that is slow, and go on."""
+"""Shorter waits are not compared. Most longer ones are for a slow rank, and go on."""
 
 PERIOD_S = 0.5
-"""How often the question is asked."""
+"""Seconds between two comparisons."""
 
 
 class Wait(NamedTuple):
-    """For one operation: the order of operations that it is in, its number there, and who must start it."""
+    """A wait for an operation: the order of operations that it is in, its number there, and the ranks that start it."""
 
     order: str
     number: int
@@ -45,9 +45,9 @@ class StallWatch:
     """The watch of one rank.
 
     Args:
-        notes: of this rank, for those whose waits will fail; and their store, through which ranks compare.
-        started: this rank's latest operations in order, by number; called by the watch's own thread, as is
-        counted: how many operations it has started, by their order.
+        notes: this rank's notes, for ranks whose waits will fail; and their store, through which ranks compare.
+        started: returns this rank's latest operations in order, by number; called by the thread of the watch.
+        counted: returns the number of operations started, by their order; likewise.
         sockets: descriptors of this rank's connections.
     """
 
@@ -65,19 +65,19 @@ class StallWatch:
         Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
 
     def begin(self, wait: Wait) -> None:
-        """This rank waits from now on."""
+        """Note that this rank waits from now on."""
         self._waits = time.monotonic(), wait
 
     def end(self) -> None:
-        """It does not any more."""
+        """Note that it does not wait any more."""
         self._waits = None
 
     def close(self) -> None:
-        """The connections are about to be given back."""
+        """Stop, before the connections are closed."""
         self._over.set()
 
     def _watch(self) -> None:
-        with suppress(RuntimeError):  # the store is gone with its host: whoever waits is cut off already
+        with suppress(RuntimeError):  # the store is gone with its host, and so are the connections
             while not self._over.wait(PERIOD_S):
                 waits = self._waits
                 if waits is None or time.monotonic() - waits[0] < PATIENCE_S or not self._notes.is_there():
@@ -89,7 +89,7 @@ class StallWatch:
                     return
 
     def _compare(self, mine: Wait) -> str:
-        """Which operation is another one than rank 0's, as far as is known; "" where none is."""
+        """Return the operation that differs from rank 0's; "" if none is known."""
         store, rank = self._notes.store, self._notes.rank
         if rank == 0:
             store.set("started", json.dumps([self._started(), self._counted(), mine]))
@@ -109,7 +109,7 @@ class StallWatch:
 
 
 def open_sockets() -> frozenset[int]:
-    """Descriptors of this process that are sockets."""
+    """Return the descriptors of this process that are sockets."""
     return frozenset(number for number in map(int, os.listdir("/dev/fd")) if _is_socket(number))
 
 
@@ -121,8 +121,8 @@ def _is_socket(descriptor: int) -> bool:
 
 
 def cut(sockets: Collection[int]) -> None:
-    """End the connections among `sockets`, in both directions, whoever is reading."""
+    """End the connections among `sockets`, in both directions."""
     for number in sockets:
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-            one.getpeername()  # one that listens has no peer, and must go on
-            one.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.getpeername()  # raises for a socket that listens, which must stay open
+            connection.shutdown(socket.SHUT_RDWR)

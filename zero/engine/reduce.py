@@ -259,7 +259,10 @@ class Reducer:
 
     def reset(self) -> None:
         """After an exception: wait for what is under way and forget it."""
-        handles = [*(one.handle for one in self._under_way), *(handle for _, handle in self._gathers.values())]
+        handles = [
+            *(reduction.handle for reduction in self._under_way),
+            *(gather[1] for gather in self._gathers.values()),
+        ]
         self._done.wait()
         with suppress(WorldError):  # a broken world is what is being reported already
             for handle in handles:
@@ -280,7 +283,7 @@ class Reducer:
         return self._local and unit.index not in self._summed and unit.index not in self._ready
 
     def _is_open(self, unit: UnitState) -> bool:
-        """What arrives for `unit` is sent in this round."""
+        """Gradients that arrive for `unit` are sent in this round."""
         return unit.index in self._waiting and unit.index not in self._ready
 
     def _open(self, unit: UnitState, *, sums: bool = False) -> Tensor:

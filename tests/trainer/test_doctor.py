@@ -18,10 +18,6 @@ GiB = 2**30
 CPUINFO = "model name\t: A processor\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
 MOUNTS = "22 1 0:1 / / rw - ext4 /dev/sda rw\n30 22 0:2 / /mnt/far\\040away rw shared:1 - nfs4 server:/x rw\n"
 H100 = "NVIDIA H100, 81559, 81000, 550.54, 9.0\n"
-TOPO = (
-    "\tGPU0\tGPU1\tGPU2\tCPU Affinity\n"
-    "GPU0\t X \tNV18\tSYS\t0-31\nGPU1\tNV18\t X \tSYS\t0-31\nGPU2\tSYS\tSYS\t X \t32-63\n"
-)
 
 
 class Made(Host):
@@ -29,7 +25,7 @@ class Made(Host):
 
     def __init__(self, root: Path, **given) -> None:
         super().__init__(root, given.pop("environ", {}))
-        self._given = {"limits": {}, "gpus": "", "topo": "", "torch_gpus": 0, "cores": 4, "versions": {}, **given}
+        self._given = {"limits": {}, "gpus": "", "torch_gpus": 0, "cores": 4, "versions": {}, **given}
         files = {"/proc/cpuinfo": CPUINFO, "/proc/self/mountinfo": MOUNTS}
         for path, text in (files | self._given.get("texts", {})).items():
             where = root / path.lstrip("/")
@@ -39,9 +35,6 @@ class Made(Host):
     def memory(self):
         return self._given.get("memory", (16 * GiB, 8 * GiB))
 
-    def paged_out(self):
-        return self._given.get("swap", (4 * GiB, 4 * GiB))
-
     def limit(self, which):
         return self._given["limits"].get(which, resource.RLIM_INFINITY)
 
@@ -49,7 +42,7 @@ class Made(Host):
         return self._given.get("space", (2**40, 2**39))
 
     def output(self, *command):
-        return self._given["topo" if "topo" in command else "gpus"]
+        return self._given["gpus"]
 
     def cores(self):
         return self._given["cores"]
@@ -79,7 +72,7 @@ def test_a_healthy_machine_is_well(tmp_path):
     found = list(checks(read({}), Made(tmp_path / "root")))
     assert {check.state for check in found} == {"ok"}, report(found)
     assert exit_code(found) == 0
-    names = {"versions", "memory", "swap", "/dev/shm", "locked memory", "open files", "malloc", "CPU", "NUMA", "GPUs"}
+    names = {"versions", "memory", "/dev/shm", "locked memory", "open files", "malloc", "CPU", "NUMA", "GPUs"}
     names |= {"offload.path", "nameless files", "direct I/O", "reserving", "disk rate", "checkpoints", "W&B"}
     assert {check.name for check in found} == names
     assert [path.name for path in tmp_path.iterdir()] == ["root"], "something was left behind"
@@ -114,7 +107,6 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
             "/sys/devices/system/node/node1/x": "",
         },
         "memory": (16 * GiB, 10**6),
-        "swap": (10**6, 0),
         "limits": {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_MEMLOCK: 65536},
         "space": (2**20, 2**20),
         "versions": {"torch": "1.0"},
@@ -127,7 +119,7 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
     assert not any(check.advice for check in found.values() if check.state == "ok")
     assert {name for name, check in wrong.items() if check.state == "bad"} == {"versions", "memory", "open files"}
     assert set(wrong) - {"versions", "memory", "open files"} == {
-        *("swap", "/dev/shm", "malloc", "CPU quota", "CPU and dtype", "NUMA", "disk rate", "checkpoints", "W&B")
+        *("/dev/shm", "malloc", "CPU quota", "CPU and dtype", "NUMA", "disk rate", "checkpoints", "W&B")
     }
     assert wrong["CPU quota"].finding == "the container may use 1 of 4 cores"
     assert "torch 1.0 (>=2.11)" in wrong["versions"].finding
@@ -164,8 +156,6 @@ def test_no_limit_is_not_shown(tmp_path):
         ({"gpus": H100}, "GPUs", "bad", "1, and torch can use none"),
         ({"texts": {"/proc/driver/nvidia/version": "550"}}, "GPUs", "bad", "a driver, but no GPU answers"),
         ({"gpus": H100.replace("81000", "40000"), "torch_gpus": 1}, "GPU memory", "warn", "in use on GPU 0"),
-        ({"gpus": H100 * 3, "topo": TOPO, "torch_gpus": 3}, "GPU links", "warn", "NV18 x 1, SYS x 2"),
-        ({"gpus": H100 * 2, "topo": TOPO[:70], "torch_gpus": 2}, "GPU links", "ok", "NV18 x 1"),
         ({"gpus": H100.replace("9.0", "7.5"), "torch_gpus": 1}, "GPU and dtype", "warn", "bf16 is emulated"),
         ({"gpus": H100, "torch_gpus": 1}, "GPUs and ranks", "bad", "launch.ranks=2 of 1 GPUs"),
         (

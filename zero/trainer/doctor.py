@@ -1,8 +1,7 @@
-"""Is this machine ready for this run: what was found, whether that is good, and what to do where it is not.
+"""Checks of this machine for a run: versions, memory, processors, GPUs and disks, with advice.
 
-`checks` looks at one thing after another and never raises for what it finds. Everything it reads comes through a
-`Host`, so a test can describe any machine: a folder in place of `/`, answers in place of commands. Nothing is changed;
-a unlinked file of at most 256 MiB is written to measure the disk, for up to three seconds.
+`checks` never raises for what it finds. It reads everything through a `Host`, so that a test can describe any machine.
+It changes nothing; to measure the disk it writes an unlinked file of at most 256 MiB for up to three seconds.
 """
 
 import contextlib
@@ -35,6 +34,7 @@ from zero.store.nvme import probe
 from zero.tracker.settings import Wandb
 from zero.tracker.wandb import has_key, mode_of
 from zero.trainer.config import Config
+from zero.trainer.launch.process import cores
 
 State = Literal["ok", "warn", "bad"]
 
@@ -44,7 +44,7 @@ VECTORS = (
     *("asimd", "asimdhp", "sve", "bf16"),
 )
 HALF_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
-"""Flags of x86 and ARM; and those of a unit that multiplies a half type."""
+"""CPU flags of x86 and ARM, and those of a unit that multiplies a half type."""
 
 
 class Check(NamedTuple):
@@ -54,11 +54,11 @@ class Check(NamedTuple):
     state: State
     finding: str
     advice: str = ""
-    """What to do about it; empty where the state is "ok"."""
+    """Empty if the state is "ok"."""
 
 
 class Host:
-    """The machine that is checked; everything that is read of it is read here.
+    """Readings of the machine that is checked.
 
     Args:
         root: in place of `/` for /proc, /sys and the mounts.
@@ -70,75 +70,66 @@ class Host:
         self.files = Files()
 
     def text(self, path: str) -> str:
-        """A file's text; empty if there is none or it is not readable."""
+        """Return a file's text; "" if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace")
         except OSError:
             return ""
 
     def names(self, path: str) -> list[str]:
-        """The entries of a folder."""
         folder = self.root / path.lstrip("/")
         return sorted(os.listdir(folder)) if folder.is_dir() else []
 
     def memory(self) -> tuple[int, int]:
-        """(total, available) bytes of host memory."""
-        found = psutil.virtual_memory()
-        return found.total, found.available
-
-    def paged_out(self) -> tuple[int, int]:
-        """(total, free) bytes of swap."""
-        found = psutil.swap_memory()
-        return found.total, found.free
+        """Return (total, available) bytes of host memory."""
+        memory = psutil.virtual_memory()
+        return memory.total, memory.available
 
     def limit(self, which: int) -> int:
-        """The soft limit that `resource` knows by this number; `resource.RLIM_INFINITY` for none."""
+        """Return the soft limit that `resource` knows by this number; `resource.RLIM_INFINITY` for none."""
         return resource.getrlimit(which)[0]
 
     def space(self, folder: str) -> tuple[int, int]:
-        """(total, free) bytes of the file system at `folder`; zeros if there is none."""
+        """Return (total, free) bytes of the file system at `folder`; zeros if there is none."""
         try:
             return shutil.disk_usage(folder)[::2]
         except OSError:
             return 0, 0
 
     def output(self, *command: str) -> str:
-        """What a command prints; empty if there is no such command or it fails."""
+        """Return the output of a command; "" if there is no such command or it fails."""
         try:
             return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
         except (OSError, subprocess.SubprocessError):
             return ""
 
     def cores(self) -> int:
-        """Cores that this process may run on."""
-        return len(os.sched_getaffinity(0)) if "sched_getaffinity" in vars(os) else os.cpu_count() or 1
+        return cores()
 
     def version(self, package: str) -> str:
-        """Of an installed package; empty if it is not installed."""
+        """Return the version of an installed package; "" if it is not installed."""
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return ""
 
     def torch_gpus(self) -> int:
-        """How many GPUs torch can use."""
         import torch
 
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def checks(config: Config, host: Host | None = None) -> Iterator[Check]:
-    """Check everything that a run with these settings depends on; each result comes as soon as it is known."""
+    """Check everything that a run with these settings depends on, and yield each result at once."""
     host = host or Host()
     all_checks: tuple[Callable[[Config, Host], Iterator[Check]], ...] = (
-        _versions, _memory, _paged_out, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints,
-        _wandb,
+        _versions, _memory, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints, _wandb,
     )  # fmt: skip
     return itertools.chain.from_iterable(check(config, host) for check in all_checks)
 
 
 def report(results: Iterable[Check]) -> str:
-    """One line for each check, its advice below it, and a sum."""
+    """Return a line for each check, its advice below it, and the number of problems."""
     results = list(results)
     width = max((len(check.name) for check in results), default=0)
     lines = []
@@ -150,15 +141,15 @@ def report(results: Iterable[Check]) -> str:
 
 
 def exit_code(results: Iterable[Check]) -> int:
-    """0, or that of an error of the machine if anything is bad."""
+    """Return 0, or the exit code of a MachineError if anything is bad."""
     return MachineError.exit_code if any(check.state == "bad" for check in results) else 0
 
 
 def _judge(name: str, finding: str, *problems: tuple[Any, State, str]) -> Check:
-    """The check as the first problem has it that exists, "ok" if none does.
+    """Return the check with the state and advice of the first problem that exists, or "ok".
 
     Args:
-        problems: whether it exists, the state then, and the advice.
+        problems: (whether it exists, its state, its advice) of each.
     """
     wrong = (Check(name, state, finding, advice) for exists, state, advice in problems if exists)
     return next(wrong, Check(name, "ok", finding))
@@ -168,7 +159,7 @@ def _judge(name: str, finding: str, *problems: tuple[Any, State, str]) -> Check:
 
 
 def pins() -> dict[str, str]:
-    """Package to the versions that zero works with: ">=5.5.4,<6"."""
+    """Return the versions that zero works with, such as ">=5.5.4,<6", by package."""
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if project.is_file():
         table = tomllib.loads(project.read_text())["project"]
@@ -178,9 +169,9 @@ def pins() -> dict[str, str]:
         python, packages = metadata["Requires-Python"], metadata.get_all("Requires-Dist") or []
     needed = [Requirement(f"python{python}"), *map(Requirement, packages)]
     return {
-        one.name: ",".join(sorted(map(str, one.specifier), reverse=True))
-        for one in needed
-        if one.marker is None or one.marker.evaluate({"extra": ""})
+        requirement.name: ",".join(sorted(map(str, requirement.specifier), reverse=True))
+        for requirement in needed
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     }
 
 
@@ -197,20 +188,21 @@ def _versions(config: Config, host: Host) -> Iterator[Check]:
 
 
 def within(version: str, pin: str) -> bool:
-    """Whether a version is inside a pin such as ">=2.11". Vendors' 2.11.0a0+git and 2.11.0.post1 are 2.11.0."""
-    return SpecifierSet(pin).contains(Version(version.rstrip("+")).base_version)  # a Python built from git ends in +
+    """Return whether a version satisfies a pin such as ">=2.11"; vendors' 2.11.0a0+git counts as 2.11.0."""
+    # the version of a Python that was built from git ends in +
+    return SpecifierSet(pin).contains(Version(version.rstrip("+")).base_version)
 
 
 def _malloc(config: Config, host: Host) -> Iterator[Check]:
     preloaded = re.findall(r"jemalloc|tcmalloc|mimalloc", host.environ.get("LD_PRELOAD", ""))
-    own = [name for name in host.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
+    variables = [name for name in host.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     if preloaded:
         advice = "launch.malloc has no effect on it; unset LD_PRELOAD"
         yield Check("malloc", "warn", f"{preloaded[0]} is preloaded", advice)
     elif platform.libc_ver()[0] != "glibc":
         yield Check("malloc", "warn", "not glibc's", "launch.malloc has no effect; steps may be slower")
-    elif own:
-        yield Check("malloc", "warn", f"set by {', '.join(own)}", "these win over launch.malloc; unset them")
+    elif variables:
+        yield Check("malloc", "warn", f"set by {', '.join(variables)}", "these win over launch.malloc; unset them")
     elif config.launch.malloc == "default":
         yield Check("malloc", "warn", "launch.malloc=default", "launch.malloc=raised makes most steps faster")
     else:
@@ -232,20 +224,11 @@ def _memory(config: Config, host: Host) -> Iterator[Check]:
 
 
 def _group_limits(host: Host) -> Iterator[tuple[int, int]]:
-    """(limit, use) in bytes of each memory group around this process that has a limit."""
+    """Yield (limit, use) in bytes of each memory group around this process that has a limit."""
     for folder, *files in memory_groups(host.root):
-        with contextlib.suppress(OSError, ValueError):  # no such group, or its limit is "max"
+        with contextlib.suppress(OSError, ValueError):  # the group is absent, or its limit is "max"
             limit, used = (int((folder / name).read_text()) for name in files)
             yield limit, used
-
-
-def _paged_out(config: Config, host: Host) -> Iterator[Check]:
-    total, free = host.paged_out()
-    used = total - free
-    finding = f"{size_text(total)}, {size_text(free)} free" if total else "none"
-    if is_short := used > total // 10:
-        finding = f"{size_text(used)} of {size_text(total)} in use"
-    yield _judge("swap", finding, (is_short, "warn", "memory is short already; see memory"))
 
 
 def _shared_memory(config: Config, host: Host) -> Iterator[Check]:
@@ -290,11 +273,9 @@ def _cpu(config: Config, host: Host) -> Iterator[Check]:
 
 
 def _quota(host: Host) -> float:
-    """Cores that the container may use."""
-    in_version_1 = (host.text(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    texts = host.text("/sys/fs/cgroup/cpu.max"), " ".join(in_version_1)
-    found = next(filter(None, (re.match(r"(\d+) (\d+)", text) for text in texts)), None)
-    return int(found[1]) / int(found[2]) if found else float("inf")
+    """Return the cores that the container may use."""
+    match = re.match(r"(\d+) (\d+)", host.text("/sys/fs/cgroup/cpu.max"))
+    return int(match[1]) / int(match[2]) if match else float("inf")
 
 
 def _numa(config: Config, host: Host) -> Iterator[Check]:
@@ -319,8 +300,8 @@ class _Gpu(NamedTuple):
 def _smi(host: Host) -> list[_Gpu]:
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
     printed = host.output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-    found = (re.fullmatch(r"(.+), (\d+), (\d+), ([\d.]+), ([\d.]+)", line.strip()) for line in printed.splitlines())
-    return [_Gpu(g[1], int(g[2]) * 2**20, int(g[3]) * 2**20, g[4], float(g[5])) for g in found if g]
+    rows = (re.fullmatch(r"(.+), (\d+), (\d+), ([\d.]+), ([\d.]+)", line.strip()) for line in printed.splitlines())
+    return [_Gpu(row[1], int(row[2]) * 2**20, int(row[3]) * 2**20, row[4], float(row[5])) for row in rows if row]
 
 
 def _gpus(config: Config, host: Host) -> Iterator[Check]:
@@ -335,9 +316,9 @@ def _gpus(config: Config, host: Host) -> Iterator[Check]:
         advice = f"the driver is {gpus[0].driver}; install a torch that was built for it, or unset CUDA_VISIBLE_DEVICES"
         yield Check("GPUs", "bad", f"{len(gpus)}, and torch can use none", advice)
         return
-    kinds = sorted({f"{gpu.name} {size_text(gpu.total_bytes)}" for gpu in gpus})
+    models = sorted({f"{gpu.name} {size_text(gpu.total_bytes)}" for gpu in gpus})
     driver = f", driver {gpus[0].driver}" if gpus else ""
-    yield Check("GPUs", "ok", f"{usable} for torch: {', '.join(kinds) or 'not seen by nvidia-smi'}{driver}")
+    yield Check("GPUs", "ok", f"{usable} for torch: {', '.join(models) or 'not seen by nvidia-smi'}{driver}")
     if ranks != "auto" and ranks > usable:
         yield Check("GPUs and ranks", "bad", f"launch.ranks={ranks} of {usable} GPUs", f"set launch.ranks={usable}")
     taken = [str(number) for number, gpu in enumerate(gpus) if gpu.free_bytes < 0.9 * gpu.total_bytes]
@@ -345,20 +326,6 @@ def _gpus(config: Config, host: Host) -> Iterator[Check]:
         yield Check("GPU memory", "warn", f"in use on GPU {', '.join(taken)}", "see nvidia-smi; end what runs there")
     if config.precision.compute == "bf16" and any(gpu.capability < 8 for gpu in gpus):
         yield Check("GPU and dtype", "warn", "bf16 is emulated before compute capability 8.0", "set precision=fp16")
-    if len(gpus) > 1:
-        yield _links(host.output("nvidia-smi", "topo", "-m"), len(gpus))
-
-
-def _links(printed: str, gpus: int) -> Check:
-    """The ways between pairs of GPUs: NV# is NVLink, PIX to PHB is PCIe, SYS crosses sockets."""
-    rows = [line.split() for line in printed.splitlines() if re.match(r"\s*GPU\d", line)]
-    links = [
-        row[1 + other] for number, row in enumerate(rows[-gpus:]) for other in range(number) if len(row) > other + 1
-    ]
-    kinds = {kind: links.count(kind) for kind in sorted(set(links))}
-    finding = ", ".join(f"{kind} x {count}" for kind, count in kinds.items()) or "not known"
-    advice = "some pairs meet across sockets: zero.stage=1 or 2 sends less than 3"
-    return _judge("GPU links", finding, ("SYS" in kinds, "warn", advice))
 
 
 # Disks
@@ -376,25 +343,25 @@ def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Check]:
         why = "is not writable" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
         yield Check("offload.path", state, f"{folder} {why}", "set offload.path to a folder on a fast local disk")
         return
-    kind, free = _file_system(host, folder)
+    file_system, free = _file_system(host, folder)
     yield _judge(
         "offload.path",
-        f"{folder}: {kind}, {size_text(free)} free",
-        (NETWORK.fullmatch(kind), "warn", "a network file system: slow, and shared; set offload.path to a local disk"),
-        (kind in MEMORY, "warn", "this is memory, not a disk: offload=cpu does the same without a detour"),
-        (kind == "overlay", "warn", "a container's own layer: mount a volume, and set offload.path to it"),
+        f"{folder}: {file_system}, {size_text(free)} free",
+        (NETWORK.fullmatch(file_system), "warn", "a network file system is slow; set offload.path to a local disk"),
+        (file_system in MEMORY, "warn", "this is memory, not a disk: offload=cpu is faster"),
+        (file_system == "overlay", "warn", "a container's own layer: mount a volume, and set offload.path to it"),
     )
     yield from _calls(folder, host)
     yield _rate(folder, free, host, state)
 
 
 def _file_system(host: Host, folder: Path) -> tuple[str, int]:
-    """Its type and free bytes."""
+    """Return the type and the free bytes of the file system at `folder`."""
     return mount_of(host.text("/proc/self/mountinfo"), str(folder.resolve())), host.space(str(folder))[1]
 
 
 def _calls(folder: Path, host: Host) -> Iterator[Check]:
-    """What the file system supports of what a store uses, tried on a file of one block."""
+    """Try the calls of a store on a file of one block."""
     for name, attempt, without in (
         ("nameless files", open_nameless, "a file with a name is used, and unlinked at once"),
         ("direct I/O", _direct, "pages go through the page cache: state comes back as memory, and reads are slower"),
@@ -435,18 +402,18 @@ def _rate(folder: Path, free_bytes: int, host: Host, state: State) -> Check:
 
 
 def _checkpoints(config: Config, host: Host) -> Iterator[Check]:
-    """Where runs save: their own folder, or one for all."""
+    """Check the folder of checkpoints, or the current folder, in which runs make theirs."""
     folder = Path(config.checkpoint.dir or ".").expanduser().absolute()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
-    kind, free = _file_system(host, there)
-    if not takes_files(there):
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    file_system, free = _file_system(host, existing)
+    if not takes_files(existing):
         yield Check("checkpoints", "bad", f"{folder} is not writable", "set checkpoint.dir to a folder of this user")
         return
     yield _judge(
         "checkpoints",
-        f"{folder}: {kind}, {size_text(free)} free",
-        (kind in MEMORY, "warn", "this is memory: gone with the machine; set checkpoint.dir to a disk"),
-        (NETWORK.fullmatch(kind), "warn", "saves are as slow as the network; checkpoint.async=true hides that"),
+        f"{folder}: {file_system}, {size_text(free)} free",
+        (file_system in MEMORY, "warn", "this is memory: gone with the machine; set checkpoint.dir to a disk"),
+        (NETWORK.fullmatch(file_system), "warn", "saves are as slow as the network; checkpoint.async=true hides that"),
         (free < 2 * GiB, "warn", "12 bytes per parameter are saved; make room, or set checkpoint.dir"),
     )
 

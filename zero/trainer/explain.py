@@ -1,7 +1,7 @@
-"""What the settings mean, as text: one key, one section, or an overview on one screen.
+"""Texts that explain the settings: one key, one section, or an overview on one screen.
 
-Everything comes from the schema's own metadata (`zero/trainer/config`) and from the first line of each option's file,
-so it cannot go stale. The same entries make docs/config.md. No torch: an answer comes as soon as Python has started.
+They are made from the schema (`zero/trainer/config`) and from the first line of each option's file, and so is
+docs/config.md. No torch, so an answer takes as long as Python takes to start.
 """
 
 import functools
@@ -22,17 +22,17 @@ from zero.trainer.config import Config
 from zero.trainer.other_words import other_words
 
 WIDTH, CELL = 100, 28
-"""Characters of a line at most, and of a cell that still decides about the width of its column."""
+"""Largest width of a line, and of a cell that widens its column, in characters."""
 
 FIRST = (
     *("mode", "steps", "resume", "zero.stage", "zero.activations", "batch.global", "batch.micro", "data.folder"),
     *("offload.path", "optim.lr", "launch.ranks", "checkpoint.every", "tracker.every"),
 )
-"""The keys that a newcomer meets first."""
+"""Keys of the overview."""
 
 
 class Entry(NamedTuple):
-    """One dotted key, as all options that have it declare it together."""
+    """A dotted key, with the declarations of all options that have it."""
 
     key: str
     text: str
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     trades: str
     example: str
     options: tuple[str, ...]
-    """The options of its group that have it; empty where all have."""
+    """The options of its group that have it; empty if all have."""
 
     @property
     def group(self) -> str:
@@ -51,9 +51,9 @@ class Entry(NamedTuple):
     @property
     def choices(self) -> list[str]:
         """The words that the key takes, if there are several: auto, world and node of "auto, world or node"."""
-        found = re.split(r",? or |, ", self.takes.split(" such as ")[0])
-        words = [one for one in found if " " not in one and one not in ("null", "text")]
-        return words if len(words) > 1 else []
+        parts = re.split(r",? or |, ", self.takes.split(" such as ")[0])
+        choices = [part for part in parts if " " not in part and part not in ("null", "text")]
+        return choices if len(choices) > 1 else []
 
 
 class Section(NamedTuple):
@@ -62,7 +62,7 @@ class Section(NamedTuple):
     name: str
     text: str
     options: dict[str, str]
-    """Name to first line, for what can be chosen as a whole: `offload=nvme`."""
+    """First line of each option's file, by name."""
     chosen: str
     """The option of the default run."""
     entries: tuple[Entry, ...]
@@ -70,45 +70,46 @@ class Section(NamedTuple):
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """Every key, in reading order."""
+    """Return every key, in reading order."""
     by_name: dict[str, list[schema.Key]] = {}
-    kinds: dict[str, set[type[schema.Section]]] = {}  # of the section that a key is in
+    classes: dict[str, set[type[schema.Section]]] = {}  # by the dotted key of the section
     for declared in schema.walk(Config):
         by_name.setdefault(declared.name, []).append(declared)
-        kinds.setdefault(_section(declared.name), set()).add(declared.section)
+        classes.setdefault(declared.name.rpartition(".")[0], set()).add(declared.section)
     return tuple(
-        _entry(name, declared, everywhere=len(declared) == len(kinds[_section(name)]))
+        _entry(name, declared, everywhere=len(declared) == len(classes[name.rpartition(".")[0]]))
         for name, declared in by_name.items()
-        if _last_word(name) != "name"
+        if name.rpartition(".")[2] != "name"
     )
 
 
 def sections(conf: Path) -> tuple[Section, ...]:
-    """Every section: the keys without one first, then those of the schema, then groups that are made of them.
+    """Return the keys without a section, then the sections of the schema, then the other groups of options.
 
     Args:
-        conf: the folder with the options' files, a group in each of its folders.
+        conf: folder of options, with a folder for each group.
     """
-    found = {name: tuple(group) for name, group in groupby(entries(), lambda entry: entry.group)}
+    by_group = {name: tuple(group) for name, group in groupby(entries(), lambda entry: entry.group)}
     alone = tuple(entry for entry in entries() if entry.key == entry.group)
     groups = sorted(path.name for path in conf.iterdir() if path.is_dir() and path.name != "hydra")
-    names = [name for name in dict.fromkeys([*found, *groups]) if name not in {entry.key for entry in alone}]
+    names = [name for name in dict.fromkeys([*by_group, *groups]) if name not in {entry.key for entry in alone}]
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", (conf / "config.yaml").read_text(), re.MULTILINE))
     top = Section("", "The run as a whole.", {}, "", alone)
     return top, *(
-        Section(name, _about(name), _options(conf / name), chosen.get(name, ""), found.get(name, ())) for name in names
+        Section(name, _about(name), _options(conf / name), chosen.get(name, ""), by_group.get(name, ()))
+        for name in names
     )
 
 
 def explain(name: str | None, conf: Path) -> str:
-    """What a key or a section means; without one, which sections there are.
+    """Return the text about a key or a section; for None the list of sections.
 
     Raises:
-        ConfigError: there is no such key; names the nearest.
+        ConfigError: there is no such key; with the nearest one.
     """
     if name is None:
         return _contents(sections(conf))
-    name = name.removesuffix(".name")  # of the chosen option: the section explains it
+    name = name.removesuffix(".name")  # the section explains the names of options
     by_key = {entry.key: entry for entry in entries()}
     by_name = {section.name: section for section in sections(conf) if section.name}
     if name in by_key:
@@ -125,21 +126,18 @@ def explain(name: str | None, conf: Path) -> str:
 
 
 def options_with(key: str, conf: Path) -> list[str]:
-    """The options of its group that have a key, the default one first.
-
-    Args:
-        key: one of `entries()`; any other one has none of them.
-        conf: as `sections` takes it.
-    """
+    """Return the options of its group that have a key, the default one first; [] for an unknown key."""
     entry = next((entry for entry in entries() if entry.key == key), None)
     if entry is None:
         return []
     names = next(_names(section) for section in sections(conf) if section.name == entry.group)
-    return [name for name in names if not entry.options or _kind(conf / entry.group / f"{name}.yaml") in entry.options]
+    return [
+        name for name in names if not entry.options or _tag_of(conf / entry.group / f"{name}.yaml") in entry.options
+    ]
 
 
 def overview(conf: Path) -> str:
-    """What --help prints: how to start, what can be chosen, the first keys to know, and where to read on."""
+    """Return the text of --help."""
     groups = [section for section in sections(conf) if section.options]
     by_key = {entry.key: entry for entry in entries()}
     return f"""\
@@ -169,15 +167,15 @@ More
 
 
 def _entry(name: str, declared: list[schema.Key], *, everywhere: bool) -> Entry:
-    fields = [one.field for one in declared]
-    extras: list[dict[str, Any]] = [dict(one.json_schema_extra or {}) for one in fields]  # type: ignore[arg-type]
-    owners = [_tag(one.section) for one in declared]
-    unit, trades = (next((one[extra] for one in extras if extra in one), "") for extra in ("unit", "trades"))
+    fields = [key.field for key in declared]
+    extras: list[dict[str, Any]] = [dict(field.json_schema_extra or {}) for field in fields]  # type: ignore[arg-type]
+    owners = [_tag(key.section) for key in declared]
+    unit, trades = (next((texts[name] for texts in extras if name in texts), "") for name in ("unit", "trades"))
     return Entry(
         key=name,
-        text=_merged([one.description or "" for one in fields], owners),
+        text=_merged([field.description or "" for field in fields], owners),
         takes=_merged([*map(words, fields)], owners),
-        default=_merged([as_typed(one.get_default()) for one in fields], owners),
+        default=_merged([as_typed(field.get_default()) for field in fields], owners),
         unit=unit,
         trades=trades,
         example=_example(name, extras, owners, everywhere),
@@ -186,7 +184,7 @@ def _entry(name: str, declared: list[schema.Key], *, everywhere: bool) -> Entry:
 
 
 def _example(name: str, extras: list[dict[str, Any]], owners: list[str], everywhere: bool) -> str:
-    """Words to type; with the option of its group where the default one does not have the key."""
+    """Return words to type, with an option of the group if the default one does not have the key."""
     chosen = _tag(type(getattr(Config(), name.split(".")[0]))) if "." in name else ""
     best = owners.index(chosen) if chosen in owners else 0
     text = f"{name}={extras[best]['example']}" if "example" in extras[best] else ""
@@ -194,10 +192,10 @@ def _example(name: str, extras: list[dict[str, Any]], owners: list[str], everywh
 
 
 def _merged(texts: list[str], owners: list[str]) -> str:
-    """One text where all agree, else each with its option."""
+    """Join different texts, each with the options that have it."""
     if len(set(texts)) == 1:
         return texts[0]
-    having = {text: [owner for own, owner in zip(texts, owners, strict=True) if own == text] for text in texts}
+    having = {text: [owner for other, owner in zip(texts, owners, strict=True) if other == text] for text in texts}
     return "; ".join(f"{text} ({', '.join(owners)})" for text, owners in having.items())
 
 
@@ -207,7 +205,7 @@ def _tag(section: type[schema.Section]) -> str:
 
 
 def as_typed(value: object) -> str:
-    """A value as it is written on the command line."""
+    """Return a value as it is written on the command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
     if isinstance(value, int) and not isinstance(value, bool) and value and value % 2**20 == 0:
@@ -221,12 +219,12 @@ def _about(name: str) -> str:
     if len(models) == 1:
         return str(models[0].__doc__)
     return {
-        "model": "What is trained.",
-        "data": "Where the tokens come from.",
-        "optim": "How a gradient becomes a change of the parameters.",
-        "schedule": "How the learning rate moves over the steps.",
-        "tracker": "Where the numbers of a run are written.",
-        "experiment": "Whole runs: choices of options and values that go together.",
+        "model": "The model that is trained.",
+        "data": "The source of the tokens.",
+        "optim": "The optimizer.",
+        "schedule": "The learning rate over the steps.",
+        "tracker": "The destinations of a run's numbers.",
+        "experiment": "Whole runs: options and values that belong together.",
     }[name]
 
 
@@ -234,11 +232,10 @@ def _about(name: str) -> str:
 
 
 def _options(folder: Path) -> dict[str, str]:
-    """Name to the first line of its file."""
     return {path.stem: _idea(path) for path in sorted(folder.glob("*.yaml"))}
 
 
-def _kind(path: Path) -> str:
+def _tag_of(path: Path) -> str:
     return next(iter(re.findall(r"^name: (\w+)$", path.read_text(), re.MULTILINE)), "")
 
 
@@ -275,8 +272,8 @@ def _of_section(section: Section) -> str:
     return "\n".join(text)
 
 
-def _contents(found: tuple[Section, ...]) -> str:
-    top, *others = found
+def _contents(all_sections: tuple[Section, ...]) -> str:
+    top, *others = all_sections
     return f"""\
 Sections
 {_table((section.name, _first_paragraph(section.text)) for section in others)}
@@ -288,7 +285,7 @@ and keys of no section: {", ".join(entry.key for entry in top.entries)}
 
 
 def _names(section: Section) -> list[str]:
-    """Of its options, the default one first."""
+    """Return the options of a section, the default one first."""
     return sorted(section.options, key=lambda name: name != section.chosen)
 
 
@@ -296,16 +293,8 @@ def _first_paragraph(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def _section(key: str) -> str:
-    return key.rpartition(".")[0]
-
-
-def _last_word(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
 def _width() -> int:
-    """Of a line: as the terminal has it."""
+    """Return the width of a line, which the terminal limits."""
     return max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
@@ -314,7 +303,7 @@ def _rows_of(entries: Iterable[Entry]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Columns as wide as they need, the last one wrapped; a wide cell moves what follows to the next line."""
+    """Align columns and wrap the last one; cells after a wide cell begin on the next line."""
     tidy = [tuple(" ".join(cell.split()) if cell[:1] != " " else cell for cell in row) for row in rows]
     return "\n".join(_lines(tidy))
 

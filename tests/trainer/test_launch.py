@@ -191,7 +191,7 @@ def launched(
     sender.start()
     try:
         how = launch.Processes(folder, grace_s=grace_s)
-        return launch.launch(entry, folder, *args, ranks=2, how=how, max_restarts=max_restarts)
+        return launch.launch(entry, folder, *args, ranks=2, processes=how, max_restarts=max_restarts)
     finally:
         sender.join(10)
 
@@ -228,7 +228,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     before = dict(os.environ)
-    seen = launch.launch(environment_of_rank, names, ranks=2, how=launch.Processes(folder, threads=3))
+    seen = launch.launch(environment_of_rank, names, ranks=2, processes=launch.Processes(folder, threads=3))
     assert os.environ == before
     assert seen["RANK"] == "0"
     assert seen["WORLD_SIZE"] == "2"
@@ -247,7 +247,7 @@ def test_ranks_start_where_another_library_has_set_a_start_method_of_its_own(fol
     try:
         with patch.dict(multiprocessing.context._concrete_contexts, loky=method):
             multiprocessing.set_start_method("loky", force=True)
-        assert launch.launch(environment_of_rank, (), ranks=1, how=launch.Processes(folder))["WORLD_SIZE"] == "1"
+        assert launch.launch(environment_of_rank, (), ranks=1, processes=launch.Processes(folder))["WORLD_SIZE"] == "1"
     finally:
         multiprocessing.set_start_method(before, force=True)
 
@@ -258,14 +258,16 @@ def test_shared_memory_that_cannot_be_written_is_named(folder: Path) -> None:
         patch.object(multiprocessing.context.SpawnContext, "Lock", side_effect=full),
         pytest.raises(MachineError, match=r"^/dev/shm cannot be written: No space left on device; free or mount"),
     ):
-        launch.launch(environment_of_rank, (), ranks=2, how=launch.Processes(folder))
+        launch.launch(environment_of_rank, (), ranks=2, processes=launch.Processes(folder))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc is not glibc's")
 def test_a_lean_rank_keeps_no_large_tensor_in_its_heap(folder: Path) -> None:
     """What is freed there goes back to the system, so nothing is left between two tensors."""
-    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, how=launch.Processes(folder, malloc="lean")) >= 3 << 20
-    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, how=launch.Processes(folder, malloc="raised")) == 0
+    assert (
+        launch.launch(mapped_bytes_of_a_tensor, ranks=1, processes=launch.Processes(folder, malloc="lean")) >= 3 << 20
+    )
+    assert launch.launch(mapped_bytes_of_a_tensor, ranks=1, processes=launch.Processes(folder, malloc="raised")) == 0
 
 
 def test_a_deterministic_run_fixes_the_workspace_of_cublas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,11 +276,11 @@ def test_a_deterministic_run_fixes_the_workspace_of_cublas(folder: Path, monkeyp
     plain, fixed = launch.Processes(folder, malloc="default"), launch.Processes(folder, deterministic=True)
     assert launch.environment(2, fixed)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "CUBLAS_WORKSPACE_CONFIG" not in launch.environment(2, plain)
-    assert launch.inside(workspace_of_cublas, how=fixed) == ":4096:8"
-    assert launch.launch(workspace_of_cublas, ranks=1, how=fixed) == ":4096:8"
+    assert launch.inside(workspace_of_cublas, processes=fixed) == ":4096:8"
+    assert launch.launch(workspace_of_cublas, ranks=1, processes=fixed) == ":4096:8"
     assert workspace_of_cublas() is None
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert launch.inside(workspace_of_cublas, how=fixed) == ":16:8"
+    assert launch.inside(workspace_of_cublas, processes=fixed) == ":16:8"
 
 
 @pytest.mark.usefixtures("_forked")
@@ -293,7 +295,7 @@ def test_a_rank_that_raises_ends_all(
     folder: Path, rank: int, error: Exception, cause: str, exit_code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch.launch(raise_on, rank, error, ranks=2, how=launch.Processes(folder))
+        launch.launch(raise_on, rank, error, ranks=2, processes=launch.Processes(folder))
     assert str(caught.value) == f"{cause} (log: {folder}/{rank}.log)"
     assert caught.value.exit_code == exit_code
     assert type(error).__name__ in (folder / f"{rank}.log").read_text()
@@ -305,7 +307,7 @@ def test_a_rank_that_was_killed_is_named_though_another_complains_first(folder: 
     with pytest.raises(
         RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\), or by another process; "
     ) as caught:
-        launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, how=launch.Processes(folder))
+        launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, processes=launch.Processes(folder))
     held = r"the ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\) and [\d.]+ GiB were free; resume=latest"
     assert re.search(held, str(caught.value))
 
@@ -320,7 +322,7 @@ def test_memory_is_blamed_where_little_was_free(folder: Path) -> None:
 @pytest.mark.usefixtures("_forked")
 def test_a_rank_that_raises_without_closing_its_world_is_named_by_the_others_too(folder: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: bad batch"):
-        launch.launch(raise_without_closing, ranks=2, how=launch.Processes(folder))
+        launch.launch(raise_without_closing, ranks=2, processes=launch.Processes(folder))
     assert "RankFailedError: rank 1 failed first: ValueError: bad batch; rank 0" in (folder / "0.log").read_text()
 
 
@@ -347,7 +349,7 @@ def test_inside_passes_errors_through_and_logs_them(folder: Path) -> None:
         raise ConfigError("no")
 
     with pytest.raises(ConfigError):
-        launch.inside(fail, how=launch.Processes(folder))
+        launch.inside(fail, processes=launch.Processes(folder))
     assert "ConfigError: no" in (folder / "0.log").read_text()
 
 
@@ -373,7 +375,7 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, ex
         "if __name__ == '__main__':\n"
         "    launch.ranks._LATE_S = -0.1\n"  # so that the parent is sooner than the ranks
         "    try:\n"
-        "        launch.launch(entry, ranks=2, how=launch.Processes(Path(sys.argv[1]), grace_s=2.2))\n"
+        "        launch.launch(entry, ranks=2, processes=launch.Processes(Path(sys.argv[1]), grace_s=2.2))\n"
         "    except launch.Interrupted as stopped:\n"
         "        print(stopped)\n"
         "        sys.exit(stopped.exit_code)\n"
@@ -478,7 +480,7 @@ def test_sigusr2_to_the_parent_shows_where_every_rank_is_and_the_run_goes_on(
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert launched(step_until_asked, folder, send) >= 0
-    assert capfd.readouterr().err == f"SIGUSR2: each rank writes where it is into {folder}/<rank>.log\n"
+    assert capfd.readouterr().err == f"SIGUSR2: each rank writes its stacks into {folder}/<rank>.log\n"
 
 
 @pytest.mark.usefixtures("_forked")
@@ -549,7 +551,7 @@ def test_a_rank_that_somebody_has_stopped_does_not_hold_up_the_end(
 @pytest.mark.usefixtures("_forked")
 def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Their logs hold all attempts."""
-    assert launch.launch(die_in_turn, 2, ranks=2, how=launch.Processes(folder), max_restarts=2) == (2, "2 2")
+    assert launch.launch(die_in_turn, 2, ranks=2, processes=launch.Processes(folder), max_restarts=2) == (2, "2 2")
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("restart 1 of 2: rank 0 was killed by the system (signal 9)")
     assert second.startswith("restart 2 of 2: rank 1 was killed by the system (signal 9)")
@@ -564,7 +566,7 @@ def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pyt
 def test_what_another_start_would_meet_again_is_not_restarted(folder: Path, error: Exception, starts: int) -> None:
     folder.mkdir()
     with pytest.raises(RankFailedError, match=r"^rank 1 failed") as caught:
-        launch.launch(start_and_raise, folder, error, ranks=2, how=launch.Processes(folder), max_restarts=1)
+        launch.launch(start_and_raise, folder, error, ranks=2, processes=launch.Processes(folder), max_restarts=1)
     assert (folder / "starts").read_text().count("start") == starts
     assert caught.value.exit_code == getattr(error, "exit_code", 1)
 
@@ -588,7 +590,7 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted(folder: Path) -> None:
 @pytest.mark.usefixtures("_forked")
 def test_a_missed_deadline_shows_where_every_rank_was(folder: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch.launch(turn_in_a_circle, ranks=2, how=launch.Processes(folder))
+        launch.launch(turn_in_a_circle, ranks=2, processes=launch.Processes(folder))
     assert str(caught.value) == (
         "rank 0 failed: rank 0 waited 0.25 s in barrier of the end (step 3, backward); no word from rank 1: busy "
         f"elsewhere, stopped or dead; last known of rank 1: step 3, forward (log: {folder}/0.log, stacks in the log of "
@@ -615,13 +617,13 @@ def test_a_rank_in_this_process_is_asked_too(
     monkeypatch.setenv("WORLD_SIZE", "1")
     kept = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM, signal.SIGINT)
     before = [signal.getsignal(each) for each in kept]
-    assert start(ask_oneself, signum, how=launch.Processes(folder))
+    assert start(ask_oneself, signum, processes=launch.Processes(folder))
     assert not launch.preempted()
     with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: the run had not ended 0.02 s after"):
-        start(lambda: ask_oneself(signum) and wait_elsewhere(), how=launch.Processes(folder, grace_s=0.02))
+        start(lambda: ask_oneself(signum) and wait_elsewhere(), processes=launch.Processes(folder, grace_s=0.02))
     monkeypatch.setattr(launch.request, "TOGETHER_S", 0.0)
     with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: a second one came"):
-        start(ask_oneself, signum, signal.SIGTERM, signal.SIGTERM, how=launch.Processes(folder))
+        start(ask_oneself, signum, signal.SIGTERM, signal.SIGTERM, processes=launch.Processes(folder))
     assert [signal.getsignal(each) for each in kept] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -629,7 +631,7 @@ def test_a_rank_in_this_process_is_asked_too(
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM, signal.SIGXCPU])
 def test_a_signal_that_ends_a_rank_in_this_process_is_told_by_its_name(folder: Path, signum: signal.Signals) -> None:
     with pytest.raises(launch.Interrupted, match=f"^stopped by {signum.name}$"):
-        launch.inside(ask_oneself, signum, how=launch.Processes(folder))
+        launch.inside(ask_oneself, signum, processes=launch.Processes(folder))
 
 
 @pytest.mark.parametrize("start", [launch.inside, launch.joined])
@@ -638,7 +640,7 @@ def test_a_rank_in_this_process_shows_where_it_is(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    start(ask_oneself, signal.SIGUSR2, how=launch.Processes(folder))
+    start(ask_oneself, signal.SIGUSR2, processes=launch.Processes(folder))
     assert "in ask_oneself" in (folder / "0.log").read_text()
 
 

@@ -5,6 +5,7 @@ docs/config.md. Pydantic's own types would report a mistake in `int | "auto"` as
 no bytes.
 """
 
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -164,7 +165,7 @@ def _place(value: object) -> str:
         raise ValueError("is too long for a path")
     if "*" in text or "?" in text:
         raise ValueError("is a pattern, and must be one path; give the folder of the files")
-    return text
+    return os.path.expanduser(text)
 
 
 def names_of(value: object) -> tuple[str, ...]:

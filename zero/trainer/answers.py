@@ -1,4 +1,4 @@
-"""The modes that print an answer and run nothing."""
+"""Modes that print an answer and run nothing, and output for pipes."""
 
 import argparse
 import contextlib
@@ -15,27 +15,28 @@ from zero.trainer.explain import explain
 
 
 def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
-    """Print what `config.mode` answers, and return an exit code.
+    """Print the answer of `config.mode`; returns an exit code.
 
     Args:
-        overrides: the words of the command line, which the answer repeats.
-        conf: the folder of options.
+        overrides: words of the command line, which the answer repeats.
+        conf: folder of options.
     """
     if config.mode == "plan":
         launch.import_torch()
         from zero.trainer.planning import plan_text
 
-        given = config.launch
-        how = launch.Processes(Path(), given.threads, given.malloc)
-        with launch.set_up(how, ranks=1 if given.ranks == "auto" else given.ranks):  # what is timed is as in a rank
+        settings = config.launch
+        processes = launch.Processes(Path(), settings.threads, settings.malloc)
+        # the process is set up as a rank, because the plan measures times
+        with launch.set_up(processes, ranks=1 if settings.ranks == "auto" else settings.ranks):
             text, fits = plan_text(config, overrides)
         exit_code = 0 if fits else ConfigError.exit_code
     elif config.mode == "doctor":
         launch.import_torch()
         from zero.trainer import doctor
 
-        found = list(doctor.checks(config))
-        text, exit_code = doctor.report(found), doctor.exit_code(found)
+        results = list(doctor.checks(config))
+        text, exit_code = doctor.report(results), doctor.exit_code(results)
     else:
         text, exit_code = explain(config.explain.key, conf), 0
     show(text)
@@ -43,20 +44,22 @@ def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
 
 
 def show(text: str) -> None:
-    """Print it."""
     with for_a_reader():
         print(as_called(text))
 
 
 def command_line(name: str, text: str) -> argparse.ArgumentParser:
-    """The parser of the command that is scripts/`name` in a checkout, with `text` for its help."""
-    how = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(as_called(f"scripts/{name}"), description=as_called(text), formatter_class=how)
+    """Return the parser of the command scripts/`name`, with `text` as its help."""
+    return argparse.ArgumentParser(
+        as_called(f"scripts/{name}"),
+        description=as_called(text),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 @contextlib.contextmanager
 def for_a_reader() -> Iterator[None]:
-    """What the body prints may be more than is read: `| head` then ends this process without a word, as it does cat."""
+    """Let a closed pipe, as of `| head`, end this process silently during the body."""
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield

@@ -403,7 +403,7 @@ def _rate(folder: Path, free_bytes: int, host: Host, state: State) -> Check:
 
 def _checkpoints(config: Config, host: Host) -> Iterator[Check]:
     """Check the folder of checkpoints, or the current folder, in which runs make theirs."""
-    folder = Path(config.checkpoint.dir or ".").expanduser().absolute()
+    folder = Path(config.checkpoint.dir or ".").absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     file_system, free = _file_system(host, existing)
     if not takes_files(existing):

@@ -49,9 +49,9 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
         # the command line has warned of a folder that is memory: a rank on the same terminal does not say it again
         warnings.filterwarnings("ignore", message="offload.path=.* is memory")
         if ranks == 1 and not apart and not restarts:
-            summary = launch.inside(train, config, folder, how=how)
+            summary = launch.inside(train, config, folder, processes=how)
         else:
-            summary = launch.launch(train, config, folder, ranks=ranks, how=how, max_restarts=restarts)
+            summary = launch.launch(train, config, folder, ranks=ranks, processes=how, max_restarts=restarts)
     if summary.exit_reason == STOPPED:
         done = f"stopped by a signal after step {summary.steps}"
         if summary.checkpoint is None:
@@ -82,7 +82,7 @@ def run_under_torchrun(train: "Train", given: tuple[Config, Callable[[], Path]] 
     if given is not None:
         write_config(config, folder)
     with _failing(folder, final=False):
-        launch.joined(train, config, folder, how=_processes(config, folder))
+        launch.joined(train, config, folder, processes=_processes(config, folder))
 
 
 def write_config(config: Config, folder: Path) -> None:

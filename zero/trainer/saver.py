@@ -167,7 +167,7 @@ class Saver:
 
 def root_of(config: Config, folder: Path) -> Path:
     """The folder of the checkpoints of the run in `folder`."""
-    return Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir is not None else folder / FOLDER
+    return Path(config.checkpoint.dir) if config.checkpoint.dir is not None else folder / FOLDER
 
 
 def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restarts: int = 0) -> Checkpoint | None:
@@ -191,7 +191,7 @@ def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restar
     elif config.resume == "latest":
         found, rejected = _newest(config, world, folder, tracker.progress)
     else:
-        found, rejected = open_at(world, Path(config.resume).expanduser(), tracker.progress)
+        found, rejected = open_at(world, Path(config.resume), tracker.progress)
     if trains and not lines:
         by_rank_0(world, lambda: _refuse_newer(own, found, rejected))
     if found is not None:
@@ -310,7 +310,7 @@ def _again(
     began = lines[0]["from"]
     step = -1 if began is None else lines[0]["step"]
     suspects = _suspects(lines)
-    named = config.resume not in ("none", "latest") and is_step(Path(config.resume).expanduser())
+    named = config.resume not in ("none", "latest") and is_step(Path(config.resume))
     if named:
         suspects.pop(Path(began), None)  # nothing else will do
 

@@ -86,7 +86,7 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
             f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}; "
             f"set model.seq={longest}"
         )
-    folder = Path(chosen.path).expanduser()
+    folder = Path(chosen.path)
     weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
     if weights is None and any(folder.glob("*.bin")):
         raise ConfigError(f"model.path={folder}: its weights are pickles; save them as safetensors first")

@@ -36,11 +36,11 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def size(text: str) -> int:
-    """Bytes out of 5GB, 500MB, 1GiB or 1000000."""
-    found = re.fullmatch(r"([0-9]+)([A-Z]*)", text.strip().upper())
-    if not found or found[2] not in UNITS or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 5GB, 500MB or 1GiB")
-    return int(found[1]) * UNITS[found[2]]
+    """Return the bytes of 5GB, 500MB, 1GiB or 1000000."""
+    match = re.fullmatch(r"([0-9]+)([A-Z]*)", text.strip().upper())
+    if not match or match[2] not in UNITS or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size. Write 5GB, 500MB or 1GiB.")
+    return int(match[1]) * UNITS[match[2]]
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -59,12 +59,12 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def beside(step: Path, to: str) -> Path:
-    """The default of --out: beside the folder of checkpoints, which is the folder of the run."""
+    """Return the default of --out, in the folder of the run."""
     return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
 
 
 def add_settings(config: object, out: Path) -> None:
-    """Add the model's settings: for `from_pretrained` with model=hf, for `GPTConfig` with model=gpt."""
+    """Write the model's settings: for `from_pretrained` with model=hf, for `GPTConfig` with model=gpt."""
     match config:
         case {"model": {"name": "hf", "path": str(path)}}:
             from zero.trainer.models.hf import write_settings
@@ -79,22 +79,29 @@ def add_settings(config: object, out: Path) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    given = arguments(words)
+    options = arguments(words)
     try:
         with progress_bar() as progress:
-            checkpoint, rejected = open_newest(given.checkpoint, progress)
+            checkpoint, rejected = open_newest(options.checkpoint, progress)
             for line in rejected:
                 print(f"rejected {line}", file=sys.stderr)
-            out = given.out or beside(checkpoint.folder, given.to)
-            how = {"dtype": DTYPES[given.dtype], "weights": given.weights, "shard_bytes": given.shard_size}
-            done = export_checkpoint(checkpoint, given.to, out, **how, progress=progress)
-        if given.to == "hf":
+            out = options.out or beside(checkpoint.folder, options.to)
+            done = export_checkpoint(
+                checkpoint,
+                options.to,
+                out,
+                dtype=DTYPES[options.dtype],
+                weights=options.weights,
+                shard_bytes=options.shard_size,
+                progress=progress,
+            )
+        if options.to == "hf":
             add_settings(checkpoint.facts.get("config"), out)
     except ZeroError as error:
         print(f"export: {error}", file=sys.stderr)
         return error.exit_code
     ties = "".join(f"; {name} is {owner}" for name, owner in done.ties.items())
-    print(f"{checkpoint.folder} -> {out}: {done.tensors} tensors, {done.nbytes:,} bytes, {given.dtype}{ties}")
+    print(f"{checkpoint.folder} -> {out}: {done.tensors} tensors, {done.nbytes:,} bytes, {options.dtype}{ties}")
     if not checkpoint.manifest.finite:
         print("this checkpoint contains values that are not finite", file=sys.stderr)
     return 0

@@ -5,13 +5,12 @@
     scripts/import --from dcp folder --out ROOT --tied head.weight=embed.weight
     scripts/import --from deepspeed universal-folder --out ROOT      # from ds_to_universal: also moments and step
 
-torch, dcp and deepspeed files are pickles, which can contain programs: import only files that you trust. They are read
-with restrictions: a file that needs anything but tensors, numbers and containers is refused, and none of its code runs.
-hf files are not pickles.
+torch, dcp and deepspeed files are pickles, which can contain programs: import only files that you trust. A file that
+needs anything but tensors, numbers and containers is rejected, and none of its code runs. hf files are not pickles.
 
-What the source does not contain starts anew: moments at zero, loss scale and random generators at their initial values.
-Names and shapes are compared with the model when the checkpoint is loaded. Takes a few MiB of memory for hf, torch and
-deepspeed, whose files are mapped, and twice the largest tensor for dcp.
+Parts that the source lacks start anew: moments at zero, loss scale and random generators at their initial values. The
+load compares names and shapes with the model. The import takes a few MiB of memory for hf, torch and deepspeed, whose
+files are mapped, and twice the largest tensor for dcp.
 """
 
 import argparse
@@ -63,22 +62,22 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    given = arguments(words)
+    options = arguments(words)
     choice = Choice(
-        prefix=given.prefix,
-        moments=given.moments,
-        frozen=tuple(given.frozen),
-        buffers=tuple(given.buffers),
-        ties=dict(given.tied),
-        step=given.step,
+        prefix=options.prefix,
+        moments=options.moments,
+        frozen=tuple(options.frozen),
+        buffers=tuple(options.buffers),
+        ties=dict(options.tied),
+        step=options.step,
     )
     try:
         with progress_bar() as progress:
-            done = import_checkpoint(read_source(given.from_, given.source), given.out, choice, progress)
+            done = import_checkpoint(read_source(options.from_, options.source), options.out, choice, progress)
     except ZeroError as error:
         print(f"import: {error}", file=sys.stderr)
         return error.exit_code
     for line in done.notes:
         print(line)
-    print(f"{given.source} -> {done.folder}")
+    print(f"{options.source} -> {done.folder}")
     return 0

@@ -14,16 +14,16 @@ from zero.trainer.answers import command_line
 def main(words: Sequence[str]) -> int:
     parser = command_line("report", __doc__)
     parser.add_argument("folder", type=Path, help="folder of a run or of a sweep")
-    given = parser.parse_args(words)
-    if not given.folder.is_dir():
-        print(f"{given.folder} is not a folder; name the folder of a run, such as runs/DATE/TIME", file=sys.stderr)
+    folder = parser.parse_args(words).folder
+    if not folder.is_dir():
+        print(f"{folder} is not a folder. Give the folder of a run, such as runs/DATE/TIME.", file=sys.stderr)
         return 2
     from zero.tracker.report import run, sweep
     from zero.trainer.config import Config
 
-    jobs = sweep.jobs_in(given.folder)
-    for folder in jobs or [given.folder]:
-        print(run.write(folder, Config().plain()))
+    jobs = sweep.jobs_in(folder)
+    for run_folder in jobs or [folder]:
+        print(run.write(run_folder, Config().plain()))
     if jobs:
-        print(sweep.write(given.folder).page)
+        print(sweep.write(folder).page)
     return 0

@@ -45,17 +45,17 @@ def temperature(text: str) -> float:
 
 
 def coder(data: Any) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
-    """(text to at least one token, row of tokens to text) with the tokenizer of the run's data."""
+    """Return (text to at least one token, row of tokens to text) with the tokenizer of the run's data."""
     from zero.errors import ConfigError
     from zero.trainer.data import HFTextConfig, TextConfig
     from zero.trainer.data.text import decode_bytes
     from zero.trainer.data.tokenizer import Tokenizer
 
     if isinstance(data, HFTextConfig):
-        own = Tokenizer(data.tokenizer, data.end)
+        tokenizer = Tokenizer(data.tokenizer, data.end)
         return (
-            lambda text: own.encode([octets(text).decode(errors="replace")])[0] or [own.end],
-            lambda row: own.decode(row.tolist()),
+            lambda text: tokenizer.encode([octets(text).decode(errors="replace")])[0] or [tokenizer.end],
+            lambda row: tokenizer.decode(row.tolist()),
         )
     if isinstance(data, TextConfig):
         return lambda text: list(octets(text) or b"\n"), decode_bytes
@@ -63,12 +63,12 @@ def coder(data: Any) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
 
 
 def octets(text: str) -> bytes:
-    """The bytes that were typed, in whatever encoding."""
+    """Return the bytes that were typed, in whatever encoding."""
     return text.encode(errors="surrogateescape")
 
 
 def main(words: Sequence[str]) -> int:
-    given = arguments(words)
+    options = arguments(words)
     with signals_waiting():
         import torch
 
@@ -83,7 +83,7 @@ def main(words: Sequence[str]) -> int:
 
     try:
         world = zero.World.from_env()
-        checkpoint = open_named(Path(given.run), world, partial(print, file=sys.stderr))
+        checkpoint = open_named(Path(options.run), world, partial(print, file=sys.stderr))
         saved = checkpoint.facts.get("config")
         if not isinstance(saved, dict):
             raise CheckpointError(
@@ -95,11 +95,11 @@ def main(words: Sequence[str]) -> int:
         task = build_task(config)
         plan = build_plan(config, task.model, world)
         with contextlib.closing(zero.open_store(plan)) as store:
-            state = zero.load(zero.init(plan, store), checkpoint, moments=False, weights=given.weights)
+            state = zero.load(zero.init(plan, store), checkpoint, moments=False, weights=options.weights)
             logits = partial(zero.make_forward(plan, task.logits), state)
-            prompt = torch.tensor([encode(given.prompt)])
+            prompt = torch.tensor([encode(options.prompt)])
             row = generate(
-                logits, prompt, given.tokens, seq=config.model.seq, temperature=given.temperature, seed=given.seed
+                logits, prompt, options.tokens, seq=config.model.seq, temperature=options.temperature, seed=options.seed
             )
         print(printable(decode(row[0])))
     except ZeroError as refused:

@@ -1,7 +1,4 @@
-"""Every setting of a run of train.py, as one closed schema: those of its step, its model and data, and its own.
-
-Knows nothing of ranks, Hydra or torch, so a mistake is answered before they are there.
-"""
+"""The settings of a run of train.py, as one closed schema. No ranks, no Hydra and no torch."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -28,7 +25,7 @@ Model = Annotated[GPTConfig | HFConfig, Field(discriminator="name"), BeforeValid
 
 
 class Config(Settings):
-    """A whole run. `Config()` is the default run."""
+    """Settings of a whole run. `Config()` is the default run."""
 
     first = ("mode", "resume", "steps", "seed", "deterministic", "profile", "zero", "batch", "model", "data")
 
@@ -78,13 +75,13 @@ class Config(Settings):
             raise ConfigError("data=hf needs data.tokenizer=PATH, a tokenizer.json or a folder with one, or model=hf")
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps:
-            raise ConfigError(f"debug.stop_at={stop_at} lies beyond steps={self.steps}, and would never stop anything")
+            raise ConfigError(f"debug.stop_at={stop_at} lies beyond steps={self.steps}. Lower it.")
         if isinstance(self.model, GPTConfig):
             self._model_agrees(self.model)
         return self
 
     def _model_agrees(self, model: GPTConfig) -> None:
-        """With what of transformers' models is known only when they are built."""
+        """Check settings that are known of transformers' models only when they are built."""
         for name in () if self.zero.units == "auto" else self.zero.units:
             if name not in (*UNIT_CLASSES, "auto"):
                 units, nearest = list(self.zero.units), suggest.nearest(name, UNIT_CLASSES)
@@ -92,16 +89,16 @@ class Config(Settings):
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
         if absent in self.zero.units:
             raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}; write {norm}")
-        if not isinstance(self.data, HFTextConfig | TokensConfig):  # the file may be what is wrong: see parse_config
+        if not isinstance(self.data, HFTextConfig | TokensConfig):  # parse_config checks their files first
             self.check_tokens()
 
     def check_tokens(self) -> None:
-        """Refuse more tokens than the model knows, and bytes as tokens where it has a tokenizer.
+        """Reject more tokens than the model has, and bytes as tokens for a model with a tokenizer.
 
-        The numbers of a tokenizer are read from its file, those of model=hf are not.
+        Reads the file of a tokenizer.
 
         Raises:
-            ConfigError: in one line.
+            ConfigError: one line.
         """
         if isinstance(self.model, HFConfig) and isinstance(self.data, TextConfig) and self.model.has_tokenizer:
             raise ConfigError(
@@ -116,7 +113,7 @@ class Config(Settings):
             )
 
     def source(self) -> DataConfig:
-        """The data as `zero.trainer.data` reads it, with the model's own tokenizer where no other is named.
+        """Return the settings of the data, with the model's tokenizer if no other is set.
 
         Raises:
             ConfigError: the model has none.
@@ -133,11 +130,11 @@ class Config(Settings):
 
     @property
     def vocab(self) -> int:
-        """Different tokens of the data."""
+        """The number of different tokens."""
         return self.source().vocab
 
     def on(self, ranks: int) -> Self:
-        """The same run with `launch.ranks` and the batch as numbers.
+        """Return the same run with `launch.ranks` and the batch as numbers.
 
         Raises:
             ConfigError: the batch does not divide over `ranks`.

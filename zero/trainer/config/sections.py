@@ -1,8 +1,4 @@
-"""The sections that only a run of train.py has; each part of it declares its own beside what it does.
-
-Read it beside docs/config.md, which is made from it. What one section alone can tell is wrong is refused here; what two
-of them make together is refused in `Config`.
-"""
+"""Sections of settings that only a run of train.py has. `Config` checks what concerns two sections."""
 
 from typing import Annotated, Literal
 
@@ -62,7 +58,7 @@ class Sample(Section):
 
 
 class Launch(Section):
-    """How ranks are started."""
+    """The start of the ranks."""
 
     ranks: Ranks = key("auto", "processes; auto: one per GPU, or 1 on a CPU", unit="processes", example="2")
     device: Literal["auto", "cpu", "cuda"] = key(
@@ -71,7 +67,7 @@ class Launch(Section):
     threads: Threads = key("auto", "CPU threads per rank; auto: the cores shared evenly", unit="threads", example="1")
     timeout: Annotated[float, Field(ge=1, le=604_800)] = key(
         300.0,
-        "longest wait for another rank, in seconds, until it is said which one does not come; at most a week",
+        "longest wait for another rank, in seconds; the error then names it; at most a week",
         unit="seconds",
         trades="how soon a hung rank is noticed, against patience with a slow one",
         example="60",
@@ -96,12 +92,12 @@ class Launch(Section):
     )
 
     def asked_device(self) -> str | None:
-        """As `World.from_env` takes it."""
+        """The device for `World.from_env`."""
         return None if self.device == "auto" else self.device
 
 
 class Checkpoint(Section):
-    """What is saved, where and how often; see docs/checkpoints.md."""
+    """Checkpoints of a run; see docs/checkpoints.md."""
 
     dir: Place | None = key(
         None, "folder of all checkpoints; null: checkpoints/ in the run's folder", example="checkpoints"
@@ -167,7 +163,7 @@ class Machine(Section):
 
 
 class Explain(Section):
-    """What mode=explain explains."""
+    """The key or section that mode=explain explains."""
 
     key: Word | None = key(
         None, "a key, such as zero.stage, or a section, such as offload", example="zero.stage mode=explain"

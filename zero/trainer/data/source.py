@@ -55,7 +55,7 @@ class TextConfig(Section):
 
     @property
     def root(self) -> Path:
-        return Path(sysconfig.get_path("stdlib") if self.folder is None else self.folder).expanduser()
+        return Path(sysconfig.get_path("stdlib") if self.folder is None else self.folder)
 
 
 class TokensConfig(Section):
@@ -104,7 +104,7 @@ class TokensConfig(Section):
     def lengths(self) -> tuple[int, int]:
         """Tokens for training and for validation."""
         paths = (self.path, *([] if self.validation_path is None else [self.validation_path]))
-        train, *held = (Path(path).expanduser().stat().st_size // self.item_bytes for path in paths)
+        train, *held = (Path(path).stat().st_size // self.item_bytes for path in paths)
         end = round(train * self.holdout)
         return (train, held[0]) if held else (train - end, end)
 
@@ -163,12 +163,12 @@ class HFTextConfig(Section):
 
     @property
     def root(self) -> Path:
-        return Path(self.path).expanduser()
+        return Path(self.path)
 
     @property
     def cached(self) -> Path:
         if self.cache is not None:
-            return Path(self.cache).expanduser()
+            return Path(self.cache)
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "functional-zero" / "tokens"
 
     @property
@@ -274,7 +274,7 @@ def check_tokens(config: TokensConfig, row: int) -> None:
     for name, path in (("path", config.path), ("validation_path", config.validation_path)):
         if path is None:
             continue
-        file = Path(path).expanduser()
+        file = Path(path)
         if not file.is_file():
             raise ConfigError(f"data.{name}={path} is not a file; give a file of {config.dtype} tokens")
         if file.stat().st_size % config.item_bytes:

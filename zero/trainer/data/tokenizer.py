@@ -56,7 +56,7 @@ def missing(name: str) -> ConfigError:
 
 
 def _find(path: str) -> Path:
-    given = Path(path).expanduser()
+    given = Path(path)
     file = given / FILE if given.is_dir() else given
     if file.is_file():
         return file

@@ -25,7 +25,7 @@ class _File:
 
     def __init__(self, path: str, config: TokensConfig) -> None:
         self._path, self._item_bytes, self._dtype = path, config.item_bytes, getattr(torch, config.dtype)
-        self._fd = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(Path(path), os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         self.numel = os.fstat(self._fd).st_size // self._item_bytes
 
@@ -82,7 +82,7 @@ def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Ten
     digests: list[str] = (
         [] if config.dtype == "uint16" else [config.dtype]
     )  # digests of the usual one stay what they were
-    digests.append(file_digest(Path(config.path).expanduser()))
+    digests.append(file_digest(Path(config.path)))
     if config.validation_path is None:
         cut = file.numel - round(file.numel * config.holdout)
         train, held = _Stretch(file, 0, cut), _Stretch(file, cut, file.numel)
@@ -90,6 +90,6 @@ def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Ten
     else:
         other = _File(config.validation_path, config)
         held = _Stretch(other, 0, other.numel)
-        digests.append(file_digest(Path(config.validation_path).expanduser()))
+        digests.append(file_digest(Path(config.validation_path)))
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Windows(train, held, seq=seq, seed=seed, vocab_size=config.vocab, digest=digest, decode=decode)

@@ -1,8 +1,8 @@
-"""Memory that the parent and its ranks share: requests to stop, which ranks live, where each is, why one ended.
+"""Memory that the parent and its ranks share: requests to stop, living ranks, their places, and why they ended.
 
-It is memory without a name: no cleaner of temporary files can delete it during a run of weeks. The ranks of a world
-also leave notes for each other in its store (`zero/distributed/failure.py`). Two places are better than one: those
-notes cross machines and need a world; these reach the parent, before there is a world and after its host died.
+It has no name, so no cleaner of temporary files can delete it during a run of weeks. The ranks of a world also leave
+notes in its store (`zero/distributed/failure.py`). Those cross machines and need a world; these reach the parent before
+there is a world and after its host died.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ from zero.errors import DeadlineError, RankFailedError
 from zero.trainer.launch.ending import describe
 
 _PLACE_BYTES = 64
-_CAUSE_CHARACTERS = 5000  # an error may quote a tensor; its rank's log has it whole
-_NOTE_BYTES = 12 * _CAUSE_CHARACTERS + 1024  # so long can one be in JSON
+_CAUSE_CHARACTERS = 5000  # an error may quote a tensor, which is whole in its rank's log
+_NOTE_BYTES = 12 * _CAUSE_CHARACTERS + 1024  # JSON escapes a character with at most 12 bytes
 
 
 class _Slot(ctypes.Structure):
-    """The state of one rank; zeros where it has set none."""
+    """The state of a rank, zeros until it is set."""
 
     pid: int
     place: bytes
     note: bytes
-    has_note: bool  # set once it is whole
+    has_note: bool  # set after the whole note
 
     _fields_ = (
         ("pid", ctypes.c_long),
@@ -46,9 +46,9 @@ class Board:
         self._slots = RawArray(_Slot, ranks)
 
     def request_stop(self) -> None:
-        """Request of every rank to stop, also of those that have not started yet."""
+        """Request that every rank stops, also those that have not started yet."""
         self._stop_requested.value = True
-        self._send(signal.SIGUSR1)  # of which any number is one request
+        self._send(signal.SIGUSR1)  # several SIGUSR1 are one request
 
     @property
     def stop_requested(self) -> bool:
@@ -64,7 +64,7 @@ class Board:
         self._send(signal.SIGUSR2)
 
     def resume(self) -> None:
-        """Let ranks go on that a signal has stopped: a stopped one cannot end, other than by SIGKILL."""
+        """Continue ranks that a signal has stopped: a stopped process ends by SIGKILL only."""
         self._send(signal.SIGCONT)
 
     def set_place(self, rank: int, place: str) -> None:
@@ -74,7 +74,7 @@ class Board:
         return self._slots[rank].place.decode(errors="ignore")
 
     def leave_note(self, rank: int, error: BaseException) -> int:
-        """Write why this rank ends; returns its exit code."""
+        """Note why this rank ends; returns its exit code."""
         exit_code = getattr(error, "exit_code", 1)
         note = {
             "time_ns": time.monotonic_ns(),
@@ -90,25 +90,25 @@ class Board:
         return int(exit_code)
 
     def notes(self) -> list[Mapping[str, Any]]:
-        """Causes before what followed from them, the earliest first."""
+        """Return the notes, causes before consequences, the earliest first."""
         notes = [json.loads(slot.note) for slot in self._slots if slot.has_note]
         return sorted(notes, key=lambda note: (note["follows"], note["time_ns"]))
 
     def has_trouble(self) -> bool:
-        """Whether a rank has left a note, or is gone without one."""
+        """Return whether a rank has left a note or died without one."""
         return any(slot.has_note for slot in self._slots) or not self._send(0)
 
     def clear(self) -> None:
-        """For another attempt. A request to stop stays."""
+        """Reset all ranks for another attempt. A request to stop stays."""
         for slot in self._slots:
             ctypes.memset(ctypes.byref(slot), 0, ctypes.sizeof(slot))
 
     def _send(self, signum: int) -> bool:
-        """To every rank that has announced itself; returns whether all of them live."""
+        """Send a signal to every rank that has announced itself; returns whether all of them live."""
         all_live = True
         for pid in [slot.pid for slot in self._slots]:
             try:
-                if pid:  # 0 would be ourselves and all that we started
+                if pid:  # 0 means this process group
                     os.kill(pid, signum)
             except ProcessLookupError:
                 all_live = False

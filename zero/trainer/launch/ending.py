@@ -9,7 +9,7 @@ MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
 
 
 class Interrupted(BaseException):
-    """A signal stopped the run at once. Not an Exception, as KeyboardInterrupt: no code should go on after it.
+    """A signal stopped the run at once. Not an Exception, like KeyboardInterrupt, so that no code goes on after it.
 
     Attributes:
         folder: of the run, if it had begun.
@@ -24,7 +24,7 @@ class Interrupted(BaseException):
 
 
 def describe(error: BaseException) -> str:
-    """One line: the class unless it is one of ours, the message, and advice where memory ran out."""
+    """Return one line: the class if it is not a ZeroError, the message, and advice if memory ran out."""
     if isinstance(error, KeyboardInterrupt):
         error = Interrupted(signal.SIGINT)
     text = one_line(error) if isinstance(error, Interrupted) else with_class(error)

@@ -1,4 +1,4 @@
-"""The process of a rank: threads, malloc, variables, and where it prints."""
+"""The process of a rank: its threads, malloc, variables and log."""
 
 import ctypes
 import os
@@ -14,8 +14,8 @@ from zero.trainer.launch.request import signals_waiting
 Malloc = Literal["raised", "lean", "default"]
 
 THRESHOLDS: Mapping[Malloc, tuple[int, int]] = {"raised": (4 << 30, 16 << 30), "lean": (2 << 20, 16 << 20)}
-"""Of glibc's malloc: bytes from which a tensor gets a mapping of its own, which goes back to the system when it is
-freed; and free bytes at the heap's end from which they go back."""
+"""Thresholds of glibc's malloc, in bytes: a tensor of the first size gets a mapping that goes back to the system when
+it is freed; free memory of the second size at the end of the heap goes back."""
 
 MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 CUBLAS_WORKSPACE = ":4096:8"
@@ -25,14 +25,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
 @dataclass(frozen=True)
 class Processes:
-    """How the processes of ranks are set up.
+    """The set-up of the processes of ranks.
 
     Attributes:
         folder: receives `<rank>.log`, with the traceback if there is one.
-        threads: of torch in each; auto: an equal share of the cores, or what torchrun has set.
-        malloc: when glibc gives freed memory back, see `environment`.
+        threads: torch's threads in each; auto: an equal share of the cores, or torchrun's number.
+        malloc: glibc's thresholds, see `environment`.
         deterministic: torch's deterministic algorithms will be used.
-        grace_s: how long a rank has to return once a stop was requested. torchrun waits as long by default.
+        grace_s: time to return after a request to stop. The default is torchrun's.
     """
 
     folder: Path
@@ -42,47 +42,43 @@ class Processes:
     grace_s: float = 30.0
 
 
-def environment(ranks: int, how: Processes) -> dict[str, str]:
-    """Variables that child ranks are started with; a variable that the user has set already stays.
+def environment(ranks: int, processes: Processes) -> dict[str, str]:
+    """Return the variables of child ranks, without those that the user has set.
 
-    Page faults of freshly mapped tensors can cost more than an optimizer step. With both thresholds raised glibc keeps
-    freed memory for the next tensor instead of giving it back, in pieces that do not always fit: several hundred MB
-    may lie idle. Lean is the opposite: every large tensor goes back at once. Deterministic runs need cuBLAS's workspace
-    fixed before its first product, or torch refuses it.
+    Page faults of freshly mapped tensors can cost more than an optimizer step. With raised thresholds glibc keeps
+    freed memory for the next tensor, of which several hundred MB may stay idle. With lean ones every large tensor goes
+    back at once. Deterministic runs need cuBLAS's workspace fixed before its first product.
     """
-    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(_threads(how, ranks)))
-    variables |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(how.malloc, ())), strict=False))
-    if how.deterministic:
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(_threads(processes, ranks)))
+    variables |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(processes.malloc, ())), strict=False))
+    if processes.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
-    given = {} if how.threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
-    return {name: value for name, value in variables.items() if name in given or name not in os.environ}
+    settled = {} if processes.threads == "auto" else {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+    return {name: value for name, value in variables.items() if name in settled or name not in os.environ}
 
 
-def set_up(how: Processes, ranks: int | None = None) -> AbstractContextManager[None]:
-    """What `environment` does for children, for a process that already runs; variables for the time of the body.
+def set_up(processes: Processes, ranks: int | None = None) -> AbstractContextManager[None]:
+    """Set up a process that already runs, its variables during the body only.
 
     Args:
-        ranks: to share the cores with, if threads are auto; None: torch's threads stay as they are.
+        ranks: ranks that share the cores if threads are auto; None: torch's threads stay as they are.
     """
-    _set_thresholds(THRESHOLDS.get(how.malloc, ()))
-    if how.threads != "auto" or (ranks is not None and "OMP_NUM_THREADS" not in os.environ):
+    _set_thresholds(THRESHOLDS.get(processes.malloc, ()))
+    if processes.threads != "auto" or (ranks is not None and "OMP_NUM_THREADS" not in os.environ):
         with signals_waiting():
             import torch
 
-        torch.set_num_threads(_threads(how, ranks or 1))
-    fixed = how.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        torch.set_num_threads(_threads(processes, ranks or 1))
+    fixed = processes.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     return environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {})
 
 
-def _threads(how: Processes, ranks: int) -> int:
-    return max(1, cores() // ranks) if how.threads == "auto" else how.threads
+def _threads(processes: Processes, ranks: int) -> int:
+    return max(1, cores() // ranks) if processes.threads == "auto" else processes.threads
 
 
 def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
-    """Send file descriptor 2, with `stdout` also 1, to `path`, and with `further` to its end.
-
-    What native code prints goes there too.
-    """
+    """Send file descriptor 2, with `stdout` also 1, to `path`, with `further` to its end; also for native code."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if further else os.O_TRUNC), 0o644)
@@ -93,7 +89,7 @@ def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
 
 @contextmanager
 def redirected(path: Path, *, stdout: bool, further: bool = False) -> Iterator[None]:
-    """`redirect` for the time of the body."""
+    """Redirect during the body."""
     kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
     redirect(path, stdout=stdout, further=further)
     try:
@@ -109,7 +105,7 @@ def redirected(path: Path, *, stdout: bool, further: bool = False) -> Iterator[N
 
 @contextmanager
 def environ(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the time of the body: children read them when their interpreter starts."""
+    """Set variables during the body: children read them when their interpreter starts."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -120,12 +116,12 @@ def environ(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _set_thresholds(thresholds: Sequence[int]) -> None:
-    """Nothing where malloc is not glibc's, or the user has set them."""
+    """Set glibc's thresholds, unless malloc is not glibc's or the user has set them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or set(MALLOC_VARIABLES) & os.environ.keys():
         return

@@ -1,14 +1,14 @@
-"""Signals that request a run to stop, or to write where it is.
+"""Signals that request a run to stop, or ranks to write their stacks.
 
-SIGTERM and SIGUSR1 request a stop: then `preempted` is true in the rank, and `entry` has some time to return. torch's
-elastic agent also ends its children with SIGTERM, once one has failed. A rank tells the two apart by the notes that
-others have left on the board.
+SIGTERM and SIGUSR1 request a stop: `preempted` is then true in the rank, and `entry` has some time to return. torch's
+elastic agent also ends its children with SIGTERM after one has failed. A rank tells the two apart by the notes of other
+ranks on the board.
 
 Every other signal that ends a run does so at once, and the message names it.
 
-SIGUSR2 makes a rank write its stacks into its log: at once the stack of one thread, the main one as a rule, and those
-of all as soon as a thread holds the interpreter's lock. Without the lock faulthandler reads stacks that are changing
-under it, and the rank could crash of that. The parent passes the signal on to all ranks.
+SIGUSR2 makes a rank write its stacks into its log: at once the stack of one thread, mostly the main one, and those of
+all threads as soon as one holds the interpreter's lock. Without the lock faulthandler would read stacks that change,
+and the rank could crash. The parent passes the signal on to all ranks.
 """
 
 import faulthandler
@@ -28,33 +28,33 @@ from zero.trainer.launch.ending import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FATAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
-"""A terminal that is closed, its Ctrl-\\, and a limit on CPU time. SIGINT is left to Python unless a caller adds it."""
+"""A closed terminal, Ctrl-\\, and a limit on CPU time. Python handles SIGINT unless a caller adds it."""
 
 SECOND = "a second one came before the run had ended"
 
 TOGETHER_S = 1.0
-"""Within which SIGTERMs are one: a scheduler signals every process, and an agent passes its own on."""
+"""SIGTERMs within this time are one: a scheduler signals every process, and an agent passes its own on."""
 
-_CLOSING_S = 1.0  # for a rank that fails in these moments too, and has a dashboard to close
+_CLOSING_S = 1.0  # time for a rank that is failing too to close its dashboard
 _PAUSE_S = 0.05
 
 
 def preempted() -> bool:
-    """Whether a stop of this rank was requested, by SIGTERM or SIGUSR1 to it or to the parent of `launch`.
+    """Return whether SIGTERM or SIGUSR1, to this rank or to the parent of `launch`, requested a stop.
 
-    It then has `grace_s` to agree with the others, save, and return from `entry`.
+    The rank then has `grace_s` to agree with the others, save, and return from `entry`.
     """
     handler = signal.getsignal(signal.SIGTERM)
     return isinstance(handler, Request) and handler.is_made
 
 
 class Request:
-    """A request to this process to stop: the handler of its signals, and of the clock that then runs.
+    """A request to this process to stop: the handler of its signals, and of the timer that then runs.
 
     Args:
-        grace_s: from the request to the interruption.
+        grace_s: time from the request to the interruption.
         pass_on: called once, at the request.
-        wrap: what to raise for an interruption.
+        wrap: makes the exception that is raised for an interruption.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Request:
         return self._made_s is not None and time.monotonic() > self._made_s + self._grace_s
 
     def record(self, signum: int) -> bool:
-        """Record a stop signal; returns whether it is another SIGTERM, which means at once."""
+        """Record a stop signal; returns whether it is a second SIGTERM, which ends the run at once."""
         now_s = time.monotonic()
         self._made_s = now_s if self._made_s is None else self._made_s
         if signum != signal.SIGTERM:
@@ -87,7 +87,7 @@ class Request:
 
     @contextmanager
     def handling(self, *signals: int) -> Iterator[None]:
-        """For the time of the body, handle these signals."""
+        """Handle these signals during the body."""
         with _signal_handlers_kept():
             for signum in (*signals, signal.SIGALRM):
                 if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # which nohup sets
@@ -114,15 +114,15 @@ class Request:
             signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
         raise self._wrap(self.interrupted)
 
-    def _late(self, who: str) -> str:
-        return f"{who} had not ended {self._grace_s:g} s after it was asked to; raise launch.grace"
+    def _late(self, name: str) -> str:
+        return f"{name} had not ended {self._grace_s:g} s after it was asked to; raise launch.grace"
 
 
 class RankRequest(Request):
-    """The same in a rank that `launch` started, where the agent's SIGTERM has to end us even inside a collective.
+    """A request in a rank that `launch` started, where the agent's SIGTERM must end it even inside a collective.
 
-    There the main thread runs no handler, so the signals wake a thread. A SIGTERM after another rank has failed is the
-    agent's. There is no other way to know: the agent can send no other signal, and Python does not say who sent one.
+    The main thread runs no handler there, so the signals wake a thread. A SIGTERM after another rank has failed counts
+    as the agent's: the agent can send no other signal, and Python does not name the sender.
     """
 
     def __init__(self, board: Board, rank: int, grace_s: float) -> None:
@@ -137,14 +137,14 @@ class RankRequest(Request):
         faulthandler.register(signal.SIGUSR2, all_threads=False, chain=True)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
         board.announce(rank)
-        if board.stop_requested:  # before this handler was set
+        if board.stop_requested:  # before this handler existed
             os.kill(os.getpid(), signal.SIGUSR1)
 
     def __call__(self, signum: int, _: object) -> None:
-        """The thread acts on it: without a handler the wakeup descriptor gets nothing."""
+        """Do nothing, because the thread acts; without a handler the wakeup descriptor gets nothing."""
 
     def returned(self) -> None:
-        """Nothing is left to stop: only the failure of another rank ends us now."""
+        """Ignore further requests: now only the failure of another rank ends this one."""
         self._has_returned = True
         self._board.withdraw(self._rank)
 
@@ -172,7 +172,7 @@ class RankRequest(Request):
 
 @contextmanager
 def stacks_on_request(log: TextIO | int) -> Iterator[None]:
-    """SIGUSR2 writes to `log` where this process is; all stacks once the main thread runs Python again."""
+    """Write stacks to `log` at SIGUSR2: of one thread at once, of all when the main thread runs Python again."""
     before = signal.signal(signal.SIGUSR2, lambda *_: faulthandler.dump_traceback(log))
     faulthandler.register(signal.SIGUSR2, file=log, all_threads=False, chain=True)
     try:
@@ -184,11 +184,11 @@ def stacks_on_request(log: TextIO | int) -> Iterator[None]:
 
 @contextmanager
 def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
-    """The same in their parent: SIGUSR2 reaches all of them, and the run goes on."""
+    """Pass SIGUSR2 from the parent on to all ranks."""
 
     def pass_on(*_: object) -> None:
         board.request_stacks()
-        os.write(2, f"SIGUSR2: each rank writes where it is into {folder}/<rank>.log\n".encode())
+        os.write(2, f"SIGUSR2: each rank writes its stacks into {folder}/<rank>.log\n".encode())
 
     with _signal_handlers_kept():
         signal.signal(signal.SIGUSR2, pass_on)
@@ -197,36 +197,33 @@ def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def signals_waiting() -> Iterator[None]:
-    """For the time of the body the signals that end a run wait: they are raised after it, in their order.
-
-    Only the main thread has signals to handle.
-    """
-    came: list[int] = []
+    """Delay the signals that end a run until after the body, in their order. Only the main thread handles signals."""
+    waiting: list[int] = []
     ending = (signal.SIGINT, *STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGALRM)
-    with _handled(lambda number, _: came.append(number), *ending):
+    with _handled(lambda number, _: waiting.append(number), *ending):
         yield
-    for number in came:
+    for number in waiting:
         signal.raise_signal(number)
 
 
 def import_torch() -> None:
     """Import torch while signals wait.
 
-    An exception in the middle of it would leave a part that cannot be imported again, and on which Python's end
-    crashes; and numpy, which torch imports, would swallow a KeyboardInterrupt.
+    An exception in the middle would leave a part of torch that cannot be imported again and that crashes Python's end,
+    and numpy, which torch imports, would swallow a KeyboardInterrupt.
     """
     with signals_waiting():
         import torch  # noqa: F401
 
 
 def no_further_sigint() -> AbstractContextManager[None]:
-    """For the time of the body, in which a run that Ctrl-C has stopped says so: a second one changes nothing."""
+    """Ignore a second Ctrl-C during the body, which reports the first."""
     return _handled(signal.SIG_IGN, signal.SIGINT)
 
 
 @contextmanager
 def _handled(handler: Callable[[int, Any], Any] | signal.Handlers, *signals: int) -> Iterator[None]:
-    """For the time of the body these signals have this handler, where it is Python in this thread that handles them."""
+    """Set the handler of these signals during the body, if this is the main thread and Python handles them."""
     is_main = threading.current_thread() is threading.main_thread()
     ours = [signum for signum in signals if is_main and signal.getsignal(signum) is not None]
     before = {signum: signal.signal(signum, handler) for signum in ours}
@@ -239,9 +236,9 @@ def _handled(handler: Callable[[int, Any], Any] | signal.Handlers, *signals: int
 
 @contextmanager
 def left_to_others(signum: int) -> Iterator[None]:
-    """For the time of the body this thread leaves a signal to other threads; in a process that it starts it waits.
+    """Block a signal in this thread, and in the processes that it starts, during the body.
 
-    Python's own handler would show the traceback of a process that is only starting. That process unblocks the signal.
+    Python's handler would print the traceback of a process that is only starting. That process unblocks the signal.
     """
     resource_tracker.ensure_running()  # starting it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})

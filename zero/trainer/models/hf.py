@@ -127,7 +127,7 @@ def settings(path: str | PathLike[str]) -> Any:
         ConfigError: see `build`.
     """
     transformers = _transformers()
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(str(path))
     if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):  # no name of a hub
@@ -145,7 +145,7 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
     Raises:
         PlanError, CheckpointError: as `StoredWeights`.
     """
-    return HFWeights(model, StoredWeights(Path(path).expanduser()))
+    return HFWeights(model, StoredWeights(Path(path)))
 
 
 def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def write_settings(path: str | PathLike[str], out: Path) -> None:
     Raises:
         ConfigError: see `build`.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir():
         settings(path).save_pretrained(out)
         return

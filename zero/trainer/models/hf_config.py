@@ -42,11 +42,11 @@ class HFConfig(Section):
     @property
     def has_tokenizer(self) -> bool:
         """The folder says how texts become tokens."""
-        return any((Path(self.path).expanduser() / name).is_file() for name in (FILE, SETTINGS))
+        return any((Path(self.path) / name).is_file() for name in (FILE, SETTINGS))
 
     def check(self) -> None:
         """Refuse what has no settings."""
-        folder = Path(self.path).expanduser()
+        folder = Path(self.path)
         if "/" in self.path and not folder.is_dir():
             raise ConfigError(f"model.path={self.path} does not exist; give a folder with config.json, or a model type")
         if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""What is hardly meant: a disk that is memory is warned of once, and two numbers of ranks are refused."""
+"""Settings that are probably mistakes: a disk that is memory, many ranks, and two numbers of ranks."""
 
 import os
 import warnings
@@ -47,9 +47,9 @@ def test_more_ranks_than_start_within_seconds_are_warned_of_at_once(here, capsys
     few, many = started
     assert few == ""
     assert many.startswith(
-        f"warning: launch.ranks={32 * cores} on {cores} cores: to start, each rank takes about 2.5 s"
+        f"warning: launch.ranks={32 * cores} on {cores} cores: the start of a rank takes about 2.5 s"
     )
-    assert many.endswith(f"at most launch.ranks={4 * cores} start here within seconds\n")
+    assert many.endswith(f"Use at most launch.ranks={4 * cores}.\n")
 
 
 @pytest.mark.parametrize("words", [["offload=none"], ["offload=cpu"], ["offload=auto"], []], ids=str)
@@ -92,8 +92,7 @@ def test_ranks_that_contradict_torchrun_are_refused(here, monkeypatch, capsys):
     monkeypatch.setattr(job, "run_under_torchrun", lambda *args: pytest.fail("the settings were accepted"))
     assert train.main([*TINY, "launch.ranks=4"]) == 2
     assert capsys.readouterr().err == (
-        "launch.ranks=4 contradicts torchrun, which has started 2 (WORLD_SIZE=2); leave launch.ranks out, and give "
-        "their number to torchrun\n"
+        "launch.ranks=4 contradicts torchrun, which has started 2 ranks. Leave it out.\n"
     )
     assert not list(here.iterdir())
 

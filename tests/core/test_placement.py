@@ -51,12 +51,12 @@ def test_what_is_resolved_stays_as_it_is():
     [
         (
             Offload("infinity"),
-            "offload=infinity keeps parameters on disk, which only zero.stage=3 can; use zero.stage=3, or offload=nvme",
+            "offload=infinity keeps parameters on disk, which only zero.stage=3 can. Use zero.stage=3, or offload=nvme",
         ),
         (
             Offload("nvme", param="cpu"),
-            "offload.param=cpu keeps parameters on the host, which only zero.stage=3 can; "
-            "use zero.stage=3, or offload.param=none",
+            "offload.param=cpu keeps parameters on the host, which only zero.stage=3 can. "
+            "Use zero.stage=3, or offload.param=none.",
         ),
         (Offload(param="nvme"), "offload.param=nvme keeps parameters on disk"),
     ],
@@ -300,7 +300,7 @@ def test_on_a_cpu_there_is_one_memory():
         (
             Offload("auto", device_budget=GiB),
             {"device_is_host": True},
-            "offload.device_budget=1.0 GiB: the CPU computes here and there is one memory; set offload.host_budget",
+            "offload.device_budget=1.0 GiB: the CPU computes here and there is one memory. Set offload.host_budget.",
         ),
     ],
     ids=lambda value: str(value)[:40],

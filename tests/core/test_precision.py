@@ -88,7 +88,7 @@ def test_the_master_has_pages_of_its_own_beside_a_half_type(name, compute, kind)
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_only_fp16_scales_its_loss(name):
     assert run(Precision(name).scale, [True, False] * 9).scale == 1.0
-    with pytest.raises(ConfigError, match="remove it"):
+    with pytest.raises(ConfigError, match="Remove it"):
         Precision(name, scale=LossScaling())
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.conftest import LONG_S
-from zero.platform import files
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of
 
@@ -73,11 +72,10 @@ def test_a_thread_that_works_alone_changes_the_number_of_no_other_thread():
     assert set(others) == {2}
 
 
-@pytest.mark.parametrize("view", [memory_of, files.memory_of])
-def test_the_bytes_of_a_tensor_keep_it_alive(view):
+def test_the_bytes_of_a_tensor_keep_it_alive():
     """`bytes(memory_of(torch.get_rng_state()))` read what was free again, and the checkpoint could not be read."""
     tensor = torch.ones(64)
-    alive, octets = weakref.ref(tensor), view(tensor)
+    alive, octets = weakref.ref(tensor), memory_of(tensor)
     del tensor
     assert alive() is not None
     assert bytes(octets) == bytes(memory_of(torch.ones(64)))

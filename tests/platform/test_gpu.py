@@ -362,8 +362,8 @@ def test_an_arena_that_a_gpu_reads_is_not_for_children_that_are_forked():
 
 @pytest.mark.parametrize(
     ("count", "local_rank", "expected"),
-    [(4, 2, "cuda:2"), (1, 0, "cuda:0"), (1, 3, "cuda:0"), (2, 2, "LOCAL_RANK is 2 and this machine has 2 GPUs; type "),
-     (0, 0, "torch finds no GPU; use launch.device=cpu")],
+    [(4, 2, "cuda:2"), (1, 0, "cuda:0"), (1, 3, "cuda:0"), (2, 2, "LOCAL_RANK is 2 and this machine has 2 GPUs. Type "),
+     (0, 0, "torch finds no GPU. Use launch.device=cpu")],
 )  # fmt: skip
 def test_a_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(count, local_rank, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

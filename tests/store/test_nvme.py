@@ -486,7 +486,7 @@ def test_a_disk_that_returns_something_else_is_refused_at_once(tmp_path, fault, 
 
 def test_too_little_space_is_refused_with_both_numbers(tmp_path):
     free_bytes = shutil.disk_usage(tmp_path).free
-    with pytest.raises(StoreError, match=r"needs [\d.]+ GiB, .* has [\d.]+ GiB free; set offload.path") as refused:
+    with pytest.raises(StoreError, match=r"needs [\d.]+ GiB, .* has [\d.]+ GiB free\. Set offload.path") as refused:
         NvmeStore(tmp_path, capacity_bytes=4 * free_bytes)
     assert str(tmp_path) in str(refused.value)
 

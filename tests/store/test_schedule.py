@@ -491,7 +491,6 @@ def _no_collection():
     gc.enable()
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_every_order_of_events_keeps_the_laws(scenario: Scenario):
     print(f"{max(search(scenario))} situations")
@@ -584,7 +583,6 @@ def mutated(changes: list[tuple[str, str]]) -> Any:
     return names["advance"]
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_mutant_is_caught(name: str):
     """Scenarios are searched side by side: most mistakes show after few events, in some of them."""

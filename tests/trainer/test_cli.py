@@ -96,7 +96,7 @@ def test_a_folder_that_another_run_writes_is_refused_and_left_alone(here, monkey
     monkeypatch.setattr(job, "run", lambda *_, **__: SimpleNamespace(val_loss=1.0))
     other_run = hold("hydra.run.dir", here / "two")
     assert train.main([*TINY, *words]) == 2
-    assert capsys.readouterr().err == f"{words[-1]}: another run is writing there; give another folder\n"
+    assert capsys.readouterr().err == f"{words[-1]}: another run is writing there. Give another folder.\n"
     assert not list((here / "two").iterdir())
     os.close(other_run)
     assert train.main([*TINY, *words]) == train.main([*TINY, *words]) == 0, "a run goes on where one has ended"
@@ -392,7 +392,7 @@ def test_what_is_in_the_way_inside_a_run_folder_is_named(here, capsys):
     (here / "run").mkdir()
     (here / "run" / ".hydra").touch()
     assert train.main([*TINY, "hydra.run.dir=run"]) == 2
-    said = f"hydra.run.dir=run: {here}/run/.hydra: is not a folder; give a folder where this user may write\n"
+    said = f"hydra.run.dir=run: {here}/run/.hydra: is not a folder. Give a folder where this user may write.\n"
     assert capsys.readouterr().err == said
 
 

@@ -18,13 +18,13 @@ def solve_batch(rows: int | Auto, micro: int | Auto, accumulate: int | Auto, ran
         accumulate = 1 if rows == "auto" or micro == "auto" else rows // (micro * ranks)
     if micro == "auto":
         if rows == "auto":
-            raise ConfigError("batch.global and batch.micro are both auto; give one of them")
+            raise ConfigError("batch.global and batch.micro are both auto. Give one of them.")
         micro = rows // (accumulate * ranks)
     product = micro * accumulate * ranks
     if rows not in ("auto", product):
         factors = [f"{key}={value}" for key, value in typed.items() if value != "auto"]
         text = " x ".join([*factors, f"{ranks} rank{'s' * (ranks > 1)}"])
         if len(factors) == 2:
-            raise ConfigError(f"batch.global={rows} is not {text} = {product}; set one of the three to auto")
-        raise ConfigError(f"batch.global={rows} does not divide by {text}; choose a multiple")
+            raise ConfigError(f"batch.global={rows} is not {text} = {product}. Set one of the three to auto.")
+        raise ConfigError(f"batch.global={rows} does not divide by {text}. Choose a multiple.")
     return product, micro, accumulate

@@ -129,14 +129,14 @@ def without_momentum(settings: Callable[[int], Settings], step: int) -> Settings
     if any(now.betas):
         raise ConfigError(
             f"optim.momentum={now.betas[0]} at step {step}, and 0 at the beginning, so there is no moment to keep it "
-            "in; begin with any momentum above 0, which may be changed before the first step"
+            "in. Begin with any momentum above 0, which may be changed before the first step."
         )
     return now
 
 
 def as_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
     if isinstance(groups, Group):
-        raise ConfigError("optim.groups is one Group; pass a list: groups=[zero.Group(...)]")
+        raise ConfigError("optim.groups is one Group. Pass a list: groups=[zero.Group(...)].")
     return tuple(groups)
 
 

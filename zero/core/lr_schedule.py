@@ -137,7 +137,7 @@ def cycled_momentum(
         if reached <= steps:
             raise ConfigError(
                 f"schedule.momentum_decay_rate={decay_rate:g} brings the momentum from {high:g} to 1 at step {reached}"
-                "; leave it out, or set schedule.decay_every higher"
+                ". Leave it out, or set schedule.decay_every higher."
             )
     return partial(_cycled_momentum, high, low, cycle, decay_rate, high if first is None else first)
 

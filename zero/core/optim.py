@@ -194,7 +194,7 @@ def sgd(
     """
     has_momentum = bool(momentum) or any(any(group.now()["betas"] or ()) for group in as_tuple(groups))
     if nesterov and not has_momentum:
-        raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0; set optim.momentum")
+        raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0. Set optim.momentum.")
     moments, update, betas = ("mu",) if has_momentum else (), partial(updates.sgd, nesterov), {"momentum": momentum}
     made = _transform("sgd", moments, update, (nesterov,), lr, betas, weight_decay, clip, decay, groups)
     if has_momentum:

@@ -237,7 +237,7 @@ class Offload(Section):
         instead = "offload=nvme" if infinity else "offload.param=none"
         where = "on disk" if self.param == "nvme" else "on the host"
         raise ConfigError(
-            f"{setting} keeps parameters {where}, which only zero.stage=3 can; use zero.stage=3, or {instead}"
+            f"{setting} keeps parameters {where}, which only zero.stage=3 can. Use zero.stage=3, or {instead}."
         )
 
 
@@ -325,7 +325,7 @@ def place(
     if device_is_host and offload.device_budget is not None:
         raise ConfigError(
             f"offload.device_budget={budget_text(offload.device_budget)}: the CPU computes here and there is one "
-            "memory; set offload.host_budget"
+            "memory. Set offload.host_budget."
         )
     sizes = {"optimizer": sum(size for _, _, size in groups), "grad": grad_bytes, "param": param_bytes}
     fixed = {key: _TIER_OF[setting] for key in sizes if (setting := getattr(offload, key)) != "auto"}

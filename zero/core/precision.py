@@ -58,7 +58,7 @@ class Precision:
         object.__setattr__(self, "reduce", _dtype("reduce", reduce))
         object.__setattr__(self, "scale", scale)
         if self.compute != torch.float16 and scale.static != 1.0:
-            raise ConfigError(f"precision.scale is for fp16; {compute} has fp32's range, so remove it")
+            raise ConfigError(f"precision.scale is for fp16; {compute} has fp32's range. Remove it.")
         object.__setattr__(self, "master", _master(compute, master))
 
 
@@ -67,8 +67,8 @@ def _master(compute: str, form: str) -> Master:
         raise ConfigError(f"precision.master={form}: must be one of auto, split, whole")
     if form == "split" and compute != "bf16":
         raise ConfigError(
-            f"precision.master=split with precision.compute={compute}: a bf16 parameter alone is half of its master; "
-            "set precision.master=auto"
+            f"precision.master=split with precision.compute={compute}: a bf16 parameter alone is half of its master. "
+            "Set precision.master=auto."
         )
     if compute == "fp32":
         return Master()

@@ -1,11 +1,12 @@
-"""Read a section of settings; the one-line message for a value or a key that it refuses.
+"""Sections of settings, and the one-line message for a wrong value or key.
 
-Pydantic answers with a list of records over several lines; a person at a command line wants to know what to type: the
-key as typed, what is wrong, the nearest right word.
+Pydantic's errors have several lines each. A person at a command line needs the key as typed, the problem and the
+nearest right word.
 """
 
 import typing
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -31,24 +32,24 @@ class Section(BaseModel):
     first: ClassVar[tuple[str, ...]] = ()
     """The fields that a reader meets first, in this order; the others follow as they are declared."""
 
-    def __init__(self, /, **given: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         aliases = {name: field.alias or name for name, field in type(self).model_fields.items()}
-        typed = {aliases.get(name, name): value for name, value in given.items()}
+        typed = {aliases.get(name, name): value for name, value in values.items()}
         try:
             super().__init__(**typed)
-        except ValidationError as refused:
-            raise SettingError(sentence(type(self), refused, typed, self.section_key)) from None
+        except ValidationError as errors:
+            raise SettingError(sentence(type(self), errors, typed, self.section_key)) from None
 
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a section inside one is not made by it
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic makes inner sections without it
 
     @classmethod
     def in_reading_order(cls) -> dict[str, FieldInfo]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {name: cls.model_fields[name] for name in (*cls.first, *cls.model_fields)}
 
 
 class Key(NamedTuple):
-    """One place where a key is declared; a group of options may declare it once for each."""
+    """A declaration of a key; each option of a group may have one."""
 
     name: str
     section: type[Section]
@@ -56,7 +57,7 @@ class Key(NamedTuple):
 
 
 def walk(model: type[Section], at: str = "") -> Iterator[Key]:
-    """Every declaration of a dotted key below `at`, in reading order."""
+    """Yield every declaration of a dotted key below `at`, in reading order."""
     for name, field in model.in_reading_order().items():
         key = ".".join([*filter(None, [at]), field.alias or name])
         below = list(models_in(field.annotation))
@@ -67,43 +68,40 @@ def walk(model: type[Section], at: str = "") -> Iterator[Key]:
 
 
 def keys(model: type[Section], at: str = "") -> tuple[str, ...]:
-    """Every dotted key that some choice of options has, in reading order."""
+    """Return every dotted key that some choice of options has, in reading order."""
     return tuple(dict.fromkeys(key.name for key in walk(model, at)))
 
 
-def sentence(model: type[Section], refused: ValidationError, raw: Mapping[str, Any], at: str = "") -> str:
-    """One line about the first of pydantic's errors, unknown keys before wrong values.
+def sentence(model: type[Section], errors: ValidationError, raw: Mapping[str, Any], at: str = "") -> str:
+    """Write one line about the first of pydantic's errors, unknown keys before wrong values.
 
     Args:
         at: the dotted key of the section that `raw` is for; "" for a whole run.
     """
-    errors = refused.errors(include_url=False)
-    error = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    return _sentence(model, error, raw, at)
+    error = min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
+    path, value = _typed(error, raw)
+    key = ".".join([*filter(None, [at]), *path])
+    match error["type"]:
+        case "extra_forbidden":
+            return unknown_key(model, key, at)
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return _section_given_a_value(model, key, value, at)
+        case "union_tag_not_found":
+            return f"{key} needs {key}.name"
+        case "union_tag_invalid":
+            options = _words(error["ctx"]["expected_tags"])
+            name = value.get("name")
+            return f"{key}.name={suggest.shown(name)} does not exist. {suggest.nearest(str(name), options)}"
+    text = _problem(error, value)
+    if error["type"] not in (*_BOUNDS, "literal_error", "value_error") and _takes_null(model, key, at):
+        text += ", or null"
+    is_whole = isinstance(value, float) and value.is_integer() and 1 <= value < 2**53 and "a whole number" in text
+    write = f"; write {key}={value:.0f}" if is_whole else ""  # YAML reads 1e3 as 1000.0
+    return f"{key}={suggest.shown(value)}: {text}{write}"
 
 
-def _sentence(model: type[Section], error: ErrorDetails, raw: Mapping[str, Any], at: str) -> str:
-    path, node = _typed(error, raw)
-    key, kind, limits = ".".join([*filter(None, [at]), *path]), error["type"], error.get("ctx", {})
-    seen = f"{key}={suggest.shown(node)}"
-    if kind == "extra_forbidden":
-        return unknown_key(model, key, at)
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return _section_given_a_value(model, key, node, at)
-    if kind == "union_tag_not_found":
-        return f"{key} needs {key}.name"
-    if kind == "union_tag_invalid":
-        options = [option.strip().strip("'") for option in limits["expected_tags"].split(",")]
-        name = node.get("name")
-        return f"{key}.name={suggest.shown(name)} does not exist. {suggest.nearest(str(name), options)}"
-    if kind == "literal_error":
-        options = [option.strip(" '") for option in limits["expected"].replace(" or ", ",").split(",")]
-        if len(options) < 3:
-            return f"{seen}: must be {' or '.join(options)}"
-        return f"{seen}: must be one of {', '.join(options)}{suggest.meant(str(node), options)}"
-    if kind == "value_error":
-        return f"{seen}: {limits['error']}{_as_whole(key, node, str(limits['error']))}"
-    texts = {
+_TEXTS: Mapping[str, str] = MappingProxyType(
+    {
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",
         "float_type": "must be a number",
@@ -111,21 +109,43 @@ def _sentence(model: type[Section], error: ErrorDetails, raw: Mapping[str, Any],
         "finite_number": "must be a finite number",
         "bool_type": "must be true or false",
     }
-    bounds = {
+)
+_BOUNDS: Mapping[str, str] = MappingProxyType(
+    {
         "greater_than_equal": "at least",
         "greater_than": "above",
         "less_than_equal": "at most",
         "less_than": "below",
     }
-    if kind in bounds:
-        return f"{seen}: must be {bounds[kind]} {next(iter(limits.values())):g}"
-    optional = any(type(None) in typing.get_args(one.field.annotation) for one in walk(model, at) if one.name == key)
-    text = f"{texts.get(kind, error['msg'])}{', or null' if optional else ''}"
-    return f"{seen}: {text}{_as_whole(key, node, text)}"
+)
+
+
+def _problem(error: ErrorDetails, value: object) -> str:
+    limits = error.get("ctx", {})
+    if error["type"] in _BOUNDS:
+        return f"must be {_BOUNDS[error['type']]} {next(iter(limits.values())):g}"
+    if error["type"] == "value_error":
+        return str(limits["error"])
+    if error["type"] == "literal_error":
+        options = _words(limits["expected"].replace(" or ", ","))
+        if len(options) < 3:
+            return f"must be {' or '.join(options)}"
+        return f"must be one of {', '.join(options)}{suggest.meant(str(value), options)}"
+    return _TEXTS.get(error["type"], error["msg"])
+
+
+def _words(expected: str) -> list[str]:
+    """Split pydantic's list of quoted words."""
+    return [word.strip(" '") for word in expected.split(",")]
+
+
+def _takes_null(model: type[Section], key: str, at: str) -> bool:
+    declared = [place.field.annotation for place in walk(model, at) if place.name == key]
+    return any(type(None) in typing.get_args(annotation) for annotation in declared)
 
 
 def _typed(error: ErrorDetails, raw: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """The path of a wrong value, and the value: pydantic puts the tag of a union, which nobody typed, into the path."""
+    """Return the path of a wrong value as typed, without the tags of unions that pydantic adds, and the value."""
     path: list[str] = []
     node: Any = raw
     for part in error["loc"]:
@@ -135,22 +155,16 @@ def _typed(error: ErrorDetails, raw: Mapping[str, Any]) -> tuple[list[str], Any]
     return path, node
 
 
-def _as_whole(key: str, value: object, text: str) -> str:
-    """What to write where a whole number was typed as 1e3, which YAML reads as 1000.0."""
-    is_whole = isinstance(value, float) and value.is_integer() and 1 <= value < 2**53 and "a whole number" in text
-    return f"; write {key}={value:.0f}" if is_whole else ""
-
-
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key to value, of nested values."""
-    found: dict[str, Any] = {}
+    """Return dotted key -> value, of nested values."""
+    dotted: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return dotted
 
 
 def unknown_key(model: type[Section], key: str, at: str = "") -> str:
-    """The sentence for a key that does not exist, or not with the options that were chosen."""
+    """Write the message for a key that does not exist, or not with the chosen options."""
     known = keys(model, at)
     if key in known:
         section = key.split(".")[0]
@@ -159,7 +173,7 @@ def unknown_key(model: type[Section], key: str, at: str = "") -> str:
 
 
 def _section_given_a_value(model: type[Section], key: str, value: object, at: str) -> str:
-    """With the section's first key for the value, where that key would take it."""
+    """Write the message for a value of a section, with the section's first key if that would take the value."""
     inside = [name for name in keys(model, at) if name.startswith(f"{key}.")]
     seen = f"{key}={suggest.shown(value)}: {key} is a section of keys"
     nested: Any = value
@@ -167,8 +181,8 @@ def _section_given_a_value(model: type[Section], key: str, value: object, at: st
         nested = {part: nested}
     try:
         model(**nested)
-    except ConfigError as refused:
-        if str(refused).startswith(inside[0]):
+    except ConfigError as error:
+        if str(error).startswith(inside[0]):
             return f"{seen}. Choose from {', '.join(inside)}."
     return f"{seen}. Did you mean {inside[0]}={suggest.shown(value)}?"
 

@@ -78,8 +78,8 @@ def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str
         if names or looks_secret(text):
             source = f" ({names[0]})" if names else ""
             raise ConfigError(
-                f"{key}: this looks like a secret{source}, and settings are written to files and dashboards; keep it "
-                "in an environment variable or in ~/.netrc"
+                f"{key}: this looks like a secret{source}, and settings are written to files and dashboards. Keep it "
+                "in an environment variable or in ~/.netrc."
             )
 
 

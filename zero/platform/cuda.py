@@ -190,12 +190,12 @@ def claim_device(name: str | None, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if not count:
         raise MachineError(
-            'launch.device=cuda, and torch finds no GPU; use launch.device=cpu, or auto (in Python: device="cpu")'
+            'launch.device=cuda, and torch finds no GPU. Use launch.device=cpu, or auto (in Python: device="cpu").'
         )
     if local_rank >= count > 1:
         raise MachineError(
-            f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs; type launch.ranks={count}, or "
-            "launch.device=cpu"
+            f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs. Type launch.ranks={count}, or "
+            "launch.device=cpu."
         )
     number = 0 if count == 1 else local_rank  # a rank that sees one GPU uses it
     torch.cuda.set_device(number)

@@ -299,7 +299,7 @@ class ScratchFile:
 def _open_scratch(folder: Path, files: Files) -> int:
     try:
         if not stat.S_ISDIR(files.stat(folder).st_mode):
-            raise StoreError(f"offload.path={folder} is not a folder; set offload.path to one on a local disk")
+            raise StoreError(f"offload.path={folder} is not a folder. Set offload.path to one on a local disk.")
         try:
             return open_nameless(folder, files)
         except OSError as error:
@@ -307,11 +307,11 @@ def _open_scratch(folder: Path, files: Files) -> int:
                 raise
             return open_and_unlink(folder, files)
     except FileNotFoundError:
-        raise StoreError(f"offload.path={folder} does not exist; make it, or set offload.path") from None
+        raise StoreError(f"offload.path={folder} does not exist. Make it, or set offload.path.") from None
     except OSError as error:
         raise _refused(folder, "no file can be made", error) from error
     except ValueError as error:
-        raise StoreError(f"offload.path={str(folder)!r} is not a path: {error}; set offload.path") from None
+        raise StoreError(f"offload.path={str(folder)!r} is not a path: {error}. Set offload.path.") from None
 
 
 def open_nameless(folder: Path, files: Files) -> int:
@@ -345,12 +345,12 @@ def named(error: OSError) -> str:
 
 
 def _refused(folder: Path, what: str, error: OSError) -> StoreError:
-    return StoreError(f"offload.path={folder}: {what}: {named(error)}; set offload.path to a folder on a local disk")
+    return StoreError(f"offload.path={folder}: {what}: {named(error)}. Set offload.path to a folder on a local disk.")
 
 
 def _no_space(folder: Path, needs_bytes: int, free_bytes: int, error: OSError | None = None) -> StoreError:
     cause = f" ({named(error)})" if error else ""
     return StoreError(
-        f"the state store needs {size_text(needs_bytes)}, {folder} has {size_text(free_bytes)} free{cause}; set "
-        "offload.path to a folder with more space, or keep less there"
+        f"the state store needs {size_text(needs_bytes)}, {folder} has {size_text(free_bytes)} free{cause}. Set "
+        "offload.path to a folder with more space, or keep less there."
     )

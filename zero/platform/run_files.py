@@ -63,7 +63,7 @@ def making(key: str, folder: Path) -> Iterator[None]:
         inside = error.filename is not None and Path(error.filename).absolute() != folder.absolute()
         where = f"{error.filename}: " if inside else ""
         why = "is not a folder" if isinstance(error, FileExistsError) else error.strerror
-        raise ConfigError(f"{seen}: {where}{why}; give a folder where this user may write") from error
+        raise ConfigError(f"{seen}: {where}{why}. Give a folder where this user may write.") from error
 
 
 def hold(key: str, folder: Path) -> int:
@@ -82,7 +82,7 @@ def hold(key: str, folder: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            raise ConfigError(f"{key}={shown(folder)}: another run is writing there; give another folder") from None
+            raise ConfigError(f"{key}={shown(folder)}: another run is writing there. Give another folder.") from None
         except OSError:  # NFS locks no folder
             pass
     return descriptor

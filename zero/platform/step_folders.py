@@ -30,7 +30,7 @@ def missing(path: Path) -> str:
     """Return a message about a path without a checkpoint; "" for a step, a run or a folder of checkpoints."""
     if is_step(path) or any(step_of(folder.name) is not None for folder in root_at(path).glob("step-*")):
         return ""
-    return f"{path}: there is no checkpoint; give a step, a run or a folder of checkpoints{_newest_run(path)}"
+    return f"{path}: there is no checkpoint. Give a step, a run or a folder of checkpoints{_newest_run(path)}"
 
 
 def last_save_s(root: Path) -> float:

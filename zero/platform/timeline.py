@@ -252,7 +252,7 @@ class Tape:
     def record(self, *, profile: bool = False, yields: bool = False) -> Iterator[Timeline]:
         """Record: see `zero.record`. A recording that yields ends, empty, when the next one begins."""
         if self._recording is not None and not self._yields:
-            raise StaleStateError("this run is being recorded already; end that recording first")
+            raise StaleStateError("this run is being recorded already. End that recording first.")
         timeline = Timeline()
         recording = self._recording = _Recording(self._clock(), self._rank, profile)
         self._yields = yields

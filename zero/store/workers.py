@@ -163,7 +163,7 @@ class WorkerPool:
 
     def _stop(self) -> None:
         """End at the end of the interpreter: running actions finish, and waits for others raise this error."""
-        self._fail(StoreError("the script is over; close the store, or destroy the engine, to end it in order"), None)
+        self._fail(StoreError("the script is over. Close the store, or destroy the engine, to end it in order."), None)
 
     # -- what workers do --
 

@@ -558,7 +558,7 @@ OTHERS = {
             "zero/trainer/loop.py",
             "zero/checkpoint/save.py:Saving._write",
             "zero/checkpoint/save.py:save",
-            "zero/formats/import_checkpoint.py",
+            "zero/formats/imports.py",
         ),
         "the end of a file",
     ),

@@ -57,6 +57,9 @@ class Victim(NamedTuple):
     def index(self) -> Path:
         return self.random.choice(sorted(self.folder.glob("rank-*.json")))
 
+    def manifest(self) -> Path:
+        return self.folder / MANIFEST_NAME
+
     def any_file(self) -> Path:
         return self.random.choice(sorted(self.folder.iterdir()))
 
@@ -83,69 +86,44 @@ Damage = Callable[[Victim], str | None]
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def _flip(path: Path, random: Random, bits: int = 1) -> str:
-    octets = bytearray(path.read_bytes())
-    for bit in random.sample(range(8 * len(octets)), bits):
-        octets[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(octets)
-    return path.name
+def _flips(path_of: Callable[[Victim], Path], most_bits: int = 1, stop: int | None = None) -> Damage:
+    """Invert 1 to `most_bits` bits, of the first `stop` bytes."""
+
+    def damage(victim: Victim) -> str:
+        path = path_of(victim)
+        octets = bytearray(path.read_bytes())
+        for bit in victim.random.sample(range(8 * len(octets[:stop])), victim.random.randint(1, most_bits)):
+            octets[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(octets)
+        return path.name
+
+    return damage
 
 
-def _flipped(victim: Victim) -> str:
-    return _flip(victim.rank_file(), victim.random)
+def _resizes(path_of: Callable[[Victim], Path], size_of: Callable[[int, Random], int]) -> Damage:
+    """Truncate or extend a file; an extended one is sparse."""
+
+    def damage(victim: Victim) -> str:
+        path = path_of(victim)
+        os.truncate(path, size_of(path.stat().st_size, victim.random))
+        return path.name
+
+    return damage
 
 
-def _flipped_header(victim: Victim) -> str:
-    path = victim.rank_file()
-    octets = bytearray(path.read_bytes())
-    octets[victim.random.randrange(4096)] ^= 1 << victim.random.randrange(8)
-    path.write_bytes(octets)
-    return path.name
+def _shorter(size: int, random: Random) -> int:
+    return random.choice([random.randrange(size), size - 1, random.randrange(0, size, BLOCK_BYTES)])
 
 
-def _flipped_many(victim: Victim) -> str:
-    return _flip(victim.rank_file(), victim.random, victim.random.randint(2, 200))
-
-
-def _flipped_manifest(victim: Victim) -> str:
-    return _flip(victim.folder / MANIFEST_NAME, victim.random)
-
-
-def _flipped_index(victim: Victim) -> str:
-    return _flip(victim.index(), victim.random)
-
-
-def _cut(path: Path, random: Random) -> str:
-    size = path.stat().st_size
-    os.truncate(path, random.choice([random.randrange(size), size - 1, random.randrange(0, size, BLOCK_BYTES)]))
-    return path.name
-
-
-def _truncated(victim: Victim) -> str:
-    return _cut(victim.rank_file(), victim.random)
-
-
-def _truncated_manifest(victim: Victim) -> str:
-    return _cut(victim.folder / MANIFEST_NAME, victim.random)
-
-
-def _emptied(victim: Victim) -> str:
-    path = victim.any_file()
-    os.truncate(path, 0)
-    return path.name
+def _far_longer(size: int, random: Random) -> int:
+    """Return sizes that must not be read."""
+    return random.choice([CAP_BYTES + 1, 2**40])
 
 
 def _grown(victim: Victim) -> str:
     path = victim.any_file()
     more = victim.random.choice([b"\0", b" ", b"\n", victim.random.randbytes(BLOCK_BYTES)])
     path.write_bytes(path.read_bytes() + more)
-    return path.name
-
-
-def _grown_far(victim: Victim) -> str:
-    """A sparse file of a terabyte, which must not be read."""
-    path = victim.any_file()
-    os.truncate(path, victim.random.choice([CAP_BYTES + 1, 2**40]))
     return path.name
 
 
@@ -302,23 +280,26 @@ def _folder_replaced(victim: Victim) -> None:
 
 
 def _harmless(victim: Victim) -> None:
-    """Times, rights, a second name or a fresh copy of a file, the manifest in another order, junk beside."""
-    path = victim.any_file()
-    kind = victim.random.choice(["time", "rights", "second name", "copy", "order", "junk"])
-    if kind == "time":
-        os.utime(path, (0, victim.random.randrange(2**31)))
-    elif kind == "rights":
-        path.chmod(victim.random.choice([0o400, 0o644, 0o777]))
-    elif kind == "second name":
-        os.link(path, victim.folder.parent / "elsewhere")
-    elif kind == "copy":
-        shutil.copy(path, victim.folder.parent / "elsewhere")
-        os.replace(victim.folder.parent / "elsewhere", path)
-    elif kind == "order":
+    """Change times, rights, names or copies of a file, the order of the manifest, or the files beside."""
+    path, elsewhere = victim.any_file(), victim.folder.parent / "elsewhere"
+
+    def copy() -> None:
+        shutil.copy(path, elsewhere)
+        os.replace(elsewhere, path)
+
+    def reorder() -> None:
         body = _body(victim)
         _stamp(victim, dict(victim.random.sample(sorted(body.items()), len(body))))
-    else:
-        _junk(victim)
+
+    changes: list[Callable[[], object]] = [
+        lambda: os.utime(path, (0, victim.random.randrange(2**31))),
+        lambda: path.chmod(victim.random.choice([0o400, 0o644, 0o777])),
+        lambda: os.link(path, elsewhere),
+        copy,
+        reorder,
+        lambda: _junk(victim),
+    ]
+    victim.random.choice(changes)()
 
 
 def _junk(victim: Victim) -> None:
@@ -366,7 +347,7 @@ def _other_number(value: int, random: Random) -> Any:
     near = [value + 1, value - 1, value + 4, value - 4, value * 2, value + 4096, random.randrange(2**16)]
     far = [-value - 1, 2**31, 2**63 - 1, 2**63, 2**64 + value, 10**300]
     odd: list[Any] = [True, None, str(value), value + 0.5, [value], {}]
-    return random.choice([one for one in (*near, *far, *odd) if one is True or one != value])
+    return random.choice([other for other in (*near, *far, *odd) if other is True or other != value])
 
 
 def _with_tensors(body: dict[str, Any], random: Random) -> dict[str, Any]:
@@ -381,7 +362,7 @@ def _size_lie(body: dict[str, Any], random: Random) -> None:
 
 def _other_digits(text: str, random: Random) -> Any:
     place = random.randrange(len(text))
-    digit = random.choice([one for one in "0123456789abcdef" if one != text[place]])
+    digit = random.choice("0123456789abcdef".replace(text[place], ""))
     longer = text + "00000000"
     return random.choice([text[:place] + digit + text[place + 1 :], longer, text[:-8], text.upper() + "A", "", 7])
 
@@ -557,27 +538,7 @@ def _facts_lie(body: dict[str, Any], random: Random) -> None:
 def _odd_value(places: list[tuple[dict[str, Any], str]], random: Random) -> None:
     """Put a value at one of the places that none of them can have, or remove the key."""
     where, key = random.choice(places)
-    deep: Any = 0
-    for _ in range(40):
-        deep = [deep]
-    odd = [
-        None,
-        -1,
-        2**70,
-        0.5,
-        "x",
-        "",
-        "zz" * 2528,
-        [],
-        {},
-        [{}],
-        [[]],
-        [1, 2],
-        [None] * 4,
-        ["a"] * 4,
-        {"a": 1},
-        deep,
-    ]
+    odd: list[Any] = [None, -1, 2**70, 0.5, "x", "", "zz" * 2528, [], {}, [{}], [[]], [1, 2], [None] * 4, {"a": 1}]
     if random.random() < 0.2:
         del where[key]
     else:
@@ -590,18 +551,7 @@ def _odd_value(places: list[tuple[dict[str, Any], str]], random: Random) -> None
 def _odd_text(victim: Victim) -> str:
     """Invalid manifests with a right hash."""
     text = (victim.folder / MANIFEST_NAME).read_text().rsplit("\n", 2)[0] + "\n"
-    twice = text.replace('"step":20', '"step":20,"step":20')
-    odd = [
-        twice,
-        text[:-2] + "],\n",
-        "{\n",
-        "[\n",
-        "\n",
-        "",
-        text * 2,
-        "{" + '"a":[' * 100_000 + "\n",
-        "[" * 3000 + "\n",
-    ]
+    odd = [text[:-2] + "],\n", "{\n", "[\n", "\n", "", text * 2, "{" + '"a":[' * 100_000 + "\n", "[" * 3000 + "\n"]
     odd += [text.replace('"step":20', f'"step":{value}') for value in ("NaN", "Infinity", "1e999", "9" * 5000, "020")]
     odd += ['!!python/object/apply:os.system ["touch x"]\n', '{"__reduce__":["os.system",["touch x"]],\n', "\0\0\0\0\n"]
     write_manifest(victim.folder, victim.random.choice(odd))
@@ -609,16 +559,16 @@ def _odd_text(victim: Victim) -> str:
 
 
 KINDS: dict[str, Damage] = {
-    "one bit": _flipped,
-    "one bit of a header": _flipped_header,
-    "many bits": _flipped_many,
-    "one bit of the manifest": _flipped_manifest,
-    "one bit of an index": _flipped_index,
-    "cut short": _truncated,
-    "manifest cut short": _truncated_manifest,
-    "emptied": _emptied,
+    "one bit": _flips(Victim.rank_file),
+    "one bit of a header": _flips(Victim.rank_file, stop=4096),
+    "many bits": _flips(Victim.rank_file, most_bits=200),
+    "one bit of the manifest": _flips(Victim.manifest),
+    "one bit of an index": _flips(Victim.index),
+    "cut short": _resizes(Victim.rank_file, _shorter),
+    "manifest cut short": _resizes(Victim.manifest, _shorter),
+    "emptied": _resizes(Victim.any_file, lambda size, random: 0),
     "grown": _grown,
-    "grown to a terabyte": _grown_far,
+    "grown to a terabyte": _resizes(Victim.any_file, _far_longer),
     "512 zeros": _zeroed,
     "exchanged blocks": _exchanged_blocks,
     "block of another step": _stale_block,
@@ -746,7 +696,7 @@ def _tried(
     newest, rejected = open_latest(world, root)
     if newest is None or newest.folder.name != (DAMAGED if opened else GOOD):
         complaint = f"the newest valid one is not {newest}"
-    about = [one for one in rejected if str(root / DAMAGED) in one]  # others are extra files
+    about = [reason for reason in rejected if str(root / DAMAGED) in reason]  # others are extra files
     if about != ([] if opened or not os.path.lexists(root / DAMAGED) else [line]):
         complaint = f"not rejected as it was refused: {rejected}, {line}"
     state = load(state, open_checkpoint(world, root / GOOD))

@@ -1,7 +1,7 @@
-"""Checkpoints that load anywhere: one folder per step, published whole or not at all.
+"""Save and load checkpoints: one folder per step, published whole or not at all, loadable in any setting.
 
-`hashes` and `manifest` say what a checkpoint is, `disk`, `shard` and `publish` write and read it, `open`
-finds one and compares every byte, and `contents`, `save` and `load` know what of a state it holds.
+`hashes` and `manifest` define the format; `disk`, `shard` and `publish` write and read files; `open` finds a checkpoint
+and compares every byte; `contents`, `save` and `load` connect it with a state.
 """
 
 from zero.checkpoint.load import load as load

@@ -1,8 +1,7 @@
-"""The flats of a plan's state as a checkpoint has them: the same on every rank.
+"""List the flats of a plan's state that a checkpoint holds: the same on every rank.
 
-Ranks share for every unit the fp32 parameters (the master, where there is one), each moment, and the frozen
-parameters, whatever they keep beside. Buffers are in the file of rank 0. Stage, tiers and pages are not in it, and a
-flat's gaps are left out.
+The ranks share, for every unit, the fp32 parameters (the master, if there is one), each moment, and the frozen
+parameters. Buffers are in the file of rank 0. The list does not depend on stage, tiers and pages; gaps are left out.
 """
 
 from collections.abc import Mapping
@@ -19,9 +18,9 @@ PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 
 
 def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
-    """The trainable flat of each unit, the frozen flat of each, and a flat for each buffer.
+    """Return the trainable flat of each unit, the frozen flat of each, and a flat for each buffer.
 
-    Where each node has a copy of the state, the nodes share the writing of it.
+    If each node has a copy of the state, the nodes share the writing of it.
     """
     copies = plan.world.size // plan.sharers
     kinds = {PARAMETER: torch.float32} | {kind: plan.optimizer.form(kind).saved for kind in plan.optimizer.moments}
@@ -35,7 +34,7 @@ def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
 
 
 def lone(name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Flat:
-    """A tensor in a flat of its own, which rank 0 writes."""
+    """Return a flat with one tensor, which rank 0 writes."""
     return Flat({kind: dtype_name(dtype)}, Layout.of({name: shape}, world_size=1), copies=1)
 
 
@@ -44,11 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check(buffers: Mapping[str, Tensor]) -> None:
-    """Raise at once the error of every save.
-
-    Raises:
-        CheckpointError: a buffer of a dtype that no file holds.
-    """
+    """Raise CheckpointError if a buffer has a dtype that no file holds, and so every save would fail."""
     for name, buffer in buffers.items():
         if dtype_name(buffer.dtype) not in ITEM_BYTES:
             raise CheckpointError(

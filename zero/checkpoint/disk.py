@@ -1,8 +1,7 @@
-"""The file calls that only checkpoints make: folders, names and what makes them last.
+"""Make the file calls that only checkpoints need: folders, names and fsync.
 
-A test can fail, forget or model every single call. A checkpoint's folder may have been put there by anybody: what is
-made belongs to its owner alone and did not exist before; what is opened is never reached through a link at its last
-name, and never blocks.
+Each is a method of `Disk`, so that a test can fail, drop or model it. Any user may have made a checkpoint's folder: new
+files and folders belong to their owner alone, and opening a file neither follows a link nor blocks.
 """
 
 import errno
@@ -20,28 +19,26 @@ FOLDER_MODE = 0o700
 
 
 class Disk(Files):
-    """The calls themselves; each raises OSError as the system does. `open` never follows a link, and never blocks."""
+    """The calls of the system; each raises OSError as the system does."""
 
     def make_folder(self, path: Path) -> None:
-        """Its parent exists, itself it does not."""
         os.mkdir(path, FOLDER_MODE)
 
     def create(self, path: Path) -> int:
-        """A descriptor to write a new file with."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
     def size(self, fd: int) -> int:
-        """How many bytes a regular file has; of anything else, OSError."""
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        """Return the size of a regular file in bytes; raise OSError for anything else."""
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        return found.st_size
+        return status.st_size
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
     def fsync_folder(self, path: Path) -> None:
-        """Make the names in it last: what was made, renamed or removed there before this call."""
+        """Make the names in a folder durable: all that were made, renamed or removed before this call."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -49,49 +46,46 @@ class Disk(Files):
             os.close(fd)
 
     def forget(self, fd: int, nbytes: int) -> None:
-        """Ask the page cache to write out the file's first `nbytes` and keep those no longer that are written out."""
+        """Ask the page cache to drop the file's first `nbytes`, except pages that are not yet written."""
         call = getattr(os, "posix_fadvise", None)
         if call is not None:
             call(fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a folder; FileExistsError where the new name exists.
+        """Rename a folder; raise FileExistsError if the new name exists.
 
-        Between the question and the answer somebody else may take the name; the system itself refuses a folder that is
-        not empty, and a file.
+        If the name is taken after the check, the system itself rejects a file and a folder that is not empty.
         """
         if os.path.lexists(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
         try:
-            os.rename(f"{old}/", new)  # the slash: of a file, ENOTDIR, for a file would replace a file
+            os.rename(f"{old}/", new)  # with the slash, ENOTDIR for a file, which could replace a file
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from error
 
     def names(self, path: Path) -> list[str]:
-        """What the folder holds, sorted as text."""
         return sorted(os.listdir(path))
 
     def remove_folder(self, path: Path) -> None:
-        """It is empty."""
         os.rmdir(path)
 
     def mode(self, path: Path) -> int:
-        """Type and rights, as `stat.S_ISDIR` and its like take them; of a link, the link's own (always 0777)."""
+        """Return `st_mode`; of a link, that of the link itself."""
         try:
             return os.lstat(path).st_mode
-        except ValueError as error:  # a name that no file can have: with a NUL in it
+        except ValueError as error:  # a NUL in the name
             raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
 def naming(path: Path, what: str) -> AbstractContextManager[None]:
-    """Turn an OSError into a CheckpointError of one line that names the path, and what to do where a disk is full."""
+    """Turn an OSError into a CheckpointError that names the path, and the remedy if the disk is full."""
     return files.naming(path, what, if_full="; free space there, or set checkpoint.dir to another disk")
 
 
 def move(call: Transfer, fd: int, block: memoryview, offset: int, path: Path, what: str) -> None:
-    """`pread` or `pwrite` all of `block`; an error names the path and the offset."""
+    """Call `pread` or `pwrite` until all of `block` is moved; an error names the path and the offset."""
     files.move(call, fd, block, offset, lambda place: naming(path, f"{what} at offset {place}"))
 
 

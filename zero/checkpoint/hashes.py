@@ -1,7 +1,6 @@
-"""Checksums of a checkpoint's files: the SHA-256 of each 16 MiB block, and the CRC-32 of each MiB.
+"""Compute the checksums of a checkpoint's files: the SHA-256 of each 16 MiB block, and the CRC-32 of each MiB.
 
-Blocks do not wait for each other, so threads and ranks share them. The CRCs are finer, so that a small read can be
-checked and damage can be placed.
+Threads and ranks hash blocks independently. The CRCs are finer, to check a small read and to locate damage.
 
     file    |     block 0     |     block 1     |  ..  |        digests = SHA-256 of each block, the last may be shorter
             | MiB | MiB | ..  | MiB | ..        |           crcs    = CRC-32 of each MiB, the last may be shorter
@@ -22,7 +21,7 @@ CRC_BYTES = 4
 
 
 class FileHash(NamedTuple):
-    """Size in bytes, and the digests and CRCs one after the other: of a file, or of one block."""
+    """Size in bytes, concatenated digests and concatenated CRCs of a file or of one block."""
 
     size: int
     digests: bytes
@@ -30,12 +29,12 @@ class FileHash(NamedTuple):
 
 
 def crc_of(view: memoryview | bytearray) -> bytes:
-    """The CRC-32 of at most a MiB."""
+    """Return the CRC-32 of at most a MiB."""
     return crc32(view).to_bytes(CRC_BYTES, "big")
 
 
 def hash_block(block: memoryview) -> FileHash:
-    """Hash one block, a MiB at a time so that the second pass finds it in the cache. Other threads run meanwhile."""
+    """Hash one block, a MiB at a time, so that the second pass finds it in the cache. Releases the GIL."""
     if block.nbytes > BLOCK_BYTES:
         raise ValueError(f"a block of {block.nbytes} bytes; at most {BLOCK_BYTES}")
     digest = sha256()
@@ -49,7 +48,7 @@ def hash_block(block: memoryview) -> FileHash:
 
 
 def joined(blocks: Iterable[FileHash]) -> FileHash:
-    """The hash of a file from those of its blocks, in order; every block but the last is full."""
+    """Return the hash of a file from those of its blocks, in order; every block but the last is full."""
     hashes = list(blocks)
     digests, crcs = (b"".join(part) for part in ([block.digests for block in hashes], [block.crcs for block in hashes]))
     return FileHash(sum(block.size for block in hashes), digests, crcs)

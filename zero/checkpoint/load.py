@@ -1,9 +1,7 @@
-"""Load a checkpoint into any state of the same model, whatever the stage, tier, world, pages and units of either.
+"""Load a checkpoint into a state of the same model, whatever the stage, tier, world, pages and units of either.
 
-Nothing is written before every name, shape and dtype was compared: each rank then reads the ranges that its own flats
-cover and lets them run through the sinks that first values go through.
-
-Names have to match both ways, unless a pattern says that a tensor stays as it is.
+Every name, shape and dtype is compared before anything is written. Then each rank reads the ranges that its flats cover
+and passes them to the sinks that also take first values. Names must match both ways, except those that `partial` names.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -46,23 +44,23 @@ def load(
     note: Callable[[str], None] = lambda text: None,
     progress: Progress = silent,
 ) -> State:
-    """`state` with the checkpoint's values; the one that was given is spent. Collective.
+    """Return `state` with the checkpoint's values; `state` itself cannot be used again. Collective.
 
     Args:
         state: of the same model, of any stage, tier and world.
-        checkpoint: what `open_checkpoint` or `open_latest` returned.
-        partial: names, or patterns such as `head.*`, of tensors that keep the values that they have: they may be
-            missing on either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
-        convert: names or patterns of tensors whose dtype may change; moments may go from any form to any.
-        moments: False leaves the optimizer's as they are, whatever the checkpoint has: for a state that is not trained.
-        weights: "parameter" (default), or "ema": the parameters get the running mean of what they were.
-        note: called with which tensors keep their values because of `partial`.
-        progress: called with the units that are filled.
+        checkpoint: from `open_checkpoint` or `open_latest`.
+        partial: names, or patterns such as `head.*`, of tensors that keep their present values: they may be missing on
+            either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
+        convert: names or patterns of tensors whose dtype may change; moments may change from any form to any.
+        moments: False keeps the optimizer's moments, whatever the checkpoint has: for a state that is not trained.
+        weights: "parameter" (default), or "ema" to fill the parameters from their running mean.
+        note: called with a line about the tensors that keep their values because of `partial`.
+        progress: called with the number of units that are filled.
 
     Raises:
-        CheckpointError: names, shapes or dtypes that do not match, a pattern of `partial` that names nothing, or no
-            such `weights`, and nothing was changed; or damage that came after the checkpoint was opened: then the state
-            is spent.
+        CheckpointError: names, shapes or dtypes do not match, a pattern of `partial` matches nothing, or the checkpoint
+            has no such `weights`: nothing was changed. Or damage that came after the checkpoint was opened: then the
+            state cannot be used again.
     """
     check_state(state, "zero.load", "state = zero.load(state, checkpoint)")
     if not isinstance(checkpoint, Checkpoint):
@@ -76,42 +74,34 @@ def load(
     partial, convert = tuple(partial), tuple(convert)
     buffers = buffers_of(state.model)
     wanted = _tensors(plan, buffers)
-    there = _entries(checkpoint, wanted)
-    begun = _begun(plan, wanted, there) if moments else {}
+    saved = _entries(checkpoint, wanted)
+    begun = _begun(plan, wanted, saved) if moments else {}
     if begun:
         note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}: it begins as the parameters")
-    there, mean = {**there, **begun}, weights_of(checkpoint, weights)
-    there |= {key: mean[key[0]] for key in there if key[1] in (PARAMETER, FROZEN) and key[0] in mean}
+    saved |= begun
+    for name, entry in weights_of(checkpoint, weights).items():
+        saved |= {key: entry for key in ((name, PARAMETER), (name, FROZEN)) if key in saved}
 
-    def stays_out(key: Key) -> bool:
+    def stays(key: Key) -> bool:
         return _named(key, partial) or not (moments or key[1] in (PARAMETER, FROZEN, BUFFER))
 
-    for pattern in partial:
-        if not any(_named(key, (pattern,)) for key in (*wanted, *there)):
-            raise CheckpointError(
-                f"{pattern} in partial (checkpoint.partial): the model has no such tensor, nor {checkpoint.folder}"
-            )
-    kept = {key for key in wanted if stays_out(key)}
-    _match(checkpoint.folder, {key: one for key, one in there.items() if not stays_out(key)}, wanted, kept, convert)
-    saved = numbers_of(checkpoint.folder, checkpoint.manifest)
-    if partial:
-        named = [_words(key) for key in wanted if _named(key, partial)]
-        note(f"checkpoint.partial: {len(named)} of {len(wanted)} tensors keep the values they have" + _listed(named))
-        if left := [_words(key) for key in there if key not in wanted and _named(key, partial)]:
-            note(f"checkpoint.partial: {len(left)} tensors of the checkpoint are left behind" + _listed(left))
-    stays = _current(state, kept - _untouched(plan, kept))
-    scale = plan.precision.scale.resumed(saved.scale, dynamic=saved.dynamic)
-    following = state.restored(step=saved.step, scale=scale)
+    kept = {key for key in wanted if stays(key)}
+    _check_partial(checkpoint.folder, partial, wanted, saved, note)
+    _match(checkpoint.folder, {key: entry for key, entry in saved.items() if not stays(key)}, wanted, kept, convert)
+    numbers = numbers_of(checkpoint.folder, checkpoint.manifest)
+    values = _current(state, kept - _untouched(plan, kept))
+    scale = plan.precision.scale.resumed(numbers.scale, dynamic=numbers.dynamic)
+    following = state.restored(step=numbers.step, scale=scale)
     generators: list[dict[str, Any] | None] = []
 
     def fill() -> dict[str, Any]:
         if checkpoint.manifest.world == plan.world.size:
             generators.append(index_of(checkpoint, plan.world.rank).random)
-        _fill(following, checkpoint, there, stays, buffers, kept, progress)
+        _fill(following, checkpoint, saved, values, buffers, kept, progress)
         return {}
 
     gather_reports(plan.world, fill)
-    runtime.updater.resume(saved.rested)
+    runtime.updater.resume(numbers.rested)
     for unit in runtime.units:
         unit.mark_changed(resident=True, frozen=True)
     for random in generators:
@@ -120,67 +110,85 @@ def load(
     return following
 
 
-# -- what belongs together ---------------------------------------------------------------------------------------------
+# -- names and dtypes --------------------------------------------------------------------------------------------------
 
 
 def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[Key, Entry]:
-    """Everything that the state of a plan has, empty tensors too."""
+    """List all tensors of a plan's state, empty ones too."""
     return {(entry.name, entry.kind): entry for entry in entries(flats(plan, buffers))}
 
 
 def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
-    """By name and kind; what was trained then and is frozen now, or the other way round, by the kind that is wanted."""
-    found = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
+    """List the entries of a checkpoint; a parameter has the kind that is wanted, though it was trained or frozen."""
+    saved = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
     for name, kind in wanted:
         other = (name, {PARAMETER: FROZEN, FROZEN: PARAMETER}.get(kind, kind))
-        if (name, kind) not in found and other in found:
-            found[name, kind] = found.pop(other)
-    return found
+        if (name, kind) not in saved and other in saved:
+            saved[name, kind] = saved.pop(other)
+    return saved
 
 
 def one_sided(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What only the model or only the checkpoint has, as patterns for `partial`."""
+    """Return the tensors that only the model or only the checkpoint has, as patterns for `partial`."""
     wanted = _tensors(state.plan, buffers_of(state.model)).keys()
     return tuple(sorted(escape(f"{kind}/{name}") for name, kind in wanted ^ _entries(checkpoint, wanted).keys()))
 
 
-def _begun(plan: Plan, wanted: Iterable[Key], there: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """What begins as the parameters and is not in the checkpoint, with the parameter's entry."""
-    lacking = [key for key in wanted if key[1] in plan.optimizer.copies and key not in there]
-    return {key: there[key[0], PARAMETER] for key in lacking if (key[0], PARAMETER) in there}
+def _begun(plan: Plan, wanted: Iterable[Key], saved: Mapping[Key, Entry]) -> dict[Key, Entry]:
+    """Map moments that begin as the parameters, and that the checkpoint lacks, to the entry of the parameter."""
+    lacking = [key for key in wanted if key[1] in plan.optimizer.copies and key not in saved]
+    return {key: saved[key[0], PARAMETER] for key in lacking if (key[0], PARAMETER) in saved}
+
+
+def _check_partial(
+    folder: Path,
+    partial: Sequence[str],
+    wanted: Mapping[Key, Entry],
+    saved: Mapping[Key, Entry],
+    note: Callable[[str], None],
+) -> None:
+    for pattern in partial:
+        if not any(_named(key, (pattern,)) for key in (*wanted, *saved)):
+            raise CheckpointError(
+                f"{pattern} in partial (checkpoint.partial): the model has no such tensor, nor {folder}"
+            )
+    if partial:
+        names = [_words(key) for key in wanted if _named(key, partial)]
+        ends = f": {some(names)}" if names else ""
+        note(f"checkpoint.partial: {len(names)} of {len(wanted)} tensors keep the values they have{ends}")
+    if unused := [_words(key) for key in saved if key not in wanted and _named(key, partial)]:
+        note(f"checkpoint.partial: {len(unused)} tensors of the checkpoint are left behind: {some(unused)}")
 
 
 def _match(
-    folder: Path, there: Mapping[Key, Entry], wanted: Mapping[Key, Entry], kept: set[Key], convert: Sequence[str]
+    folder: Path, saved: Mapping[Key, Entry], wanted: Mapping[Key, Entry], kept: set[Key], convert: Sequence[str]
 ) -> None:
-    both = {key: (there[key], wanted[key]) for key in wanted if key in there}
-    recast = {key: saved for key, (saved, to) in both.items() if not _may_become(key[1], saved.dtype, to.dtype)}
+    both = {key: (saved[key], wanted[key]) for key in wanted if key in saved}
     wrong = {
-        "missing": [_words(key) for key in wanted if key not in there and key not in kept],
-        "not in the model": [_words(key) for key in there if key not in wanted],
+        "missing": [_words(key) for key in wanted if key not in saved and key not in kept],
+        "not in the model": [_words(key) for key in saved if key not in wanted],
         "of another shape": [
-            f"{_words(key)} {saved.shape} for {to.shape}"
-            for key, (saved, to) in both.items()
-            if saved.shape != to.shape
+            f"{_words(key)} {a.shape} for {b.shape}" for key, (a, b) in both.items() if a.shape != b.shape
         ],
         "of another dtype": [
-            f"{_words(key)} {saved.dtype}" for key, saved in recast.items() if not _named(key, convert)
+            f"{_words(key)} {a.dtype}"
+            for key, (a, b) in both.items()
+            if not _may_become(key[1], a.dtype, b.dtype) and not _named(key, convert)
         ],
     }
-    refused = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
-    if refused:
-        key = "convert" if wrong["of another dtype"] and len(refused) == 1 else "partial"
+    lines = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
+    if lines:
+        key = "convert" if wrong["of another dtype"] and len(lines) == 1 else "partial"
         where = f"{key}=[...] of zero.load, or in checkpoint.{key}"
-        raise CheckpointError(f"{folder}: {'; '.join(refused)}; if that is meant, name them in {where}")
+        raise CheckpointError(f"{folder}: {'; '.join(lines)}; if that is meant, name them in {where}")
 
 
 def _may_become(kind: str, saved: str, dtype: str) -> bool:
-    """Frozen parameters and statistics are held in the dtype of compute, and moments in fp32 or bf16 (those in 8 bits
-    as fp32), which may be another one than before; the rest is not."""
+    """Whether values may change their dtype without `convert`: those held in the dtype of compute, and moments."""
     if kind == FROZEN or (kind == BUFFER and "float" in dtype):
         return "float" in saved
     if kind not in (PARAMETER, BUFFER):
-        return saved in ("float32", "bfloat16")
+        return saved in ("float32", "bfloat16")  # 8-bit moments are saved as fp32
     return saved == dtype
 
 
@@ -189,31 +197,27 @@ def _named(key: Key, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(f"{kind}/{name}", pattern) for pattern in patterns)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f": {some(names)}" if names else ""
-
-
 def _words(key: Key) -> str:
     name, kind = key
     return name if kind in (PARAMETER, FROZEN) else f"{kind}/{name}"
 
 
-# -- what goes where ---------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def _untouched(plan: Plan, kept: set[Key]) -> set[Key]:
-    """Of what stays, the flats of which everything does: nothing is read or written there."""
+    """Keys of flats whose tensors are all kept: these are neither read nor written."""
     flats = [(unit.trainable, kind) for unit in plan.units for kind in (PARAMETER, *plan.optimizer.moments)]
     flats += [(unit.frozen, FROZEN) for unit in plan.units]
-    held = [{(slot.name, kind) for slot in layout.slots} for layout, kind in flats]
-    return {key for keys in held if keys <= kept for key in keys}
+    by_flat = [{(slot.name, kind) for slot in layout.slots} for layout, kind in flats]
+    return {key for keys in by_flat if keys <= kept for key in keys}
 
 
 def _fill(
     state: State,
     checkpoint: Checkpoint,
     entries: Mapping[Key, Entry],
-    stays: Mapping[Key, Tensor],
+    current: Mapping[Key, Tensor],
     buffers: Mapping[str, Tensor],
     kept: set[Key],
     progress: Progress,
@@ -224,7 +228,7 @@ def _fill(
 
         def values(slot: Slot, kind: str, start: int, stop: int) -> Tensor:
             key = (slot.name, kind)
-            return stays[key].view(-1)[start:stop] if key in stays else files.read(entries[key], start, stop)
+            return current[key].view(-1)[start:stop] if key in current else files.read(entries[key], start, stop)
 
         for unit in reported(state.runtime.units, "loading", progress):
             for kind in (PARAMETER, *plan.optimizer.moments, FROZEN):
@@ -246,9 +250,9 @@ def _fill(
 
 
 def _current(state: State, kept: Set[Key]) -> dict[Key, Tensor]:
-    """The values that stay, whole, on the host. Collective: a set's own order is another one in each process."""
-    found = dict[Key, Tensor]()
-    for kind in sorted({kind for _, kind in kept if kind != BUFFER}):
+    """Gather the kept values, whole, on the host. Collective."""
+    values = dict[Key, Tensor]()
+    for kind in sorted({kind for _, kind in kept if kind != BUFFER}):  # a set has another order in each process
         source = {PARAMETER: "param", FROZEN: "param"}.get(kind, kind)
-        found |= {(name, kind): tensor for name, tensor in full_values(state, source) if (name, kind) in kept}
-    return found
+        values |= {(name, kind): tensor for name, tensor in full_values(state, source) if (name, kind) in kept}
+    return values

@@ -1,7 +1,7 @@
-"""Open a checkpoint: find the newest that is valid, read its manifest, compare every byte of it with its hashes.
+"""Open a checkpoint: find the newest valid one, read its manifest, compare every byte with its hashes.
 
-Hashing is shared out over the ranks, and each reads the indexes of the files that it hashes. A checkpoint that is open
-was whole; `Tensors` reads from it what `load` and the exports ask for, through the CRC-32 of every MiB.
+The ranks share the hashing, and each reads the indexes of the files that it hashes. `Tensors` reads values from an open
+checkpoint for `load` and the exports, and compares the CRC-32 of every MiB again.
 """
 
 import itertools
@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from zero.checkpoint.contents import PARAMETER
@@ -24,6 +25,8 @@ from zero.checkpoint.manifest import (
     Entry,
     Index,
     Manifest,
+    Schema,
+    checked,
     file_name,
     held,
     index_cap_bytes,
@@ -45,10 +48,10 @@ from zero.platform.step_folders import is_step, missing, root_at
 from zero.progress import Progress, silent
 
 OPEN_FILES = 8
-"""Each keeps a descriptor and a MiB."""
+"""Files that `Tensors` keeps open. Each has a descriptor and a MiB."""
 
 Places = dict[tuple[str, str], tuple[int, int]]
-"""Name and kind of a tensor -> its first element in a rank's file, and the byte where that lies."""
+"""Name and kind of a tensor -> its first element in a rank's file, and the offset of that element in bytes."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class Checkpoint:
     """A folder whose every byte was compared with its hashes.
 
     Attributes:
-        facts: what was given to `save`.
-        step: steps tried until it was saved, skipped ones included.
+        facts: the `facts` of `save`.
+        step: steps tried until the save, skipped ones included.
     """
 
     folder: Path
@@ -74,7 +77,7 @@ class Checkpoint:
 
     @property
     def skipped(self) -> int:
-        """How many of its steps changed nothing because a gradient was not finite."""
+        """Steps that changed nothing because a gradient was not finite."""
         return numbers_of(self.folder, self.manifest).scale.skipped
 
 
@@ -85,51 +88,50 @@ def open_checkpoint(
     """Read the manifest in `folder` and compare all files with it. Collective.
 
     Args:
-        world: the ranks, which share the work of comparing.
+        world: the ranks that share the comparison.
         folder: one checkpoint, such as `checkpoints/step-0000000100`.
         disk: the file calls, for tests; default: the file system's.
         progress: called with the bytes that this rank has compared.
 
     Raises:
-        ConfigError: `world` is no world, or `folder` no path.
-        CheckpointError: on every rank; the line names file and place of the first damage that some rank found.
-
-    Returns:
-        The checkpoint, for `load`; its `facts` are those that `save` was given.
+        ConfigError: `world` is not a World, or `folder` not a path.
+        CheckpointError: on every rank; the line names file and offset of the first damage.
     """
     check_world(world, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
     check_folder(folder, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
     folder, disk = Path(folder), disk or Disk()
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
 
     def read() -> dict[str, Any]:
-        found.append(Root(folder.parent, disk).read_manifest(folder))
-        numbers_of(folder, found[0])
-        return {"files": sha256("".join(file.index_sha256 for file in found[0].files).encode()).hexdigest()}
+        sized = slice(world.rank, None, world.size)  # the ranks share the files, or a resume would open W x W of them
+        manifest = Root(folder.parent, disk).read_manifest(folder, sized)
+        numbers_of(folder, manifest)
+        manifests.append(manifest)
+        return {"files": sha256("".join(file.index_sha256 for file in manifest.files).encode()).hexdigest()}
 
     reports = gather_reports(world, read)
     if any(report != reports[0] for report in reports):
         raise CheckpointError(f"{folder}: the ranks see different files under this name; give a folder that all share")
-    checkpoint = Checkpoint(folder, found[0], disk)
+    checkpoint = Checkpoint(folder, manifests[0], disk)
     _verify(world, checkpoint, progress)
     return checkpoint
 
 
 @own_arguments({"path": "checkpoint, rejected = zero.open_latest(world, folder)"})
 def open_latest(world: World, path: Path | str, *, progress: Progress = silent) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint under `path`, and why newer ones were rejected. Collective.
+    """Open the newest valid checkpoint under `path`. Collective.
 
     Args:
-        world: the ranks.
-        path: the folder of checkpoints that `save` was given.
+        world: the ranks that share the comparison.
+        path: the folder of checkpoints, the `root` of `save`.
         progress: called with the bytes that this rank has compared.
 
     Returns:
-        (checkpoint, rejected): the newest one that is whole, or None where there is none at all; and a line about each
-        newer one that is not.
+        (checkpoint, rejected): the newest valid one, or None if there is no checkpoint; and a line about each newer
+        one that is not valid.
 
     Raises:
-        ConfigError: `world` is no world, or `path` no path.
+        ConfigError: `world` is not a World, or `path` not a path.
         CheckpointError: there are checkpoints, and none is valid.
     """
     check_world(world, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
@@ -142,14 +144,14 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
 def open_first(
     world: World, folders: Sequence[Path], *, suspect: Mapping[Path, str] | None = None, progress: Progress = silent
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The first of `folders` that is valid, and why those before it were rejected. Collective.
+    """Open the first valid one of `folders`; also return a line about each one before it. Collective.
 
     Args:
         folders: the same on every rank.
-        suspect: those that are not to be taken, and why.
+        suspect: folder -> the reason to reject it.
 
     Raises:
-        CheckpointError: there are some, and none is valid.
+        CheckpointError: none is valid.
     """
     rejected: list[str] = []
     for folder in folders:
@@ -169,13 +171,13 @@ def open_first(
 
 
 def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Checkpoint, list[str]]:
-    """What a person means by `path`: a step's folder under any name, or the newest valid one of a run or a root.
+    """Open a step's folder under any name, or the newest valid checkpoint of a run or a root. Collective.
 
     Returns:
-        It, and why newer ones were rejected. Collective.
+        The checkpoint, and a line about each newer one that is not valid.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     if is_step(path):
         return open_checkpoint(world, path, progress=progress), []
@@ -186,22 +188,22 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
 
 
 def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint in `folder`, and `below` in the folders of its tags; why newer ones were rejected."""
+    """Open a step's folder, or the newest valid checkpoint in `folder`, and with `below` in the folders of its tags."""
     if is_step(folder):
         return open_checkpoint(world, folder), []
-    found, notes = open_latest(world, folder)
-    if found is not None or not below:
-        return found, notes
+    checkpoint, rejected = open_latest(world, folder)
+    if checkpoint is not None or not below:
+        return checkpoint, rejected
 
     def newest_first() -> list[str]:
-        tags = [one for one in folder.glob("*") if one.is_dir()]
+        tags = [path for path in folder.glob("*") if path.is_dir()]
         steps = [(step, str(tag / step_name(step))) for tag in tags for step in Root(tag).steps()]
         return [path for _, path in sorted(steps, reverse=True)]
 
     return open_first(world, [Path(path) for path in by_rank_0(world, newest_first)])
 
 
-# -- whether it is whole -----------------------------------------------------------------------------------------------
+# -- the comparison ----------------------------------------------------------------------------------------------------
 
 
 def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
@@ -215,84 +217,65 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     count = sum(-(-file.size // BLOCK_BYTES) for file in files)
     begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
     mine = list(itertools.islice(blocks, begin, stop))
-    readers = [_Verifying(checkpoint, mine[first::THREADS]) for first in range(min(THREADS, len(mine)))]
+    done = [0] * min(THREADS, len(mine))
+    errors: list[CheckpointError] = []
 
-    def report_progress() -> None:
-        done = sum(reader.done for reader in readers)
-        progress(f"verifying {checkpoint.folder.name}", done * BLOCK_BYTES, len(mine) * BLOCK_BYTES)
+    def compare(number: int) -> None:
+        try:
+            for file, part in itertools.groupby(mine[number :: len(done)], key=lambda block: block[0]):
+                reader, _ = _opened(checkpoint, file)
+                with reader:
+                    for _rank, block in part:
+                        reader.check(block)
+                        done[number] += 1
+        except CheckpointError as error:
+            errors.append(error)
+        except Exception as error:  # the other ranks wait for this one
+            errors.append(CheckpointError(f"{checkpoint.folder}: {error!r}"))
 
-    for reader in readers:
-        reader.start()
-    join(world, readers, report_progress)
-
-    def raise_errors() -> dict[str, Any]:
-        for reader in readers:
-            if reader.error is not None:
-                raise reader.error
+    def raise_error() -> dict[str, Any]:
+        if errors:
+            raise errors[0]
         return {}
 
-    gather_reports(world, raise_errors)
-
-
-class _Verifying(threading.Thread):
-    """Reads and compares some blocks of a checkpoint, file by file.
-
-    Attributes:
-        done: how many blocks are compared.
-        error: what ended it before the last.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, blocks: Sequence[tuple[int, int]]) -> None:
-        super().__init__(name="zero-verify", daemon=True)
-        self._checkpoint, self._blocks = checkpoint, blocks
-        self.done = 0
-        self.error: CheckpointError | None = None
-
-    def run(self) -> None:
-        one = self._checkpoint
-        longest = max(one.manifest.files[file].size for file, _ in self._blocks)
-        block = memoryview(bytearray(min(BLOCK_BYTES, longest)))
-        try:
-            for file, numbers in itertools.groupby(self._blocks, key=lambda block: block[0]):
-                reader, _ = _opened(one, file)
-                with reader:
-                    for _, number in numbers:
-                        reader.check(number, block)
-                        self.done += 1
-        except Exception as error:
-            self.error = error if isinstance(error, CheckpointError) else CheckpointError(f"{one.folder}: {error!r}")
+    threads = [threading.Thread(target=compare, args=(number,), daemon=True) for number in range(len(done))]
+    for thread in threads:
+        thread.start()
+    what, total = f"verifying {checkpoint.folder.name}", len(mine) * BLOCK_BYTES
+    join(world, threads, lambda: progress(what, sum(done) * BLOCK_BYTES, total))
+    gather_reports(world, raise_error)
 
 
 # -- its tensors -------------------------------------------------------------------------------------------------------
 
 
 def weights_of(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
-    """By name, what stands for the parameters: those that were trained, or a mean of them.
+    """Return the entries of one kind by name, to be used as the parameters.
 
     Raises:
-        CheckpointError: it was trained without.
+        CheckpointError: the checkpoint has none of that kind.
     """
-    found = {entry.name: entry for entry in checkpoint.manifest.entries if entry.kind == weights}
-    if not found and weights != PARAMETER:
+    by_name = {entry.name: entry for entry in checkpoint.manifest.entries if entry.kind == weights}
+    if not by_name and weights != PARAMETER:
         raise CheckpointError(
             f"{checkpoint.folder} has no {weights}; set optim.ema=0.999 where it is trained, in Python zero.with_ema"
         )
-    return found
+    return by_name
 
 
 class Tensors(AbstractContextManager["Tensors"]):
-    """The tensors of a checkpoint. Files are opened when they are needed, and the last few stay open with the block."""
+    """The tensors of a checkpoint. Files are opened as they are needed, and the last few stay open within `with`."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files: dict[int, tuple[ShardReader, Places]] = {}  # by rank, the one that was used last at the end
+        self._files: dict[int, tuple[ShardReader, Places]] = {}  # by rank, the last used one at the end
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file[0].close()
 
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor, row-major: 1-D, on the host, in the dtype that they were saved in."""
+        """Read elements [start, stop) of a tensor, row-major: 1-D, on the host, in the saved dtype."""
         values = torch.empty(stop - start, dtype=getattr(torch, entry.dtype))
         if start < stop:
             flat = self._checkpoint.manifest.flats[entry.flat]
@@ -313,7 +296,6 @@ class Tensors(AbstractContextManager["Tensors"]):
 
 
 def _opened(checkpoint: Checkpoint, rank: int) -> tuple[ShardReader, Places]:
-    """One rank's file, with its index read."""
     manifest = checkpoint.manifest
     pieces = held(manifest.flats, rank)
     parts = [piece.part for piece in pieces]
@@ -327,7 +309,7 @@ def index_of(checkpoint: Checkpoint, rank: int) -> Index:
     """Read the index of a rank's file.
 
     Raises:
-        CheckpointError: its hash is not that of the manifest, or it says what no save writes.
+        CheckpointError: its hash is not that of the manifest, or it has values that no save writes.
     """
     manifest, file = checkpoint.manifest, checkpoint.manifest.files[rank]
     path = checkpoint.folder / index_name(rank, manifest.world)
@@ -345,50 +327,47 @@ def index_of(checkpoint: Checkpoint, rank: int) -> Index:
     return index
 
 
-# -- what is not a tensor ----------------------------------------------------------------------------------------------
+# -- other values ------------------------------------------------------------------------------------------------------
+
+Count = Annotated[int, Field(ge=0)]
 
 
-class Numbers(NamedTuple):
-    """What a checkpoint holds beside tensors.
+class Numbers(Schema):
+    """The state in a checkpoint besides tensors: the facts under "state".
 
     Attributes:
-        step: of the optimizer.
-        scale, dynamic: of the loss, and whether it moved.
-        rested: by name of a parameter, the steps in which it did not train.
+        step: updates made.
+        scale, dynamic: the loss scale, and whether it changes.
+        rested: name of a parameter -> steps in which it did not train.
     """
 
-    step: int
+    step: Count
     scale: LossScale
     dynamic: bool
-    rested: dict[str, int]
+    rested: dict[str, Count] = Field({})
 
 
 def numbers_of(folder: Path, manifest: Manifest) -> Numbers:
-    """From its manifest; refuses what no save writes."""
-    facts = manifest.facts
+    """Validate and return the numbers of a manifest."""
     try:
-        numbers = facts["state"]
-        step, scale, dynamic = numbers["step"], LossScale(*numbers["scale"]), numbers["dynamic"]
-        rested = numbers.get("rested", {})
-        whole = (step, *scale[1:], *rested.values())
-        sound = (
-            all(type(number) is int and number >= 0 for number in whole)
-            and step + scale.skipped == manifest.step
-            and all(steps <= step for steps in rested.values())
-            and type(scale.scale) in (int, float)
-            and scale.scale > 0
-            and type(dynamic) is bool
-            and type(facts["given"]) is dict
-        )
-    except (AttributeError, KeyError, TypeError, ValueError):
-        sound = False
+        numbers = checked(Numbers, manifest.facts.get("state"), "the manifest's facts")
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    scale, *counts = numbers.scale
+    sound = (
+        scale > 0
+        and min(counts) >= 0
+        and numbers.step + numbers.scale.skipped == manifest.step
+        and all(steps <= numbers.step for steps in numbers.rested.values())
+        and type(manifest.facts.get("given")) is dict
+    )
     if not sound:
-        raise CheckpointError(f"{folder}: its manifest lacks step or loss scale, or has others than a save")
-    return Numbers(step, scale, dynamic, rested)
+        raise CheckpointError(f"{folder}: its manifest has step, skipped steps or facts that no save writes")
+    return numbers
 
 
 def set_random(state: Mapping[str, Any], python: Any = random, host: torch.Generator | None = None) -> None:
-    """The opposite of `random_state`; or try it on these generators, which are nobody's."""
+    """Set the random generators from `random_state`, or only `python` and `host` to try the values."""
     version, internal, following = state["python"]
     python.setstate((version, tuple(internal), following))
     (torch.default_generator if host is None else host).set_state(_octets(state["torch"]))

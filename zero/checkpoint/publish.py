@@ -1,22 +1,21 @@
-"""Publish checkpoint folders with their manifest.json, and remove them, in one piece: write aside, sync, rename.
+"""Publish checkpoint folders and remove them, each by one rename.
 
-A save is written into a folder that nobody believes, `.tmp-<step>-<nonce>`, and gets its name `step-<step>` by one
-rename when everything in it is on the disk. Nothing is ever written into a published folder. What is to go is renamed
-to `.del-<step>-<nonce>` first and deleted then. Where a step is saved again, the old one waits as
-`.old-<step>-<nonce>` while the new one takes its name; a run that dies between these two renames leaves no folder of
-that step, and the next run's `sweep` gives the old one its name back.
+A save is written into `.tmp-<step>-<nonce>`, which no reader looks at, and is renamed to `step-<step>` when all of it
+is on the disk. A published folder is never written to. A folder is renamed to `.del-<step>-<nonce>` before its files
+are deleted. If a step is saved again, the old folder is `.old-<step>-<nonce>` while the new one takes the name; if the
+run dies between these two renames, the next run's `sweep` gives the old one its name back.
 
-Hashes keep wrong data from being believed, fsyncs keep a save that was acknowledged from being lost. In order:
+Hashes detect wrong data, and fsync keeps an acknowledged save from being lost. In order, with what each fsync protects:
 
-    a rank's two files   their bytes (by each rank, in ShardWriter.finish and `write_index`, before `publish`)
+    a rank's two files   their bytes (each rank, in ShardWriter.finish and `write_index`, before `publish`)
     the root's parent    the root's own name: without it the root may be gone, with all that is in it
     manifest.json        its bytes: without it a published folder may have half a manifest
     .tmp-...             the names of the files in it: without it a published folder may be empty
-    the root             the new name: without it a save that was acknowledged may still be called .tmp-...
-    the root, again      that what is deleted next has no published name: without it half a checkpoint may have one
+    the root             the new name: without it an acknowledged save may still be called .tmp-...
+    the root, again      the rename to .del-...: without it a published folder may have half its files
 
-An fsync that failed is never repeated: the system may have dropped what it could not write, and would report success.
-That save has failed; another one writes everything anew.
+A failed fsync is never repeated, because the system may have dropped the bytes and would report success. That save has
+failed; another one writes everything anew.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ import re
 import secrets
 import stat
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -43,19 +42,20 @@ from zero.checkpoint.manifest import (
     index_to_text,
     step_name,
 )
+from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError
 from zero.platform.files import named
 from zero.platform.step_folders import MANIFEST_NAME, step_of
 
-_ASIDE = re.compile(r"\.(tmp|old|del)-([0-9]{10})-[0-9a-f]{16}")
+_ALL = slice(None)
 
 
 class _Aside(NamedTuple):
     """A folder in the root that is not published."""
 
+    path: Path
     kind: str
     step: int
-    path: Path
 
 
 class Root:
@@ -65,8 +65,7 @@ class Root:
         path: made by the first save; its parent exists.
 
     Raises:
-        CheckpointError: from any method, where the system refuses or a folder is not what it should be; one line
-            that names the path.
+        CheckpointError: from any method; the line names the path.
     """
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
@@ -74,82 +73,76 @@ class Root:
         self.disk = disk or Disk()
         self._begun: set[Path] = set()
 
-    def begin(self, step: int, nonce: str | None = None) -> Path:
-        """Make the folder that this save is written into.
-
-        Args:
-            nonce: 16 hexadecimal digits, never used before; None: random ones.
-        """
-        tmp = self._aside("tmp", step, nonce)
+    def begin(self, step: int) -> Path:
+        """Make the folder that a save is written into."""
+        tmp = self._aside("tmp", step)
         with naming(self.path, "making it"):
             with contextlib.suppress(FileExistsError):
                 self.disk.make_folder(self.path)
-            # Protects the root's own name. Every time: who made the root may have been killed before this call.
+            # Also if the root exists: the process that made it may have been killed before this call.
             self.disk.fsync_folder(self.path.parent)
-            self._refuse_if_writable(self.path.resolve())
+            self._check_not_writable(self.path.resolve())
         with naming(tmp, "making it"):
             self.disk.make_folder(tmp)
         self._begun.add(tmp)
         return tmp
 
     def write_index(self, tmp: Path, rank: int, world: int, index: Index) -> File:
-        """Write the index of a rank's file, and synchronise it.
-
-        Returns:
-            The file as the manifest lists it.
-        """
+        """Write and synchronise the index of a rank's file; return the file's entry in the manifest."""
         text = index_to_text(index)
         write_text(self.disk, tmp / index_name(rank, world), text)
         return File(index.hashes.size, sha256(text.encode()).hexdigest())
 
     def publish(self, tmp: Path, step: int, manifest_text: str) -> Path:
-        """Give what was begun its name. When this returns, the save is acknowledged: no crash takes it back.
+        """Rename a folder from `begin` to its published name. When this returns, no crash loses the checkpoint.
 
         Args:
-            tmp: from `begin`; holds every rank's files, each synchronised by who wrote it, and no manifest yet.
+            tmp: holds every rank's files, each synchronised by the rank that wrote it, and no manifest yet.
 
         Returns:
             The published folder.
 
         Raises:
-            CheckpointError: the save failed; call `abandon`. What was published before is still there.
+            CheckpointError: the save failed; call `abandon`. The published checkpoints are as they were.
         """
         write_text(self.disk, tmp / MANIFEST_NAME, manifest_text)
         with naming(tmp, "synchronising it"):
-            self.disk.fsync_folder(tmp)  # protects the names of the files, the manifest's among them
-        found = self.read_manifest(tmp).step
-        if found != step:
-            raise CheckpointError(f"{tmp}: its manifest is that of step {found}, not {step}; save again")
+            self.disk.fsync_folder(tmp)
+        self.read_manifest(tmp)  # raises unless all ranks wrote to this folder
         target = self.path / step_name(step)
         with naming(target, "publishing it"):
-            old = self._set_aside(step)
-            self._rename(tmp, target, old)
-            self.disk.fsync_folder(self.path)  # protects the published name; from here on, the save is acknowledged
+            old = self._set_aside(target, step)
+            try:
+                self.disk.rename(tmp, target)
+            except OSError:
+                if old is not None:
+                    with contextlib.suppress(OSError):  # then `sweep` does it in the next run
+                        self.disk.rename(old, target)
+                raise
+            self.disk.fsync_folder(self.path)
         self._begun.discard(tmp)
         if old is not None:
-            self._delete(old)  # the fsync above has made the new one's name last
+            self._delete(old)
         return target
 
     def abandon(self, tmp: Path) -> None:
-        """Remove what was begun, as far as that is possible. Never raises: an error is being reported already."""
+        """Remove a folder from `begin` as far as possible. Never raises: an error is being reported already."""
         if tmp in self._begun:
             self._begun.discard(tmp)
-            with contextlib.suppress(OSError):  # what is left has a name that nobody believes, and is swept later
+            with contextlib.suppress(OSError):  # `sweep` removes the rest
                 self._erase(tmp)
 
     def sweep(self) -> None:
-        """Put in order what dead runs left behind. For the process that will write here, before it reads `steps`.
+        """Remove the unpublished folders of earlier runs. Call it before `steps`, in the process that will write.
 
-        All leftovers but those that this `Root` began are taken for dead: one process writes here at a time. Should
-        another one live all the same, its save loses its folder by a rename and fails in one piece: nothing partial is
-        published either way.
+        If another process still writes here, its save loses its folder by a rename and fails as a whole.
         """
         with naming(self.path, "sweeping it"):
-            self._refuse_if_writable(self.path.resolve())
+            self._check_not_writable(self.path.resolve())
             published = set(self._published())
             doomed = []
             for aside in self._asides():
-                if aside.kind == "old" and aside.step not in published:  # died between the two renames of `publish`
+                if aside.kind == "old" and aside.step not in published:  # killed between the two renames of `publish`
                     self.disk.rename(aside.path, self.path / step_name(aside.step))
                     published.add(aside.step)
                 elif aside.path not in self._begun:
@@ -157,24 +150,23 @@ class Root:
             self._discard(doomed)
 
     def steps(self) -> list[int]:
-        """Steps that the root has a name for, ascending; `read_manifest` and the files' hashes show what they are."""
+        """Return the steps that the root has a name for, ascending. Nothing is opened."""
         with naming(self.path, "listing it"):
-            found = [step_of(name) for name in self._names()]
-            return sorted(step for step in found if step is not None)
+            return sorted(step for name in self._names() if (step := step_of(name)) is not None)
 
     def retain(self, keep: int, every: int | None, valid: Callable[[Path], bool]) -> None:
-        """Remove what is older than the last `keep` valid checkpoints, but for every step that `every` divides.
+        """Remove checkpoints older than the last `keep` valid ones, except for steps that `every` divides.
 
-        What is newer than those and is not valid is left alone: it may be of a newer version, or evidence. With fewer
-        than `keep` valid ones, nothing is removed.
+        Newer ones that are not valid stay, because they may be of a newer version. With fewer than `keep` valid ones,
+        nothing is removed.
 
         Args:
-            keep: at least 2, so that a newest one that rots unseen is not the only one.
+            keep: at least 2, so that an undetected damage of the newest one is not fatal.
             every: steps, or None to keep no others.
             valid: called from the newest folder on, until `keep` of them are.
         """
         if keep < 2:
-            raise ConfigError(f"checkpoint.keep={keep}: at least 2 are kept, so that one may rot; set it to 2 or more")
+            raise ConfigError(f"checkpoint.keep={keep}: a damaged checkpoint needs another one. Set it to 2 or more.")
         kept, doomed = 0, []
         for step in reversed(self._published()):
             folder = self.path / step_name(step)
@@ -185,21 +177,22 @@ class Root:
         with naming(self.path, "removing old checkpoints"):
             self._discard(doomed)
 
-    def read_manifest(self, folder: Path) -> Manifest:
-        """The manifest of a folder in which every file is present, regular, and as large as the manifest says.
+    def read_manifest(self, folder: Path, sized: slice = _ALL) -> Manifest:
+        """Read the manifest of a folder that holds exactly the files in it.
 
         Args:
-            folder: a published one, here or elsewhere, under its own name or another. Links are not followed.
+            folder: under its published name or another, here or elsewhere. Links are not followed.
+            sized: ranks whose files are opened to compare their sizes.
 
         Raises:
-            CheckpointError: it is none; the line names the file. Nothing was read but the manifest, within its cap.
+            CheckpointError: a file is missing, unknown, not regular or of another size, or the manifest is damaged.
         """
         with naming(folder, "listing it"):
             if not self._is_folder(folder):
                 raise CheckpointError(f"{folder}: is not a folder, or a link to one; give the folder itself")
-            self._refuse_if_writable(folder / "..")  # for the root itself may be reached through a link
-            self._refuse_if_writable(folder)
-            names = self.disk.names(folder)
+            self._check_not_writable(folder / "..")  # the root itself may be reached through a link
+            self._check_not_writable(folder)
+            names = set(self.disk.names(folder))
         if MANIFEST_NAME not in names:
             if steps := sorted(name for name in names if step_of(name) is not None):
                 raise CheckpointError(
@@ -207,34 +200,31 @@ class Root:
                     f"newest, {folder / steps[-1]}"
                 )
             raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; it was never published, or was damaged since")
-        manifest = self._parsed(folder / MANIFEST_NAME)
+        text = read_bytes(self.disk, folder / MANIFEST_NAME, CAP_BYTES)
+        try:
+            manifest = from_text(text)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / MANIFEST_NAME}: {error}") from error
         if step_of(folder.name) not in (None, manifest.step):  # a copy would take that step's place
             raise CheckpointError(
                 f"{folder}: holds step {manifest.step}; it was renamed or copied, give it its own name"
             )
-        _check_names(folder, names, manifest)
-        for rank, file in enumerate(manifest.files):
-            path = folder / file_name(rank, manifest.world)
+        _check_names(folder, names, manifest.world)
+        for rank in range(manifest.world)[sized]:
+            path, size = folder / file_name(rank, manifest.world), manifest.files[rank].size
             with naming(path, "asking for its size"), closing(self.disk, self.disk.open(path)) as fd:
                 nbytes = self.disk.size(fd)
-            if nbytes != file.size:
-                raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
+            if nbytes != size:
+                raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {size}")
         return manifest
 
     def _published(self) -> list[int]:
-        """Of the steps, those that are folders: anything else with such a name is not ours to remove."""
+        """Steps whose name is that of a folder."""
         with naming(self.path, "listing it"):
             return [step for step in self.steps() if self._is_folder(self.path / step_name(step))]
 
-    def _parsed(self, path: Path) -> Manifest:
-        text = read_bytes(self.disk, path, CAP_BYTES)
-        try:
-            return from_text(text)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-
-    def _refuse_if_writable(self, folder: Path) -> None:
-        """Where anybody may put, rename or replace what is in a folder, nobody knows whose checkpoints it holds."""
+    def _check_not_writable(self, folder: Path) -> None:
+        """Reject a folder in which any user may replace checkpoints."""
         try:
             mode = self.disk.mode(folder)
         except FileNotFoundError:
@@ -242,51 +232,36 @@ class Root:
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and stat.S_ISDIR(mode):
             raise CheckpointError(f"{os.path.normpath(folder)}: anybody may write here; chmod o-w it if you trust it")
 
-    def _set_aside(self, step: int) -> Path | None:
-        """Make room for a new folder of this step. Returns where the old one is now, if there is one."""
-        target = self.path / step_name(step)
+    def _set_aside(self, target: Path, step: int) -> Path | None:
+        """Rename the published folder of a step, if there is one; return where it is now."""
         if target.name not in self._names():
             return None
         if not self._is_folder(target):
             raise CheckpointError(f"{target}: is in the way and is not a folder; remove it")
-        # Two old ones of one step would leave `sweep` to guess which was the last.
-        self._discard([aside.path for aside in self._asides() if (aside.kind, aside.step) == ("old", step)])
+        # With two old folders of a step, `sweep` could not tell which was the last.
+        self._discard(aside.path for aside in self._asides() if (aside.kind, aside.step) == ("old", step))
         old = self._aside("old", step)
         self.disk.rename(target, old)
         return old
 
-    def _rename(self, tmp: Path, target: Path, old: Path | None) -> None:
-        try:
-            self.disk.rename(tmp, target)
-        except OSError:
-            if old is not None:
-                with contextlib.suppress(OSError):  # then `sweep` does it in the next run
-                    self.disk.rename(old, target)
-            raise
-
-    def _discard(self, folders: Sequence[Path]) -> None:
-        """Take these folders' names away, and delete what is in them."""
-        if not folders:
-            return
+    def _discard(self, folders: Iterable[Path]) -> None:
         doomed = [self._retire(folder) for folder in folders]
-        # Protects from half a checkpoint under a published name: the renames just made, and those of a process that was
-        # killed before its own fsync, must be on the disk before anything is deleted.
-        self.disk.fsync_folder(self.path)
+        if doomed:
+            # Also for renames of a process that was killed before its own fsync.
+            self.disk.fsync_folder(self.path)
         for folder in doomed:
             self._delete(folder)
 
     def _retire(self, folder: Path) -> Path:
-        aside = _parse(folder)
-        if aside is not None and aside.kind == "del":
+        """Rename a folder so that no reader looks at it."""
+        if folder.name.startswith(".del-"):
             return folder
-        step = aside.step if aside is not None else step_of(folder.name)
-        assert step is not None
-        retired = self._aside("del", step)
+        aside = _parse(folder)
+        retired = self._aside("del", int(folder.name.removeprefix("step-")) if aside is None else aside.step)
         self.disk.rename(folder, retired)
         return retired
 
     def _delete(self, folder: Path) -> None:
-        """Of a folder that is no longer published. What cannot be deleted costs space and harms nothing else."""
         try:
             self._erase(self._retire(folder))
         except OSError as error:
@@ -296,24 +271,18 @@ class Root:
             )
 
     def _erase(self, folder: Path) -> None:
-        if not self._is_folder(folder):  # behind a link may lie anything
+        if not self._is_folder(folder):  # never delete through a link
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         for name in self.disk.names(folder):
             self.disk.unlink(folder / name)
         self.disk.remove_folder(folder)
 
-    def _aside(self, kind: str, step: int, nonce: str | None = None) -> Path:
-        name = f".{kind}-{step:010d}-{secrets.token_hex(8) if nonce is None else nonce}"
-        if not _ASIDE.fullmatch(name):
-            raise CheckpointError(
-                f"{name!r} is not a folder's name: a step has up to 10 digits, a nonce 16 hexadecimal"
-            )
-        return self.path / name
+    def _aside(self, kind: str, step: int) -> Path:
+        return self.path / f".{kind}-{step:010d}-{secrets.token_hex(8)}"
 
     def _asides(self) -> list[_Aside]:
-        """Real folders only: a link with such a name is not ours, and what it leads to least of all."""
-        found = [_parse(self.path / name) for name in self._names()]
-        return [aside for aside in found if aside is not None and self._is_folder(aside.path)]
+        asides = [_parse(self.path / name) for name in self._names()]
+        return [aside for aside in asides if aside is not None and self._is_folder(aside.path)]
 
     def _names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # nothing was ever saved
@@ -327,22 +296,15 @@ class Root:
 
 
 def _parse(path: Path) -> _Aside | None:
-    found = _ASIDE.fullmatch(path.name)
-    return _Aside(found[1], int(found[2]), path) if found else None
+    match = re.fullmatch(r"\.(tmp|old|del)-([0-9]{10})-[0-9a-f]{16}", path.name)
+    return _Aside(path, match[1], int(match[2])) if match else None
 
 
-def _check_names(folder: Path, names: Sequence[str], manifest: Manifest) -> None:
-    ranks, world = range(manifest.world), manifest.world
-    expected = [MANIFEST_NAME, *(name(rank, world) for rank in ranks for name in (file_name, index_name))]
-    missing, extra = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
-    if missing:
-        whose = "1 rank's" if manifest.world == 1 else f"{manifest.world} ranks'"
-        raise CheckpointError(f"{folder}: {_listed(missing)} missing, of {whose} files")
-    if extra:
-        raise CheckpointError(f"{folder}: {_listed(extra)} not in the manifest; remove what does not belong here")
-
-
-def _listed(names: Sequence[str]) -> str:
-    """At most five, and how many there are. Quoted: a name may hold anything."""
-    some = ", ".join(repr(name) for name in names[:5])
-    return f"{some} is" if len(names) == 1 else f"{some}{' ...' * (len(names) > 5)} ({len(names)} files) are"
+def _check_names(folder: Path, names: set[str], world: int) -> None:
+    expected = {MANIFEST_NAME, *(name(rank, world) for rank in range(world) for name in (file_name, index_name))}
+    if missing := sorted(expected - names):
+        raise CheckpointError(f"{folder}: the files of {world} ranks are not complete: {some(missing)} missing")
+    if extra := sorted(names - expected):
+        raise CheckpointError(
+            f"{folder}: {some([repr(name) for name in extra])} not in the manifest; remove what does not belong here"
+        )

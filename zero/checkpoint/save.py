@@ -1,14 +1,12 @@
-"""Save a state: every rank writes its file, page by page, and its index, and rank 0 publishes them together.
+"""Save a state: every rank writes its file, page by page, and its index; rank 0 publishes them together.
 
-Waiting updates are made first, so a checkpoint holds what the next forward would see. Pages are read ahead of the
-writer, a few at a time: a state larger than memory passes through a few buffers. What is hashed is what was in memory
-on its way to the disk.
+Deferred updates are applied first, so a checkpoint holds what the next forward would see. Pages are read a few ahead of
+the writer, so a state larger than memory passes through a few buffers. With `behind`, the state is copied first, and a
+thread writes the copy during the next steps.
 
-Or the state is copied first, and a thread writes the copy behind the steps that follow.
-
-Before the first byte is written, each file's header and the manifest are made, and a size over its limit is an error.
-Ranks exchange their results, a hash for each, before any of them returns: a save is acknowledged on all ranks or fails
-on all of them, and what failed is removed.
+Before the first byte is written, each rank makes the header of its file and rank 0 the manifest, so that a size over
+its limit is an error without litter. Ranks exchange their results before any of them returns: a save succeeds on all
+ranks, or fails on all of them and its files are removed.
 
 Source: Mohan et al. 2021, "CheckFreq", for what belongs to a state.
 """
@@ -27,7 +25,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.manifest import FORMAT, UNWRITTEN, File, Flat, Held, Index, Manifest, file_name, held, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
-from zero.core.layout import Layout, pages
+from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
 from zero.core.suggest import own_arguments
 from zero.distributed.failure import first_line, some_ranks
@@ -46,6 +44,7 @@ from zero.engine.arguments import check_folder, check_state
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
+from zero.engine.unit_state import UnitState
 from zero.errors import CheckpointError, StoreError, if_it_fails
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of
@@ -55,29 +54,29 @@ from zero.progress import Progress, silent
 from zero.store import Page, Ticket
 
 AHEAD = 8
-"""Pages of the store that are read before the writer needs them."""
+"""Pages of the store to read before the writer needs them."""
 
 MEET_S = 1.0
-"""How long ranks whose threads are at work stay apart."""
+"""Seconds between two meetings of ranks whose threads are at work."""
 
 
 @own_arguments({"root": "zero.save(state, folder)"})
 def save(
     state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None, progress: Progress = silent
 ) -> Path:
-    """Write `state` to a new folder under `root` and publish it. Collective; when it returns, no crash takes it back.
+    """Write `state` to a new folder under `root` and publish it. Collective. When it returns, no crash loses it.
 
     Args:
-        state: any state of any stage and tier. It can be used afterwards; its deferred updates are applied first.
+        state: of any stage and tier. It can be used afterwards; its deferred updates are applied first.
         root: the folder that holds a run's checkpoints, on a disk that all ranks share; made if its parent exists.
-        facts: JSON values to find again in `Checkpoint.facts`: the config, where the data is, and the like.
+        facts: JSON values for `Checkpoint.facts`, such as the config.
         progress: called with the bytes that this rank has written.
 
     Returns:
         The published folder: `step-` and the number of steps tried so far, skipped ones included.
 
     Raises:
-        CheckpointError: on every rank, with the first failure; nothing was published, and older ones are untouched.
+        CheckpointError: on every rank, with the first failure. Nothing was published; older checkpoints are untouched.
     """
     return begin(state, root, facts, progress=progress).finish()
 
@@ -90,10 +89,10 @@ def begin(
     behind: bool = False,
     progress: Progress = silent,
 ) -> "Saving":
-    """The beginning of a save; `finish` is its end. Collective.
+    """Begin a save; `Saving.finish` ends it. Collective.
 
     Args:
-        behind: copy this rank's part in host memory and let a thread write the copy, so that the state may move on.
+        behind: copy this rank's part in host memory and let a thread write the copy during the next steps.
 
     Raises:
         CheckpointError: no folder could be made.
@@ -108,36 +107,34 @@ def begin(
 def facts_of(
     step: int, scale: LossScale, *, dynamic: bool, ties: Mapping[str, str], rested: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """What a manifest says of a state beside tensors and files, as `load` reads it.
-
-    The caller adds `given`.
+    """Return the facts of a manifest that `load` reads. The caller adds `given`.
 
     Args:
         step: updates made.
-        dynamic: whether the scale moves.
-        rested: parameters to steps in which they did not train, for those that have any.
+        dynamic: whether the scale changes.
+        rested: parameter -> steps in which it did not train.
     """
     numbers = {"step": step, "scale": list(scale), "dynamic": dynamic} | ({"rested": dict(rested)} if rested else {})
     return {"state": numbers, "ties": dict(ties), "versions": versions()}
 
 
 def versions() -> dict[str, str | None]:
-    """Of this library, torch and Python; None for this one where it runs from its sources without being installed."""
+    """Return the versions of this library (None if it is not installed), torch and Python."""
     return {"zero": version(), "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def version() -> str | None:
-    """Of this library; None where it runs from its sources without being installed."""
-    return next((one.version for one in metadata.distributions(name="functional-zero")), None)
+    """Return the version of this library; None if it runs from its sources without being installed."""
+    return next((package.version for package in metadata.distributions(name="functional-zero")), None)
 
 
 def snapshot_bytes(plan: Plan) -> int:
-    """Host memory that a copy of this rank's part takes."""
+    """Return the host memory that a copy of this rank's part takes."""
     return sum(piece.part.nbytes for piece in held(flats(plan, buffers_of(plan.model)), plan.world.rank))
 
 
 class Saving:
-    """A save under way: this rank's file is written at once, or by a thread. Its arguments are those of `begin`."""
+    """A save under way. Its arguments are those of `begin`."""
 
     def __init__(self, state: State, root: Root, facts: Mapping[str, Any], *, behind: bool, progress: Progress) -> None:
         state.runtime.tree.check()
@@ -167,7 +164,7 @@ class Saving:
             if behind:
                 with self._reporting():
                     copies = [tensor.clone() for tensor in values]
-                    # No `stop`: the writer's pool takes no more blocks once the script is over.
+                    # no `stop`: the pool of the writer takes no more blocks once the interpreter ends
                     self._threads = [Beside(partial(self._write_behind, copies), name="saving")]
                     self._threads[0].start()
             else:
@@ -175,7 +172,7 @@ class Saving:
 
     @property
     def is_written(self) -> bool:
-        """This rank's file is on the disk, or failed to get there: `finish` will not wait for this rank."""
+        """True if `finish` need not wait for this rank."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def finish(self) -> Path:
@@ -190,7 +187,7 @@ class Saving:
             return Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
 
     def abandon(self) -> None:
-        """Remove what was written, as far as that is possible."""
+        """Remove the written files as far as possible."""
         if self._world.rank == 0:
             self._root.abandon(self._folder)
 
@@ -200,7 +197,7 @@ class Saving:
         return self._root.publish(self._folder, manifest.step, to_text(manifest))
 
     def _check(self, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Raise the errors of a save that depend on no value, before a folder is made."""
+        """Raise errors that do not depend on values, before a folder is made."""
         check(buffers)
         header([piece.part for piece in self._held])
         if self._world.rank == 0:
@@ -227,7 +224,7 @@ class Saving:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """An error on one rank, whatever it is, is raised by all ranks in `finish`: they must not part ways here."""
+        """Keep any error for `finish`, which raises it on all ranks: one rank must not leave alone."""
         try:
             yield
         except (CheckpointError, StoreError) as error:
@@ -237,39 +234,39 @@ class Saving:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names in the model's state dict -> the name that the tensor goes by in a checkpoint: its first one."""
-    tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
-    first = {id(one): name for name, one in reversed(tensors.items())}
-    return {name: first[id(one)] for name, one in tensors.items() if first[id(one)] != name}
+    """Map each further name of a tensor in the model's state dict to its first one, which a checkpoint uses."""
+    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name}
 
 
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
 def gather_reports(world: World, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What every rank's `work` returned, on every rank.
+    """Return what `work` returned on every rank, in rank order. Collective.
 
     Raises:
-        CheckpointError: some rank's `work` failed.
+        CheckpointError: `work` failed on some rank.
     """
     try:
         report = work()
     except (CheckpointError, StoreError) as error:
         report = {"error": str(error)}
     reports = [json.loads(text) for text in world.gather_texts(json.dumps(report), "reports of a checkpoint")]
-    failed = next((f"rank {rank}: {one['error']}" for rank, one in enumerate(reports) if "error" in one), None)
-    if failed is not None:
-        raise CheckpointError(failed if world.size > 1 else failed.removeprefix("rank 0: "))
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            raise CheckpointError(f"rank {rank}: {report['error']}" if world.size > 1 else report["error"])
     return reports
 
 
 def join(world: World, threads: Sequence[threading.Thread], meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Return when these threads have ended, on every rank. Collective.
+    """Wait until these threads have ended on every rank. Collective.
 
-    Ranks that wait have a deadline and ranks that work have none: so all meet again and again until the last is done.
+    A wait for other ranks has a deadline and work has none, so all ranks meet every `MEET_S` until the last is done.
 
     Args:
-        meanwhile: called by this thread now and then.
+        meanwhile: called before each meeting.
     """
     at_work = True
     while at_work:
@@ -282,19 +279,19 @@ def join(world: World, threads: Sequence[threading.Thread], meanwhile: Callable[
 
 
 def by_rank_0(world: World, work: Callable[[], Any]) -> Any:
-    """What `work` returned on rank 0, where alone it runs, on every rank: a JSON value.
+    """Run `work` on rank 0 and return its result, a JSON value, on every rank. Collective.
 
     Raises:
-        CheckpointError: it failed; on every rank.
+        CheckpointError: on every rank; `work` failed.
     """
     return gather_reports(world, lambda: {"value": work()} if world.rank == 0 else {})[0]["value"]
 
 
 def check_shared(world: World, root: Path) -> None:
-    """Refuse a folder that is not the same one on every node: no save into it would be whole. Collective.
+    """Raise an error unless all nodes see the same folder. Collective.
 
     Raises:
-        CheckpointError: on every rank; it cannot be made, or some ranks do not see what rank 0 writes there.
+        CheckpointError: on every rank; the folder cannot be made, or some ranks do not see what rank 0 writes there.
     """
 
     def leave_mark() -> str:
@@ -303,9 +300,9 @@ def check_shared(world: World, root: Path) -> None:
             return Path(tempfile.mkdtemp(prefix=".seen-by-all-", dir=root)).name
 
     mark = root / by_rank_0(world, leave_mark)
-    told = gather_reports(world, lambda: {"seen": mark.is_dir()})
+    reports = gather_reports(world, lambda: {"seen": mark.is_dir()})
     by_rank_0(world, lambda: mark.rmdir())
-    if blind := [rank for rank, one in enumerate(told) if not one["seen"]]:
+    if blind := [rank for rank, report in enumerate(reports) if not report["seen"]]:
         raise CheckpointError(
             f"{some_ranks(blind)} of {world.size} {'does' if len(blind) == 1 else 'do'} not see {root} as rank 0 does: "
             "checkpoints of several nodes need a disk that all of them share; set checkpoint.dir, or checkpoint.every=0"
@@ -315,106 +312,85 @@ def check_shared(world: World, root: Path) -> None:
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-class _Stretch(NamedTuple):
-    """Elements [start, stop) of a unit's flat, without its gaps."""
-
-    unit: int
-    kind: str
-    dtype: torch.dtype
-    layout: Layout
-    start: int
-    stop: int
-
-
 def _all_values(
     state: State, buffers: Mapping[str, Tensor], flats: Sequence[Flat], pieces: Iterable[Held]
 ) -> Iterator[Tensor]:
-    """The contents of this rank's file, in order: contiguous, on the host, each valid until the next."""
+    """Yield the contents of this rank's file in order: contiguous, on the host, each valid until the next."""
+    units = state.runtime.units
     for (number, kind), group in itertools.groupby(pieces, key=lambda piece: (piece.flat, piece.kind)):
         if kind == BUFFER:
             for piece in group:
                 yield buffers[piece.slot.name].detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-        else:
-            flat, unit = flats[number], number % len(state.plan.units)
-            dtype = getattr(torch, flat.kinds[kind])
-            yield from _values(state, _Stretch(unit, kind, dtype, flat.layout, *flat.share(state.plan.world.rank)))
+            continue
+        layout = flats[number].layout
+        start, stop = flats[number].share(state.plan.world.rank)
+        for origin, page in _pages(state, units[number % len(units)], kind, start, stop):
+            first, last = max(origin, start), min(origin + page.numel(), stop)
+            for part in layout.pieces(first, last):
+                begin = first - origin + part.start_in_range
+                yield page[begin : begin + part.slot_stop - part.slot_start]
 
 
-def _values(state: State, stretch: _Stretch) -> Iterator[Tensor]:
-    """The elements of a stretch in order, without gaps: contiguous, on the host, each valid until the next."""
-    for start, page in _pages(state, stretch):
-        first, last = max(start, stretch.start), min(start + page.numel(), stretch.stop)
-        for piece in stretch.layout.pieces(first, last):
-            begin = first - start + piece.start_in_range
-            yield page[begin : begin + piece.slot_stop - piece.slot_start]
-
-
-def _pages(state: State, stretch: _Stretch) -> Iterator[tuple[int, Tensor]]:
-    """What this rank has of the stretch's flat, page by page: the first element's place in the flat, and values."""
-    unit, master = state.runtime.units[stretch.unit], state.plan.precision.master
-    if stretch.kind == FROZEN:
-        yield from _kept(state, stretch, "frozen", stretch.dtype, unit.frozen_S)
-    elif stretch.kind != PARAMETER:
-        form = state.plan.optimizer.form(stretch.kind)
-        for start, page in _kept(state, stretch, stretch.kind, form.dtype):
-            yield start, form.values_of(page)
+def _pages(state: State, unit: UnitState, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first element, values) of each page of this rank that touches [start, stop) of a unit's flat."""
+    plan, master = state.plan, state.plan.precision.master
+    read = partial(_kept, state, unit, start, stop)
+    params = partial(read, "param", plan.precision.compute, unit.own_params(full_update=plan.full_update))
+    if kind == FROZEN:
+        yield from read("frozen", plan.precision.compute, unit.frozen_S)
+    elif kind != PARAMETER:
+        form = plan.optimizer.form(kind)
+        for origin, page in read(kind, form.dtype):
+            yield origin, form.values_of(page)
     elif master.kind is None:
-        yield from _parameters(state, stretch)
+        yield from params()
     else:
-        kept = _kept(state, stretch, master.kind, master.dtype)
-        params = _parameters(state, stretch) if master.reads_params else itertools.repeat((0, torch.empty(0)))
-        for (start, kept_K), (_, param_K) in zip(kept, params, strict=False):
-            yield start, master.of(param_K, kept_K)
-
-
-def _parameters(state: State, stretch: _Stretch) -> Iterator[tuple[int, Tensor]]:
-    """The same of what the model computes with."""
-    in_memory = state.runtime.units[stretch.unit].own_params(full_update=state.plan.full_update)
-    return _kept(state, stretch, "param", state.plan.precision.compute, in_memory)
+        params_read = params() if master.reads_params else itertools.repeat((0, torch.empty(0)))
+        for (origin, kept_K), (_, param_K) in zip(read(master.kind, master.dtype), params_read, strict=False):
+            yield origin, master.of(param_K, kept_K)
 
 
 def _kept(
-    state: State, stretch: _Stretch, kind: str, dtype: torch.dtype, in_memory: Tensor | None = None
+    state: State,
+    unit: UnitState,
+    start: int,
+    stop: int,
+    kind: str,
+    dtype: torch.dtype,
+    in_memory: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """The pages of one kind that the stretch touches: out of memory, or out of the store."""
-    plan, layout = state.plan, stretch.layout
+    """Yield (first element, contents) of each page of one kind, from memory or from the store."""
+    plan, host = state.plan, state.plan.world.compute.host
+    layout = unit.spec.frozen if kind == "frozen" else unit.spec.trainable
     origin, end = (0, layout.P) if plan.full_update and kind != "frozen" else layout.shard(plan.rank)
     wanted = [
-        (number, origin + start, stop - start)
-        for number, (start, stop) in enumerate(pages(end - origin, plan.page_numel))
-        if origin + start < stretch.stop and origin + stop > stretch.start
+        (number, a, b)
+        for number, (a, b) in enumerate(pages(end - origin, plan.page_numel))
+        if origin + a < stop and origin + b > start
     ]
-    if in_memory is None:
-        yield from _read(state, stretch.unit, kind, dtype, wanted)
+    if in_memory is not None:
+        for _, a, b in wanted:
+            yield origin + a, host.bring(in_memory[a:b].detach())
         return
-    for _, start, numel in wanted:
-        yield start, plan.world.compute.host.bring(in_memory[start - origin : start - origin + numel].detach())
+    sizes = [plan.kept.numel(kind, b - a) for _, a, b in wanted]
+    room = [host.zeros(max(sizes), dtype) for _ in sizes[: AHEAD + 1]]
+    waiting: deque[tuple[int, Tensor, Ticket]] = deque()
+    for place, ((number, a, _), numel) in enumerate(zip(wanted, sizes, strict=True)):
+        if len(waiting) == len(room):
+            yield _arrived(*waiting.popleft())
+        page = room[place % len(room)][:numel]
+        waiting.append((origin + a, page, state.runtime.store.read(Page(unit.index, kind, number), page)))
+    while waiting:
+        yield _arrived(*waiting.popleft())
 
 
-def _read(
-    state: State, unit: int, kind: str, dtype: torch.dtype, wanted: list[tuple[int, int, int]]
-) -> Iterator[tuple[int, Tensor]]:
-    """Pages of the store in order, `AHEAD` of them on their way; each valid until the next."""
-    store, host = state.runtime.store, state.plan.world.compute.host
-    sizes = [(number, start, state.plan.kept.numel(kind, count)) for number, start, count in wanted]
-    most = max((numel for _, _, numel in sizes), default=0)
-    free = [host.zeros(most, dtype) for _ in sizes[: AHEAD + 1]]
-    under_way: deque[tuple[int, Tensor, Tensor, Ticket]] = deque()
-    coming = iter(sizes)
-    while True:
-        for number, start, numel in itertools.islice(coming, len(free)):
-            buffer = free.pop()
-            under_way.append((start, buffer, buffer[:numel], store.read(Page(unit, kind, number), buffer[:numel])))
-        if not under_way:
-            return
-        start, buffer, page, ticket = under_way.popleft()
-        ticket.wait()
-        yield start, page
-        free.append(buffer)
+def _arrived(origin: int, page: Tensor, ticket: Ticket) -> tuple[int, Tensor]:
+    ticket.wait()
+    return origin, page
 
 
 def random_state() -> dict[str, Any]:
-    """Where this rank's generators are: Python's, and torch's on the CPU and on the GPU."""
+    """Return the state of this rank's random generators: Python's, and torch's on the CPU and on the GPU."""
     version, internal, following = random.getstate()
     return {
         "python": [version, list(internal), following],

@@ -1,14 +1,11 @@
-"""One rank's file of a checkpoint: plain safetensors, written and read piece by piece in bounded memory.
+"""Write and read one rank's file of a checkpoint: plain safetensors, piece by piece, in bounded memory.
 
-A file is a header, which follows from its parts alone, and the parts' bytes one after the other. So the writer needs
-to know names, dtypes and shapes when it begins, and never goes back; and the reader knows every byte's place without
-believing the file. Hashes are taken from memory on the way to the disk, never by reading back: they are of what was
-meant to be written. A read delivers only bytes whose CRC-32 is right.
+A file is a header, which follows from its parts, and the bytes of the parts. The writer knows names, dtypes and shapes
+when it begins, and never seeks back; the reader knows every offset without believing the file. Hashes are computed from
+memory on the way to the disk, never by reading back. A read delivers only bytes whose CRC-32 is right.
 
-Writing goes past the page cache where the file system agrees: a state larger than memory must not push everything else
-out of it, and on a fast disk the cache's copies and pages cost as much as the hashes.
-
-A shard knows names, dtypes, shapes and byte ranges, not what they mean.
+Writes bypass the page cache if the file system allows it: a state larger than memory would evict everything else, and
+on a fast disk the cache's copies cost as much as the hashes.
 """
 
 import contextlib
@@ -17,6 +14,7 @@ import mmap
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
@@ -35,18 +33,20 @@ from zero.errors import CheckpointError, if_it_fails
 from zero.platform.safetensors_files import ALIGN_BYTES, Part, header, offsets
 
 REQUEST_BYTES = 4 * 2**20
-"""The most that one call writes."""
+"""The most bytes that one call writes."""
 
 THREADS = 3
 """Two to keep two cores hashing while the third waits for the disk."""
 
+CLOSED = -1
+
 
 class _OpenFile:
-    """A descriptor that `with` closes however it is left."""
+    """A descriptor that `with` closes."""
 
     _disk: Disk
     _path: Path
-    _fd: int | None
+    _fd: int
 
     def __enter__(self) -> Self:
         return self
@@ -55,33 +55,29 @@ class _OpenFile:
         self.close()
 
     def close(self) -> None:
-        """Closing again is free."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            with contextlib.suppress(OSError):  # nothing was written, or the file is no good already
+        fd, self._fd = self._fd, CLOSED
+        if fd != CLOSED:
+            with contextlib.suppress(OSError):  # nothing was written, or the file is discarded
                 self._disk.close(fd)
 
-    def _open(self) -> int:
-        if self._fd is None:
+    def _check_open(self) -> None:
+        if self._fd == CLOSED:
             raise CheckpointError(f"{self._path}: is closed")
-        return self._fd
 
 
 class ShardWriter(_OpenFile):
-    """Writes a new file from its first to its last byte, by one thread.
+    """Writes a new file from its first to its last byte. Called by one thread.
 
-    What comes is copied into blocks; threads hash and write those that are full, each to its own place. At most
-    `THREADS` + 1 blocks are kept, 64 MiB. An error of a thread shows in a later call, in `finish` at the latest.
-
-    `with` closes the descriptor however it is left. What a writer that failed leaves under its name is the caller's to
-    remove.
+    Bytes are copied into blocks; threads hash and write the full ones. At most `THREADS` + 1 blocks are kept, 64 MiB.
+    An error of a thread is raised by a later call, at the latest by `finish`. The caller removes the file of a writer
+    that failed.
 
     Args:
         path: does not exist yet.
-        parts: what will be written, in this order.
+        parts: the contents, in this order.
 
     Raises:
-        CheckpointError: from any call, when the system refuses; then the writer is closed, and the file is no good.
+        CheckpointError: from any call, if the system refuses; then the writer is closed.
     """
 
     def __init__(self, disk: Disk, path: Path, parts: Sequence[Part]) -> None:
@@ -90,7 +86,7 @@ class ShardWriter(_OpenFile):
         begin = header(parts)
         self._nbytes = len(begin) + sum(part.nbytes for part in parts)
         self._given = 0
-        self._block: mmap.mmap | None = None  # a mapping is aligned, and goes back to the system
+        self._block: mmap.mmap | None = None  # a mapping is aligned, and its memory goes back to the system
         self._free: list[mmap.mmap] = []
         self._running: deque[tuple[mmap.mmap, Future[FileHash]]] = deque()
         self._hashes: list[FileHash] = []
@@ -99,72 +95,61 @@ class ShardWriter(_OpenFile):
         self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts none before there is work
         self._direct = False
         with if_it_fails(self.close):
-            with contextlib.suppress(OSError):  # then by way of the page cache
+            with contextlib.suppress(OSError):  # then through the page cache
                 disk.direct(self._fd, True)
                 self._direct = True
-            self._append(memoryview(begin))
+            self.write(memoryview(begin))
 
     def write(self, view: memoryview) -> None:
-        """The next bytes of the data; parts follow each other without holes. The view may be reused at once.
-
-        Args:
-            view: contiguous, of any format and length: how the data is cut does not matter.
-        """
-        self._open()
+        """Take the next bytes, contiguous, of any format and length. The view may be reused at once."""
+        self._check_open()
         with if_it_fails(self.close), view.cast("B") as octets:
-            if self._given + len(octets) > self._nbytes:
-                raise CheckpointError(f"{self._path}: {self._given + len(octets)} bytes came, {self._nbytes} belong in")
-            self._append(octets)
+            done = 0
+            while done < len(octets):
+                block = self._block = self._block or self._next_block()
+                filled = self._given % BLOCK_BYTES
+                count = min(len(octets) - done, BLOCK_BYTES - filled)
+                block[filled : filled + count] = octets[done : done + count]
+                done += count
+                self._given += count
+                if filled + count == BLOCK_BYTES:
+                    work = self._threads.submit(self._settle, block, BLOCK_BYTES, self._given)
+                    self._running.append((block, work))
+                    self._block = None
 
     def finish(self) -> FileHash:
-        """Force the file to the disk and close it.
+        """Write the rest, synchronise the file and close it.
 
         Returns:
-            What the disk was given. Only now is it on the disk; its name is not until its folder is synchronised.
+            The hashes of the bytes. They are on the disk; the file's name is not until its folder is synchronised.
         """
-        fd = self._open()
+        self._check_open()
         with if_it_fails(self.close):
             if self._given != self._nbytes:
                 raise CheckpointError(f"{self._path}: {self._given} bytes came, {self._nbytes} belong in")
             while self._running:
                 self._collect()
             if self._block is not None:  # by itself: its end may have to go through the page cache
-                self._hashes.append(self._settle(fd, self._block, self._given % BLOCK_BYTES, self._given))
+                self._hashes.append(self._settle(self._block, self._given % BLOCK_BYTES, self._given))
             with naming(self._path, "synchronising"):
-                self._disk.fsync(fd)  # never again when it fails: the system forgets what it could not write
-            self._forget(fd, self._nbytes)
+                self._disk.fsync(self._fd)  # not repeated if it fails: the system forgets what it could not write
+            self._forget(self._nbytes)
             self._release()
-            self._fd = None
+            fd, self._fd = self._fd, CLOSED
             with naming(self._path, "closing"):
                 self._disk.close(fd)
         return joined(self._hashes)
 
     def close(self) -> None:
         """Give up, unless it is finished."""
-        self._release()  # first: a number that was closed under a running transfer may already be another file's
+        self._release()  # first: a number that is closed under a running transfer may become another file's
         super().close()
 
     def _release(self) -> None:
-        """Wait for the threads; memory is free again."""
         self._threads.shutdown(cancel_futures=True)
         self._running.clear()
         self._free.clear()
         self._block = None
-
-    def _append(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            block = self._block = self._block or self._next_block()
-            filled = self._given % BLOCK_BYTES
-            count = min(len(view) - done, BLOCK_BYTES - filled)
-            block[filled : filled + count] = view[done : done + count]
-            done += count
-            self._given += count
-            if filled + count == BLOCK_BYTES:
-                self._running.append(
-                    (block, self._threads.submit(self._settle, self._open(), block, BLOCK_BYTES, self._given))
-                )
-                self._block = None
 
     def _next_block(self) -> mmap.mmap:
         if len(self._running) > THREADS:
@@ -172,22 +157,22 @@ class ShardWriter(_OpenFile):
         return self._free.pop() if self._free else mmap.mmap(-1, BLOCK_BYTES)
 
     def _collect(self) -> None:
-        """Wait for the oldest block; its memory is used again."""
+        """Wait for the oldest block and reuse its memory."""
         block, future = self._running.popleft()
         self._hashes.append(future.result())
         self._free.append(block)
 
-    def _settle(self, fd: int, block: mmap.mmap, nbytes: int, end: int) -> FileHash:
+    def _settle(self, block: mmap.mmap, nbytes: int, end: int) -> FileHash:
         """Hash and write a block that ends at `end`. Runs in a thread."""
         with memoryview(block) as whole, whole[:nbytes] as view:
-            found = hash_block(view)
-            move(self._pwrite, fd, view, end - nbytes, self._path, "writing")
+            hashes = hash_block(view)
+            move(self._pwrite, self._fd, view, end - nbytes, self._path, "writing")
         if not self._direct:
-            self._forget(fd, end)
-        return found
+            self._forget(end)
+        return hashes
 
     def _pwrite(self, fd: int, view: memoryview, offset: int) -> int:
-        """One request. Direct ones are whole pages; the file's end, and whatever is refused, takes the other way."""
+        """Make one request: whole pages past the cache; the file's end and refused requests through it."""
         direct = self._direct
         count = min(len(view), REQUEST_BYTES)
         whole = count // ALIGN_BYTES * ALIGN_BYTES
@@ -202,20 +187,20 @@ class ShardWriter(_OpenFile):
             self._direct = False
         return self._disk.pwrite(fd, view[:count], offset)
 
-    def _forget(self, fd: int, nbytes: int) -> None:
-        with contextlib.suppress(OSError):  # a favour; whether the bytes are on the disk, fsync says
-            self._disk.forget(fd, nbytes)
+    def _forget(self, nbytes: int) -> None:
+        with contextlib.suppress(OSError):  # only a hint
+            self._disk.forget(self._fd, nbytes)
 
 
 class ShardReader(_OpenFile):
-    """Reads any range of a file, and delivers only what its hashes confirm. One thread at a time.
+    """Reads any range of a file, and delivers only bytes that its hashes confirm. One thread at a time.
 
     Args:
         expected: size and hashes, from the rank's index.
-        parts: what the manifest says that the file holds, in the file's order.
+        parts: the contents of the file in its order, from the manifest.
 
     Raises:
-        CheckpointError: no such regular file, another size, a header that is not that of `parts`.
+        CheckpointError: no such regular file, another size, or a header that is not that of `parts`.
     """
 
     def __init__(self, disk: Disk, path: Path, expected: FileHash, parts: Sequence[Part]) -> None:
@@ -224,23 +209,22 @@ class ShardReader(_OpenFile):
         self._expected = expected
         self._parts = parts
         self._span = memoryview(bytearray(min(SPAN_BYTES, expected.size)))
-        self._held = -1  # which span that is
+        self._held = -1  # number of the MiB in `_span`
         with naming(path, "opening"):
             self._fd = disk.open(path)
         with if_it_fails(self.close):
-            self._check_size()
-            self._check_header(parts)
+            self._check_header()
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into`, all of it, with what begins `offset` bytes from the beginning of the file.
+        """Fill `into` with the bytes from `offset` on.
 
-        All MiB that the range touches are read and compared with their CRC-32. The last one that was needed in part
-        is kept: small reads in order do not read it twice.
+        Reads all MiB that the range touches and compares their CRC-32. Keeps the last one that was needed in part, so
+        that small reads in order do not read it twice.
 
         Raises:
-            CheckpointError: damage, with the bytes' place; then what `into` holds is no good.
+            CheckpointError: damage, with its offset; then the contents of `into` are not valid.
         """
-        self._open()
+        self._check_open()
         with into.cast("B") as octets:
             end = offset + len(octets)
             if not 0 <= offset <= end <= self._expected.size:
@@ -254,54 +238,45 @@ class ShardReader(_OpenFile):
                 else:
                     self._load(span, target)
 
-    def check(self, number: int, block: memoryview) -> None:
+    def check(self, number: int) -> None:
         """Read one block, and compare it with all its hashes.
 
-        Args:
-            block: room for `BLOCK_BYTES`.
-
         Raises:
-            CheckpointError: damage; the line names the first MiB that is not as it was written.
+            CheckpointError: damage; the line names the first damaged MiB.
         """
-        start = number * BLOCK_BYTES
-        with block[: min(BLOCK_BYTES, self._expected.size - start)] as piece:
-            move(self._disk.pread, self._open(), piece, start, self._path, "reading")
-            hashes = hash_block(piece)
-        for place in range(0, len(hashes.crcs), CRC_BYTES):
-            self._compare_span(start // SPAN_BYTES + place // CRC_BYTES, hashes.crcs[place : place + CRC_BYTES])
+        start, stop = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._expected.size)
+        digest = sha256()
+        self._held = -1
+        for span in range(start // SPAN_BYTES, -(-stop // SPAN_BYTES)):
+            first, last = self._ends(span)
+            with self._span[: last - first] as piece:
+                self._load(span, piece)
+                digest.update(piece)
         expected = self._expected.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        self._compare("SHA-256", start, start + hashes.size, hashes.digests, expected)
+        self._compare("SHA-256", start, stop, digest.digest(), expected)
 
-    def verify(self) -> None:
-        """Read all of it once, and compare it with all its hashes."""
-        block = memoryview(bytearray(min(BLOCK_BYTES, self._expected.size)))
-        for number in range(-(-self._expected.size // BLOCK_BYTES)):
-            self.check(number, block)
-
-    def _check_size(self) -> None:
+    def _check_header(self) -> None:
         with naming(self._path, "asking for its size"):
-            nbytes = self._disk.size(self._open())
-        if nbytes != self._expected.size:
-            raise CheckpointError(f"{self._path}: has {nbytes} bytes, the manifest says {self._expected.size}")
-
-    def _check_header(self, parts: Sequence[Part]) -> None:
+            nbytes = self._disk.size(self._fd)
         try:
-            begin = header(parts)
+            begin = header(self._parts)
         except CheckpointError as error:
             raise CheckpointError(f"{self._path}: {error}") from error
-        nbytes = len(begin) + sum(part.nbytes for part in parts)
-        if nbytes != self._expected.size:
-            raise CheckpointError(f"{self._path}: has {self._expected.size} bytes, the manifest's parts have {nbytes}")
-        found = bytearray(len(begin))
-        self.read(0, memoryview(found))
-        if found != begin:
+        wanted = len(begin) + sum(part.nbytes for part in self._parts)
+        if not nbytes == self._expected.size == wanted:
+            raise CheckpointError(
+                f"{self._path}: has {nbytes} bytes, its index says {self._expected.size}, its tensors have {wanted}"
+            )
+        actual = bytearray(len(begin))
+        self.read(0, memoryview(actual))
+        if actual != begin:
             raise CheckpointError(f"{self._path}: its header does not list the parts that the manifest does")
 
     def _ends(self, span: int) -> tuple[int, int]:
         return span * SPAN_BYTES, min((span + 1) * SPAN_BYTES, self._expected.size)
 
     def _hold(self, span: int) -> memoryview:
-        """A whole span, read if it is not the last one that was asked for."""
+        """Return a whole MiB, read unless it is the last one."""
         start, stop = self._ends(span)
         if span != self._held:
             self._held = -1
@@ -310,22 +285,17 @@ class ShardReader(_OpenFile):
         return self._span
 
     def _load(self, span: int, into: memoryview) -> None:
-        move(self._disk.pread, self._open(), into, span * SPAN_BYTES, self._path, "reading")
-        self._compare_span(span, crc_of(into))
-
-    def _compare_span(self, span: int, crc: bytes) -> None:
-        self._compare("CRC-32", *self._ends(span), crc, self._expected.crcs[span * CRC_BYTES : (span + 1) * CRC_BYTES])
+        move(self._disk.pread, self._fd, into, span * SPAN_BYTES, self._path, "reading")
+        expected = self._expected.crcs[span * CRC_BYTES : (span + 1) * CRC_BYTES]
+        self._compare("CRC-32", *self._ends(span), crc_of(into), expected)
 
     def _compare(self, what: str, start: int, stop: int, actual: bytes, expected: bytes) -> None:
-        if actual != expected:
-            raise CheckpointError(
-                f"{self._path}: bytes {start} to {stop} are damaged ({what} is {actual.hex()}, saved as "
-                f"{expected.hex()}), {self._lies_at(start)}"
-            )
-
-    def _lies_at(self, place: int) -> str:
-        """What a MiB that begins there damages, in words."""
-        begins = offsets(self._parts)
-        inside = (part for part, begin in zip(self._parts, begins, strict=True) if begin + part.nbytes > place)
-        first = next(inside, None)
-        return "in its header" if first is None else f"in {first.key!r} or after it"
+        if actual == expected:
+            return
+        begins = zip(self._parts, offsets(self._parts), strict=True)
+        damaged = next((part.key for part, begin in begins if begin + part.nbytes > start), None)
+        where = "in its header" if damaged is None else f"in {damaged!r} or after it"
+        raise CheckpointError(
+            f"{self._path}: bytes {start} to {stop} are damaged ({what} is {actual.hex()}, saved as {expected.hex()}), "
+            f"{where}"
+        )

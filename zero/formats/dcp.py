@@ -1,25 +1,23 @@
-"""Folders of torch.distributed.checkpoint, written by its own library, without a process group.
+"""Read and write folders of torch.distributed.checkpoint (DCP), without a process group.
 
-Its writer keeps every tensor of a file until the file is complete, so each tensor gets a file of its own: one of them
-is in memory at a time, twice over while it is written or read.
+DCP's writer keeps every tensor of a file until the file is complete, so each tensor gets a file of its own, and one
+tensor is in memory at a time.
 
-Its reader unpickles `.metadata` without restriction and believes it: where the pieces of a tensor leave a hole, it
-returns what was in memory, and it casts a piece of another dtype. So pieces are read here, with `weights_only`, and
-must be what the metadata says and together the whole tensor. The metadata may name the record types of DCP itself,
-torch's dtypes and sizes, and nothing else. Still, read none but folders you trust.
+DCP's reader unpickles `.metadata` without restriction and trusts it: if the pieces of a tensor leave a hole, it returns
+uninitialised memory, and it casts a piece of another dtype. So this module reads pieces itself, with `weights_only`,
+and checks that they are what the metadata says and together the whole tensor. The metadata may name the record classes
+of DCP, torch's dtypes and sizes, and nothing else. Still, read only folders that you trust.
 """
 
-import errno
 import io
-import os
 import pickle
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import product
+from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -34,9 +32,6 @@ from zero.platform.safetensors_files import NAMES
 
 METADATA = ".metadata"
 
-MOST_AXES = 8
-"""Of a tensor that is read: a piece has two to this power corners."""
-
 _DTYPES = {str(dtype): dtype for dtype in NAMES}
 _RECORDS = "Metadata StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
 _RECORDS += "MetadataIndex _MEM_FORMAT_ENCODING"
@@ -47,14 +42,14 @@ _ALLOWED = {
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "collections.OrderedDict": OrderedDict,
-    # where it was saved: a path that touches no file
+    # the path of the save, as a class that touches no file
     **{f"{module}.PosixPath": PurePosixPath for module in ("pathlib", "pathlib._local")},
     **{f"{module}.WindowsPath": PureWindowsPath for module in ("pathlib", "pathlib._local")},
 }
 
 
 class _Planner(torch_checkpoint.DefaultSavePlanner):
-    """Plans with sizes alone, and makes each tensor when it is its turn."""
+    """Plans from sizes alone, and reads each tensor when it is written."""
 
     def __init__(self, tensors: Mapping[str, Stream]) -> None:
         super().__init__()
@@ -65,48 +60,20 @@ class _Planner(torch_checkpoint.DefaultSavePlanner):
 
 
 class _Piece(NamedTuple):
-    """A box of a tensor, and where its values are stored."""
+    """A box of a tensor, and its place in a file: relative path, offset and length."""
 
     start: tuple[int, ...]
     sizes: tuple[int, ...]
     home: Any
 
 
-class _Stretch(io.RawIOBase):
-    """A stretch of a file, as a file: one of theirs holds many tensors, each as torch.save writes it."""
-
-    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = (0, self._at, self._nbytes)[whence] + offset
-        if at < 0:
-            raise OSError(errno.EINVAL, "before the beginning")
-        self._at = at
-        return at
-
-    def readinto(self, into: Any) -> int:
-        self._file.seek(self._start + self._at)
-        with memoryview(into) as view:
-            count = self._file.readinto(view[: max(0, self._nbytes - self._at)])  # type: ignore[attr-defined]
-        self._at += count
-        return int(count)
-
-
 class _Unpickler(pickle._Unpickler):
-    """The one in Python: that in C makes room for as many objects as a damaged number says, tens of GB if need be."""
+    """The one in Python, because the one in C allocates as many objects as a damaged number says."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get(f"{module}.{name}")
-        if found is None:
+        if f"{module}.{name}" not in _ALLOWED:
             raise pickle.UnpicklingError(f"its pickle asks for {module[:60]}.{name[:60]}")
-        return found
+        return _ALLOWED[f"{module}.{name}"]
 
 
 def write(folder: Path, tensors: Mapping[str, Stream]) -> None:
@@ -115,35 +82,38 @@ def write(folder: Path, tensors: Mapping[str, Stream]) -> None:
     Args:
         folder: exists and is empty.
     """
-    planned = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
+    planned = {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in tensors.items()}
     writer = torch_checkpoint.FileSystemWriter(folder, single_file_per_rank=False)
     try:
         with naming(folder), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             torch_checkpoint.save(planned, storage_writer=writer, planner=_Planner(tensors), no_dist=True)
     except torch_checkpoint.CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]  # on the one rank that there is
+        cause = next(iter(error.failures.values()))[0]  # of the only rank
         raise (cause if isinstance(cause, CheckpointError) else refused(str(folder), cause)) from error
 
 
 def read(folder: Path) -> Source:
-    """Find the tensors of a folder, whatever they were cut into.
+    """Find the tensors of a folder, in any number of pieces.
 
     Raises:
-        CheckpointError: its metadata asks for something else than tensors, or is damaged.
+        CheckpointError: the metadata is damaged, or names classes that tensors do not need.
     """
-    found = _metadata(folder / METADATA)
-    entries = found.state_dict_metadata.items()
-    tensors = {name: one for name, one in entries if isinstance(one, metadata.TensorStorageMetadata)}
-    streams = {name: _stream(folder, name, one, found.storage_data) for name, one in tensors.items()}
-    return Source(streams, left=tuple(f"{name} (bytes)" for name, _ in entries if name not in tensors))
+    saved = _metadata(folder / METADATA)
+    streams, left = {}, []
+    for name, entry in saved.state_dict_metadata.items():
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            streams[name] = _stream(folder, name, entry, saved.storage_data)
+        else:
+            left.append(f"{name} (bytes)")
+    return Source(streams, left=tuple(left))
 
 
-def _stream(folder: Path, name: str, one: Any, stored: Mapping[Any, Any]) -> Stream:
+def _stream(folder: Path, name: str, entry: Any, stored: Mapping[Any, Any]) -> Stream:
     what = f"{folder}: {name!r}"
     try:
-        dtype, shape = one.properties.dtype, tuple(torch.Size(one.size))
-        pieces = [_piece(chunk, stored.get(metadata.MetadataIndex(name, chunk.offsets))) for chunk in one.chunks]
+        dtype, shape = entry.properties.dtype, tuple(torch.Size(entry.size))
+        pieces = [_piece(chunk, stored.get(metadata.MetadataIndex(name, chunk.offsets))) for chunk in entry.chunks]
     except Exception as error:  # crafted attributes may raise anything
         raise refused(what, error) from error
     if dtype not in _DTYPES.values():
@@ -156,31 +126,23 @@ def _stream(folder: Path, name: str, one: Any, stored: Mapping[Any, Any]) -> Str
 
 
 def _piece(chunk: Any, home: Any) -> _Piece:
-    """torch.Size takes integers and nothing else."""
-    return _Piece(tuple(torch.Size(chunk.offsets)), tuple(torch.Size(chunk.sizes)), home)
+    return _Piece(tuple(torch.Size(chunk.offsets)), tuple(torch.Size(chunk.sizes)), home)  # Size takes only integers
 
 
 def is_whole(shape: tuple[int, ...], pieces: Iterable[_Piece]) -> bool:
-    """Whether every element of `shape` is in one piece, and nothing beside them.
-
-    The derivative of a box along every axis is its corners with alternating signs. So boxes add up to the whole exactly
-    if their corners do, however many there are.
-    """
+    """Return whether every element of `shape` is in exactly one piece, and no piece reaches beyond it."""
     boxes = [(start, sizes) for start, sizes, _ in pieces]
-    if len(shape) > MOST_AXES or any(len(shape) != len(start) or len(shape) != len(sizes) for start, sizes in boxes):
+    if any(not len(start) == len(sizes) == len(shape) or min(sizes, default=0) < 0 for start, sizes in boxes):
         return False
-    if any(length < 0 for sizes in (shape, *(sizes for _, sizes in boxes)) for length in sizes):
+    boxes = [(start, sizes) for start, sizes in boxes if 0 not in sizes]
+    if any(not 0 <= a <= end - n for start, sizes in boxes for a, n, end in zip(start, sizes, shape, strict=True)):
         return False
-    return _corners(boxes) == _corners([((0,) * len(shape), shape)])
-
-
-def _corners(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Counter[tuple[int, ...]]:
-    found: Counter[tuple[int, ...]] = Counter()
-    for start, sizes in boxes:
-        for ends in product((0, 1), repeat=len(sizes)):
-            corner = tuple(first + end * size for first, end, size in zip(start, ends, sizes, strict=True))
-            found[corner] += -1 if sum(ends) % 2 else 1
-    return found
+    if sum(prod(sizes) for _, sizes in boxes) != prod(shape):
+        return False
+    starts = torch.tensor([start for start, _ in boxes], dtype=torch.int64).view(len(boxes), len(shape))
+    stops = starts + torch.tensor([sizes for _, sizes in boxes], dtype=torch.int64).view_as(starts)
+    overlaps = (((starts < stop) & (start < stops)).all(-1).sum() for start, stop in zip(starts, stops, strict=True))
+    return all(count == 1 for count in overlaps)  # each piece overlaps itself
 
 
 def _whole(folder: Path, what: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[_Piece]) -> Tensor:
@@ -190,9 +152,10 @@ def _whole(folder: Path, what: str, dtype: torch.dtype, shape: tuple[int, ...], 
             if 0 in sizes:
                 continue
             with (folder / home.relative_path).open("rb") as file:
-                octets: Any = _Stretch(file, home.offset, home.length)
-                check_records(octets)
-                part = torch.load(octets, map_location="cpu", weights_only=True).detach()
+                file.seek(home.offset)
+                octets = io.BytesIO(file.read(home.length))
+            check_records(octets)
+            part = torch.load(octets, map_location="cpu", weights_only=True).detach()
             if (part.dtype, tuple(part.shape)) != (dtype, sizes):
                 raise TypeError(f"a piece is {part.dtype} of shape {tuple(part.shape)}, not {dtype} of {sizes}")
             values[tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))] = part
@@ -204,15 +167,15 @@ def _whole(folder: Path, what: str, dtype: torch.dtype, shape: tuple[int, ...], 
 def _metadata(path: Path) -> Any:
     with naming(path), path.open("rb") as file:
         try:
-            found = _Unpickler(io.BytesIO(file.read())).load()
-            if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
+            saved = _Unpickler(io.BytesIO(file.read())).load()
+            if not isinstance(saved, metadata.Metadata) or not isinstance(saved.state_dict_metadata, dict):
                 raise TypeError("it is not metadata of DCP")
-            if not all(type(name) is str for name in found.state_dict_metadata):
+            if not all(type(name) is str for name in saved.state_dict_metadata):
                 raise TypeError("a tensor's name is not text")
-            homes = {(info.relative_path, info.offset) for info in found.storage_data.values()}
-            if len(homes) < len(found.storage_data):
+            homes = {(info.relative_path, info.offset) for info in saved.storage_data.values()}
+            if len(homes) < len(saved.storage_data):
                 raise TypeError("it has two tensors in one place")
-            for info in found.storage_data.values():
+            for info in saved.storage_data.values():
                 name = info.relative_path
                 if type(name) is not str or Path(name).name != name or info.transform_descriptors:
                     raise TypeError(f"{str(name)[:100]!r} is not a plain file in this folder")
@@ -220,4 +183,4 @@ def _metadata(path: Path) -> Any:
             raise
         except Exception as error:  # a damaged or crafted pickle may raise anything
             raise refused(str(path), error) from error
-    return found
+    return saved

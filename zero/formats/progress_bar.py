@@ -1,4 +1,4 @@
-"""A progress bar with the time left, for scripts on a terminal."""
+"""Show a progress bar with the time left, for scripts on a terminal."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from zero.progress import Progress, silent
 
 @contextlib.contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Progress]:
-    """Show progress for the time of the block, on stderr unless another console is given."""
+    """Show progress until the block ends, on stderr unless another console is given."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield silent

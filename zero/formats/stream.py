@@ -1,7 +1,6 @@
-"""A tensor read block by block, wherever it is: what every format reads into and writes from.
+"""Read a tensor block by block from any source; every format reads into and writes from `Stream`.
 
-So a model passes from one format into another with a few MiB of it in memory, and a format needs to know only names,
-dtypes, shapes and bytes.
+So a conversion keeps a few MiB of a model in memory, and a format handles only names, dtypes, shapes and bytes.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ BLOCK_NUMEL = 2**20
 
 @dataclass(frozen=True)
 class Stream:
-    """Values of `dtype` and `shape`. `cut` makes them anew: 1-D, contiguous, on the host, row-major, in order."""
+    """Values of `dtype` and `shape`. Each call of `cut` reads them again: 1-D blocks on the host, row-major."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,7 +33,7 @@ class Stream:
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: tuple[int, ...], whole: Callable[[], Tensor]) -> "Stream":
-        """Of a tensor that can only be had whole; a mapped one is not in memory for that."""
+        """Make a stream of a tensor that is read as a whole, such as a mapped one."""
 
         def cut() -> Iterator[Tensor]:
             flat = whole().detach().resolve_conj().resolve_neg().reshape(-1)  # a view may only be marked as conjugate
@@ -45,7 +44,7 @@ class Stream:
 
     @classmethod
     def read_by(cls, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[int, int], Tensor]) -> "Stream":
-        """Of a tensor whose elements [start, stop) `read` gives."""
+        """Make a stream of a tensor whose elements [start, stop) `read` returns."""
 
         def cut() -> Iterator[Tensor]:
             for start in range(0, prod(shape), BLOCK_NUMEL):
@@ -62,28 +61,28 @@ class Stream:
         return self.numel * self.dtype.itemsize
 
     def blocks(self, what: str) -> Iterator[Tensor]:
-        """The values, counted.
+        """Read the values and count them.
 
         Raises:
             CheckpointError: they are more, fewer, or of another dtype than announced, or cannot be read; the line
                 begins with `what`.
         """
-        found = 0
+        count = 0
         try:
             for block in self.cut():
-                found += block.numel()
-                if block.dtype != self.dtype or found > self.numel:
+                count += block.numel()
+                if block.dtype != self.dtype or count > self.numel:
                     break
                 yield block
             else:
-                if found == self.numel:
+                if count == self.numel:
                     return
         except (RuntimeError, MemoryError) as error:  # sizes that no machine has room for
             raise CheckpointError(f"{what}: cannot be read: {in_short(error)}") from error
         raise CheckpointError(f"{what}: its values are not the {self.numel} of {self.dtype} that its file announces")
 
     def whole(self, what: str) -> Tensor:
-        """The values in one tensor."""
+        """Read the values into one tensor."""
         flat, done = torch.empty(self.numel, dtype=self.dtype), 0
         for block in self.blocks(what):
             flat[done : done + block.numel()] = block
@@ -91,10 +90,10 @@ class Stream:
         return flat.view(self.shape)
 
     def to(self, dtype: torch.dtype, what: str) -> "Stream":
-        """The same values in another floating-point dtype.
+        """Return a stream of the values in another floating-point dtype.
 
         Raises:
-            CheckpointError: from the cut, at a finite value that `dtype` has no finite value for.
+            CheckpointError: while reading, at a finite value that becomes infinite.
         """
         if dtype == self.dtype:
             return self
@@ -111,15 +110,16 @@ class Stream:
 
 @dataclass(frozen=True)
 class Source:
-    """What was found somewhere else.
+    """The contents of a foreign file or folder.
 
     Attributes:
-        tensors: by the names that they have there, in their order.
-        ties: further name -> name, for tensors that are one in the source.
-        moments: (name, kind) -> values, where the source has the optimizer's.
-        kinds: name -> "parameter", "frozen" or "buffer", where the source states it.
-        step: updates made, None where it does not state them. `skipped`: steps beside them that changed nothing.
-        left: what is there and is not a tensor.
+        tensors: by their names in the source, in its order.
+        ties: further name -> name, for tensors that share memory in the source.
+        moments: (name, kind) -> values, if the source has the optimizer's.
+        kinds: name -> "parameter", "frozen" or "buffer", if the source states it.
+        step: updates made, or None if the source does not state them.
+        skipped: further steps, which changed nothing.
+        left: names that are not tensors.
     """
 
     tensors: Mapping[str, Stream]
@@ -132,7 +132,7 @@ class Source:
 
 
 def counted(streams: Sequence[Stream], what: str, progress: Progress) -> list[Stream]:
-    """The same values; `progress` is called with how many bytes of all were cut."""
+    """Return the streams with `progress` called after each block, with the bytes read of all of them."""
     done, total = 0, sum(stream.nbytes for stream in streams)
 
     def cut(stream: Stream) -> Iterator[Tensor]:
@@ -146,10 +146,10 @@ def counted(streams: Sequence[Stream], what: str, progress: Progress) -> list[St
 
 
 def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
-    """A shape that a file of another library states.
+    """Validate a shape from a file of another library.
 
     Raises:
-        CheckpointError: it is none; the line begins with `what`.
+        CheckpointError: the line begins with `what`.
     """
     try:
         shape = tuple(torch.Size(sizes))  # takes integers and nothing else
@@ -161,18 +161,13 @@ def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
 
 
 def put(file: IO[bytes], stream: Stream, what: str) -> None:
-    """Write all values."""
     for block in stream.blocks(what):
         file.write(memory_of(block))
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that does not exist yet, on the disk when the block ends.
-
-    Raises:
-        CheckpointError: the system refuses.
-    """
+    """Open a new file and synchronise it at the end of the block; errors of the system are CheckpointError."""
     with naming(path), path.open("xb") as file:
         yield file
         file.flush()

@@ -1,12 +1,12 @@
-"""Files of torch.save: written as a stream, and read without running the code they may hold.
+"""Write files of torch.save as a stream, and read them without running code in them.
 
-A `.pt` file is a zip whose `data.pkl` names the tensors and whose other records are their bytes, stored as they are.
-torch.save wants all tensors in memory at once; here the pickle is written from names and sizes alone, and the bytes
-follow block by block. Two names of one tensor share a record, so a tie stays a tie.
+A `.pt` file is a zip whose `data.pkl` names the tensors and whose other records are their bytes, not compressed.
+torch.save needs all tensors in memory; this writer makes the pickle from names and sizes alone, and the bytes follow
+block by block. Tied tensors share a record.
 
-A pickle is a program. Reading allows it to build tensors, numbers and containers, and refuses all else by name; still,
-read none but files that you trust: torch's own unpickler and allocator stand behind this. Every record of the zip has
-a CRC-32, which torch writes and does not look at; here it is compared.
+A pickle is a program. Reading allows tensors, numbers and containers, and rejects other classes by name. Still, read
+only files that you trust, because this relies on torch's unpickler and allocator. torch writes a CRC-32 of each record
+and never compares it; this module does.
 """
 
 import pickle
@@ -32,10 +32,10 @@ from zero.platform.safetensors_files import NAMES
 _CLASSES = torch.storage._dtype_to_storage_type_map()
 
 STORAGES = {dtype: getattr(torch, _CLASSES[dtype]) for dtype in NAMES if dtype in _CLASSES}
-"""The class that torch.save names for values of a dtype, of those that a checkpoint may hold; float8 has none."""
+"""Each dtype that a checkpoint may hold -> the class that torch.save names for it; float8 has none."""
 
 ALIGN_BYTES = 64
-"""Of each record, as torch.save does it: so that a mapped file holds aligned tensors."""
+"""The alignment of each record, as in torch.save: a mapped file holds aligned tensors."""
 
 TRUST = "only tensors are read from such a file, and only from one that you trust"
 
@@ -47,7 +47,7 @@ _LOCAL_HEADER_BYTES, _ZIP64_BYTES = 30, 20
 
 @dataclass(frozen=True)
 class _Record:
-    """Stands for the storage that a record of the zip will be."""
+    """The storage that a record of the zip will hold."""
 
     key: str
     stream: Stream
@@ -55,7 +55,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Whole:
-    """Stands for a tensor that is all of a record, and is pickled as torch.save pickles that tensor."""
+    """A tensor that is all of a record; pickled as torch.save pickles the tensor."""
 
     record: _Record
 
@@ -66,7 +66,7 @@ class _Whole:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes of a record what torch.save writes of the storage."""
+    """Pickles a record as torch.save pickles the storage."""
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Record):
@@ -82,20 +82,20 @@ def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) ->
         ties: further name -> name; both are in `tensors`.
 
     Raises:
-        CheckpointError: a tensor of a dtype that torch.save has no class for.
+        CheckpointError: torch.save has no class for a tensor's dtype.
     """
     for name, stream in tensors.items():
         if stream.dtype not in STORAGES:
             raise CheckpointError(f"{name} is {stream.dtype}, which is not written here; export --to hf holds it")
-    own = [name for name in tensors if name not in ties]
-    wholes = {name: _Whole(_Record(str(number), tensors[name])) for number, name in enumerate(own)}
+    owners = [name for name in tensors if name not in ties]
+    wholes = {name: _Whole(_Record(str(number), tensors[name])) for number, name in enumerate(owners)}
     text = BytesIO()
     _Pickler(text, protocol=2).dump(OrderedDict((name, wholes[ties.get(name, name)]) for name in tensors))
     folder = re.sub(r"[^A-Za-z0-9_-]", "_", path.stem)
     with new_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(f"{folder}/data.pkl", text.getvalue())
         archive.writestr(f"{folder}/byteorder", "little")
-        for name in own:
+        for name in owners:
             record = wholes[name].record
             place = _aligned(f"{folder}/data/{record.key}", file.tell())
             with archive.open(place, "w", force_zip64=True) as out:
@@ -104,11 +104,11 @@ def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) ->
 
 
 def _aligned(name: str, offset: int) -> zipfile.ZipInfo:
-    """A record whose header begins at `offset` and is as long as it takes."""
+    """Make the entry of a record at `offset`, padded so that its data are aligned."""
     place = zipfile.ZipInfo(name)
     begin = offset + _LOCAL_HEADER_BYTES + len(name) + 4 + _ZIP64_BYTES
     padding = -begin % ALIGN_BYTES
-    place.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # the field that torch pads with
+    place.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # torch's field
     return place
 
 
@@ -116,39 +116,39 @@ def _aligned(name: str, offset: int) -> zipfile.ZipInfo:
 
 
 def read(path: Path) -> Source:
-    """Find the tensors of a state dict, or of dicts in dicts: their names are joined by dots.
+    """Find the tensors of a state dict, or of nested dicts, whose names are joined by dots.
 
     Raises:
-        CheckpointError: it wants to build something else than tensors, is damaged, or holds none.
+        CheckpointError: the file is damaged, names other classes than tensors, or holds none.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     left: list[str] = []
     try:
         for name, value in _leaves(restricted(path, compare=True), ""):
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(f"{path}: has {name!r} twice, as a name and as names joined by dots")
             if isinstance(value, Tensor):
-                found[name] = value
+                tensors[name] = value
             else:
                 left.append(f"{name} ({type(value).__name__})")
     except RecursionError as error:
         raise CheckpointError(f"{path}: its dicts are nested without end; a state dict was expected") from error
-    if not found:
+    if not tensors:
         raise CheckpointError(f"{path}: holds no tensor with a name; a state dict was expected")
-    streams = {name: stream_of(value, f"{path}: {name!r}") for name, value in found.items()}
-    first = {_identity(value): name for name, value in reversed(found.items()) if value.numel()}
-    owners = {name: first.get(_identity(value), name) for name, value in found.items()}
-    return Source(streams, {name: one for name, one in owners.items() if one != name}, left=tuple(left))
+    streams = {name: stream_of(value, f"{path}: {name!r}") for name, value in tensors.items()}
+    first = {_identity(value): name for name, value in reversed(tensors.items()) if value.numel()}
+    owners = {name: first.get(_identity(value), name) for name, value in tensors.items()}
+    return Source(streams, {name: owner for name, owner in owners.items() if owner != name}, left=tuple(left))
 
 
 def restricted(path: Path, *, compare: bool = False) -> Any:
-    """What a file holds, its tensors mapped and not read.
+    """Return the contents of a file, with tensors mapped and not read.
 
     Args:
-        compare: read all of it once, and compare its records with their CRC-32.
+        compare: read all records once, and compare their CRC-32.
 
     Raises:
-        CheckpointError: it wants to build something else than tensors, numbers and containers, or is damaged.
+        CheckpointError: the file is damaged, or names other classes than tensors, numbers and containers.
     """
     with naming(path), path.open("rb") as file:
         try:
@@ -162,10 +162,10 @@ def restricted(path: Path, *, compare: bool = False) -> Any:
 
 
 def check_records(file: IO[bytes]) -> None:
-    """Compare what torch.save wrote with its CRC-32; what it wrote before torch 1.6 has none.
+    """Compare the records of a zip with their CRC-32; files from before torch 1.6 have none.
 
     Raises:
-        ValueError: a record is damaged. Or whatever a damaged zip makes of its reader.
+        ValueError: a record is damaged. A damaged zip may raise any other exception.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -176,20 +176,20 @@ def check_records(file: IO[bytes]) -> None:
 
 
 def stream_of(value: Any, what: str) -> Stream:
-    """A tensor as it lies in a mapped file.
+    """Make a stream of a mapped tensor.
 
     Raises:
-        CheckpointError: it is none that a checkpoint can hold.
+        CheckpointError: a checkpoint cannot hold it.
     """
     plain = type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.is_cpu
     if not plain or value.dtype not in STORAGES:
-        seen = f"{value.layout}, {value.dtype}, {value.device}" if isinstance(value, Tensor) else type(value).__name__
-        raise CheckpointError(f"{what}: is {seen}, not a dense tensor of a dtype that a checkpoint holds")
+        form = f"{value.layout}, {value.dtype}, {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise CheckpointError(f"{what}: is {form}, not a dense tensor of a dtype that a checkpoint holds")
     return Stream.of(value.dtype, tuple(value.shape), lambda: value)
 
 
 def refused(what: str, error: BaseException) -> CheckpointError:
-    """torch explains itself on many lines, and how to switch the restriction off; its unpickler had said it in one."""
+    """Make a one-line error of torch's, which has many lines and explains how to switch the restriction off."""
     cause = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
     asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)|class (\S+) was not", str(cause))
     line = str(cause).strip().split("\n")[0].strip()[:200]

@@ -27,7 +27,7 @@ from pathlib import Path
 from zero.core.precision import DTYPES
 from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
-from zero.formats.export_checkpoint import FORMATS
+from zero.formats.exports import FORMATS
 from zero.trainer.answers import command_line
 
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"

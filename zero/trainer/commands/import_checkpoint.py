@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zero.errors import ZeroError
 from zero.formats import Choice, import_checkpoint, progress_bar, read_source
-from zero.formats.import_checkpoint import FORMATS
+from zero.formats.imports import FORMATS
 from zero.trainer.answers import command_line
 
 

@@ -1,7 +1,6 @@
 """Export a checkpoint to other formats: full parameters and buffers, under every name of the model.
 
-Values go from the checkpoint's files through their CRC-32 into the new file, a block of a tensor at a time. What is
-written appears under its name when it is complete.
+Values are read block by block, with their CRC-32. The new file or folder gets its name when it is complete.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.checkpoint.manifest import Entry
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ConfigError
-from zero.formats.hf import write as write_hf
+from zero.formats.safetensors_folder import write as write_hf
 from zero.formats.stream import Stream, counted
 from zero.formats.torch_file import write as write_torch
 from zero.platform.files import naming
@@ -31,7 +30,7 @@ FORMATS = ("hf", "torch", "dcp")
 
 
 class Exported(NamedTuple):
-    """What was written: names, bytes of their values, and further name -> name for what is tied."""
+    """The written tensors: their number, the bytes of their values, and further name -> name of tied ones."""
 
     tensors: int
     nbytes: int
@@ -39,10 +38,13 @@ class Exported(NamedTuple):
 
 
 def open_newest(path: Path, progress: Progress = silent) -> tuple[Checkpoint, list[str]]:
-    """A step as it is; of a run or a folder of checkpoints, the newest valid one, and why newer ones were rejected.
+    """Open a step, or the newest valid checkpoint of a run or a folder of checkpoints.
+
+    Returns:
+        The checkpoint, and a line about each newer one that is not valid.
 
     Raises:
-        CheckpointError: there is none, or only damaged ones.
+        CheckpointError: there is no valid checkpoint.
     """
     return open_at(SoloWorld(), path, progress)
 
@@ -63,13 +65,13 @@ def export_checkpoint(
         to: "hf" and "dcp" make a folder, "torch" a file.
         out: does not exist; its parent does.
         dtype: of the parameters, frozen ones too; buffers keep their own.
-        weights: "ema" for the running mean of the parameters in their place; frozen ones are as they are.
-        shard_bytes: of values in one file of "hf".
+        weights: "ema" to write the running mean of the parameters; frozen ones are as they are.
+        shard_bytes: the most bytes of values in one file of "hf".
         progress: called with the bytes of values that are read; a tie counts for each of its names, for "torch" once.
 
     Raises:
-        CheckpointError: damage, no such `weights`, values that `dtype` has no room for, or what the system refuses;
-            nothing is left.
+        CheckpointError: damage, no such `weights`, values that `dtype` cannot hold, or an error of the system; nothing
+            is left.
         ConfigError: an unknown format, or `out` exists.
     """
     if to not in FORMATS:
@@ -93,12 +95,12 @@ def export_checkpoint(
 
 
 def whole(checkpoint: Checkpoint, *, frozen: bool = True) -> dict[str, Tensor]:
-    """Parameters in fp32 and buffers in memory, under every name of the model; what is tied is one tensor.
+    """Read parameters in fp32 and buffers, under every name of the model; tied names share a tensor.
 
     Args:
-        frozen: with the parameters that nothing trained.
+        frozen: include frozen parameters.
     """
-    left = set() if frozen else {one.name for one in checkpoint.manifest.entries if one.kind == FROZEN}
+    left = set() if frozen else {entry.name for entry in checkpoint.manifest.entries if entry.kind == FROZEN}
     with Tensors(checkpoint) as files:
         streams, ties = _streams(checkpoint, files, torch.float32, weights_of(checkpoint, PARAMETER))
         names = [name for name in streams if ties.get(name, name) not in left]
@@ -109,25 +111,23 @@ def whole(checkpoint: Checkpoint, *, frozen: bool = True) -> dict[str, Tensor]:
 def _streams(
     checkpoint: Checkpoint, files: Tensors, dtype: torch.dtype, trained: Mapping[str, Entry]
 ) -> tuple[dict[str, Stream], dict[str, str]]:
-    """Every name of the model, and which of them are further names of others."""
-    found = {}
-    for one in checkpoint.manifest.entries:
-        if one.kind in (PARAMETER, FROZEN, BUFFER):
-            entry = trained.get(one.name, one) if one.kind == PARAMETER else one
+    """Return a stream for every name of the model, and further name -> name of tied ones."""
+    streams = {}
+    for entry in checkpoint.manifest.entries:
+        if entry.kind in (PARAMETER, FROZEN, BUFFER):
+            entry = trained.get(entry.name, entry) if entry.kind == PARAMETER else entry
             stream = Stream.read_by(getattr(torch, entry.dtype), entry.shape, partial(files.read, entry))
-            found[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
-    saved_ties = checkpoint.manifest.facts.get("ties", {})
-    if not isinstance(saved_ties, dict) or not all(
-        isinstance(owner, str) and owner in found for owner in saved_ties.values()
-    ):
+            streams[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
+    ties = checkpoint.manifest.facts.get("ties", {})
+    if not isinstance(ties, dict) or not all(isinstance(owner, str) and owner in streams for owner in ties.values()):
         raise CheckpointError(f"{checkpoint.folder}: its manifest ties names to tensors that it does not hold")
-    ties = {name: owner for name, owner in saved_ties.items() if name not in found}
-    return {**found, **{name: found[owner] for name, owner in ties.items()}}, ties
+    ties = {name: owner for name, owner in ties.items() if name not in streams}
+    return {**streams, **{name: streams[owner] for name, owner in ties.items()}}, ties
 
 
 @contextlib.contextmanager
 def _appearing(out: Path, *, folder: bool) -> Iterator[Path]:
-    """Where to write; it gets its name when the block ends well, and is removed when it does not."""
+    """Yield a temporary path, renamed to `out` at the end of the block, or removed after an exception."""
     unfinished = out.with_name(f".{out.name[:100]}.{secrets.token_hex(8)}")
     try:
         with naming(out):

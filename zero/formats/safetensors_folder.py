@@ -1,11 +1,11 @@
-"""Safetensors in the layout of Hugging Face: files of limited size, and an index that says what is in which.
+"""Read and write safetensors in the layout of Hugging Face: files of limited size, and an index.
 
     model-00001-of-00002.safetensors
     model-00002-of-00002.safetensors
     model.safetensors.index.json      {"metadata": {"total_size": .., "ties": {..}}, "weight_map": {name: file}}
 
-Safetensors has no two names for the same bytes, so a tied weight is written once under each of its names: every name
-of the model is there, which is what a strict load asks for. `ties` is ours; others leave it alone.
+Safetensors has no two names for the same bytes, so a tied weight is written once under each of its names, as a strict
+load requires. The key `ties` is ours; other libraries ignore it.
 """
 
 import json
@@ -22,17 +22,21 @@ SINGLE = "model.safetensors"
 
 
 def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], shard_bytes: int) -> None:
-    """Write files of at most `shard_bytes` of values each, but for a tensor that is larger by itself.
+    """Write files of at most `shard_bytes` of values each; a larger tensor gets a file of its own.
 
     Args:
         folder: exists and is empty.
     """
-    files = _shared_out(tensors, shard_bytes)
+    files = names_by_file(tensors, shard_bytes)
     weight_map = {}
     for number, names in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _write_file(folder / name, {key: tensors[key] for key in names})
-        weight_map.update(dict.fromkeys(names, name))
+        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        parts = widest_first([Part(name, tensors[name].dtype, tensors[name].shape) for name in names])
+        with new_file(folder / file_name) as file:
+            file.write(header(parts, align_bytes=8, metadata={"format": "pt"}))  # transformers requires the format
+            for part in parts:
+                put(file, tensors[part.key], part.key)
+        weight_map.update(dict.fromkeys(names, file_name))
     metadata: dict[str, Any] = {"total_size": sum(stream.nbytes for stream in tensors.values())}
     if ties:
         metadata["ties"] = dict(ties)
@@ -44,20 +48,21 @@ def read(path: Path) -> Source:
     """Find the tensors of a folder with an index or a single file, or of one file.
 
     Raises:
-        CheckpointError: no such files, or index and files contradict each other.
+        CheckpointError: there are no such files, or index and files contradict each other.
     """
     if not path.is_file() and not (path / INDEX).is_file():
         if not (path / SINGLE).is_file():
             raise CheckpointError(f"{path}: holds neither {INDEX} nor {SINGLE}; give the folder or file that does")
         path /= SINGLE
-    found = StoredWeights(path)
+    stored = StoredWeights(path)
     tensors = {
-        name: Stream.read_by(found.dtype(name), found.shape(name), partial(found.read, name)) for name in sorted(found)
+        name: Stream.read_by(stored.dtype(name), stored.shape(name), partial(stored.read, name))
+        for name in sorted(stored)
     }
-    return Source(tensors, ties=found.ties)
+    return Source(tensors, ties=stored.ties)
 
 
-def _shared_out(tensors: Mapping[str, Stream], shard_bytes: int) -> list[list[str]]:
+def names_by_file(tensors: Mapping[str, Stream], shard_bytes: int) -> list[list[str]]:
     files: list[list[str]] = [[]]
     filled = 0
     for name, stream in tensors.items():
@@ -67,11 +72,3 @@ def _shared_out(tensors: Mapping[str, Stream], shard_bytes: int) -> list[list[st
         files[-1].append(name)
         filled += stream.nbytes
     return files
-
-
-def _write_file(path: Path, tensors: Mapping[str, Stream]) -> None:
-    parts = widest_first([Part(name, one.dtype, one.shape) for name, one in tensors.items()])
-    with new_file(path) as file:
-        file.write(header(parts, align_bytes=8, metadata={"format": "pt"}))  # transformers opens no file without it
-        for part in parts:
-            put(file, tensors[part.key], part.key)

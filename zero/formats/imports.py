@@ -1,43 +1,38 @@
-"""Import what other libraries wrote as a checkpoint that loads like one of ours.
+"""Import files of other libraries as a checkpoint.
 
-A source has names and values. What it does not have is decided here: which names are parameters, frozen or buffers;
-moments that it lacks are zeros; its generators and loss scale begin anew. Whether names and shapes are those of a
-model, loading says.
+A source has names and values. `Choice` states the rest: which names are parameters, frozen or buffers. Missing moments
+are zeros; random generators and loss scale start anew. `zero.load` later compares names and shapes with the model.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from zero.checkpoint import Root
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, lone
-from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.manifest import FORMAT, UNWRITTEN, Index, Manifest, file_name, held, step_name, to_text
 from zero.checkpoint.save import facts_of
 from zero.checkpoint.shard import ShardWriter
 from zero.core.precision import Precision
 from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError, if_it_fails
-from zero.formats.hf import read as read_hf
+from zero.formats.safetensors_folder import read as read_hf
 from zero.formats.stream import Source, Stream, counted
 from zero.formats.torch_file import read as read_torch
 from zero.formats.universal import read as read_deepspeed
 from zero.platform.files import memory_of, naming
-from zero.platform.safetensors_files import NAMES, Part, header
+from zero.platform.safetensors_files import NAMES, header
 from zero.progress import Progress, silent
 
 FORMATS = ("hf", "torch", "dcp", "deepspeed")
 
 STATISTICS = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
-"""Names that torch's own buffers have."""
-
+"""Names of torch's own buffers."""
 
 Value = tuple[str, str, Stream]
 """Name, kind and values of one tensor of the checkpoint."""
@@ -45,15 +40,15 @@ Value = tuple[str, str, Stream]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a source does not state.
+    """The facts that a source does not state.
 
     Attributes:
-        prefix: only names that begin with it are taken, without it.
-        moments: what the optimizer will want of each parameter: mu and nu for Adam, mu for Lion and momentum.
+        prefix: import only names that begin with it, and strip it.
+        moments: the optimizer's moments of each parameter: mu and nu for Adam, mu for Lion and momentum.
         frozen: names or patterns of parameters that will not be trained.
-        buffers: names or patterns of buffers, beside what is no floating-point tensor or named as torch's own.
-        ties: further name -> name. Both are compared, and one is kept.
-        step: updates made; None: what the source states, or 0 where it has no moments.
+        buffers: names or patterns of buffers, besides integer tensors and torch's own buffers.
+        ties: further name -> name. Their values are compared if the source has both.
+        step: updates made; None: as the source states, or 0 if it has no moments.
     """
 
     prefix: str = ""
@@ -65,17 +60,17 @@ class Choice:
 
 
 class Imported(NamedTuple):
-    """The published folder, and lines for a person on what the source did not have."""
+    """The published folder, and lines about missing and unused values."""
 
     folder: Path
     notes: list[str]
 
 
 def read_source(from_: str, path: Path) -> Source:
-    """Find what is there; values are read later.
+    """Find the tensors of a file or folder; their values are read later.
 
     Raises:
-        CheckpointError: it is not what `from_` says, or holds more than tensors.
+        CheckpointError: the path is not of the format `from_`, is damaged, or holds other objects than tensors.
         ConfigError: an unknown format.
     """
     if from_ not in FORMATS:
@@ -102,9 +97,8 @@ def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), pro
         progress: called with the bytes that are written.
 
     Raises:
-        CheckpointError: ties that are none, values that cannot be read, a step that is there already; nothing was
-            published.
-        ConfigError: a name or pattern that fits no tensor.
+        CheckpointError: tied values differ, values cannot be read, or the step exists; nothing was published.
+        ConfigError: a name or pattern matches no tensor.
     """
     source = _under(source, choice.prefix)
     ties = {**source.ties, **choice.ties}
@@ -121,28 +115,30 @@ def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), pro
 
 
 def _under(source: Source, prefix: str) -> Source:
-    def taken(names: Iterable[str]) -> dict[str, str]:
+    """Keep the names that begin with `prefix`, without it."""
+
+    def stripped(names: Iterable[str]) -> dict[str, str]:
         return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
-    names, further = taken(source.tensors), taken(source.ties)
+    names, further = stripped(source.tensors), stripped(source.ties)
     if not names:
-        there = next(iter(source.tensors), "no tensor")
-        raise ConfigError(f"--prefix {prefix!r}: no tensor's name begins with it; there is {there}")
+        first = next(iter(source.tensors), "no tensor")
+        raise ConfigError(f"--prefix {prefix!r}: no tensor's name begins with it; there is {first}")
     return dataclasses.replace(
         source,
         tensors={short: source.tensors[name] for name, short in names.items()},
         ties={short: names[source.ties[name]] for name, short in further.items() if source.ties[name] in names},
-        moments={(names[name], kind): one for (name, kind), one in source.moments.items() if name in names},
+        moments={(names[name], kind): moment for (name, kind), moment in source.moments.items() if name in names},
         kinds={names[name]: kind for name, kind in source.kinds.items() if name in names},
         left=tuple(source.left) + tuple(name for name in source.tensors if name not in names),
     )
 
 
-# -- what is what ------------------------------------------------------------------------------------------------------
+# -- kinds -------------------------------------------------------------------------------------------------------------
 
 
 def _check_ties(source: Source, ties: Mapping[str, str]) -> None:
-    """The source may have the values under the further name too; then they must be the same."""
+    """Compare the values of tied names, if the source has both."""
     for name, owner in ties.items():
         if owner not in source.tensors or owner in ties:
             raise ConfigError(f"{name} is tied to {owner}, which is not a tensor of the source")
@@ -151,15 +147,15 @@ def _check_ties(source: Source, ties: Mapping[str, str]) -> None:
             raise CheckpointError(f"{name} and {owner} are to be tied, but their values differ; leave the tie out")
 
 
-def _equal(one: Stream, other: Stream, what: str) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _equal(first: Stream, second: Stream, what: str) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    pairs = zip_longest(one.blocks(what), other.blocks(what))
+    pairs = zip(first.blocks(what), second.blocks(what), strict=True)  # all blocks but the last are of one size
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str, str]:
-    """What each tensor is; further names of others are left out."""
+    """Return the kind of each tensor, without further names of tied ones."""
     names = [name for name in source.tensors if name not in ties]
     for key, patterns in (("--frozen", choice.frozen), ("--buffers", choice.buffers)):
         for pattern in patterns:
@@ -168,9 +164,9 @@ def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str,
 
     def kind(name: str) -> str:
         buffers = (*choice.buffers, *STATISTICS)
-        if not source.tensors[name].dtype.is_floating_point or any(fnmatchcase(name, one) for one in buffers):
+        if not source.tensors[name].dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in buffers):
             return BUFFER
-        if any(fnmatchcase(name, one) for one in choice.frozen):
+        if any(fnmatchcase(name, pattern) for pattern in choice.frozen):
             return FROZEN
         return source.kinds.get(name, PARAMETER)
 
@@ -178,28 +174,25 @@ def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str,
 
 
 def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) -> list[Value]:
-    """Everything that the checkpoint will hold: masters and moments are fp32."""
-    found = []
+    """List the contents of the checkpoint; masters and moments are fp32."""
+    values = []
     for name, kind in kinds.items():
         stream = source.tensors[name]
-        is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # its scale is another tensor
+        is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # the scale is another tensor
         if stream.dtype not in NAMES or is_float8:
             raise CheckpointError(f"{name} ({kind}): is {stream.dtype}, which is not imported; import a bf16 copy")
-        found.append((name, kind, stream.to(torch.float32, name) if kind == PARAMETER else stream))
+        values.append((name, kind, stream.to(torch.float32, name) if kind == PARAMETER else stream))
+        zeros = Stream.read_by(torch.float32, stream.shape, lambda start, stop: torch.zeros(stop - start))
         for moment in moments if kind == PARAMETER else ():
-            own = source.moments.get((name, moment), Stream.read_by(torch.float32, stream.shape, _zeros))
-            if own.shape != stream.shape:
-                raise CheckpointError(f"{name}: its {moment} has shape {own.shape}, itself {stream.shape}")
-            found.append((name, moment, own.to(torch.float32, f"{moment} of {name}")))
-    return found
-
-
-def _zeros(start: int, stop: int) -> Tensor:
-    return torch.zeros(stop - start)
+            saved = source.moments.get((name, moment), zeros)
+            if saved.shape != stream.shape:
+                raise CheckpointError(f"{name}: its {moment} has shape {saved.shape}, itself {stream.shape}")
+            values.append((name, moment, saved.to(torch.float32, f"{moment} of {name}")))
+    return values
 
 
 def _notes(source: Source, kinds: Mapping[str, str], choice: Choice, ties: Mapping[str, str]) -> Iterator[str]:
-    """What a person would not expect."""
+    """Yield a line about each thing that the source lacks or the checkpoint leaves out."""
     parameters = [name for name, kind in kinds.items() if kind == PARAMETER]
     for kind in choice.moments:
         missing = sum((name, kind) not in source.moments for name in parameters)
@@ -224,7 +217,7 @@ def _publish(
     name = step_name(number)
     if number in root.steps():
         raise CheckpointError(f"{root.path / name}: exists; give --step or another --out")
-    scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # whoever loads it begins with one of its own
+    scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # a load starts with its own scale
     manifest = Manifest(
         format=FORMAT,
         step=number,
@@ -236,23 +229,15 @@ def _publish(
     )
     pieces = held(manifest.flats, 0)
     parts = [piece.part for piece in pieces]
-    header(parts)  # an error before the folder is made
+    header(parts)  # this and the next raise before the folder is made
     to_text(manifest)
     folder = root.begin(number)
     with if_it_fails(partial(root.abandon, folder)):
-        filled = [values[piece.flat][2] for piece in pieces]
-        streams = counted(filled, "importing", progress)
-        named = zip((f"{piece.slot.name} ({piece.kind})" for piece in pieces), streams, strict=True)
-        hashes, finite = _write(root, folder / file_name(0, 1), parts, named)
-        file = root.write_index(folder, 0, 1, Index(hashes, None))
+        streams, finite = counted([values[piece.flat][2] for piece in pieces], "importing", progress), True
+        with ShardWriter(root.disk, folder / file_name(0, 1), parts) as writer:
+            for piece, stream in zip(pieces, streams, strict=True):
+                for block in stream.blocks(f"{piece.slot.name} ({piece.kind})"):
+                    finite = finite and bool(block.isfinite().all())
+                    writer.write(memory_of(block))
+            file = root.write_index(folder, 0, 1, Index(writer.finish(), None))
         return root.publish(folder, number, to_text(manifest._replace(files=(file,), finite=finite)))
-
-
-def _write(root: Root, path: Path, parts: list[Part], streams: Iterable[tuple[str, Stream]]) -> tuple[FileHash, bool]:
-    finite = True
-    with ShardWriter(root.disk, path, parts) as writer:
-        for what, stream in streams:
-            for block in stream.blocks(what):
-                finite = finite and bool(block.isfinite().all())
-                writer.write(memory_of(block))
-        return writer.finish(), finite

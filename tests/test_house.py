@@ -206,15 +206,11 @@ def test_a_file_begins_with_its_idea():
 
 
 NOT_YET = """
-    checkpoint.disk checkpoint.json_values checkpoint.load checkpoint.manifest checkpoint.open checkpoint.publish
-    checkpoint.save checkpoint.shard
     core.schema
     engine.arguments engine.compile engine.facts engine.first_values engine.full
     engine.gather engine.init engine.page_table engine.placeholder engine.placing engine.plan
     engine.state engine.traffic engine.unit engine.visit_order
     errors
-    formats.dcp formats.export_checkpoint formats.hf formats.import_checkpoint formats.stream formats.torch_file
-    formats.universal
     integrations.lightning integrations.transformers
     losses
     tracker tracker.console tracker.earlier tracker.meter tracker.report.chart tracker.report.folder tracker.report.page

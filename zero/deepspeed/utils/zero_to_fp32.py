@@ -9,7 +9,7 @@ from zero.checkpoint import Checkpoint
 from zero.deepspeed.checkpoints import folder_of, open_saved
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ConfigError
-from zero.formats.export_checkpoint import export_checkpoint, whole
+from zero.formats.exports import export_checkpoint, whole
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

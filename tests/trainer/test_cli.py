@@ -102,24 +102,6 @@ def test_a_folder_that_another_run_writes_is_refused_and_left_alone(here, monkey
     assert train.main([*TINY, *words]) == train.main([*TINY, *words]) == 0, "a run goes on where one has ended"
 
 
-def test_a_working_directory_that_was_deleted_is_named(tmp_path, monkeypatch, capsys):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    monkeypatch.setenv("PWD", str(gone))
-    gone.rmdir()
-    assert train.main(TINY) == MachineError.exit_code
-    assert capsys.readouterr().err == f"{gone} was deleted while this shell is in it; cd to a folder that exists\n"
-
-
-def test_a_machine_without_proc_gets_the_command_that_mounts_it(here, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(Path, "exists", lambda path: path != Path("/proc/self"))
-    assert train.main(TINY) == MachineError.exit_code
-    assert capsys.readouterr().err == "/proc is not mounted, where memory is read; mount -t proc proc /proc\n"
-    assert not list(here.iterdir())
-
-
 def test_help_speaks_of_both_commands(here):
     done = program("--help", cwd=here)
     assert done.returncode == 0

@@ -9,7 +9,7 @@ import yaml
 import zero
 from zero.core.placement import PRESETS, Offload
 from zero.errors import ConfigError
-from zero.settings import optim, schedule, sections
+from zero.settings import optimizers as optim, schedule, step_sections as sections
 from zero.settings.build import build_optimizer, build_plan, build_precision
 from zero.tracker import settings as tracker
 from zero.trainer.compose import CONF, compose, settings_in

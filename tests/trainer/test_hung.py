@@ -124,7 +124,6 @@ def attempts(log: str) -> list[str]:
     return re.split(r"^rank \d of 2, process ", log, flags=re.MULTILINE)[1:]
 
 
-@pytest.mark.by_turns(2)
 def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

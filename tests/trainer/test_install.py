@@ -95,6 +95,7 @@ def test_the_wheel_has_the_options_pages_and_types_of_the_repository(wheel: Path
         *(f"zero/application/{path.relative_to(ROOT)}" for path in data),
         "zero/py.typed",
         "zero/tracker/report/style.css",
+        "zero/trainer/other_words.yaml",
     }
     assert {f"zero/{path.relative_to(ROOT / 'zero')}" for path in (ROOT / "zero").rglob("*.py")} < set(names)
 
@@ -109,7 +110,6 @@ def test_python_finds_what_was_installed(installed: Installed) -> None:
     assert (installed.here / page[1]).is_file()
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_what_is_done_with_a_run_is_done_outside_the_repository(installed: Installed) -> None:
     tiny = ("debug=tiny", "val.every=0", "sample.tokens=0")
@@ -126,7 +126,6 @@ def test_what_is_done_with_a_run_is_done_outside_the_repository(installed: Insta
     assert "-> imported/" in installed.run("zero-train", "import", "--from", "torch", "model.pt", "--out", "imported")
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_a_sweep_has_two_jobs(installed: Installed) -> None:
     """Each in a process of its own, which finds the function that trains by its name."""
@@ -134,13 +133,12 @@ def test_a_sweep_has_two_jobs(installed: Installed) -> None:
     assert "2 jobs: 2 finished" in installed.run("zero-train", "-m", *words)
 
 
-@pytest.mark.by_turns(2)
 def test_questions_are_answered(installed: Installed) -> None:
     planned = installed.run("zero-train", "plan", "debug=tiny", "plan.ranks=16", "plan.ranks_per_node=8")
     assert "  torchrun --nnodes 2 --nproc-per-node 8 -m zero debug=tiny" in planned
     assert " 0 bad," in installed.run("zero-train", "mode=doctor"), "what it needs is read from the wheel"
     assert "zero-train optim.clip=" in installed.run("zero-train", "mode=explain", "explain.key=optim.clip")
-    assert "see " in installed.run("zero-train", "dropout=0.1", exit_code=2)
+    assert "/docs/own-loop.md shows" in installed.run("zero-train", "dropout=0.1", exit_code=2)
     assert "complete -o " in installed.run("zero-train", "-sc", "install=bash")
 
 

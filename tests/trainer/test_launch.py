@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import zero
-from tests.conftest import LONG_S, SEED
+from tests.conftest import LONG_S
 from zero import errors
 from zero.errors import ConfigError, DeadlineError, MachineError, NumericsError, RankFailedError
 from zero.platform.memory_watch import Reading
@@ -256,7 +256,9 @@ def test_shared_memory_that_cannot_be_written_is_named(folder: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
         patch.object(multiprocessing.context.SpawnContext, "Lock", side_effect=full),
-        pytest.raises(MachineError, match=r"^/dev/shm cannot be written: No space left on device; free or mount"),
+        pytest.raises(
+            MachineError, match=r"^/dev/shm cannot be written: No space left on device. Mount shared memory there"
+        ),
     ):
         launch.launch(environment_of_rank, (), ranks=2, processes=launch.Processes(folder))
 
@@ -395,16 +397,15 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, ex
             os.kill(pid, 0)
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.usefixtures("_forked")
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("where", ["rank", "parent"])
 def test_a_sigterm_at_any_time_lets_all_ranks_return_from_the_same_step(tmp_path: Path, where: str, seed: int) -> None:
     """It is one request even where a scheduler signals every process, and the parent passes its own signal on."""
-    rng = random.Random(f"{SEED} {seed} {where}")
+    rng = random.Random(f"{seed} {where}")
     for trial in range(2):
         delay_s, rank = rng.uniform(0, 0.4), rng.randrange(2)
-        print(f"ZERO_TEST_SEED={SEED}, seed {seed}, trial {trial}: {where} {rank} after {delay_s:.3f} s")
+        print(f"seed {seed}, trial {trial}: {where} {rank} after {delay_s:.3f} s")
 
         def send(pids: list[int], delay_s: float = delay_s, rank: int = rank, trial: int = trial) -> None:
             time.sleep(delay_s)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import zero
 from zero.core import suggest
 from zero.core.secret import refuse_secret_words
-from zero.errors import ConfigError, MachineError, Preempted, RankFailedError, SettingError, one_line
+from zero.errors import ConfigError, Preempted, RankFailedError, SettingError, one_line
 from zero.platform.installed import as_called
 from zero.platform.run_files import hold, making
 from zero.tracker.report import sweep
@@ -69,7 +69,6 @@ def main(arguments: Sequence[str], train: "Train") -> int:
     """
     try:
         refuse_secret_words(arguments, os.environ)
-        _check_surroundings()
         arguments = [at_home(word) for word in arguments]
         if launch.under_torchrun():
             return _as_one_rank(arguments, train)
@@ -81,17 +80,6 @@ def main(arguments: Sequence[str], train: "Train") -> int:
             return _say_stopped(launch.describe(stopped) + _going_on(arguments, stopped.folder), stopped.exit_code)
     except Exception as error:
         return _say(launch.describe(error), getattr(error, "exit_code", 1))
-
-
-def _check_surroundings() -> None:
-    """Raise MachineError if the working directory was deleted, or if Linux has no /proc."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        folder = os.environ.get("PWD", "the working directory")
-        raise MachineError(f"{folder} was deleted while this shell is in it. cd to a folder that exists.") from None
-    if sys.platform == "linux" and not Path("/proc/self").exists():
-        raise MachineError("/proc is not mounted, where memory is read. Type mount -t proc proc /proc")
 
 
 def _going_on(arguments: Sequence[str], folder: Path | None) -> str:

@@ -19,28 +19,18 @@ largest tensor. OUT appears only when it is complete.
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from zero.core.precision import DTYPES
+from zero.core.setting_types import bytes_of
 from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
 from zero.formats.exports import FORMATS
 from zero.trainer.answers import command_line
 
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def size(text: str) -> int:
-    """Return the bytes of 5GB, 500MB, 1GiB or 1000000."""
-    match = re.fullmatch(r"([0-9]+)([A-Z]*)", text.strip().upper())
-    if not match or match[2] not in UNITS or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size. Write 5GB, 500MB or 1GiB.")
-    return int(match[1]) * UNITS[match[2]]
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -54,7 +44,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="fp32", choices=list(DTYPES), help="dtype of parameters; buffers keep theirs"
     )
-    parser.add_argument("--shard-size", default="5GB", type=size, help="largest size of a file of format hf")
+    parser.add_argument("--shard-size", default="5GB", type=bytes_of, help="largest size of a file of format hf")
     return parser.parse_args(words)
 
 

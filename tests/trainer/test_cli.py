@@ -142,7 +142,7 @@ def test_a_model_that_debug_makes_small_is_said(here, capsys):
     asked = ["debug=tiny", "model=gpt_124m", "mode=explain", "explain.key=zero.stage"]
     assert train.main(asked) == 0
     sets = "model.width=32 model.layers=2 model.heads=2 model.seq=32"
-    assert capsys.readouterr().err == f"warning: debug=tiny sets {sets} in place of what model=gpt_124m says\n"
+    assert capsys.readouterr().err == f"warning: debug=tiny replaces settings of model=gpt_124m: {sets}\n"
     typed = [f"model.{key}={value}" for key, value in (("width", 64), ("layers", 1), ("heads", 1), ("seq", 32))]
     assert train.main([*asked, *typed]) == 0
     assert capsys.readouterr().err == ""
@@ -294,14 +294,13 @@ def test_ctrl_c_in_a_sweep_shows_its_table_what_goes_on_and_what_remains(here, m
         return SimpleNamespace(val_loss=2.0)
 
     monkeypatch.setattr(job, "run", run)
-    monkeypatch.setattr(sys, "argv", ["../some where/mine.py"])
     asked = ["-m", *TINY, "seed=3,1,2,5", "hydra.sweep.dir=my sweep", "checkpoint.every=5"]
     assert train.main(asked) == 130
     printed = capsys.readouterr()
     assert "2 jobs: 1 finished, 1 stopped: my sweep/sweep.html" in printed.out
     assert printed.err == (
-        "stopped by SIGINT in run 1; the newest checkpoint is step-25; go on with: python '../some where/mine.py' "
-        "debug=tiny data=synthetic seed=1 checkpoint.every=5 'resume=\"my sweep/1/checkpoints/step-25\"'; "
+        "stopped by SIGINT in run 1. Continue with: python train.py debug=tiny data=synthetic seed=1 "
+        "checkpoint.every=5 'resume=\"my sweep/1/checkpoints/step-25\"'; "
         "2 of its runs did not begin: seed=2, seed=5\n"
     )
 
@@ -317,9 +316,9 @@ def test_ctrl_c_before_anything_was_saved_says_what_would_have(here, monkeypatch
     monkeypatch.setattr(job, "run", run)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train.main([*TINY, f"checkpoint.every={every}"]) == 130
-    due = "checkpoint.every=500 was not due yet" if every else "checkpoint.every=100 saves every 100 steps"
+    advice = "" if every else "checkpoint.every=100 saves every 100 steps; "
     assert capsys.readouterr().err == (
-        f"\nstopped by SIGINT; nothing was saved; {due}, and SIGTERM (not Ctrl-C) saves before it stops\n"
+        f"\nstopped by SIGINT. Nothing was saved; {advice}SIGTERM, unlike Ctrl-C, saves before it stops\n"
     )
 
 
@@ -583,7 +582,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(here):
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: parent and ranks alike
         _, said = running.communicate(timeout=LONG_S)
     assert running.returncode == 130
-    assert said.startswith("stopped by SIGINT; nothing was saved; checkpoint.every=100 saves every 100 steps")
+    assert said.startswith("stopped by SIGINT. Nothing was saved; checkpoint.every=100 saves every 100 steps")
     assert said.count("\n") == 1
     assert not _alive_after(running.pid)
     summary = summary_of(folder)

@@ -317,7 +317,7 @@ def test_a_job_that_cannot_be_is_a_row_with_its_cause_and_the_others_run(here, m
     assert train.main(["-m", "zero.stage=0,3", "offload=infinity,none", *QUICK, "hydra.sweep.dir=sweep"]) == 2
     said = "offload=infinity keeps parameters on disk, which only zero.stage=3 can"
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"warning: 1 of 4 runs cannot be, and the others go on: {said}")
+    assert first.startswith(f"warning: 1 of 4 runs cannot start: {said}")
     assert "(in the run zero.stage=0 offload=infinity)" in first
     assert last.startswith(said)
     rows = table(here / "sweep")

@@ -152,7 +152,7 @@ def test_threads_that_may_be_inside_torch_are_waited_for():
     )
 
 
-STAGE_FILES = ("core.stage", "core.setting_types", "core.schema", "settings.sections", "trainer.config")
+STAGE_FILES = ("core.stage", "core.setting_types", "core.schema", "settings.step_sections", "trainer.config")
 DEVICE_FILES = ("platform.device", "platform.cuda", "testing.simulated_gpu", "testing.operators")
 
 
@@ -213,13 +213,8 @@ NOT_YET = """
     errors
     integrations.lightning integrations.transformers
     losses
-    tracker tracker.console tracker.earlier tracker.meter tracker.report.chart tracker.report.folder tracker.report.page
-    tracker.report.run tracker.report.scale tracker.report.sweep tracker.tensorboard tracker.track tracker.view
-    tracker.wandb
-    trainer.answers trainer.commands trainer.commands.export_checkpoint trainer.config.sections trainer.data
-    trainer.data.source trainer.data.tokenizer trainer.data.windows trainer.doctor trainer.evaluate trainer.explain
-    trainer.job trainer.launch.begun trainer.launch.process trainer.launch.ranks trainer.models.hf
-    trainer.models.hf_config trainer.saver trainer.task
+    trainer.answers trainer.commands trainer.commands.export_checkpoint trainer.config.sections trainer.doctor
+    trainer.explain trainer.launch.begun trainer.launch.process trainer.launch.ranks
 """
 """Files with docstrings or names that break the next rule. Take a file out when it keeps the rule; add none."""
 

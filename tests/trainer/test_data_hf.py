@@ -23,7 +23,7 @@ from zero.errors import ConfigError  # noqa: E402
 from zero.progress import silent  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
 from zero.trainer import checks, loop  # noqa: E402
-from zero.trainer.data import HFTextConfig, check_data, hf, open_data  # noqa: E402
+from zero.trainer.data import HFTextConfig, check_data, open_data, tokenised  # noqa: E402
 from zero.trainer.data.tokenizer import Tokenizer  # noqa: E402
 
 SEQ, END = 8, "<|end|>"
@@ -135,8 +135,8 @@ def hf_decode(config, numbers):
 def test_a_long_file_goes_in_pieces_and_comes_back_as_it_was(config, tmp_path, monkeypatch):
     """One document, so its end is held out."""
     text = "".join(map(text_of, range(30))) + "no line ends here " * 20
-    monkeypatch.setattr(hf, "PIECE", 100)
-    monkeypatch.setattr(hf, "BATCH", 250)
+    monkeypatch.setattr(tokenised, "PIECE", 100)
+    monkeypatch.setattr(tokenised, "BATCH", 250)
     (tmp_path / "long.txt").write_text(text)
     config = replace(config, path=str(tmp_path / "long.txt"))
     told = []
@@ -157,7 +157,7 @@ def test_a_long_file_goes_in_pieces_and_comes_back_as_it_was(config, tmp_path, m
 def test_tokens_are_made_once_and_again_for_whatever_changes_them(config, tokenizer, tmp_path, monkeypatch):
     first = open_data(config, SEQ, seed=0)
     with monkeypatch.context() as patched:
-        patched.setattr(hf, "_make", None)
+        patched.setattr(tokenised, "_make", None)
         again = open_data(config, SEQ, seed=0)
     assert again.digest == first.digest
     assert torch.equal(again.batch(7, 0, 4, 4), first.batch(7, 0, 4, 4))
@@ -185,20 +185,22 @@ def test_without_a_key_the_users_cache_keeps_them(config, tmp_path, monkeypatch)
 
 def test_what_fails_halfway_leaves_nothing_that_could_be_believed(config, tmp_path):
     records(tmp_path / "texts" / "zz.jsonl", [1], column="txt")
-    with pytest.raises(ConfigError, match=r"data\.column=text is not a column of .*zz\.jsonl, line 1; it has id, txt"):
+    with pytest.raises(
+        ConfigError, match=r"data\.column=text is not a column of .*zz\.jsonl, line 1; columns of text: txt"
+    ):
         open_data(config, SEQ, seed=0)
     assert list(config.cached.iterdir()) == []
 
 
 def test_of_runs_that_tokenise_at_once_the_slower_takes_what_the_faster_made(config, monkeypatch):
     """Both have made all of it when one renames, and neither looks again before it does."""
-    both, make = threading.Barrier(2), hf._make
+    both, make = threading.Barrier(2), tokenised._make
 
     def together(*args):
         make(*args)
         both.wait(30)
 
-    monkeypatch.setattr(hf, "_make", together)
+    monkeypatch.setattr(tokenised, "_make", together)
     monkeypatch.setattr(Path, "is_dir", lambda path, seen=Path.is_dir: path.parent != config.cached and seen(path))
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda seed: open_data(config, SEQ, seed), (0, 0))
@@ -214,7 +216,7 @@ def opened(world, config):
 
 def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch):
     """Longer than a wait may take: a word now and then keeps them."""
-    makers, make = [], hf._make
+    makers, make = [], tokenised._make
 
     def slow(config, tokenizer, folder, tell):
         for _ in range(6):
@@ -223,7 +225,7 @@ def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch)
         makers.append(folder)
         make(config, tokenizer, folder, tell)
 
-    monkeypatch.setattr(hf, "_make", slow)
+    monkeypatch.setattr(tokenised, "_make", slow)
     found = run_ranks(3, opened, config)
     assert len(makers) == 1
     assert len({digest for digest, _ in found}) == 1
@@ -232,9 +234,9 @@ def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch)
 
 
 def test_a_rank_that_does_not_see_the_folder_says_which_key_to_set(config, monkeypatch):
-    monkeypatch.setattr(hf, "_found_or_made", lambda *args: Path("/no/such/folder"))
+    monkeypatch.setattr(tokenised, "_found_or_made", lambda *args: Path("/no/such/folder"))
     with pytest.raises(ConfigError, match=r"rank 1 does not see /no/such/folder.*set data\.cache"):
-        run_ranks(2, lambda world: hf._agreed(config, Tokenizer(config.tokenizer), world, silent))
+        run_ranks(2, lambda world: tokenised._agreed(config, Tokenizer(config.tokenizer), world, silent))
 
 
 # -- datasets ----------------------------------------------------------------------------------------------------------
@@ -269,8 +271,8 @@ def test_rows_that_datasets_saved_are_documents(config, tmp_path):
 def test_what_datasets_saved_is_checked_without_it(config, tmp_path, monkeypatch):
     text, number = {"dtype": "string", "_type": "Value"}, {"dtype": "int64", "_type": "Value"}
     saved = replace(config, path=saved_by_datasets(tmp_path / "saved", {"body": text, "n": number}))
-    refused(saved, "data.column=text is not a column of", "it has body, n")
-    refused(replace(saved, column="n"), "data.column=n holds int64, not text; body holds text")
+    refused(saved, "data.column=text is not a column of", "columns of text: body")
+    refused(replace(saved, column="n"), "data.column=n holds int64, not text; columns of text: body")
     broken = tmp_path / "broken"
     saved_by_datasets(broken, [])
     refused(replace(config, path=str(broken)), "dataset_info.json is not that of datasets")
@@ -300,7 +302,7 @@ def test_texts_that_cannot_be_read_are_refused_in_one_line(config, tmp_path):
         ("list.jsonl", b'["text"]', ["line 1 is not a record"]),
         ("null.jsonl", b'{"text": null}', ["line 1: data.column=text holds NoneType, not text"]),
         ("half.jsonl", b'{"text": "\\ud800"}', ["line 1 holds half a character"]),
-        ("other.json", b'\n{"body": ""}', ["data.column=text is not a column of", "line 2; it has body"]),
+        ("other.json", b'\n{"body": ""}', ["data.column=text is not a column of", "line 2; columns of text: body"]),
         ("latin.txt", b"caf\xe9", ["latin.txt is not UTF-8"]),
     ):
         (tmp_path / name).write_bytes(content)
@@ -327,7 +329,7 @@ def test_a_chat_without_text_is_refused_with_what_makes_text_of_it(config, tmp_p
 def test_a_column_without_text_is_refused_with_those_that_hold_text(config, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT, "prompt": "hello", "source": "forum"}))
     chat = replace(config, path=str(tmp_path / "chat.jsonl"), column="messages")
-    refused(chat, "line 1: data.column=messages holds list, not text; prompt, source hold text")
+    refused(chat, "line 1: data.column=messages holds list, not text; columns of text: prompt, source")
     check_data(replace(chat, column="prompt"), SEQ)
 
 
@@ -410,7 +412,7 @@ def test_train_py_takes_texts_through_the_models_own_tokenizer(llama, config, he
     said = capsys.readouterr().out
     assert f"weights: fresh ones, {llama} holds no safetensors" in said
     assert "document" in said.split("sample:")[1], "the beginning of a validation row"
-    monkeypatch.setattr(hf, "_make", None)
+    monkeypatch.setattr(tokenised, "_make", None)
     monkeypatch.setattr(loop, "sample_text", lambda *_: "words \n   ")
     assert run(llama, config, "steps=4", "resume=first", "hydra.run.dir=second") == 0
     told = [json.loads((here / name / "summary.json").read_text()) for name in ("first", "second")]

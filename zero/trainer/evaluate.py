@@ -1,7 +1,7 @@
 """Validation loss and a sample of text, by all ranks together.
 
-Rows are cut into chunks of a fixed size, whatever the world or the batch, chunks are dealt to ranks in turn, and a rank
-without one computes another's for nothing, because every rank must run the model equally often.
+Rows are cut into chunks of a fixed size, on any world and batch, and dealt to ranks in turn. A rank without a chunk
+computes another's and drops it, because every rank must run the model equally often.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from zero.trainer.launch import preempted
 from zero.trainer.models import generate
 
 CHUNK_TOKENS = 2048
-"""Tokens that one rank evaluates at a time, in whole rows; few, so that validation needs no more memory than a step."""
+"""Tokens that a rank evaluates at a time, in whole rows; few, so that validation needs no more memory than a step."""
 
 
 def validation_loss(
     loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int, progress: Progress = silent
 ) -> float:
-    """Mean loss over the first `rows` validation rows, or over all where there are fewer; the same on every rank.
+    """Return the mean loss over the first `rows` validation rows, or all if fewer; the same on every rank.
 
     Args:
         loss: (rows, seq + 1) int64 on the world's device to their mean loss.
@@ -46,9 +46,9 @@ def validation_loss(
 
 
 def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, config: Config) -> str:
-    """The beginning of a function, or of a validation row, continued by the model as `config.sample` says.
+    """Continue the beginning of a function, or of a validation row, as `config.sample` says.
 
-    A request to stop, at any rank, ends the sample early: training is over, and nothing is lost.
+    A request to stop, at any rank, ends the sample early.
 
     Args:
         logits: (1, t) int64 on the world's device to (1, t, vocab).
@@ -59,18 +59,18 @@ def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, co
         world.all_reduce(requests, what="asked to stop").wait()
         return bool(requests)
 
-    seq, wanted = config.model.seq, config.sample
+    seq, sample = config.model.seq, config.sample
     source = config.source()
-    if isinstance(source, TextConfig) and source.folder is None:  # the sources of Python's standard library
+    if isinstance(source, TextConfig) and source.folder is None:  # Python's standard library
         prompt = torch.tensor([list(b"def main(")])[:, :seq].to(world.device)
     else:
         prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
     continued = generate(
-        logits, prompt, wanted.tokens, seq=seq, temperature=wanted.temperature, seed=config.seed, stopped=stopped
+        logits, prompt, sample.tokens, seq=seq, temperature=sample.temperature, seed=config.seed, stopped=stopped
     )
     return printable(data.decode(continued[0].cpu()))
 
 
 def printable(text: str) -> str:
-    """What a model made up must not command the terminal."""
+    """Replace control characters, which would command the terminal."""
     return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{REPLACEMENT CHARACTER}" for mark in text)

@@ -1,7 +1,7 @@
-"""The processes of a run, its folder, and what a run that fails leaves there.
+"""The processes of a run, its folder, and the files of a run that fails.
 
-`train` is the function of train.py, which each rank runs: in this process, in one that is started here, or in one that
-torchrun has started.
+`train` is the function of train.py, which each rank runs: in this process, in a child process, or in a process of
+torchrun.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from zero.tracker.meter import Summary
 
     Train = Callable[[Config, Path], Summary]
-    """What one rank does; it is found by its name in other processes."""
+    """The function of a rank; other processes import it by its name."""
 
 
 def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) -> "Summary":
-    """Train on as many ranks as the settings say, inside this process if that is one, and leave a complete folder.
+    """Train on the ranks of the settings, inside this process if there is one, and leave a complete folder.
 
     Args:
         apart: use a child process even for one rank, so that runs share neither memory peaks nor crashes.
@@ -40,18 +40,18 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
     from zero.tracker.jsonl import STOPPED
 
     ranks, restarts = launch.count_ranks(config.launch.ranks, config.launch.device), config.launch.max_restarts
-    config.on(ranks)  # whether the batch divides; what is auto the ranks resolve
+    config.on(ranks)  # raises where the batch does not divide
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_config(config, folder)
-    how = _processes(config, folder)
+    processes = _processes(config, folder)
     with _failing(folder, final=True), warnings.catch_warnings():
-        # the command line has warned of a folder that is memory: a rank on the same terminal does not say it again
+        # the command line has warned of it already
         warnings.filterwarnings("ignore", message="offload.path=.* is memory")
         if ranks == 1 and not apart and not restarts:
-            summary = launch.inside(train, config, folder, processes=how)
+            summary = launch.inside(train, config, folder, processes=processes)
         else:
-            summary = launch.launch(train, config, folder, ranks=ranks, processes=how, max_restarts=restarts)
+            summary = launch.launch(train, config, folder, ranks=ranks, processes=processes, max_restarts=restarts)
     if summary.exit_reason == STOPPED:
         done = f"stopped by a signal after step {summary.steps}"
         if summary.checkpoint is None:
@@ -60,33 +60,33 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
     return summary
 
 
-def run_under_torchrun(train: "Train", given: tuple[Config, Callable[[], Path]] | None, timeout_s: float) -> None:
-    """Train as the rank that torchrun made of this process, in the folder of the run if this is not its first start.
+def run_under_torchrun(train: "Train", request: tuple[Config, Callable[[], Path]] | None, timeout_s: float) -> None:
+    """Train as a rank of torchrun, in the folder of the run if this is not its first start.
 
     Args:
-        given: settings, and what makes the folder of a new run, on rank 0, which sends them to the others; None there.
-        timeout_s: longest wait for them.
+        request: settings, and a function that makes the folder of a new run, on rank 0; None on other ranks.
+        timeout_s: longest wait for rank 0's request.
     """
     from zero.distributed.world import World
 
     letter = ""
     with World.from_env(timeout_s, "cpu") as world:  # a few bytes: no GPU is opened for them
         begun = launch.Begun.of(world.gather_texts(launch.own_begun(), "what was begun"))
-        if given is not None:
-            begun = launch.Begun(begun.folder or str(given[1]().absolute()), begun.starts + 1)
-            letter = json.dumps({"config": given[0].plain(), "begun": begun})
+        if request is not None:
+            begun = launch.Begun(begun.folder or str(request[1]().absolute()), begun.starts + 1)
+            letter = json.dumps({"config": request[0].plain(), "begun": begun})
         sent = json.loads(world.share(letter))
     begun = launch.Begun(*sent["begun"])
     begun.keep()
     config, folder = read(sent["config"]), Path(begun.folder)
-    if given is not None:
+    if request is not None:
         write_config(config, folder)
     with _failing(folder, final=False):
         launch.joined(train, config, folder, processes=_processes(config, folder))
 
 
 def write_config(config: Config, folder: Path) -> None:
-    """config.yaml of a run, whole at any moment.
+    """Write config.yaml of a run, whole at any moment.
 
     Raises:
         MachineError: it cannot be written.
@@ -95,7 +95,7 @@ def write_config(config: Config, folder: Path) -> None:
 
 
 def leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
-    """summary.json and report.html of a run that failed, as far as it goes: the disk may be what failed.
+    """Write summary.json and report.html of a run that failed, as far as the disk allows.
 
     Args:
         final: replace the reason that summary.json gives already.
@@ -105,7 +105,7 @@ def leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
 
     with contextlib.suppress(MachineError):
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
-    with contextlib.suppress(Exception):  # `error` is what the user has to read
+    with contextlib.suppress(Exception):  # the user has to read `error` instead
         write_report(folder, Config().plain())
 
 
@@ -124,5 +124,5 @@ def _failing(folder: Path, *, final: bool) -> Iterator[None]:
 
 
 def _processes(config: Config, folder: Path) -> launch.Processes:
-    given = config.launch
-    return launch.Processes(folder / "ranks", given.threads, given.malloc, config.deterministic, given.grace)
+    settings = config.launch
+    return launch.Processes(folder / "ranks", settings.threads, settings.malloc, config.deterministic, settings.grace)

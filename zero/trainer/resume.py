@@ -1,7 +1,7 @@
-"""How a run differs from the one that saved its checkpoint, in words that can be typed.
+"""Differences between a run and the one that saved its checkpoint, as settings that can be typed.
 
-Another model or other moments are refused, with the words to add. Other settings that change the result are one line.
-Only rank 0 shows it, and every rank finds the same.
+Another model or other moments raise an error with the settings to add. Other settings that change the result are named
+in a line.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,17 +18,17 @@ from zero.settings.schedule import Decay
 from zero.trainer.config import Config, kinds, read
 
 MATTERS = ("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision.", "debug.overfit")
-"""Settings and sections that change the result; the others change when, where and on how many ranks it is computed."""
+"""Settings and sections that change the result of training."""
 
 MATTERS_TO_A_LOSS = ("seed", "data.", "precision.", "val.rows", "val.weights")
-"""The same for mode=eval."""
+"""Settings and sections that change the result of mode=eval."""
 
 AS_DECLARED = {"gpt": "gpt_nano"}
-"""Kind to the option with the schema's own defaults, where that has another name."""
+"""Name of a section to the option with its defaults, where the two differ."""
 
 
 def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
-    """Name the settings of the model that differ, rather than the tensors that do not fit.
+    """Refuse another model, with the settings that differ.
 
     Raises:
         CheckpointError: some differ, and `checkpoint.partial` is empty.
@@ -39,7 +39,7 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
         return
     if other := _as_saved("model", ours, theirs):
         data = _saved(checkpoint.facts).get("data")
-        if config.mode == "eval" and isinstance(data, Mapping):  # by default the loss of the run's own data
+        if config.mode == "eval" and isinstance(data, Mapping):
             other += _as_saved("data", config.plain()["data"], data)
         raise CheckpointError(
             f"{checkpoint.folder} is of another model; add {' '.join(other)}, or name in checkpoint.partial what is to "
@@ -48,7 +48,7 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Checkpoint) -> None:
-    """Name the settings of the optimizer that differ, if it keeps other moments than the checkpoint has.
+    """Refuse an optimizer with other moments than the checkpoint has, with the settings that differ.
 
     Raises:
         CheckpointError: it keeps others, and `checkpoint.partial` is empty.
@@ -75,10 +75,10 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int, skipped: int = 0) -> Iterator[str]:
-    """Lines about other data, and about other settings that change the result.
+    """Yield lines about other data, and about other settings that change the result.
 
     Args:
-        there, here: facts of the checkpoint, and of the next one.
+        there, here: facts of the checkpoint, and of the next checkpoint.
         step, skipped: of the checkpoint; a schedule counts only the steps that were not skipped.
     """
     was, now = there.get("data"), here.get("data")
@@ -101,7 +101,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int, sk
 
 
 def _moved(theirs: Mapping[str, Any], ours: Mapping[str, Any], step: int, skipped: int) -> str:
-    """The learning rate of the next step, now and before, and how to keep the old schedule if `steps` has moved it."""
+    """Write the learning rate of the next step, now and before, and how to keep a schedule that `steps` has moved."""
     try:
         before, now = read(theirs), read(ours)
     except ConfigError:  # of another version, which had other keys
@@ -121,16 +121,16 @@ def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Words to add to the command line for a section to be as it was saved: only of its kind is a key known."""
-    kind = str(theirs.get("name"))
-    if kind == ours["name"]:
+    """Return the settings to add for a section to be as it was saved."""
+    name = str(theirs.get("name"))
+    if name == ours["name"]:
         chosen, expected = [], ours
     else:
-        known = kinds(section).get(kind)
-        chosen = [f"{section}={AS_DECLARED.get(kind, kind)}"]
+        known = kinds(section).get(name)
+        chosen = [f"{section}={AS_DECLARED.get(name, name)}"]
         expected = {} if known is None else known.model_construct().model_dump(mode="json")
     return chosen + [
-        suggest.typed(f"{section}.{name}={suggest.word(theirs[name])}")
-        for name in expected
-        if name != "name" and name in theirs and theirs[name] != expected[name]
+        suggest.typed(f"{section}.{key}={suggest.word(theirs[key])}")
+        for key in expected
+        if key != "name" and key in theirs and theirs[key] != expected[key]
     ]

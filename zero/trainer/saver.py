@@ -1,11 +1,11 @@
-"""When a run saves, which checkpoints it keeps, and which one it resumes from.
+"""Checkpoints of a run: when it saves, which ones it keeps, and which one it resumes from.
 
 A run saves every so many steps, and when a stop is requested. Behind training (`checkpoint.async`) a thread writes a
 copy; every rank says with each step whether its file is written, so all publish it after the same step.
 
-A run that was started again after a failure goes on from what it saved itself, else from what it began from: its
-folder has a line for every start and every checkpoint that it published. A run that is new in a folder of checkpoints
-goes on from the newest of them or is refused, so that what is newest there is always the latest of one history.
+A run that was started again after a failure goes on from its own newest checkpoint, else from the one it began from:
+its folder has a line for every start and every checkpoint that it published. A run that is new in a folder of
+checkpoints goes on from the newest of them or raises an error, so that the newest is always the latest of one history.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ STARTS = "starts.jsonl"
 each save, as {"saved": folder}."""
 
 MARGIN_BYTES = 2**28
-"""Beside a copy of the state, what writing it takes and what training may still want."""
+"""Memory left free beside a copy of the state, for writing it and for training."""
 
 STOP_REQUESTED, NOTHING_TO_WRITE = 1, 2
 """Bits of the flag that each rank sends with a step."""
@@ -76,7 +76,7 @@ class Saver:
         self._stop_requested, self._folder, self.root = stop_requested, folder, Root(root_of(config, folder))
         self._under_way: Saving | None = None
         self.last_published: Path | None = None
-        self._valid = set() if began_from is None else {began_from.folder.absolute()}  # and what this run publishes
+        self._valid = set() if began_from is None else {began_from.folder.absolute()}
         several = self._world.nodes > 1
         if config.checkpoint.every > 0 and several and config.mode == "train":
             check_shared(self._world, self.root.path)
@@ -87,16 +87,16 @@ class Saver:
             by_rank_0(self._world, lambda: record_start(folder, began_from, several=several))
 
     def flag(self) -> float:
-        """The flag that this rank sends with a step: a sum of the bits above."""
+        """Return the flag that this rank sends with a step: a sum of the bits above."""
         written = self._under_way is None or self._under_way.is_written
         return STOP_REQUESTED * self._stop_requested() + NOTHING_TO_WRITE * written
 
     def is_due(self, number: int, last: int) -> bool:
-        """A checkpoint belongs after step `number`."""
+        """Whether to save after step `number`."""
         return self._keys.every > 0 and (number % self._keys.every == 0 or number == last)
 
     def publish_if_written(self, flags: tuple[float, ...]) -> None:
-        """After a step: publish what was written behind it, if every rank has sent that its file is written."""
+        """Publish the save that runs behind training, if every rank has sent that its file is written."""
         if self._under_way is not None and all(int(flag) & NOTHING_TO_WRITE for flag in flags):
             self.finish()
 
@@ -116,7 +116,7 @@ class Saver:
                 self.finish()
 
     def finish(self) -> None:
-        """Return when nothing is under way. Collective.
+        """Wait for the save that is under way. Collective.
 
         Raises:
             CheckpointError: as `save`.
@@ -132,13 +132,13 @@ class Saver:
             by_rank_0(self._world, lambda: self._keep(path))
 
     def abandon(self) -> None:
-        """The run has failed: publish nothing more."""
+        """Publish nothing more, because the run has failed."""
         if self._under_way is not None:
             self._under_way.abandon()
 
     @contextlib.contextmanager
     def _tolerating_failures(self) -> Iterator[None]:
-        """A failed save ends the run, or with `checkpoint.on_failure=continue` becomes a warning."""
+        """Turn a failed save into a warning with `checkpoint.on_failure=continue`."""
         try:
             yield
         except CheckpointError as error:
@@ -147,7 +147,7 @@ class Saver:
             self._tracker.note(f"warning: not saved, training goes on: {error}")
 
     def _keep(self, published: Path) -> None:
-        self.root.retain(self._keys.keep, self._keys.keep_every, lambda one: one.absolute() in self._valid)
+        self.root.retain(self._keys.keep, self._keys.keep_every, lambda path: path.absolute() in self._valid)
         with naming(self._folder / STARTS, "writing it"):
             _record(self._folder, {"saved": str(published.absolute())})
 
@@ -166,36 +166,36 @@ class Saver:
 
 
 def root_of(config: Config, folder: Path) -> Path:
-    """The folder of the checkpoints of the run in `folder`."""
+    """Return the folder of the checkpoints of the run in `folder`."""
     return Path(config.checkpoint.dir) if config.checkpoint.dir is not None else folder / FOLDER
 
 
 def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restarts: int = 0) -> Checkpoint | None:
-    """The checkpoint that the run in `folder` goes on from, opened; None for a fresh start. Collective.
+    """Open the checkpoint that the run in `folder` goes on from; None for a fresh start. Collective.
 
     Args:
         tracker: shows what was rejected and what was chosen, and how far the check of a checkpoint is.
         restarts: how often this run was started again after a failure.
 
     Raises:
-        CheckpointError: there is none although `resume` names one, or all are damaged, or what this run saves would be
-            older than what is there already.
+        CheckpointError: there is none although `resume` names one, or all are damaged, or the folder has checkpoints
+            that are newer than those that this run would save.
     """
-    own = root_of(config, folder).absolute()
+    root = root_of(config, folder).absolute()
     trains = config.mode == "train"
-    lines = by_rank_0(world, lambda: _clean(own, folder, restarts)) if trains else []
+    lines = by_rank_0(world, lambda: _clean(root, folder, restarts)) if trains else []
     if lines:
-        found, rejected = _again(config, world, own, lines, tracker.progress)
+        checkpoint, rejected = _again(config, world, root, lines, tracker.progress)
     elif config.resume == "none":
-        found, rejected = None, []
+        checkpoint, rejected = None, []
     elif config.resume == "latest":
-        found, rejected = _newest(config, world, folder, tracker.progress)
+        checkpoint, rejected = _newest(config, world, folder, tracker.progress)
     else:
-        found, rejected = open_at(world, Path(config.resume), tracker.progress)
+        checkpoint, rejected = open_at(world, Path(config.resume), tracker.progress)
     if trains and not lines:
-        by_rank_0(world, lambda: _refuse_newer(own, found, rejected))
-    if found is not None:
-        return _chosen(found, rejected, tracker.note, "resuming from" if trains else "evaluating")
+        by_rank_0(world, lambda: _refuse_newer(root, checkpoint, rejected))
+    if checkpoint is not None:
+        return _chosen(checkpoint, rejected, tracker.note, "resuming from" if trains else "evaluating")
     if config.mode == "eval":
         raise CheckpointError("mode=eval resume=latest: there is no checkpoint; give resume=PATH of a step or a run")
     if config.resume == "latest":
@@ -204,39 +204,38 @@ def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restar
 
 
 def open_named(path: Path, world: World, note: Callable[[str], None]) -> Checkpoint:
-    """As `open_at`; `note` receives what was rejected and what was chosen."""
+    """Open as `open_at`, and tell `note` what was rejected and what was chosen."""
     return _chosen(*open_at(world, path), note, "reading")
 
 
-def _chosen(found: Checkpoint, rejected: Sequence[str], note: Callable[[str], None], verb: str) -> Checkpoint:
+def _chosen(checkpoint: Checkpoint, rejected: Sequence[str], note: Callable[[str], None], verb: str) -> Checkpoint:
     for line in rejected:
         note(f"rejected {line}")
-    note(f"{verb} {found.folder}")
-    if not found.manifest.finite:
-        note(f"warning: {found.folder} holds values that are NaN or infinite")
-    return found
+    note(f"{verb} {checkpoint.folder}")
+    if not checkpoint.manifest.finite:
+        note(f"warning: {checkpoint.folder} holds values that are NaN or infinite")
+    return checkpoint
 
 
 def _newest(config: Config, world: World, folder: Path, progress: Progress) -> tuple[Checkpoint | None, list[str]]:
-    for root in by_rank_0(world, lambda: [str(one) for one in _newest_roots(config, folder)]):
-        found, rejected = open_latest(world, root, progress=progress)
-        if found is not None:
-            return found, rejected
+    for root in by_rank_0(world, lambda: [str(path) for path in _newest_roots(config, folder)]):
+        checkpoint, rejected = open_latest(world, root, progress=progress)
+        if checkpoint is not None:
+            return checkpoint, rejected
     return None, []
 
 
 def _newest_roots(config: Config, folder: Path) -> list[Path]:
-    """Where `latest` looks: in `checkpoint.dir`, or in the runs beside this one, the one that saved last first."""
-    own = root_of(config, folder)
-    if config.checkpoint.dir is not None or last_save_s(own) > 0:
-        return [own]
+    """Return where `latest` looks: `checkpoint.dir`, or the runs beside this one, the last to save first."""
+    root = root_of(config, folder)
+    if config.checkpoint.dir is not None or last_save_s(root) > 0:
+        return [root]
     saves = {root: last_save_s(root) for root in _roots_beside(folder.absolute())}
     return sorted((root for root in saves if saves[root] > 0), key=lambda root: saves[root], reverse=True)
 
 
 def _roots_beside(folder: Path) -> list[Path]:
-    """Of the runs in runs/<date>/<time>/ and runs/<date>/<time>/<number>/, if this is one; other folders may belong to
-    anything."""
+    """Return the roots of runs in runs/<date>/<time>/ and runs/<date>/<time>/<number>/, if this run is there too."""
     dates = [date for date in folder.parents[:2] if _is_date(date)]
     days = [day for date in dates for day in date.parent.glob("*") if _is_date(day)]
     return sorted({root for day in days for pattern in ("*", "*/*") for root in day.glob(f"{pattern}/{FOLDER}")})
@@ -246,15 +245,15 @@ def _is_date(path: Path) -> bool:
     return re.fullmatch(r"\d{4}-\d{2}-\d{2}", path.name) is not None
 
 
-def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) -> None:
-    """Refuse a folder with newer checkpoints, except those that were found damaged on the way to `found`."""
-    step = -1 if found is None else found.step
-    walked_here = bool(rejected) and found is not None and found.folder.parent.absolute() == own
-    newer = [one for one in Root(own).steps() if one > step]
-    if newer and not walked_here:
-        begins = "begins anew" if found is None else f"goes on from step {step}"
+def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[str]) -> None:
+    """Raise CheckpointError for a folder with newer checkpoints, unless they were rejected as damaged."""
+    step = -1 if checkpoint is None else checkpoint.step
+    rejected_here = bool(rejected) and checkpoint is not None and checkpoint.folder.parent.absolute() == root
+    newer = [number for number in Root(root).steps() if number > step]
+    if newer and not rejected_here:
+        begins = "begins anew" if checkpoint is None else f"goes on from step {step}"
         raise CheckpointError(
-            f"{own / step_name(newer[-1])}: is there already, this run {begins}, and resume=latest would prefer it to "
+            f"{root / step_name(newer[-1])}: is there already, this run {begins}, and resume=latest would prefer it to "
             "what this run saves; set another checkpoint.dir, or resume=latest"
         )
 
@@ -263,7 +262,7 @@ def _refuse_newer(own: Path, found: Checkpoint | None, rejected: Sequence[str]) 
 
 
 def record_start(folder: Path, checkpoint: Checkpoint | None, *, several: bool = False) -> None:
-    """Record that the run in `folder` starts from a checkpoint; None: from none.
+    """Record that the run in `folder` starts from a checkpoint, or from none.
 
     Args:
         several: on several machines.
@@ -274,9 +273,9 @@ def record_start(folder: Path, checkpoint: Checkpoint | None, *, several: bool =
 
 
 def last_saved(folder: Path) -> Path | None:
-    """The newest checkpoint that the run in `folder` has published, if it is still there."""
-    saved = [Path(one["saved"]) for one in _recorded(folder) if "saved" in one]
-    return next((one for one in reversed(saved) if one.exists()), None)
+    """Return the newest checkpoint that the run in `folder` has published and that still exists."""
+    saved = [Path(line["saved"]) for line in _recorded(folder) if "saved" in line]
+    return next((path for path in reversed(saved) if path.exists()), None)
 
 
 def _record(folder: Path, line: Mapping[str, Any]) -> None:
@@ -285,51 +284,51 @@ def _record(folder: Path, line: Mapping[str, Any]) -> None:
 
 
 def _clean(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
-    """Remove what a dead run left in the root that this run will write in; returns what this run has recorded."""
+    """Remove leftovers of a dead run in the root of this run; returns the lines that this run has recorded."""
     Root(root).sweep()
     path = folder / STARTS
     with naming(path, "reading it"):
         if not restarts:
-            path.unlink(missing_ok=True)  # an earlier run's in the same folder
+            path.unlink(missing_ok=True)  # of an earlier run in the same folder
         return _recorded(folder)
 
 
 def _recorded(folder: Path) -> list[dict[str, Any]]:
     path = folder / STARTS
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be half written
+    return [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be half written
 
 
 def _again(
-    config: Config, world: World, own: Path, lines: Sequence[Mapping[str, Any]], progress: Progress
+    config: Config, world: World, root: Path, lines: Sequence[Mapping[str, Any]], progress: Progress
 ) -> tuple[Checkpoint | None, list[str]]:
-    """After a failure: the newest valid one that this run saved, or else what it began from, or one older than that.
+    """Open, after a failure, the newest valid checkpoint of this run, or else the one it began from, or an older one.
 
-    Whatever is in its root and newer than what it began from, the run has saved itself: see `_refuse_newer`.
+    Every newer one in its root is the run's own: see `_refuse_newer`.
     """
     began = lines[0]["from"]
     step = -1 if began is None else lines[0]["step"]
     suspects = _suspects(lines)
     named = config.resume not in ("none", "latest") and is_step(Path(config.resume))
     if named:
-        suspects.pop(Path(began), None)  # nothing else will do
+        suspects.pop(Path(began), None)  # the user allows no other
 
     def candidates() -> list[str]:
-        found = [own / step_name(one) for one in reversed(Root(own).steps()) if one > step]
+        folders = [root / step_name(number) for number in reversed(Root(root).steps()) if number > step]
         if began is not None:
             beside = Path(began).parent
-            older = () if named else (one for one in reversed(Root(beside).steps()) if one < step)
-            found += [Path(began), *(beside / step_name(one) for one in older)]
-        return [str(one) for one in found]
+            older = () if named else (number for number in reversed(Root(beside).steps()) if number < step)
+            folders += [Path(began), *(beside / step_name(number) for number in older)]
+        return [str(folder) for folder in folders]
 
-    folders = by_rank_0(world, candidates)
-    return open_first(world, [Path(one) for one in folders], suspect=suspects, progress=progress)
+    folders = [Path(folder) for folder in by_rank_0(world, candidates)]
+    return open_first(world, folders, suspect=suspects, progress=progress)
 
 
 def _suspects(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
-    """Checkpoints that two starts of this run have gone from and failed, without saving anything since.
+    """Return the checkpoints from which two starts of this run have failed without saving anything since.
 
-    Of starts on one machine: where there are several, one of them is more likely to have failed than a checkpoint.
+    Only starts on one machine count: of several machines one is more likely to have failed than the checkpoint.
     """
     failed: Counter[str] = Counter()
     for line in lines:
@@ -337,4 +336,4 @@ def _suspects(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
             failed.clear()
         elif line["from"] is not None and line.get("machines") != "several":
             failed[line["from"]] += 1
-    return {Path(one): "two starts from it have failed" for one, count in failed.items() if count > 1}
+    return {Path(folder): "two starts from it have failed" for folder, count in failed.items() if count > 1}

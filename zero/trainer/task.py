@@ -1,7 +1,4 @@
-"""What a run trains: the GPT here or a model of transformers, with its loss, its logits and its first values.
-
-Everything else in a run takes these and does not know which of the two it is.
-"""
+"""The task of a run: the GPT or a model of transformers, with its loss, its logits and its first values."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,25 +19,25 @@ from zero.trainer.models.hf_config import HFConfig
 
 
 class Task(NamedTuple):
-    """A model on meta and how it is used."""
+    """A model on meta and its functions."""
 
     model: nn.Module
     loss: Callable[[Any, Tensor], Tensor]
-    """(model, rows of seq + 1 tokens) to the mean of next tokens, and what else is trained on."""
+    """(model, rows of seq + 1 tokens) to the mean over next tokens, plus the router's loss."""
     cross_entropy: Callable[[Any, Tensor], Tensor]
-    """The mean of next tokens alone, which is what a validation measures."""
+    """The mean over next tokens alone, for validation."""
     logits: Callable[[Any, Tensor], Tensor]
     """(model, (b, t) tokens) to (b, t, vocab)."""
     weights: Any
     """First values for `zero.init`; None: the model's own."""
     flops_per_token: float | None
-    """Of forward and backward; None: not known."""
+    """Operations of forward and backward; None: unknown."""
     notes: tuple[str, ...] = ()
-    """What a fresh run is to say of its first values."""
+    """Lines about first values for a fresh run."""
 
 
 def build_task(config: Config) -> Task:
-    """The model of a run; for an evaluation frozen, so that a plan holds neither masters, moments nor gradients of it.
+    """Build the model of a run, frozen for an evaluation, so that its plan holds no master, moment or gradient.
 
     Raises:
         ConfigError: transformers cannot build it, or it does not fit the data.
@@ -53,7 +50,7 @@ def build_task(config: Config) -> Task:
 
 
 def loss_of(config: Config, model: nn.Module) -> Callable[..., Tensor]:
-    """The cross entropy, for whoever has a model already."""
+    """Return the cross entropy for a model that was built already."""
     if not isinstance(config.model, HFConfig):
         return loss
     return partial(hf.loss, chunked=config.model.chunked_loss and hf.gives_logits(model))
@@ -103,16 +100,16 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
 
 
 def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Iterator[str]:
-    """Where first values come from, which of them are not used, and a learning rate that is too much for them."""
+    """Yield lines about first values: their source, unused ones, and a learning rate that is too high for them."""
     if weights is None:
         yield f"weights: fresh ones, {folder} holds no safetensors" if folder.is_dir() else "weights: fresh ones"
         return
     yield str(weights)
     if weights.unused:
         yield f"warning: this model has no use for {some(weights.unused)}"
-    usual = type(config.optim)().lr  # as long as nobody sets it
-    if config.optim.lr >= usual:
+    default = type(config.optim)().lr
+    if config.optim.lr >= default:
         yield (
             f"warning: optim.lr={config.optim.lr:g} is for fresh weights and would undo these; a hundredth is usual: "
-            f"optim.lr={usual / 100:g}"
+            f"optim.lr={default / 100:g}"
         )

@@ -1,4 +1,4 @@
-"""Where batches come from: files as bytes, a file of integers, texts through a tokenizer, or made-up text.
+"""Sources of batches: files as bytes, a file of integers, texts through a tokenizer, or made-up text.
 
 The global batch of a step is a pure function of (seed, step): ranks and microbatches only slice it, so a run that
 continues on another world reads the same data. Settings are checked without torch; `open_data` loads it.
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def check_data(config: DataConfig, seq: int) -> None:
-    """Refuse data that cannot give one row of seq + 1 tokens for training and one for validation.
+    """Raise ConfigError for data without a row of seq + 1 tokens for training and a row for validation.
 
-    Of texts that are still to be tokenised only whether they can be read.
+    Texts that are still to be tokenised are only opened.
 
     Raises:
         ConfigError: in one line, naming the key as the user types it.
@@ -39,11 +39,11 @@ def check_data(config: DataConfig, seq: int) -> None:
 def open_data(
     config: DataConfig, seq: int, seed: int, world: "World | None" = None, progress: Progress = silent
 ) -> "Data":
-    """Open what `config` names, for rows of seq + 1 tokens.
+    """Open the data of `config`, for rows of seq + 1 tokens.
 
     Args:
-        world: of the ranks that call this together; rank 0 alone makes what is still to be made.
-        progress: called with how far that has come.
+        world: of the ranks that call this together; rank 0 alone tokenises.
+        progress: receives how far that is.
 
     Raises:
         ConfigError: as `check_data`.

@@ -8,6 +8,6 @@ import hashlib
 
 
 def draw(seed: int, step: int, row: int, below: int, *, what: str = "start") -> int:
-    """A number in [0, below), even to one part in 2^64 / below."""
+    """Return a number in [0, below), uniform to one part in 2^64 / below."""
     digest = hashlib.blake2b(f"{what} {seed} {step} {row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % below

@@ -1,6 +1,6 @@
-"""What the data settings mean on disk: which files, which are held out for validation, what is refused.
+"""Settings of the data, their files on disk, and checks of both.
 
-No torch here, so that a wrong folder is refused at once. Nothing is read but the first bytes of each file.
+No torch here, so that a wrong folder is reported at once. Only the first bytes of each file are read.
 """
 
 import codecs
@@ -18,7 +18,7 @@ from zero.core.setting_types import Needed, Place, Reads, Rows, Word, key, names
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import Tokenizer
 
-HEAD_BYTES = 8000  # how much of a file decides whether it is text; git looks at as much
+HEAD_BYTES = 8000  # bytes that decide whether a file is text, as in git
 
 
 Holdout = Annotated[float, Field(gt=0, le=0.5)]
@@ -44,7 +44,7 @@ class TextConfig(Section):
         None, "folder; null: the sources of the Python standard library", example="/usr/share/doc"
     )
     skip: Folders = key(
-        # the last two: tables of characters and a book in one string, in runs of blanks
+        # encodings are tables of characters, pydoc_data a book in one string
         ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"),
         "names of folders to leave out; those with a leading dot always are",
         example="[build,dist]",
@@ -102,7 +102,7 @@ class TokensConfig(Section):
         return 2 if self.dtype == "uint16" else 4
 
     def lengths(self) -> tuple[int, int]:
-        """Tokens for training and for validation."""
+        """Return the number of tokens for training and for validation."""
         paths = (self.path, *([] if self.validation_path is None else [self.validation_path]))
         train, *held = (Path(path).stat().st_size // self.item_bytes for path in paths)
         end = round(train * self.holdout)
@@ -173,7 +173,7 @@ class HFTextConfig(Section):
 
     @property
     def vocab(self) -> int:
-        """Read from the tokenizer's file.
+        """Vocabulary size, read from the tokenizer's file.
 
         Raises:
             ConfigError: there is none.
@@ -185,12 +185,12 @@ DataConfig = Annotated[TextConfig | TokensConfig | HFTextConfig | SyntheticConfi
 
 
 def drawn(octets: bytes) -> float:
-    """A number in [0, 1) that depends on nothing else."""
+    """Hash bytes to a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(octets).digest()[:6], "big") / 2**48
 
 
 class TextFile(NamedTuple):
-    """One text file below the root."""
+    """A text file below the root."""
 
     path: Path
     key: str
@@ -199,12 +199,12 @@ class TextFile(NamedTuple):
 
     @property
     def draw(self) -> float:
-        """A number in [0, 1) that depends on the key alone: adding files moves no other file."""
+        """A number in [0, 1) that depends on the key alone, so that adding files moves no other file."""
         return drawn(os.fsencode(self.key))
 
 
 class Split(NamedTuple):
-    """Whole files for training and for validation; `tail` bytes at the end of the only file when there is one."""
+    """Whole files for training and for validation; of a single file, its last `tail` bytes are for validation."""
 
     train: list[TextFile]
     held: list[TextFile]
@@ -224,7 +224,7 @@ def _is_text(path: Path) -> bool:
 
 
 def text_files(root: Path, skip: Sequence[str] = ()) -> Iterator[TextFile]:
-    """The text files below the root, in one order on every machine. Files that cannot be read are an OSError.
+    """Yield the text files below the root, in the same order on every machine; unreadable files raise OSError.
 
     Args:
         skip: names of folders that are left out.
@@ -247,7 +247,7 @@ def split_files(files: list[TextFile], holdout: float) -> Split:
 
 
 def check_text(config: TextConfig, row: int) -> None:
-    """Refuse a folder that cannot give one row for training and one for validation."""
+    """Raise ConfigError for a folder without a row for training and a row for validation."""
     root = config.root
     if not root.exists():
         raise ConfigError(f"data.folder={root} does not exist; give a folder with text files")
@@ -261,7 +261,7 @@ def check_text(config: TextConfig, row: int) -> None:
         else:
             train += file.size
         if min(train, held) > row:
-            return  # a large folder is not walked to its end
+            return  # without walking a large folder to its end
     if not files:
         raise ConfigError(f"data.folder={root} holds no text file (not looking into {', '.join(config.skip)})")
     split = split_files(files, config.holdout)
@@ -270,7 +270,7 @@ def check_text(config: TextConfig, row: int) -> None:
 
 
 def check_tokens(config: TokensConfig, row: int) -> None:
-    """Refuse files that hold something else, or too little."""
+    """Raise ConfigError for files of another size or with too few tokens."""
     for name, path in (("path", config.path), ("validation_path", config.validation_path)):
         if path is None:
             continue
@@ -286,7 +286,7 @@ def check_tokens(config: TokensConfig, row: int) -> None:
 
 
 def check_length(what: str, train: int, held: int, row: int) -> None:
-    """Refuse fewer tokens than one row, for training or for validation."""
+    """Raise ConfigError for fewer tokens than a row, for training or for validation."""
     for share, length in (("training", train), ("validation", held)):
         if length < row:
             raise ConfigError(

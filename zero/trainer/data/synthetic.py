@@ -1,4 +1,4 @@
-"""Rows that count upwards by a stride of their own, modulo the vocabulary: two tokens tell all that follow."""
+"""Rows that count upwards by a stride, modulo the vocabulary: two tokens determine all that follow."""
 
 import hashlib
 
@@ -14,7 +14,7 @@ VALIDATION_ROWS = 1024
 
 
 class Synthetic:
-    """`Data` made as it is asked for."""
+    """Data computed on demand."""
 
     def __init__(self, config: SyntheticConfig, seq: int, seed: int) -> None:
         self.vocab_size = config.vocab

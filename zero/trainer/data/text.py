@@ -1,4 +1,4 @@
-"""Text as bytes: reads every file once and keeps all of it in memory."""
+"""Text as bytes, all of it in memory."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from zero.trainer.data.source import Split, TextConfig, TextFile, split_files, text_files
 from zero.trainer.data.windows import Windows
 
-END_OF_FILE = b"\0"  # no text file holds one near its start, so the model can learn where files end
+END_OF_FILE = b"\0"  # no text file has one near its start, so the model can learn where files end
 
 
 def _join(files: list[TextFile]) -> bytearray:
@@ -27,12 +27,12 @@ def _read(split: Split) -> tuple[bytearray, bytearray]:
 
 
 def decode_bytes(tokens: Tensor) -> str:
-    """UTF-8; what does not decode becomes the replacement character, as does a token that is no byte."""
-    return bytes(min(token, 255) for token in tokens.tolist()).decode("utf-8", errors="replace")  # 255 is in no text
+    """Decode UTF-8, with the replacement character for invalid bytes and for tokens above 255."""
+    return bytes(min(token, 255) for token in tokens.tolist()).decode("utf-8", errors="replace")
 
 
 def open_text(config: TextConfig, seq: int, seed: int) -> Windows:
-    """Load the corpus as uint8 tensors. The digest covers every byte and which of them are held out."""
+    """Load the corpus as uint8 tensors. The digest covers every byte and the split."""
     train, held = _read(split_files(list(text_files(config.root, config.skip)), config.holdout))
     digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + held).hexdigest()
     tokens, held_tokens = (torch.frombuffer(octets, dtype=torch.uint8) for octets in (train, held))

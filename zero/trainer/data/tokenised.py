@@ -1,13 +1,13 @@
-"""Tokenise texts once with a Hugging Face tokenizer, into files that `data=tokens` reads.
+"""Texts tokenised once with a Hugging Face tokenizer, into files that `data=tokens` reads.
 
-They are kept under a name that is the hash of all they depend on. Rank 0 finds or makes them while the others wait, so
-every rank maps the same bytes, and so does a run that goes on tomorrow.
+The files are kept under the hash of all that they depend on. Rank 0 finds or makes them while the others wait, so every
+rank reads the same bytes, and so does a resumed run.
 
-A document is a text file, a line of a JSONL file, or a row of what `datasets` saved. Each is encoded by itself, without
-the marks that a tokenizer puts around a text, and followed by the end of text. It is held out for validation whole, by
-a hash of the file's name or of its text, so that documents which come later move no other and copies stay together;
-where this leaves one side without any, the end of all tokens is held out. Memory holds a batch, or the longest line or
-row; a text file is encoded in pieces that end with a line.
+A document is a text file, a line of a JSONL file, or a row of a folder of `datasets`. Each is encoded by itself,
+without special tokens, and followed by the end of text. Documents are held out for validation whole, by a hash of the
+file's name or of the text, so that later documents move no other and copies stay together; where this leaves one side
+empty, the end of all tokens is held out. Memory holds a batch, or the longest line or row; a text file is encoded in
+pieces that end with a line.
 
 Settings are checked without torch and without `datasets`.
 """
@@ -37,26 +37,28 @@ if TYPE_CHECKING:
     from zero.trainer.data.windows import Windows
 
 VERSION = 1
-"""Of what is written; files of another one are not looked for."""
+"""Version of the files, part of their hash."""
 
 TRAIN, HELD, ABOUT = "train.bin", "held.bin", "about.json"
 RECORDS = (".jsonl", ".ndjson", ".json")
 SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"
-"""Names that `save_to_disk` gives: beside the rows of one dataset, and beside the folders of several."""
+"""Files of `save_to_disk`: beside the rows of a dataset, and beside the folders of several."""
 
 TEXT = ("str", "string", "large_string")
-"""Types of text: Python's, and those of datasets."""
+"""Names of text types, of Python and of datasets."""
 
 PIECE = 2**16
 BATCH = 2**20
 """Characters encoded as one text, and at a time. A token takes about a hundred bytes until it is written."""
+
+CHAT = "write one with the text of each chat, which tokenizer.apply_chat_template makes"
 
 ROWS = 256
 STILL = "still at it"
 
 
 def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", progress: Progress) -> "Windows":
-    """Map the tokens, made first where they are not there yet. Collective.
+    """Open the tokens, and make them first if they are missing. Collective.
 
     Raises:
         ConfigError: as `check_hf`; or texts that cannot be read, or are too few.
@@ -80,7 +82,7 @@ def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", pr
 
 
 def check_hf(config: HFTextConfig) -> None:
-    """Refuse a tokenizer or texts that cannot be read, as far as the first document tells.
+    """Raise ConfigError for a tokenizer or a first document that cannot be read.
 
     Raises:
         ConfigError: in one line, naming the key as the user types it.
@@ -104,7 +106,7 @@ def check_hf(config: HFTextConfig) -> None:
 
 
 def _agreed(config: HFTextConfig, tokenizer: Tokenizer, world: "World", progress: Progress) -> Path:
-    """The folder of the tokens, on every rank; while rank 0 makes it, a word now and then keeps the others waiting."""
+    """Return the folder of the tokens on every rank; messages keep the others waiting while rank 0 makes it."""
     world.at("tokens of data=hf")
     if world.rank == 0:
         spoke_s = time.monotonic()
@@ -138,7 +140,7 @@ def _found_or_made(config: HFTextConfig, tokenizer: Tokenizer, progress: Progres
 
 
 def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Progress) -> None:
-    """Make the tokens under another name, and rename; where another run was faster, its tokens are the same."""
+    """Make the tokens under another name, and rename; if another run was faster, its tokens are the same."""
     unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         unfinished.mkdir(parents=True)
@@ -158,11 +160,11 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress:
 
 
 def _name(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> str:
-    """The hash of every byte of the texts and the tokenizer, and of how the one goes through the other."""
+    """Return the hash of every byte of the texts and the tokenizer, and of the settings of encoding."""
     import tokenizers
 
-    how = [VERSION, tokenizers.__version__, sys.byteorder, PIECE, tokenizer.end, config.column, config.holdout]
-    digest = hashlib.sha256(json.dumps(how).encode())
+    settings = [VERSION, tokenizers.__version__, sys.byteorder, PIECE, tokenizer.end, config.column, config.holdout]
+    digest = hashlib.sha256(json.dumps(settings).encode())
     digest.update(hashlib.sha256(tokenizer.file.read_bytes()).digest())
     files = list(_files(config))
     done, total = 0, sum(file.size for file in files)
@@ -177,17 +179,17 @@ def _name(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> str
 
 
 def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Progress) -> None:
-    kind = "H" if tokenizer.vocab <= 2**16 else "I"
+    typecode = "H" if tokenizer.vocab <= 2**16 else "I"
     total, done, documents = sum(file.size for file in _files(config)), 0, 0
     with ExitStack() as closing:
         train, held = (closing.enter_context((folder / name).open("wb")) for name in (TRAIN, HELD))
         for batch in _batches(_documents(config)):
             for piece, numbers in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-                tokens = array(kind, numbers + [tokenizer.end] * piece.ends)
+                tokens = array(typecode, numbers + [tokenizer.end] * piece.ends)
                 (held if piece.draw < config.holdout else train).write(tokens.tobytes())
                 done += len(piece.text)
                 documents += piece.ends
-            progress("tokenising", min(done, total - 1), total)  # characters of bytes, nearly
+            progress("tokenising", min(done, total - 1), total)  # characters, nearly as many as bytes
         progress("tokenising", total, total)
         for file in (train, held):
             file.flush()
@@ -207,11 +209,11 @@ def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Pr
 
 
 class _Piece(NamedTuple):
-    """Some text of a document."""
+    """A part of the text of a document."""
 
     text: str
     draw: float
-    """Of the document, in [0, 1)."""
+    """Hash of the document, in [0, 1)."""
     ends: bool
     """Whether the document ends with it."""
 
@@ -230,7 +232,7 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _files(config: HFTextConfig) -> Iterator[TextFile]:
-    """The files whose bytes are the texts, in one order on every machine."""
+    """Yield the files of the texts, in the same order on every machine."""
     root = config.root
     if root.is_dir() and not _is_saved(root):
         yield from text_files(root)
@@ -284,7 +286,7 @@ def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
         raise missing("datasets") from error
     try:
         rows = datasets.load_from_disk(str(config.root)).with_format(None).select_columns([config.column])
-    except Exception as error:  # of Arrow, of the file system, of its own: a damaged folder in any case
+    except Exception as error:  # Arrow, the file system and datasets raise their own for a damaged folder
         raise ConfigError(f"data.path={config.path}: datasets cannot read it: {in_short(error)}") from error
     number = 0
     for batch in rows.iter(batch_size=ROWS):
@@ -328,16 +330,13 @@ def _no_text_in(config: HFTextConfig, where: str, columns: Mapping[str, str]) ->
     Args:
         columns: name to type.
     """
-    texts = [name for name, held in columns.items() if held in TEXT]
-    holding = f"{some(texts)} {'hold' if len(texts) > 1 else 'holds'} text"
-    chat = "no column holds text: write one with the text of each chat, which tokenizer.apply_chat_template makes"
-    held = columns.get(config.column)
-    if held is None:
-        known = ", ".join(list(columns)[:8]) or "none"
-        end = "" if texts else f"; {chat}"
-        return ConfigError(f"data.column={config.column} is not a column of {where}; it has {known}{end}")
-    end = "leave it out" if held == "NoneType" else holding if texts else chat
-    return ConfigError(f"data.path: {where}: data.column={config.column} holds {held}, not text; {end}")
+    texts = [name for name, dtype in columns.items() if dtype in TEXT]
+    known = f"columns of text: {some(texts)}" if texts else f"no column holds text; {CHAT}"
+    dtype = columns.get(config.column)
+    if dtype is None:
+        return ConfigError(f"data.column={config.column} is not a column of {where}; {known}")
+    problem = "leave it out" if dtype == "NoneType" else known
+    return ConfigError(f"data.path: {where}: data.column={config.column} holds {dtype}, not text; {problem}")
 
 
 def _no_text(config: HFTextConfig) -> ConfigError:

@@ -11,19 +11,19 @@ from zero.platform.installed import install
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""What usual tokenizers call the end of a text, for those whose settings do not say."""
+"""Usual names of the end of a text, for tokenizers whose settings have none."""
 
 
 class Tokenizer:
-    """Texts are encoded as they are: nothing is put around them, cut off or filled up, whatever the file says.
+    """A tokenizer that adds no special tokens, truncation or padding, whatever its file says.
 
     Args:
         path: a tokenizer.json, or a folder with one.
         end: the token that ends a text; None: as the tokenizer's settings say.
 
     Attributes:
-        file: where it was read.
-        vocab: its numbers are below this.
+        file: the tokenizer.json.
+        vocab: the largest number of a token, plus 1.
         end: number of the token that ends a text.
 
     Raises:
@@ -38,29 +38,29 @@ class Tokenizer:
         numbers = self._inner.get_vocab(with_added_tokens=True)
         if not numbers:
             raise ConfigError(f"data.tokenizer={path} has no tokens; train it first")
-        self.vocab = max(numbers.values()) + 1  # there may be gaps
+        self.vocab = max(numbers.values()) + 1  # numbers may have gaps
         self.end = _end(path, self.file, end, numbers)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers of each text, by all cores."""
-        return [one.ids for one in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Return the numbers of each text, computed by all cores."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """Special tokens are shown; numbers that a model has and this has not are left out."""
+        """Return text with special tokens, without numbers that the tokenizer lacks."""
         return self._inner.decode(list(numbers), skip_special_tokens=False)
 
 
 def missing(name: str) -> ConfigError:
-    """The sentence for a package of Hugging Face that is missing."""
+    """Return the error for a package of Hugging Face that is missing."""
     return ConfigError(f"data=hf needs {name}, which is not installed; {install('hf')}")
 
 
 def _find(path: str) -> Path:
-    given = Path(path)
-    file = given / FILE if given.is_dir() else given
+    place = Path(path)
+    file = place / FILE if place.is_dir() else place
     if file.is_file():
         return file
-    if given.is_dir():
+    if place.is_dir():
         raise ConfigError(f"data.tokenizer={path} holds no {FILE}; save_pretrained of a fast tokenizer writes one")
     raise ConfigError(
         f"data.tokenizer={path} does not exist; give a {FILE} or a folder with one: nothing is fetched from the hub"
@@ -90,7 +90,7 @@ def _end(path: str, file: Path, end: str | None, numbers: dict[str, int]) -> int
 
 
 def _end_of_text(settings: Path) -> str:
-    """The end of a text as the file beside the tokenizer calls it; nothing where there is none."""
+    """Return the end of a text in the file beside the tokenizer; "" if there is none."""
     if not settings.is_file():
         return ""
     try:

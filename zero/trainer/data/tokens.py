@@ -1,6 +1,6 @@
 """A file of uint16 or uint32 tokens; only the rows in use are read.
 
-The file is not mapped into memory: where it is cut short while a run reads it, a map ends the process without a word.
+The file is not mapped into memory, because a map of a file that is truncated meanwhile ends the process with SIGBUS.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ BLOCKS = 256
 
 
 class _File:
-    """An open file of tokens, as long as it is now."""
+    """An open file of tokens, with its length when it was opened."""
 
     def __init__(self, path: str, config: TokensConfig) -> None:
         self._path, self._item_bytes, self._dtype = path, config.item_bytes, getattr(torch, config.dtype)
@@ -30,10 +30,10 @@ class _File:
         self.numel = os.fstat(self._fd).st_size // self._item_bytes
 
     def read(self, start: int, count: int) -> Tensor:
-        """Tokens from `start` on.
+        """Read `count` tokens from `start` on.
 
         Raises:
-            MachineError: they are there no more, or cannot be read.
+            MachineError: the file has become shorter, or cannot be read.
         """
         data, offset, nbytes = bytearray(), start * self._item_bytes, count * self._item_bytes
         try:
@@ -50,7 +50,7 @@ class _File:
 
 
 class _Stretch:
-    """A part of a file, read as a tensor is sliced."""
+    """A part of a file that is sliced like a tensor."""
 
     def __init__(self, file: _File, start: int, stop: int) -> None:
         self._file, self._start, self._stop = file, start, stop
@@ -58,13 +58,13 @@ class _Stretch:
     def numel(self) -> int:
         return self._stop - self._start
 
-    def __getitem__(self, wanted: slice) -> Tensor:
-        start, stop, _ = wanted.indices(self.numel())
+    def __getitem__(self, part: slice) -> Tensor:
+        start, stop, _ = part.indices(self.numel())
         return self._file.read(self._start + start, stop - start)
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of the length and of 256 blocks of 64 KiB spread over the file: all of it up to 16 MiB."""
+    """Return SHA-256 of the length and of 256 blocks of 64 KiB spread over the file: all of it up to 16 MiB."""
     size = path.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     last = max(0, size - BLOCK_BYTES)
@@ -76,12 +76,10 @@ def file_digest(path: Path) -> str:
 
 
 def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Tensor], str] = decode_numbers) -> Windows:
-    """Open the file or files. The digest is of `file_digest` of each, and of how their bytes are read."""
+    """Open the file or files. The digest covers `file_digest` of each, dtype and split."""
     file = _File(config.path, config)
     train = _Stretch(file, 0, file.numel)
-    digests: list[str] = (
-        [] if config.dtype == "uint16" else [config.dtype]
-    )  # digests of the usual one stay what they were
+    digests = [] if config.dtype == "uint16" else [str(config.dtype)]
     digests.append(file_digest(Path(config.path)))
     if config.validation_path is None:
         cut = file.numel - round(file.numel * config.holdout)

@@ -1,4 +1,4 @@
-"""Cut rows out of a long 1-D tensor of tokens: random ones for training, fixed ones for validation."""
+"""Rows cut out of a long 1-D tensor of tokens: random ones for training, fixed ones for validation."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from zero.trainer.data.order import draw
 
 
 class Data(Protocol):
-    """What a run reads. Rows have seq + 1 tokens, int64 on the CPU; every method is a pure function."""
+    """The data of a run. Rows have seq + 1 tokens, int64 on the CPU; every method is a pure function."""
 
     vocab_size: int
     digest: str
@@ -21,42 +21,38 @@ class Data(Protocol):
     validation_rows: int
     """Number of different validation rows."""
     has_text: bool
-    """What tokens stand for is known; else `decode` gives their numbers."""
+    """Whether `decode` gives text; otherwise it gives numbers."""
 
     def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
-        """Rows start to stop of the global batch of `step`: (stop - start, seq + 1)."""
+        """Return rows start to stop of the global batch of `step`: (stop - start, seq + 1)."""
 
     def validation(self, index: int, rows: int) -> Tensor:
-        """The index-th validation batch, the same for every seed: (rows, seq + 1). Wraps after `validation_rows`."""
+        """Return the index-th validation batch, (rows, seq + 1), for any seed. Wraps after `validation_rows`."""
 
     def decode(self, tokens: Tensor) -> str:
-        """Text of a 1-D tensor of tokens."""
+        """Return the text of a 1-D tensor of tokens."""
 
 
 def decode_numbers(tokens: Tensor) -> str:
-    """The numbers themselves: what they stand for is known only to whoever made the file."""
+    """Return the numbers as text."""
     return " ".join(str(token) for token in tokens.tolist())
 
 
 class Tokens(Protocol):
-    """A 1-D tensor of any integer dtype, or what gives its slices."""
+    """A 1-D tensor of any integer dtype, or an object that returns its slices."""
 
     def numel(self) -> int: ...
-    def __getitem__(self, wanted: slice, /) -> Tensor: ...
+    def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
 def check_rows(start: int, stop: int, global_rows: int) -> None:
-    """Refuse a slice that is not inside the global batch.
-
-    Raises:
-        ConfigError: the slice and the batch do not fit each other.
-    """
+    """Raise ConfigError for a slice that is not inside the global batch."""
     if not 0 <= start <= stop <= global_rows:
         raise ConfigError(f"rows {start} to {stop} are not inside a global batch of {global_rows}")
 
 
 def spread(index: int, count: int) -> int:
-    """A permutation of range(count) whose first members already lie all over it (steps by the golden ratio)."""
+    """Permute range(count) so that the first members are spread over it (steps by the golden ratio)."""
     stride = max(1, round(count * 0.618))
     while math.gcd(stride, count) != 1:
         stride += 1
@@ -65,7 +61,7 @@ def spread(index: int, count: int) -> int:
 
 @dataclass(eq=False)
 class Windows:
-    """`Data` over two lengths of tokens. Training rows start anywhere, with replacement.
+    """Data from two sequences of tokens. Training rows start anywhere, with replacement.
 
     Raises:
         ConfigError: a row holds a token that is not below `vocab_size`.
@@ -81,7 +77,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         self.has_text = self.decode is not decode_numbers
-        # targets of one row may be inputs of the next, so rows overlap by one token
+        # targets of a row may be inputs of the next row, so rows overlap by one token
         self.validation_rows = (self.held.numel() - 1) // self.seq
 
     def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:

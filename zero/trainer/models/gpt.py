@@ -25,7 +25,7 @@ from zero.trainer.models.gpt_config import GPTConfig
 class Linear(nn.Linear):
     """A matrix without bias whose fresh values have standard deviation `std`.
 
-    With targets it returns the mean cross entropy of what it would return without, see `linear_cross_entropy`.
+    With targets it returns the mean cross entropy of its outputs, see `linear_cross_entropy`.
     """
 
     def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
@@ -42,7 +42,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """One row per token. Same fresh values as `Linear`, so a tied weight may be reset through either site."""
+    """A row per token. Fresh values are those of `Linear`, so a tied weight may be reset through either."""
 
     def __init__(self, vocab: int, width: int, *, std: float) -> None:
         self.std = std
@@ -57,7 +57,7 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 class Rotary(nn.Module):
-    """Turns pairs of channels by an angle that grows with the position. Owns two fp32 tables and no parameter."""
+    """Rotation of pairs of channels by an angle that grows with the position: two fp32 tables, no parameter."""
 
     cos: Tensor
     sin: Tensor
@@ -81,7 +81,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (b, h, t, d) with t <= seq; rotated in fp32, returned in its own dtype."""
+        """Rotate x, (b, h, t, d) with t <= seq, in fp32; returns its dtype."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         left, right = x.float().chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).to(x.dtype)
@@ -144,7 +144,6 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        # one pair of tables for all blocks
         rotary = Rotary(config.width // config.heads, config.seq, base=config.rotary_base)
         self.embed = Embedding(config.vocab, config.width, std=config.init_std)
         self.blocks = nn.ModuleList(Block(config, rotary) for _ in range(config.layers))
@@ -165,7 +164,7 @@ class GPT(nn.Module):
 
 
 def loss(model: Callable[[Tensor, Tensor], Tensor], batch: Tensor) -> Tensor:
-    """Mean cross entropy of each next token, in nats, fp32.
+    """Return the mean cross entropy of each next token, in nats, fp32.
 
     Args:
         model: a `GPT`: tokens (b, t) and targets (b, t) to their mean cross entropy.

@@ -1,6 +1,6 @@
-"""The sizes of a GPT and what can be said about them without building one.
+"""The sizes of a GPT, and figures that follow from them.
 
-No torch here: a wrong size is refused before torch is imported. The presets are data in `conf/model/`.
+No torch here, so that a wrong size is reported before torch is imported. The presets are data in `conf/model/`.
 """
 
 from typing import Annotated, Literal, Self

@@ -4,11 +4,11 @@
     plan = zero.Plan(model, ...)
     state = zero.init(plan, store, weights=weights(model, folder))
 
-A file may call tensors otherwise than the model does, and have in pieces what the model has in one: the experts of a
-Mixtral are a file's tensors one by one and a model's as one. `weights` translates with transformers' own tables, one
-tensor at a time. Where both say the same, `zero.init(..., weights=folder)` does as well.
+Names in a file may differ from the model's, and a model's tensor may be several in the file, as with the experts of a
+Mixtral. `weights` translates with transformers' own tables, one tensor at a time. Where names are the same,
+`zero.init(..., weights=folder)` does as well.
 
-Source: `transformers.core_model_loading`, which does this for a model that is whole.
+Source: `transformers.core_model_loading`, which does this for a model in memory.
 """
 
 import copy
@@ -31,17 +31,17 @@ from zero.platform.installed import install
 from zero.platform.safetensors_files import StoredWeights
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
-"""What of a model's folder goes along with an export: settings, tokenizer, templates."""
+"""Files of a model's folder that an export copies: settings, tokenizer, templates."""
 
 
 def build(path: str | PathLike[str]) -> nn.Module:
-    """A model of random or no values on meta, of the class that its settings name, else the causal language model.
+    """Build a model on meta, of the class that its settings name, else the causal language model.
 
-    The cache of keys and values is off: it is for generating, and recomputed activations would meet it filled.
+    The cache of keys and values is off, because recomputed activations would find it filled.
 
     Args:
-        path: a folder with config.json, or a model type such as "llama" with all its defaults, or what transformers
-            finds in its cache.
+        path: a folder with config.json, or a model type such as "llama" with all its defaults, or a name in
+            transformers' cache.
 
     Raises:
         ConfigError: transformers is not installed, or knows no such model.
@@ -49,79 +49,79 @@ def build(path: str | PathLike[str]) -> nn.Module:
     transformers = _transformers()
     config = settings(path)
     config.use_cache = False
-    named = next(iter(getattr(config, "architectures", None) or ()), None)
-    made_by = getattr(transformers, named, None) if named else transformers.AutoModelForCausalLM.from_config
-    if made_by is None:
-        raise ConfigError(f"{path}: transformers {transformers.__version__} has no {named}; upgrade it")
+    name = next(iter(getattr(config, "architectures", None) or ()), None)
+    build_class = getattr(transformers, name, None) if name else transformers.AutoModelForCausalLM.from_config
+    if build_class is None:
+        raise ConfigError(f"{path}: transformers {transformers.__version__} has no {name}; upgrade it")
     try:
         with empty():
-            model: nn.Module = made_by(config)
+            model: nn.Module = build_class(config)
     except (ValueError, KeyError) as error:  # no causal language model, sizes that do not divide
         raise ConfigError(f"{path}: {in_short(error)}") from error
     return model
 
 
 def not_causal(model: Any) -> str | None:
-    """What a model of transformers is that does not predict each next token from those before it alone; None: it does.
+    """Describe a model that does not predict each next token from those before it alone; None: it does.
 
-    The class is not enough: what was an encoder first, as BERT, has a class for it that sees all tokens unless its
-    settings say `is_decoder`. A model that was made for nothing else has no such setting, or does not read it.
+    The class is not enough: encoders such as BERT have a class for it that sees all tokens unless their settings say
+    `is_decoder`. Other models have no such setting, or do not read it.
     """
     known, name = _transformers().models.auto.modeling_auto, type(model).__name__
     if name not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return f"a {name}"
     encoder = model.config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    encoder |= any(getattr(one, "is_causal", None) is False for one in model.modules())
+    encoder |= any(getattr(module, "is_causal", None) is False for module in model.modules())
     if encoder and getattr(model.config, "is_decoder", None) is False:
         return f"a {name} that sees later tokens too, because its settings say is_decoder=false"
     return None
 
 
 EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-"""Settings that say how many of a layer's experts a token goes to."""
+"""Settings with the number of a layer's experts that a token goes to."""
 
 
 def flops_per_token(model: Any, seq: int) -> float | None:
-    """Floating point operations of forward and backward for one token of a row of `seq`; None where it is not known.
+    """Count the operations of forward and backward for a token of a row of `seq`; None where they are unknown.
 
-    Of experts those that a token goes to; of attention what its heads and its window see, and nothing for layers of
-    another kind; a table that is only looked things up in costs nothing. What is recomputed is not counted.
-
-    Source: Chowdhery et al. 2022, "PaLM", appendix B.
+    Only the experts of a token count, only tokens inside of an attention's window, and no table that is looked up in.
+    Recomputation is left out. Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
     text, head = model.config.get_text_config(), model.get_output_embeddings()
-    looked_up = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)} - {id(head.weight)}
-    active = 0.0
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head.weight)}
     chosen = next((count for name in EXPERTS_OF_A_TOKEN if (count := getattr(text, name, None))), None)
+    active = 0.0
     for name, parameter in model.named_parameters():
-        if id(parameter) in looked_up:
+        if id(parameter) in tables:
             continue
-        of_layer, _, of_experts = name.partition(".experts.")
-        if not of_experts:
+        layer, _, is_expert = name.partition(".experts.")
+        if not is_expert:
             active += parameter.numel()
-            continue
-        held = model.get_submodule(f"{of_layer}.experts")
-        count = len(held) if isinstance(held, nn.ModuleList) else parameter.shape[0]
-        if chosen is None:
+        elif chosen is None:
             return None
-        active += parameter.numel() * chosen / count
+        else:
+            active += parameter.numel() * chosen / _expert_count(model, layer, parameter)
     return 6.0 * active + 6.0 * _attention_numel(text, seq)
 
 
+def _expert_count(model: Any, layer: str, parameter: Tensor) -> int:
+    experts = model.get_submodule(f"{layer}.experts")
+    return len(experts) if isinstance(experts, nn.ModuleList) else parameter.shape[0]
+
+
 def _attention_numel(text: Any, seq: int) -> float:
-    """Products that all layers make of a token with those before it: each query with keys, each weight with values."""
+    """Count the products of a token with those before it in all layers: queries with keys, weights with values."""
     heads = getattr(text, "num_attention_heads", None) or 0
     width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    of_head = (getattr(text, "qk_head_dim", None) or width) + (getattr(text, "v_head_dim", None) or width)
-    window = getattr(text, "sliding_window", None) or seq
-    seen = {"full_attention": seq, "sliding_attention": min(window, seq)}
-    usual = "sliding_attention" if window < seq else "full_attention"
-    layers = getattr(text, "layer_types", None) or [usual] * text.num_hidden_layers
-    return float(heads * of_head * sum(seen.get(kind, 0) for kind in layers))
+    head_numel = (getattr(text, "qk_head_dim", None) or width) + (getattr(text, "v_head_dim", None) or width)
+    window = min(seq, getattr(text, "sliding_window", None) or seq)
+    lengths = {"full_attention": seq, "sliding_attention": window}
+    layers = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return float(heads * head_numel * sum(lengths.get(layer, 0) for layer in layers))
 
 
 def settings(path: str | PathLike[str]) -> Any:
-    """The settings of a model as transformers has them.
+    """Return the settings of a model as transformers has them.
 
     Raises:
         ConfigError: see `build`.
@@ -130,17 +130,17 @@ def settings(path: str | PathLike[str]) -> Any:
     folder = Path(path)
     if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(str(path))
-    if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):  # no name of a hub
+    if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
         raise ConfigError(f"{path} does not exist; give a folder with config.json, or a model type")
     try:
         where = str(folder if folder.is_dir() else path)
-        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)  # and does not ask for it
+        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: no model of transformers: {in_short(error)}") from error
 
 
 def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
-    """The weights of a folder or file by the names that `model` has, for `zero.init(weights=...)`; it can be printed.
+    """Return the weights of a folder or file by the names in `model`, for `zero.init(weights=...)`; printable.
 
     Raises:
         PlanError, CheckpointError: as `StoredWeights`.
@@ -149,21 +149,21 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
 
 
 def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """tokens: (b, t) int64, to (b, t, vocab)."""
+    """Return (b, t, vocab) for tokens (b, t) int64."""
     _give_logits(model)
     return model(input_ids=tokens).logits
 
 
 def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False) -> Tensor:
-    """Mean cross entropy of each next token, in nats, fp32; and `router` times what unbalanced experts cost.
+    """Return the mean cross entropy of each next token, in nats, fp32, plus `router` times the experts' own loss.
 
     Args:
         rows: (b, t + 1) int64; each gives both inputs and targets.
-        chunked: never hold all logits, see `linear_cross_entropy`; for models of which `gives_logits` is true.
+        chunked: never hold all logits, see `linear_cross_entropy`; only if `gives_logits(model)`.
     """
     if chunked:
         head = model.get_output_embeddings()
-        # until the next call, because activations may be computed again in backward
+        # stays until the next call, because activations may be computed again in backward
         head.forward = lambda hidden: linear_cross_entropy(hidden, head.weight, rows[:, 1:], bias=head.bias)
     else:
         _give_logits(model)
@@ -174,9 +174,9 @@ def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False
 
 
 def gives_logits(model: Any) -> bool:
-    """Whether a causal model's logits are what a linear layer returns, and nothing is done to them after it.
+    """Whether a causal model returns the outputs of its linear head unchanged.
 
-    Tried with something in their place that operators refuse, and without what comes before the layer.
+    Run the head alone, with logits that refuse every operator.
     """
     head, body = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or body is model:
@@ -187,28 +187,28 @@ def gives_logits(model: Any) -> bool:
     try:
         with torch.no_grad():
             return isinstance(model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits, _Untouchable)
-    except Exception:  # it does more than that with what its body returns, or with logits
+    except Exception:  # an operator on logits, or another use of the body's outputs
         return False
     finally:
         del vars(body)["forward"], vars(head)["forward"]
 
 
 class _Outputs(tuple[Tensor]):
-    """What a model's body returns, with nothing in it but the last hidden states."""
+    """Outputs of a model's body with nothing but the last hidden states."""
 
     last_hidden_state: Tensor
 
     def __new__(cls, hidden: Tensor) -> "_Outputs":
-        made = super().__new__(cls, (hidden,))
-        made.last_hidden_state = hidden
-        return made
+        outputs = super().__new__(cls, (hidden,))
+        outputs.last_hidden_state = hidden
+        return outputs
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Untouchable(Tensor):
-    """Refuses every operator but two that leave a mean in fp32 as it is."""
+    """A tensor that raises TypeError for every operator but two that do not change a loss in fp32."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,14 +218,14 @@ class _Untouchable(Tensor):
 
 
 def _give_logits(model: Any) -> None:
-    """Take back what a chunked loss put in the head's place; a model around another one has no head of its own."""
+    """Undo a chunked loss's replacement of the head; a model that wraps another one has no head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         vars(head).pop("forward", None)
 
 
 def write_settings(path: str | PathLike[str], out: Path) -> None:
-    """What `from_pretrained` needs beside weights: the settings of `path`, and its tokenizer where it has one.
+    """Write the files that `from_pretrained` needs beside weights: the settings of `path`, and its tokenizer if any.
 
     Raises:
         ConfigError: see `build`.
@@ -241,10 +241,10 @@ def write_settings(path: str | PathLike[str], out: Path) -> None:
 
 
 class HFWeights(Mapping[str, Tensor]):
-    """Stored tensors under the model's names; what one translation makes beside is kept until another is asked for.
+    """Stored tensors under the model's names, read or translated when they are asked for.
 
     Attributes:
-        unused: names in the files that mean nothing to the model, but for those that its class says it can do without.
+        unused: names in the files that the model has no tensor for, except those that its class ignores.
     """
 
     def __init__(self, model: nn.Module, stored: StoredWeights) -> None:
@@ -253,22 +253,22 @@ class HFWeights(Mapping[str, Tensor]):
 
         known, prefix = dict.fromkeys(model.state_dict(), True), getattr(model, "base_model_prefix", None)
         table = get_model_conversion_mapping(model)
-        renamings = [one for one in table if isinstance(one, loading.WeightRenaming)]
-        converters = [one for one in table if isinstance(one, loading.WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [entry for entry in table if isinstance(entry, loading.WeightRenaming)]
+        converters = [entry for entry in table if isinstance(entry, loading.WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         self._model, self._stored = model, stored
         self._sources: dict[str, list[tuple[str, str]]] = {}
         self._converters: dict[str, Any] = {}
         self._first: dict[str, str] = {}
         self._last: tuple[str, dict[str, Tensor]] | None = None
-        ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
         unused = []
         for key in sorted(stored, key=loading.dot_natural_key):  # the experts in their order
             name, pattern = loading.rename_source_key(key, renamings, converters, prefix, known)
             if name not in known and key in known:
                 name, pattern = key, None
             if name not in known:
-                unused += [] if any(one.search(name) for one in ignored) else [key]
+                unused += [] if any(pattern.search(name) for pattern in ignored) else [key]
                 continue
             self._sources.setdefault(name, []).append((pattern or key, key))
             for target in by_pattern[pattern].target_patterns if pattern else (name,):
@@ -283,12 +283,12 @@ class HFWeights(Mapping[str, Tensor]):
         if first not in self._converters:
             return self._stored[self._sources[first][0][1]]
         if self._last is None or self._last[0] != first:
-            self._last = None  # freed before the next are made
+            self._last = None  # freed before the next tensors are made
             self._last = first, self._translated(first)
         return self._last[1][name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._first  # by default it would read the tensor
+        return name in self._first  # the default would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._first)
@@ -305,8 +305,8 @@ class HFWeights(Mapping[str, Tensor]):
         converter = copy.deepcopy(self._converters[first])
         for pattern, key in self._sources[first]:
             converter.add_tensor(first, key, pattern, partial(self._stored.__getitem__, key))
-        made = converter.convert(first, model=self._model, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        tensors = converter.convert(first, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
 def _transformers() -> Any:

@@ -1,4 +1,4 @@
-"""Which model of transformers, and how long its rows are. No torch here: a missing folder is refused without it."""
+"""Settings of a model of transformers. No torch here, so that a missing folder is reported at once."""
 
 import json
 from pathlib import Path
@@ -41,11 +41,11 @@ class HFConfig(Section):
 
     @property
     def has_tokenizer(self) -> bool:
-        """The folder says how texts become tokens."""
+        """Whether the folder has a tokenizer."""
         return any((Path(self.path) / name).is_file() for name in (FILE, SETTINGS))
 
     def check(self) -> None:
-        """Refuse what has no settings."""
+        """Raise ConfigError for a folder without a readable config.json."""
         folder = Path(self.path)
         if "/" in self.path and not folder.is_dir():
             raise ConfigError(f"model.path={self.path} does not exist; give a folder with config.json, or a model type")

@@ -81,7 +81,7 @@ def test_what_to_add_is_the_whole_path_as_a_shell_and_hydra_read_it(path):
     with pytest.raises(CheckpointError) as refused:
         refuse_other_model(settled("model=hf", "model.path=y"), saved_by(saved))
     words = shlex.split(re.search(r"; add (.*), or name in", str(refused.value))[1])
-    assert settled("model=hf", *words).model.path == path
+    assert settled("model=hf", *words).model.path == str(Path(path).expanduser())
 
 
 OPTIMIZERS = [

@@ -16,9 +16,8 @@ from torch import nn
 
 import zero
 from tests.common.small import Setting, small_batch, small_loss, train_small
-from tests.conftest import every_other
 from tests.engine.test_oracle import LR, momentum_sgd, norm, run
-from tests.engine.test_reduce_order import SEEDS, model, paths_of, plain, row, same, trained
+from tests.engine.test_reduce_order import model, paths_of, plain, row, same, trained
 from tests.engine.test_stages import placements
 from zero.core.layout import Layout
 from zero.core.placement import Room
@@ -48,9 +47,10 @@ def offloaded(setting: Setting, number: int) -> Setting:
     return setting.but(offload=OFFLOADS[name])
 
 
-@pytest.mark.by_turns(3)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
+PLACES = [(4, 2, "fp32"), (6, 3, "bf16"), (6, 2, "fp32")]
+
+
+@pytest.mark.parametrize(("size", "nodes", "precision"), PLACES)
 def test_parameters_by_node_change_no_bit(size, nodes, precision):
     first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements())
     expected = run_ranks(size, train_small, first, nodes=nodes)
@@ -59,10 +59,16 @@ def test_parameters_by_node_change_no_bit(size, nodes, precision):
         assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
 
 
-@pytest.mark.by_turns(5)
-@pytest.mark.parametrize("activations", ["keep", "remat", "offload"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("offload", OFFLOADED_PARAMS)
+@pytest.mark.parametrize(
+    ("offload", "accumulate", "activations"),
+    [
+        ("cpu", 1, "keep"),
+        ("cpu", 3, "remat"),
+        ("parameters alone", 3, "offload"),
+        ("infinity", 3, "keep"),
+        ("infinity", 1, "offload"),
+    ],
+)
 def test_secondary_shards_of_offloaded_parameters_change_no_bit(offload, accumulate, activations):
     """Of a GPU, whose parameters leave it; the model has frozen ones, in units of their own and beside others."""
     size, nodes = ((4, 2), (6, 3), (6, 2))[("keep", "remat", "offload").index(activations)]
@@ -75,9 +81,7 @@ def test_secondary_shards_of_offloaded_parameters_change_no_bit(offload, accumul
     assert told[0] == told[1]
 
 
-@pytest.mark.by_turns(3)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
+@pytest.mark.parametrize(("size", "nodes", "precision"), PLACES)
 def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
     first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements())
     expected = run_ranks(size, train_small, first.but(between=("world", "node")), nodes=nodes)
@@ -88,9 +92,7 @@ def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
         assert run_ranks(size, train_small, first, nodes=nodes) != expected, "it is an order of its own"
 
 
-@pytest.mark.by_turns(3)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (6, 2)])
+@pytest.mark.parametrize(("size", "nodes", "precision"), PLACES)
 def test_a_copy_on_each_node_has_the_law_of_sums_by_node(size, nodes, precision):
     first, *others = (setting.but(precision=precision) for setting in placements())
     expected = run_ranks(size, train_small, first.but(between=("world", "node")), nodes=nodes)
@@ -152,9 +154,7 @@ def test_copies_on_nodes_have_one_law_with_clipping(clip):
         assert run_ranks(4, train_small, offloaded(other, number), nodes=2) == expected, other
 
 
-@pytest.mark.by_turns(3)
-@pytest.mark.parametrize("between", [("node", "world"), ("node", "node")])
-@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize(("accumulate", "between"), [(2, ("node", "world")), (3, ("node", "node"))])
 def test_accumulation_is_bitwise_within_the_pairs(accumulate, between):
     """As on one node: 0 and 1 add microbatches before ranks, 2 and 3 after."""
     setting = Setting(accumulate=accumulate, clip=0.5)
@@ -223,9 +223,8 @@ def test_processes_do_what_threads_do():
 # -- ranks on paths of their own ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
-    "how",
+    "between",
     [
         {"gather": "node"},
         {"gather": "world", "reduce": "node"},
@@ -234,18 +233,16 @@ def test_processes_do_what_threads_do():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("stage", range(3))
-def test_ranks_on_paths_of_their_own_wait_for_nobody_who_is_elsewhere(stage, microbatches, how):
-    """Half of a gather or a sum that one rank needs is started by others, which may have no use for it."""
+@pytest.mark.parametrize(("stage", "microbatches"), [(0, 2), (1, 1), (2, 2)])
+def test_ranks_on_different_paths_wait_for_no_rank_that_is_elsewhere(stage, microbatches, between):
+    """Half of a gather or a sum that one rank needs is started by others, which may not use the unit."""
 
     def rank_main(world: zero.World, programs):
-        return trained(world, programs[world.rank], microbatches, stage=stage, **how)
+        return trained(world, programs[world.rank], microbatches, stage=stage, **between)
 
-    for seed in SEEDS:
-        programs = [paths_of(seed, rank, steps=4, microbatches=microbatches, alike=0.0) for rank in range(4)]
-        print(f"seed {seed}")
-        same(run_ranks(4, rank_main, programs, nodes=2), plain(programs, microbatches))
+    drawn = {"steps": 4, "microbatches": microbatches, "alike": 0.0, "uneven": True}
+    programs = [paths_of(0, rank, **drawn) for rank in range(4)]
+    same(run_ranks(4, rank_main, programs, nodes=2), plain(programs, microbatches))
 
 
 def refused(world: zero.World, path_of: list[list[int]]) -> tuple[str, float]:
@@ -485,9 +482,9 @@ BETWEEN = [
     ("stage", "accumulate", "between"),
     [
         *(
-            (stage, accumulate, one)
+            (stage, accumulate, between)
             for number, (stage, accumulate) in enumerate(((0, 1), (1, 2), (2, 2), (3, 1), (3, 2)))
-            for one in every_other(BETWEEN, number)
+            for between in BETWEEN[number % 2 :: 2]
         ),
         (3, 2, {"gather": "node", "offload": "infinity"}),
         (3, 2, {"gather": "auto", "offload": "infinity"}),
@@ -571,10 +568,17 @@ def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again
     assert told[0] == told[1]
 
 
-@pytest.mark.by_turns(3)
-@pytest.mark.parametrize("call", [0, 1, 2, 4])
 @pytest.mark.parametrize(
-    ("gpu", "offload"), [(False, "none"), (False, "infinity"), (True, "none"), (True, "cpu"), (True, "infinity")]
+    ("gpu", "offload", "call"),
+    [
+        (False, "none", 0),
+        (False, "none", 4),
+        (False, "infinity", 1),
+        (True, "none", 2),
+        (True, "cpu", 0),
+        (True, "cpu", 4),
+        (True, "infinity", 1),
+    ],
 )
 def test_a_step_that_breaks_off_leaves_no_secondary_shard_that_holds_something_else(gpu, offload, call):
     """Right after a gather was asked for, so that nobody waits for it; then the step is made again."""
@@ -638,11 +642,21 @@ WAYS = {
 }
 
 
-@pytest.mark.by_turns(2)
-@pytest.mark.parametrize("into", ["world", "copies", "copies, nvme"])
-@pytest.mark.parametrize("out_of", WAYS)
+@pytest.mark.parametrize(
+    ("out_of", "into"),
+    [
+        ("world", "copies"),
+        ("world", "copies, nvme"),
+        ("node", "world"),
+        ("copies", "world"),
+        ("copies", "copies, nvme"),
+        ("copies, nvme", "copies"),
+        ("copies at stage 1", "world"),
+        ("copies at stage 1", "copies"),
+    ],
+)
 def test_a_checkpoint_goes_from_any_way_to_any(out_of, into, tmp_path):
-    """What was saved is what is loaded, on one node too; each byte is in one file."""
+    """The digest is the same after a load, on one node too; each byte is in one file."""
 
     def saved(world: zero.World) -> tuple[str, str]:
         state, step = WAYS[out_of].start(world)

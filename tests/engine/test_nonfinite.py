@@ -118,10 +118,17 @@ def never_poisoned(world, setting):
     return bits(state, first)
 
 
-@pytest.mark.by_turns(2)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+VALUES = math.nan, math.inf, -math.inf
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "value"),
+    [
+        (stage, precision, VALUES[(stage + number) % 3])
+        for stage in range(4)
+        for number, precision in enumerate(("fp32", "bf16", "fp16"))
+    ],
+)
 def test_each_parameter_in_turn_is_caught(stage, precision, value):
     """The next clean step is the step that would have been taken, with or without clipping, whenever it is applied."""
     setting = Setting(

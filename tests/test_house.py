@@ -208,7 +208,7 @@ def test_a_file_begins_with_its_idea():
 NOT_YET = """
     core.schema
     engine.arguments engine.compile engine.facts engine.first_values engine.full
-    engine.gather engine.init engine.page_table engine.placeholder engine.placing engine.plan
+    engine.init engine.page_table engine.placeholder engine.placing engine.plan
     engine.state engine.traffic engine.unit engine.visit_order
     errors
     integrations.lightning integrations.transformers

@@ -911,7 +911,7 @@ def test_a_graph_from_before_the_update_is_refused_by_name(ranks, stage):
             return mean_square(model, batch)
         return mean_square(model, batch) + kept[batch.rank]
 
-    with pytest.raises(StaleStateError, match=r"the parameters of layers\.\d changed .* call backward before"):
+    with pytest.raises(StaleStateError, match=r"the parameters of layers\.\d changed .* Call backward before"):
         sharded(Chain(), first_loss_is_kept_alive, ranks=ranks, stage=stage)
 
 
@@ -928,7 +928,7 @@ def test_one_rank_refuses_such_a_graph_whatever_is_asked_of_it(wanted: str):
     step.backward(loss, retain_graph=True)
     state, _ = step.finish()
     for _ in range(2):  # the update waits, and is made
-        with pytest.raises(StaleStateError, match="call backward before the next step"):
+        with pytest.raises(StaleStateError, match="Call backward before the next step"):
             _ = torch.autograd.grad(loss, x, retain_graph=True) if wanted == "inputs" else loss.backward()
         with torch.no_grad():
             state.model(x)

@@ -1,27 +1,26 @@
 """Run a unit's modules on gathered parameters, forward and backward, and pass their gradients on.
 
-The nodes of `graph` say when a call's gradients have all arrived, and the reducer's reduce-scatter is the transpose of
-the gather. The gradients themselves leave autograd one by one: a unit's gradients never exist twice.
+The nodes of `graph` tell when all gradients of a call have arrived, and the reducer's reduce-scatter is the transpose
+of the gather. Gradients leave autograd one by one: a unit's gradients never exist twice.
 
-While a unit computes, a pair of saved-tensor hooks looks at everything autograd wants to keep. What lies in a gathered
-buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first
-touch in backward gathers the unit again. No activation is recomputed; where they wait meanwhile is up to `activation`.
-Only the innermost hooks count in torch, so where user code has its own (a checkpoint around the unit), packing is left
-to it: it drops everything and recomputes.
+While a unit computes, a pair of saved-tensor hooks receives every tensor that autograd saves. A tensor in a gathered
+buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first use
+in backward gathers the unit again. No activation is recomputed; `activations` keeps them. Only the innermost hooks
+count in torch, so a checkpoint of the user's around the unit has its own: it drops everything and recomputes.
 
-How long a buffer is pinned:
+A buffer is pinned:
 
     in forward               from the call to its return
-    in backward              from the first touch until the gradients of all the unit's calls have arrived
-    ... with none to come    until backward touches another unit, or ends (frozen units, gradients of inputs only)
+    in backward              from the first use until the gradients of all the unit's calls have arrived
+    ... with none to come    until backward uses another unit, or ends (frozen units, gradients of inputs only)
     gathered ahead           until it is used, or the pass ends
 
 Under a `torch.func` transform (grad, vmap, jacrev) torch forbids such hooks. Gathering steps outside of the transform,
 which then sees parameters as constants with a history: gradients taken inside are right, and a backward outside still
-reaches the parameters. What the transform keeps of a buffer stays with it, and the buffer gets fresh memory. Parameters
-that the user put in place with `torch.func.functional_call` are used as given, in every place of a tied one.
+reaches the parameters. If the transform keeps memory of a buffer, the buffer gets fresh memory. Parameters that the
+user put in place with `torch.func.functional_call` are used as they are, in every place of a tied one.
 
-Everything that decides about a collective depends on the order of calls alone, so all ranks decide alike.
+Every decision about a collective depends on the order of calls alone, so all ranks decide alike.
 
 Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch FSDP", section 4.1 for the schedule.
 """
@@ -67,7 +66,7 @@ from zero.platform.timeline import Tape
 
 
 class Place(NamedTuple):
-    """Where a site's module has a parameter: `parameters[name]` of the module at `owner` is `placeholder`."""
+    """A parameter's place in a site's module: `parameters[name]` of the module at `owner` is `placeholder`."""
 
     owner: tuple[str, ...]
     parameters: dict[str, Any]
@@ -75,17 +74,17 @@ class Place(NamedTuple):
     placeholder: ParameterPlaceholder
 
     def is_in(self, module: nn.Module) -> bool:
-        """The site's `module` still has a parameter there: its parts may have been exchanged."""
-        for part in self.owner:
-            found = module._modules.get(part)
-            if found is None:
+        """Return whether the site's `module` still has a parameter there: its parts may have been exchanged."""
+        for name in self.owner:
+            part = module._modules.get(name)
+            if part is None:
                 return False
-            module = found
+            module = part
         return module._parameters is self.parameters and self.parameters.get(self.name) is not None
 
 
 class Packed(NamedTuple):
-    """A saved tensor that was in a gathered buffer: where it is when the unit is gathered again."""
+    """The place of a saved tensor in the gathered buffer of its unit."""
 
     unit: int
     version: int
@@ -98,17 +97,17 @@ class Gatherer:
     """Runs the sites of one copied model on gathered units.
 
     Args:
-        activations: where those that are kept wait for backward.
-        reducer: takes each gradient of a call, and knows when all of a unit's calls have delivered theirs.
-        tape: records what computes.
+        activations: keeps activations until backward.
+        reducer: takes each gradient of a call, and reduces a unit when all of its calls have delivered theirs.
+        tape: records forwards and backwards.
 
     Attributes:
-        arrived: a gradient has, in this step.
-        unscaled: one has from a backward without the loss scale.
+        arrived: a gradient has arrived in this step.
+        unscaled: a gradient has arrived from a backward without the loss scale.
         entering: called before a site runs, or a parameter is read with a history, outside of backward.
         arriving: called when a gradient arrives.
         use: held by the thread that uses the state.
-        frozen_groups: numbers of the optimizer's groups that do not train in the forwards that come.
+        frozen_groups: numbers of the optimizer's groups that do not train in the next forwards.
     """
 
     def __init__(
@@ -124,11 +123,11 @@ class Gatherer:
         self._units, self.residency, self.pool = units, residency, residency.pool
         self._accumulate, self._deliver, self._start_reduce = plan.accumulate, reducer.deliver, reducer.start_reduce
         self.activations, self._policies = activations, plan.activations
-        self._sends = False  # what the unit that computes now keeps goes where `activations` says
+        self._sends = False  # `activations` keeps those of the unit that computes now
         self._compiler = Compiler(plan.compile) if plan.compile else None
         self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
-        # where parameters are in the model: by unit, trainable or frozen, and number; and by path of a site
+        # places of parameters in the model, by unit, trainable or frozen, and number; and by path of a site
         self._places: dict[tuple[int, bool, int], list[Place]] = {}
         self._places_of: dict[str, list[Place]] = {}
         self._check_writes = plan.check_writes
@@ -139,9 +138,9 @@ class Gatherer:
         self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
         self._open: set[int] = set()  # units that gradients were delivered to and whose reduce has not started
         self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
-        """Backward passes under way, by autograd's id: more than one when nested. What it is to call at the end is its
-        own, and gone with a pass that an exception broke off."""
-        self._scaled: set[int] = set()  # those of them that began with the loss scale
+        """Callbacks of the backward passes under way, by autograd's id: several when nested. Autograd owns them, so
+        they are gone with a pass that an exception broke off."""
+        self._scaled: set[int] = set()  # passes that began with the loss scale
         self.arrived = self.unscaled = False
         self.frozen_groups: frozenset[int] = frozenset()
         self.use = OneThread("a State")
@@ -150,7 +149,7 @@ class Gatherer:
     # -- one microbatch ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A microbatch, or a forward without gradients, starts."""
+        """Begin a microbatch, or a forward without gradients."""
         if torch.is_grad_enabled():  # an evaluation may lie between a microbatch's forward and its backward
             self._forget_calls()  # of forwards outside of a step, which nobody ended
             self._scaled.clear()
@@ -158,12 +157,12 @@ class Gatherer:
         self.residency.begin()
 
     def clear(self) -> None:
-        """Nothing has arrived yet."""
+        """Begin a step: nothing has arrived yet."""
         self._hooked.clear()
         self.arrived = self.unscaled = False
 
     def end(self) -> None:
-        """The microbatch is over: units whose calls reached no gradient are reduced as zeros, in unit order."""
+        """End the microbatch; units whose calls reached no gradient are reduced as zeros, in unit order."""
         for unit in self._units:
             if unit.calls:
                 self._close(unit)
@@ -171,7 +170,7 @@ class Gatherer:
         self.residency.end()
 
     def reset(self) -> None:
-        """After an exception: forget calls and pins."""
+        """Forget calls and pins after an exception."""
         self._held.clear()
         self._hooked.clear()
         self._open.clear()
@@ -187,7 +186,7 @@ class Gatherer:
             unit.returned = 0
 
     def runner(self, site: Site) -> Run:
-        """What `site` runs through when it is called."""
+        """Return what `site` runs through when it is called."""
         run = partial(self.run, site)
         return run if self._compiler is None else self._compiler.outside(run)
 
@@ -213,12 +212,12 @@ class Gatherer:
     def _run(self, site: Site, body: Body, args: Any, kwargs: Any, recomputing: bool) -> Any:
         pinned: list[Buffer] = []
         places = self._places_of[site.path]
-        found = [(own, name, own[name]) for _, own, name, _ in places if name in own]
+        kept = [(parameters, name, parameters[name]) for _, parameters, name, _ in places if name in parameters]
         is_in_full = all(place.placeholder.full_value is not None for place in places) and not torch.is_grad_enabled()
         try:
             with beneath_transforms() as transformed:
                 for index in () if is_in_full else site.units:
-                    if recomputing:  # held for the pass, but also pinned for the call: holding one may let another go
+                    if recomputing:  # held for the pass, but also pinned for the call: the next hold may let it go
                         pinned.append(self._hold(self._units[index]))
                         pinned[-1].pins += 1
                     else:
@@ -242,15 +241,15 @@ class Gatherer:
             note_dtypes(error, [place.placeholder.full_name for place in places], self._precision)
             raise
         finally:
-            for own, name, parameter in found:  # whatever happened: what stays would be taken for the user's
-                own[name] = parameter
+            for owner, name, placeholder in kept:  # a tensor that stayed there would be taken for the user's
+                owner[name] = placeholder
             for buffer in pinned:
                 self.residency.unpin(buffer)
 
     def _parameters(self, site: Site, module: nn.Module, recomputing: bool) -> dict[str, Tensor]:
-        """The site's parameters by their names in its body, as far as they are still there: views of gathered buffers.
+        """Return the site's parameters by their names in its body: views of gathered buffers.
 
-        What has moved elsewhere by now is read as any parameter outside of its unit.
+        Parameters that are not there any more are read as any parameter outside of its unit.
         """
         trainable: dict[int, Sequence[Tensor]] = {}
         frozen: dict[int, Sequence[Tensor]] = {}
@@ -272,7 +271,7 @@ class Gatherer:
         }
 
     def _parameters_in_full(self, site: Site, module: nn.Module) -> dict[str, Tensor]:
-        """The parameters of `site` from their full values. It gathers nothing, so one rank may call the site alone."""
+        """Return the parameters of `site` from their full values, without a gather: one rank may call it alone."""
         places = zip(site.bindings, self._places_of[site.path], strict=True)
         return {
             f"module.{bound.local}": self._given(bound, place, place.placeholder.value())
@@ -283,24 +282,23 @@ class Gatherer:
     def _given(self, bound: Binding, place: Place, ours: Tensor) -> Tensor:
         """Return the tensor that the user put in a parameter's place, else its full value in a block, else `ours`."""
         there = place.parameters[place.name]
-        if (
-            isinstance(there, ParameterPlaceholder) and there is not place.placeholder
-        ):  # another parameter, or this one as a constant
+        if isinstance(there, ParameterPlaceholder) and there is not place.placeholder:  # another, or this as a constant
             return there.value()
         if there is place.placeholder and (full := place.placeholder.seen_in_full()) is not None:
             return full
         places = self._places[bound.unit, bound.trainable, bound.slot]
-        held = (place.parameters.get(place.name) for place in places)
-        given = next((one for one in held if one is not None and not isinstance(one, ParameterPlaceholder)), ours)
-        if given is not ours and isinstance(placeholder := untransformed(given), ParameterPlaceholder):
+        in_place = (place.parameters.get(place.name) for place in places)
+        tensors = (tensor for tensor in in_place if not isinstance(tensor, ParameterPlaceholder | None))
+        tensor = next(tensors, ours)
+        if tensor is not ours and isinstance(placeholder := untransformed(tensor), ParameterPlaceholder):
             raise OutsideUnitError(
-                f"parameter {placeholder.full_name} is the model's own, which torch.func cannot differentiate by; put "
-                "tensors of your own in place with torch.func.functional_call"
+                f"torch.func cannot differentiate by parameter {placeholder.full_name} of the model. Put tensors of "
+                "your own in place with torch.func.functional_call."
             )
-        return given
+        return tensor
 
     def _made(self, unit: UnitState, flat: Tensor, recomputing: bool) -> list[Tensor]:
-        """The unit's trainable parameters, with a history; what is recomputed is the same call again."""
+        """Return the unit's trainable parameters with a history; a recomputation is the same call again."""
         made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
         if not recomputing:
             unit.calls.append(made[0].grad_fn)
@@ -335,7 +333,7 @@ class Gatherer:
 
     @contextmanager
     def _sending(self, policy: Activations) -> Iterator[None]:
-        """What is kept within goes to the host, if the unit's policy is that."""
+        """Have activations within the block offloaded, if the unit's policy says so."""
         before, self._sends = self._sends, policy == "offload"
         try:
             yield
@@ -345,13 +343,13 @@ class Gatherer:
     def _packing(self) -> AbstractContextManager[Any]:
         released = self.pool is not None or self.activations.offloads
         if not released or not torch.is_grad_enabled():
-            return nullcontext()  # nothing is ever released, so autograd may keep what it likes
+            return nullcontext()  # nothing is ever released, so autograd may keep everything
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return nullcontext()  # ours, around an outer unit, see all buffers; a foreign pair must not be hidden
+            return nullcontext()  # hooks of an outer unit see all buffers; those of a checkpoint must not be hidden
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _own(self, outputs: Any) -> Any:
-        """Copy outputs that are views of a buffer: they must outlive it."""
+        """Copy outputs that are views of a buffer, because they must outlive it."""
         if self.pool is None:
             return outputs
         borrowed = (t for t in tensors_in(outputs) if self.pool.holding(untransformed(t)) is not None)
@@ -369,7 +367,7 @@ class Gatherer:
         return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
 
     def _is_resident(self, tensor: Tensor) -> bool:
-        """It is in the buffer of a unit that is always loaded."""
+        """Return whether the tensor is in the buffer of a resident unit."""
         return storage_address(tensor) in self._resident_addresses
 
     def _unpack(self, packed: Any) -> Tensor:
@@ -383,7 +381,7 @@ class Gatherer:
         return buffer.flat.as_strided(packed.size, packed.stride, offset)
 
     def regather(self, site: Site, binding: int) -> Callable[[bool], Tensor]:
-        """How a parameter is found outside of its sites' calls: see `ParameterPlaceholder`."""
+        """Return a function that reads a parameter outside of its sites' calls: see `ParameterPlaceholder`."""
         bound = site.bindings[binding]
 
         def view(with_history: bool) -> Tensor:
@@ -394,7 +392,7 @@ class Gatherer:
                     self.entering()
                 if recomputing:
                     flat = self._hold(unit).flat
-                else:  # a tensor that uses it keeps the memory: see `Pool.take`
+                else:  # unpinned at once: a tensor that uses the memory keeps it, see `Pool.take`
                     buffer = self.residency.pin(unit, training=torch.is_grad_enabled())
                     flat = buffer.flat
                     self.residency.unpin(buffer)
@@ -416,7 +414,7 @@ class Gatherer:
         return self._held[unit.index]
 
     def _awaited(self, unit: UnitState) -> bool:
-        """Gradients of `unit` will still arrive in the pass under way, and it can be let go then."""
+        """Return whether gradients of `unit` will still arrive in the pass under way."""
         return any(torch._C._will_engine_execute_node(call) for call in unit.calls)
 
     def _let_go(self, index: int) -> None:
@@ -425,19 +423,17 @@ class Gatherer:
             self.residency.unpin(buffer)
 
     def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
-        """The gradient of one parameter of one call has arrived."""
+        """Take the gradient of one parameter of one call."""
         with self._lock:
             self._watch_pass()
             self.arriving()
             placeholder = self._placeholders[unit.index, slot]
             if not placeholder.trains:
                 raise StaleStateError(
-                    f"{placeholder.full_name} was frozen between this graph's forward and its backward; freeze it "
-                    "before the forward, or after the step"
+                    f"{placeholder.full_name} was frozen between this graph's forward and its backward. Freeze it "
+                    "before the forward, or after the step."
                 )
-            if (
-                placeholder.hooks or placeholder.afterwards
-            ):  # which see the sum over the unit's calls, as those of any leaf
+            if placeholder.hooks or placeholder.afterwards:  # they get the sum over the unit's calls, as on any leaf
                 sums = self._hooked.setdefault(unit.index, {})
                 sums[slot] = grad if slot not in sums else sums[slot] + grad
             else:
@@ -446,18 +442,18 @@ class Gatherer:
             self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 
     def scaled(self, *_: Any) -> None:
-        """The backward pass under way began with the loss scale."""
+        """Note that the backward pass under way began with the loss scale."""
         with self._lock:
             self._watch_pass()
             self._scaled.add(torch._C._current_graph_task_id())
 
     def returned(self, unit: UnitState, *, counted: bool) -> None:
-        """All gradients of one call have arrived, or `counted=False` those of a part of it that was recomputed."""
+        """Note that all gradients of one call have arrived; `counted=False`: of a part of it that was recomputed."""
         with self._lock:
             self._watch_pass()
             self._tape.passed("backward", unit.spec.name)
             if unit.resident is None and not unit.spec.lookup and unit.index not in self._held:
-                self._hold(unit)  # this rank had no use for its values, but others gather it here
+                self._hold(unit)  # this rank did not use its values, but others gather it here
             self._open.add(unit.index)
             unit.returned += counted
             if counted and unit.returned == len(unit.calls):
@@ -470,20 +466,21 @@ class Gatherer:
         unit.returned = 0
         self._open.discard(unit.index)
         for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
-            left = self._placeholders[unit.index, slot].through_hooks(grad / self._accumulate)
-            if left is not None:  # the update divides by the count of microbatches, and hooks see what is left then
-                self._deliver(unit, slot, left * self._accumulate)
+            # the update divides by the count of microbatches, and hooks see the gradient after that
+            hooked = self._placeholders[unit.index, slot].through_hooks(grad / self._accumulate)
+            if hooked is not None:
+                self._deliver(unit, slot, hooked * self._accumulate)
         self._start_reduce(unit)
         self._let_go(unit.index)
 
     def reduce_arrived(self) -> None:
-        """Reduce what has arrived of units whose own backward may still come, or never will."""
+        """Reduce gradients of units whose backward has not ended, and may never do."""
         with self._lock:
             for index in sorted(self._open if not self._passes else ()):
                 self._close(self._units[index])
 
     def _watch_pass(self) -> None:
-        """Have autograd call us when the backward pass under way ends, whoever started it."""
+        """Have autograd call `_pass_ended` when the backward pass under way ends."""
         task = torch._C._current_graph_task_id()
         if task != -1 and task not in self._passes:
             self._passes[task] = ended = partial(self._pass_ended, task)
@@ -496,7 +493,7 @@ class Gatherer:
             return  # a pass inside another one, as a reentrant checkpoint makes
         for index in sorted(self._open):
             unit = self._units[index]
-            if unit.returned or not unit.calls:  # else its own call is still to come, or `end` closes it
+            if unit.returned or not unit.calls:  # else its call is still to come, or `end` closes it
                 self._close(unit)
         for index in list(self._held):
             self._let_go(index)

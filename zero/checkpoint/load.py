@@ -19,7 +19,7 @@ from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_
 from zero.checkpoint.save import gather_reports
 from zero.core.layout import Slot
 from zero.core.suggest import own_arguments, some
-from zero.engine.arguments import check_state, kind_of
+from zero.engine.arguments import check_state, type_text
 from zero.engine.first_values import sinks_of
 from zero.engine.full import full_values
 from zero.engine.plan import Plan
@@ -65,7 +65,7 @@ def load(
     check_state(state, "zero.load", "state = zero.load(state, checkpoint)")
     if not isinstance(checkpoint, Checkpoint):
         raise ConfigError(
-            f"zero.load takes a Checkpoint second, and this is {kind_of(checkpoint)}; write "
+            f"zero.load takes a Checkpoint second, and this is {type_text(checkpoint)}; write "
             "state = zero.load(state, zero.open_checkpoint(world, folder))"
         )
     runtime, plan = state.runtime, state.plan

@@ -19,17 +19,13 @@ Backend = bool | str | Callable[..., Any]
 """True for torch's own compiler; or what `torch.compile` takes as a backend."""
 
 
-def check_backend(given: object) -> None:
-    """Refuse what `torch.compile` would refuse in the first forward. Asking it for a name imports it.
-
-    Raises:
-        PlanError: it is neither a switch, nor a function, nor the name of a backend.
-    """
-    if isinstance(given, bool | NoneType) or callable(given):
+def check_backend(backend: object) -> None:
+    """Raise PlanError unless `backend` is a switch, a function or the name of a backend of `torch.compile`."""
+    if isinstance(backend, bool | NoneType) or callable(backend):
         return
-    if not isinstance(given, str) or given not in torch.compiler.list_backends(exclude_tags=()):
+    if not isinstance(backend, str) or backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
-        raise PlanError(f"zero.compile={given}: it is True, False or a backend of torch.compile: {known}")
+        raise PlanError(f"zero.compile={backend}: it is True, False or a backend of torch.compile: {known}")
 
 
 def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -57,13 +53,13 @@ class Compiler:
         self._backend: Any = "inductor" if backend is True else backend
         self._functions: dict[type[nn.Module], Callable[..., Any]] = {}
 
-    def compiled(self, module: nn.Module, kind: type[nn.Module]) -> Compiled:
-        """What to call instead of `module`, which is its submodule `module` and computes as one of class `kind`."""
-        if kind not in self._functions:
+    def compiled(self, module: nn.Module, cls: type[nn.Module]) -> Compiled:
+        """Return a module that runs `module` compiled, with one function for each class `cls`."""
+        if cls not in self._functions:
             # torch counts how often it compiled by code object, so every class gets one of its own
-            code = _forward.__code__.replace(co_name=f"forward_of_{kind.__name__}")
-            self._functions[kind] = torch.compile(FunctionType(code, globals()), backend=self._backend)
-        return Compiled(module, self._functions[kind])
+            code = _forward.__code__.replace(co_name=f"forward_of_{cls.__name__}")
+            self._functions[cls] = torch.compile(FunctionType(code, globals()), backend=self._backend)
+        return Compiled(module, self._functions[cls])
 
     def outside(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, never to be compiled into what calls it."""

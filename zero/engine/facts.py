@@ -1,6 +1,6 @@
-"""What stage, precision and tiers mean for one rank of a run: eight facts, and the sizes that follow from them.
+"""Eight facts that stage, precision and tiers mean for one rank of a run, and the sizes that follow from them.
 
-Nothing else asks for a stage or a tier. P and S are a unit's padded elements and those of one shard, see `Layout`.
+No other code asks for a stage or a tier. P and S are a unit's padded elements and those of one shard, see `Layout`.
 """
 
 from collections import Counter, defaultdict
@@ -26,9 +26,9 @@ def sharers(world: World, shard: Scope) -> int:
     return world.local_size if shard == "node" else world.size
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Facts:
-    """What one rank holds of a model that is split into units.
+    """The share of one rank in a model that is split into units.
 
     Attributes:
         accumulate: microbatches of a step.
@@ -137,13 +137,13 @@ class Facts:
 
     @property
     def first_grad_dtype(self) -> torch.dtype:
-        """What the first of several microbatches is offloaded in: so far it is one gradient, and no sum."""
+        """The dtype in which the first of several microbatches is offloaded, which is no sum yet."""
         alone = self.local_sum and self.grads_offloaded
         return self.precision.compute if alone else self.grad_dtype
 
     @property
     def flat_dtype(self) -> torch.dtype:
-        """What gradients travel in: as they are, unless the precision says something narrower; the sum is in fp32."""
+        """The dtype in which gradients travel: their own, or a narrower one of the precision. The sum is in fp32."""
         sent = self.grad_dtype if self.local_sum else self.precision.compute
         return min(self.precision.reduce, sent, key=lambda dtype: dtype.itemsize)
 
@@ -160,7 +160,7 @@ class Facts:
         return (self.world.nodes - 1) * layout.S if self.keeps_secondary else 0
 
     def buffer_counts(self) -> dict[int, int]:
-        """Gathered buffers: elements of one to how many. The unit in use, those ahead, and one per level of nesting."""
+        """Elements of a gathered buffer -> number of them: the unit in use, units ahead, one per level of nesting."""
         if self.resident:
             return {}
         sizes = Counter(unit.full_numel for unit in self.units)
@@ -185,7 +185,7 @@ class Facts:
         return {numel: 2 * min(n, 2) for numel, n in sizes.items()}
 
     def partial_counts(self) -> dict[int, int]:
-        """Where sums are by node, those of this node: elements of one to how many; one for each reduction under way."""
+        """Elements of a sum by node -> number of them: one for each reduction under way."""
         if not self.sums_by_node:
             return {}
         counts = Counter[int]()
@@ -194,11 +194,11 @@ class Facts:
         return dict(counts)
 
     def grad_buffer_counts(self) -> dict[int, int]:
-        """Where gradients are offloaded, buffers that they arrive in: elements of one to how many."""
+        """Elements of a buffer in which offloaded gradients arrive -> number of them."""
         if not self.grads_offloaded:
             return {}
         sizes = Counter(self.grad_numel(unit) for unit in self.units if unit.trainable.slots)
         # two reductions may be under way, while what was added up is copied to be sent in a third; a lone CPU has long
         # written one gradient when the next unit's arrives
-        most = 2 + (self.local_sum and self.world.size > 1) - (self.world.size == 1 and self.device_is_host)
-        return {numel: min(n, most) for numel, n in sizes.items()}
+        count = 2 + (self.local_sum and self.world.size > 1) - (self.world.size == 1 and self.device_is_host)
+        return {numel: min(n, count) for numel, n in sizes.items()}

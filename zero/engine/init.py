@@ -10,7 +10,7 @@ import torch
 
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
-from zero.engine.arguments import check_plan, kind_of
+from zero.engine.arguments import check_plan, type_text
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Values, Weights, empty_unit, fill, forget_recipes, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
@@ -154,8 +154,9 @@ def _rooms(folders: Sequence[Path], nbytes: int, ranks: int) -> list[int]:
             f"the state store needs {size_text(nbytes)}, free are {has}; set offload.path to folders with more space, "
             "or keep less there"
         )
-    own = {folder: int(ROOM_SHARE * room) // ranks for folder, room in rooms.items()}
-    return [(own if sum(own[one] for one in folders) >= nbytes else rooms)[folder] for folder in folders]
+    shares = {folder: int(ROOM_SHARE * room) // ranks for folder, room in rooms.items()}
+    enough = sum(shares[folder] for folder in folders) >= nbytes
+    return [(shares if enough else rooms)[folder] for folder in folders]
 
 
 def init(
@@ -191,18 +192,18 @@ def init(
     """
     check_plan(plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
     if not isinstance(store, PrefetchStore):
-        what = "needs a store" if store is None else f"takes a store second, and this is {kind_of(store)}"
+        what = "needs a store" if store is None else f"takes a store second, and this is {type_text(store)}"
         raise ConfigError(f"zero.init {what}; write state = zero.init(plan, zero.open_store(plan))")
     store.claim()
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     model, splitting = plan.model, plan.splitting
-    given = values_in(model, splitting)
+    values = values_in(model, splitting)
     takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device)
     with if_it_fails(takeover.undo):
-        units = _filled(plan, store, values_of(splitting, given, model, seed, weights, plan.world), progress)
+        units = _filled(plan, store, values_of(splitting, values, model, seed, weights, plan.world), progress)
         forget_recipes(model)
     runtime = _wire(plan, store, units, takeover)
-    del given
+    del values
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
     # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
     plan.world.barrier("init")

@@ -1,7 +1,7 @@
-"""Which pages of the store one rank has, and how large each is.
+"""The table of one rank's pages in the store, with their sizes.
 
-A page is what is kept of K elements of one kind of one unit: master, moments, and what is offloaded of parameters and
-gradients. A secondary shard is one page, which stays in memory.
+A page holds K elements of one kind of one unit: master, moments, and offloaded parameters and gradients. A secondary
+shard is one page, which stays in memory.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class PageSpec(NamedTuple):
         return round_up(self.nbytes)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class PageTable(Facts):
     """The pages of one rank.
 
@@ -50,14 +50,14 @@ class PageTable(Facts):
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
-        """What the update reads and writes in the store, number by number."""
+        """Kinds of pages that the update reads and writes, number by number."""
         master = self.precision.master
         params = (PageKind.PARAM,) if self.params_offloaded and master.reads_params else ()
         return (*params, *self.kept.dtypes)
 
     @property
     def written_kinds(self) -> tuple[str, ...]:
-        """What the update writes in the store without reading it."""
+        """Kinds of pages that the update writes without reading."""
         return (PageKind.PARAM,) if self.params_offloaded and not self.precision.master.reads_params else ()
 
     @cached_property
@@ -76,7 +76,7 @@ class PageTable(Facts):
         return dtypes | {PageKind.FIRST_GRAD: self.first_grad_dtype} if apart else dtypes
 
     def is_updated(self, page: Page) -> bool:
-        """It is of the master or of a moment."""
+        """Return whether a page is of the master or of a moment."""
         return page.kind in self.kept.dtypes
 
     def cut(self, numel: int) -> tuple[tuple[int, int], ...]:
@@ -93,12 +93,12 @@ class PageTable(Facts):
         return len(self.cut(self.update_numel(unit)))
 
     def _grad_extents(self, unit: UnitSpec, rank: int) -> tuple[tuple[int, int], ...]:
-        """What is cut into pages: the range that a rank updates, and what is before and after it."""
+        """Return the ranges that are cut into pages: the one that a rank updates, and those before and after it."""
         numel = self.grad_numel(unit)
         if numel == self.update_numel(unit):
             return ((0, numel),)
-        own = unit.trainable.shard(rank)
-        return own, (0, own[0]), (own[1], numel)
+        start, stop = unit.trainable.shard(rank)
+        return (start, stop), (0, start), (stop, numel)
 
     def store_pages(self) -> dict[Page, PageSpec]:
         """Every page of this rank, unit by unit in the order of forward."""
@@ -145,7 +145,7 @@ class PageTable(Facts):
         return max([group, *moving])
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:
-        """What a page takes on a tier."""
+        """Return the bytes that a page takes on a tier."""
         return spec.block_bytes if self.is_offloaded(tier) else spec.nbytes
 
     def param_bytes(self) -> int:
@@ -153,7 +153,7 @@ class PageTable(Facts):
         if self.params_offloaded:
             return self._paged_bytes(PageKind.PARAM, PageKind.FROZEN)
         layouts = [layout for unit in self.units for layout in unit.layouts]
-        return self.precision.compute.itemsize * sum(one.P if self.resident else one.S for one in layouts)
+        return self.precision.compute.itemsize * sum(layout.P if self.resident else layout.S for layout in layouts)
 
     def grad_bytes(self) -> int:
         """Gradients of this rank, in pages or in memory of the device."""

@@ -26,7 +26,7 @@ def lowest_tiers(offload: Offload) -> tuple[Tier, Tier, Tier]:
 
     Buffers are counted for these, so they are never too few.
     """
-    optimizer, param, grad = (_LOWEST[str(kind)] for kind in offload.kinds)
+    optimizer, param, grad = (_LOWEST[str(tier)] for tier in offload.kinds)
     return optimizer, param, grad
 
 
@@ -74,9 +74,9 @@ def place_pages(
         if table.is_updated(page):
             sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
     streams = any(table.is_offloaded(tier) for tier in (optimizer_tier, table.param_tier, table.grad_tier))
-    most = min(_slots(offload), max(len(groups), table.copied_pages())) if streams else 0
-    fewest = min(offload.threads or THREADS, most) if offload.read_ahead is None else most
-    for slots in (most, fewest):
+    full = min(_slots(offload), max(len(groups), table.copied_pages())) if streams else 0
+    fewest = min(offload.threads or THREADS, full) if offload.read_ahead is None else full
+    for slots in (full, fewest):
         try:
             return slots, place(
                 offload,
@@ -106,7 +106,7 @@ def _slots(offload: Offload) -> int:
 
 
 def _resorts(table: PageTable) -> tuple[str, ...]:
-    """What leaves less on a rank, whatever it is that takes most."""
+    """Return the ways to keep less on a rank, of whatever kind."""
     if table.stage.parameters:
         return (*("set zero.gather=auto",) * table.keeps_secondary, "use more ranks")
     if table.world.size == 1:

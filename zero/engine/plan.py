@@ -1,14 +1,14 @@
-"""A plan: what a run will hold where, checked before any of it exists.
+"""The plan of a run: sizes and places of everything that each rank will hold, checked before any of it exists.
 
-A `Plan` has no tensors. It is three things: `Facts`, what stage, precision and tiers mean; a `PageTable`, which pages
-of the store there are; and a placement of those pages, from `placing`. The sizes that it prints come from the same
-properties that `init` allocates by, so the table is true by construction.
+A `Plan` has no tensors. It consists of `Facts` (the meaning of stage, precision and tiers), a `PageTable` (the pages of
+the store) and a placement of those pages, from `placing`. It prints the sizes that `init` allocates by.
 """
 
 import hashlib
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
@@ -42,11 +42,11 @@ KINDS = (
     *("gradient buffers", "master", "moments", "buffers", "activations", "arena"),
 )
 SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "activations", "arena")
-"""What the table has rows for; these only where there is some of it. Where nothing is trained it has what there is."""
+"""Rows of the table that are left out where they are empty. Where nothing is trained all empty rows are."""
 
 
 LINES = MappingProxyType({"optimizer": "optimizer=zero.adamw(lr=1e-3)", "world": "world=zero.World.from_env()"})
-"""What to write for arguments that a plan cannot do without."""
+"""Required arguments, with an example of each."""
 
 THEIRS = MappingProxyType(
     {
@@ -59,21 +59,21 @@ THEIRS = MappingProxyType(
         "torch_compile": "compile",
     }
 )
-"""What FSDP, DeepSpeed and the Trainers call arguments of a plan."""
+"""Names of arguments in FSDP, DeepSpeed and the Trainers."""
 
 
 class Plan(PageTable):
-    """What will be held where, and when it moves.
+    """The places of a run's state, and when it moves.
 
     Args:
         model: on any device; best built under `zero.empty()`. A plan does not change it, `zero.init` takes it over. A
             model without a trainable parameter can be run and not trained, such as the teacher of another model.
         optimizer: from `zero.adamw` and its family.
         world: the ranks, from `zero.World.from_env()`.
-        stage: 0 to 3, or a `zero.Stage`: which parts of the state are sharded over the ranks.
+        stage: 0 to 3, or a `zero.Stage`: the parts of the state that are sharded over the ranks.
         precision: "fp32", "bf16" or "fp16", or a `zero.Precision`.
-        offload: what is kept off the device, and where: a `zero.Offload`, or the name of one of its presets, such as
-            "nvme"; None: nothing.
+        offload: tiers for state that is kept off the device: a `zero.Offload`, or the name of one of its presets, such
+            as "nvme"; None: nothing.
         units: classes, or their names, whose instances are gathered as one unit; None: each element of an outermost
             `ModuleList` or `Sequential`, see `zero.engine.unit`.
         prefetch: units that are gathered ahead, in forward and in backward; 0 or more.
@@ -96,9 +96,8 @@ class Plan(PageTable):
             by node then. Parameters never cross the wire, sums do twice; `gather="node"` and `reduce="node"` together
             move as few bytes, and keep one copy.
         room: bytes that this rank may take on each tier; None: what is free here and now.
-        activation_bytes: what forward and backward need beside everything else, at most; it is counted and not
-            allocated.
-        host_activation_bytes: the same of host memory, where units send their activations there.
+        activation_bytes: counted, and not allocated, for forward and backward.
+        host_activation_bytes: the same in host memory, for units that send their activations there.
 
     Attributes:
         activations: of each unit, by its index: "keep", "remat" or "offload".
@@ -160,8 +159,7 @@ class Plan(PageTable):
         offload = offload.at(parameters_sharded=stage.parameters)
         splitting = split(model, world_size=sharers(world, shard), class_names=_names(units), group=optimizer.group)
         self.activations = activations_of(splitting, by_pattern)
-        slots = (slot for unit in splitting.units for layout in unit.layouts for slot in layout.slots)
-        optimizer.check_groups({slot.name: slot.shape for slot in slots})
+        optimizer.check_groups(splitting.shapes())
         _, param_tier, grad_tier = lowest_tiers(offload)
         uneven = not world.nodes_alike or world.size % world.local_size
         if uneven and "node" in (gather, reduce, shard):
@@ -171,11 +169,23 @@ class Plan(PageTable):
             )
         if shard == "node" and world.local_size == 1 < world.size:
             raise PlanError("zero.shard=node with one rank on each node shares nothing; that is zero.stage=0")
-        way: Scope = "world" if gather == "world" or uneven else "node"
-        moves = prefetch, param_tier, grad_tier, way, reduce, None, shard
-        facts = Facts(splitting, world, stage, precision, optimizer, accumulate, *moves)
-        if gather == "node" or param_tier != "nvme":  # else host memory is too small for them, unless said
-            facts.secondary = "host" if facts.params_offloaded else "device"
+        facts = Facts(
+            splitting=splitting,
+            world=world,
+            stage=stage,
+            precision=precision,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            prefetch=prefetch,
+            param_tier=param_tier,
+            grad_tier=grad_tier,
+            gather="world" if gather == "world" or uneven else "node",
+            reduce=reduce,
+            secondary=None,
+            shard=shard,
+        )
+        if gather == "node" or param_tier != "nvme":  # with parameters on a disk host memory is probably too small
+            facts = replace(facts, secondary="host" if facts.params_offloaded else "device")
         room = _free_room(facts, offload, shared=gather == "auto" and facts.keeps_secondary) if room is None else room
         page_bytes = offload.page_bytes or auto_page_bytes(facts, offload, room)
         self.offload = offload.model_copy(update={"page_bytes": page_bytes})
@@ -193,14 +203,13 @@ class Plan(PageTable):
         except ConfigError:
             if gather != "auto" or not table.keeps_secondary:
                 raise
-            facts.secondary = None
-            table = PageTable(**vars(facts), page_numel=table.page_numel)
+            table = replace(table, secondary=None)
             self.arena_slots, self.placement = place(table)
-        placed = vars(facts) | {"param_tier": self.placement.param, "grad_tier": self.placement.grad}
-        super().__init__(**placed, page_numel=table.page_numel)
+        placed = replace(table, param_tier=self.placement.param, grad_tier=self.placement.grad)
+        super().__init__(**vars(placed))
 
     def tier(self, page: Page) -> Tier:
-        """Where a page is."""
+        """Return the tier of a page."""
         if page.kind in (PageKind.PARAM, PageKind.FROZEN):
             return self.placement.param
         if page.kind == PageKind.SECONDARY:
@@ -211,7 +220,7 @@ class Plan(PageTable):
         )
 
     def kind(self, page: Page) -> str:
-        """What `bytes` counts a page as."""
+        """Return the row of `bytes` that counts a page."""
         if self.is_updated(page):
             return "master" if page.kind == self.precision.master.kind else "moments"
         if page.kind == PageKind.SECONDARY:
@@ -230,7 +239,7 @@ class Plan(PageTable):
 
     @property
     def model_buffer_bytes(self) -> int:
-        """Of the buffers that the model registers itself."""
+        """Bytes of the model's own buffers."""
         return sum(_nbytes(buffer) for buffer in self.model.buffers())
 
     @property
@@ -253,7 +262,7 @@ class Plan(PageTable):
         }
 
     def fields(self) -> dict[str, str]:
-        """What all ranks must agree on before they start, for the handshake."""
+        """Return the settings that all ranks must agree on before they start."""
         agreed = {
             "zero.stage": str(self.stage.level),
             "zero.prefetch": str(self.prefetch),
@@ -297,7 +306,7 @@ class Plan(PageTable):
 
 
 def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> tuple[Activations, ...]:
-    """What is done with each unit's activations, by its index.
+    """Return the policy for each unit's activations, by its index.
 
     Raises:
         PlanError: a pattern that fits no unit.
@@ -312,7 +321,7 @@ def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) 
 
 
 def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
-    """What this rank may take. Where it decides about tiers, or `shared`, all ranks go by rank 0's readings."""
+    """Return the bytes that this rank may take; rank 0's readings on all ranks if tiers depend on them, or `shared`."""
     world, device = facts.world, facts.world.compute
     device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes())
     host_bytes = usable_host_bytes(offload, free_host_bytes(), device_is_host=facts.device_is_host)
@@ -323,7 +332,7 @@ def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
 
 
 def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
-    """What a plan is made of, each with where it comes from."""
+    """Raise PlanError unless a plan can be made of these."""
     for key, value, kind, instead in (
         ("model", model, nn.Module, "pass a torch.nn.Module"),
         ("optimizer", optimizer, Transform, "make one with zero.adamw(lr); torch's own is for zero.initialize"),

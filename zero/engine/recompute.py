@@ -37,8 +37,8 @@ def recomputed_call(
     before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
     replaced: dict[str, Tensor] | None = None
 
-    def compute(*given: Tensor) -> Any:
-        return call(dict(zip(names, given, strict=False)), module, *rebuild(given[len(names) :]), buffers=replaced)
+    def compute(*values: Tensor) -> Any:
+        return call(dict(zip(names, values, strict=False)), module, *rebuild(values[len(names) :]), buffers=replaced)
 
     # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
     outputs = checkpoint(compute, *parameters.values(), *tensors, use_reentrant=False)
@@ -57,14 +57,14 @@ def _apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor]
 
     A tensor given twice is one tensor then too: attention asks whether `query is key`.
     """
-    given = [*args, *kwargs.values()]
-    tensors = {id(value): value for value in given if isinstance(value, Tensor)}
+    values = [*args, *kwargs.values()]
+    tensors = {id(value): value for value in values if isinstance(value, Tensor)}
     numbers = {key: number for number, key in enumerate(tensors)}
-    places = [(numbers.get(id(value)), None if isinstance(value, Tensor) else value) for value in given]
+    places = [(numbers.get(id(value)), None if isinstance(value, Tensor) else value) for value in values]
     count, names = len(args), tuple(kwargs)
 
     def rebuild(others: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = [value if number is None else others[number] for number, value in places]
-        return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
+        rebuilt = [value if number is None else others[number] for number, value in places]
+        return tuple(rebuilt[:count]), dict(zip(names, rebuilt[count:], strict=True))
 
     return list(tensors.values()), rebuild

@@ -108,9 +108,9 @@ class Takeover:
                 value = torch.empty(placeholder.shape, dtype=form.dtype, device=META)
             else:
                 value = values[name].to(CPU if form.device == META else form.device, form.dtype)
-            kind = nn.Parameter if issubclass(form.type, Unmade) else form.type
+            cls = nn.Parameter if issubclass(form.type, Unmade) else form.type
             if is_meta(placeholder) == (values is None):
-                placeholder.given_back(kind, value)
+                placeholder.given_back(cls, value)
             else:
                 self._exchange(placeholder, nn.Parameter(value, placeholder.requires_grad))
         for module, name, form in self._buffers:

@@ -1,4 +1,4 @@
-"""What a step moves by its plan, in bytes of one rank: arithmetic only. What it moved really, the meter counts."""
+"""The planned traffic of a step, in bytes of one rank: arithmetic only. The meter counts what a step really moves."""
 
 import operator
 from collections import defaultdict
@@ -33,7 +33,7 @@ class Load(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a step moves on one rank."""
+    """The bytes that a step moves on one rank."""
 
     update: Load
     """Of states, once."""
@@ -54,7 +54,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(plan: Plan) -> Traffic:
-    """What a step of `plan` moves on one rank, by tier."""
+    """Count the bytes that a step of `plan` moves on one rank, by tier."""
     by_kind: dict[str, Load] = defaultdict(Load)
     passing: dict[int, Load] = defaultdict(Load)  # by unit, from the store: parameters, and secondary shards
     offloaded_numel, updated_grads = 0, Load()
@@ -96,7 +96,7 @@ def traffic(plan: Plan) -> Traffic:
 
 
 def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]:
-    """What gathers bring a rank: beside others in the first forward, in each forward, and in each backward.
+    """Count what gathers bring a rank: in the first forward beside others, in each forward, and in each backward.
 
     A pass finds the units that were used last still in gathered buffers, and the first one of those what no update
     has changed.
@@ -122,13 +122,13 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
 
 
 def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
-    """What a gather of a unit brings a rank; from its own node alone, where that keeps what others have."""
+    """Count what a gather of a unit brings a rank; with secondary shards only from its own node."""
     gather = _gather(plan, plan.precision.compute.itemsize * unit.full_numel)
     return Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
 
 
 def _gather(plan: Plan, full_bytes: int) -> Load:
-    """What a gather of flats of so many bytes brings a rank."""
+    """Count what a gather of flats of `full_bytes` brings a rank."""
     size, local, nodes = plan.world.size, plan.world.local_size, plan.world.nodes
     if plan.sharers < size:
         return Load(link=full_bytes * (local - 1) / local)
@@ -137,7 +137,7 @@ def _gather(plan: Plan, full_bytes: int) -> Load:
 
 
 def _sum(plan: Plan, numel: int) -> Load:
-    """What adding up flats of so many elements brings a rank."""
+    """Count what the sum of flats of `numel` elements brings a rank."""
     size, local, nodes, sent_bytes = plan.world.size, plan.world.local_size, plan.world.nodes, plan.flat_dtype.itemsize
     if not plan.sums_by_node:
         return Load(*(numel * sent_bytes * others / size for others in (0, 0, size - 1, size - local)))

@@ -13,9 +13,9 @@ class.
 Nothing here touches the user's model: `Splitting` is names and sizes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
@@ -25,14 +25,15 @@ from zero.engine.unsupported import check_model
 from zero.errors import PlanError
 
 AUTO = "auto"
-"""Among names of classes: the default policy."""
+"""The name of the default policy among names of classes."""
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What one unit owns: a flat of trainable parameters and a flat of frozen ones.
+    """The parameters of one unit: a flat of trainable ones and a flat of frozen ones.
 
-    `lookup` says that parameters are only looked up by index (`nn.Embedding`), so backward does not read their values.
+    Attributes:
+        lookup: the parameters are only looked up by index (`nn.Embedding`), so backward does not read their values.
     """
 
     index: int
@@ -53,7 +54,7 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class Binding:
-    """One parameter as one site sees it: `local` inside the site's module is slot number `slot` of a flat of `unit`."""
+    """One parameter of one site: `local` inside the site's module is slot number `slot` of a flat of `unit`."""
 
     local: str
     unit: int
@@ -102,19 +103,23 @@ class Splitting:
     @property
     def names(self) -> tuple[str, ...]:
         """Every parameter's full name."""
-        return tuple(slot.name for unit in self.units for layout in unit.layouts for slot in layout.slots)
+        return tuple(self.shapes())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's full name and shape."""
+        slots = (slot for unit in self.units for layout in unit.layouts for slot in layout.slots)
+        return {slot.name: slot.shape for slot in slots}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """A parameter's full name to every name that it has in the model, its own first: ties have several."""
-        found: dict[str, dict[str, None]] = {}
+        aliases: dict[str, dict[str, None]] = {name: {name: None} for name in self.names}
         for owner in self.owners:
-            for own, name in owner.slots:
-                found.setdefault(name, {name: None})[f"{owner.path}.{own}" if owner.path else own] = None
-        return {name: tuple(names) for name, names in found.items()}
+            for local, name in owner.slots:
+                aliases[name][f"{owner.path}.{local}".lstrip(".")] = None
+        return {name: tuple(names) for name, names in aliases.items()}
 
 
-@dataclass
-class _Found:
+class _Visited(NamedTuple):
     """One parameter while the tree is walked."""
 
     name: str
@@ -141,13 +146,13 @@ def split(
     """
     check_model(model)
     roots = _roots(model, class_names or (AUTO,))
-    found, needs, owners = _walk(model, roots)
-    if not found:
+    visited, needs, owners = _walk(model, roots)
+    if not visited:
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
-    names = dict.fromkeys(one.unit for one in found.values())
-    lookups = _lookups(model, found)
+    names = dict.fromkeys(parameter.unit for parameter in visited.values())
+    lookups = _lookups(model, visited)
     units = tuple(
-        _unit(index, name, found.values(), world_size, group, lookup=name in lookups)
+        _unit(index, name, visited.values(), world_size, group, lookup=name in lookups)
         for index, name in enumerate(names)
     )
     where = {
@@ -157,48 +162,51 @@ def split(
         for number, slot in enumerate(layout.slots)
     }
     sites = tuple(
-        Site(path, tuple(Binding(local, *where[found[key].name]) for local, key in wanted.items()))
+        Site(path, tuple(Binding(local, *where[visited[key].name]) for local, key in wanted.items()))
         for path, wanted in needs.items()
     )
-    full_names = {key: one.name for key, one in found.items()}
-    return Splitting(
-        units,
-        sites,
-        tuple(Owner(path, tuple((own, full_names[key]) for own, key in slots)) for path, slots in owners),
-        _depth(sites),
-    )
+    places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
+    return Splitting(units, sites, places, _depth(sites))
 
 
 def _unit(
-    index: int, name: str, found: Any, world_size: int, group: Callable[[str, tuple[int, ...]], int], *, lookup: bool
+    index: int,
+    name: str,
+    visited: Iterable[_Visited],
+    world_size: int,
+    group: Callable[[str, tuple[int, ...]], int],
+    *,
+    lookup: bool,
 ) -> UnitSpec:
     def layout(trainable: bool) -> Layout:
-        mine = {
-            one.name: tuple(one.parameter.shape)
-            for one in found
-            if one.unit == name and one.parameter.requires_grad is trainable
+        shapes = {
+            full_name: tuple(parameter.shape)
+            for full_name, parameter, unit in visited
+            if unit == name and parameter.requires_grad is trainable
         }
-        return Layout.of(mine, world_size=world_size, groups={key: group(key, shape) for key, shape in mine.items()})
+        groups = {full_name: group(full_name, shape) for full_name, shape in shapes.items()}
+        return Layout.of(shapes, world_size=world_size, groups=groups)
 
     return UnitSpec(index, name or "(root)", layout(True), layout(False), lookup)
 
 
-def _lookups(model: nn.Module, found: Mapping[int, _Found]) -> set[str]:
-    """The units of which every parameter belongs to embeddings only."""
+def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:
+    """Return the units of which every parameter belongs to embeddings only."""
     read = {
         id(parameter)
         for module in model.modules()
         if not isinstance(module, nn.Embedding)
         for parameter in module._parameters.values()
     }
-    return {one.unit for one in found.values()} - {one.unit for key, one in found.items() if key in read}
+    units = {parameter.unit for parameter in visited.values()}
+    return units - {parameter.unit for key, parameter in visited.items() if key in read}
 
 
 def _walk(
     model: nn.Module, roots: set[int]
-) -> tuple[dict[int, _Found], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]]]:
+) -> tuple[dict[int, _Visited], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]]]:
     """Visit every place that holds a parameter. Ties are found by identity."""
-    found: dict[int, _Found] = {}
+    visited: dict[int, _Visited] = {}
     needs: dict[str, dict[str, int]] = {}
     owners: list[tuple[str, list[tuple[str, int]]]] = []
     sites: dict[int, str] = {}  # by module: one at two places is one site
@@ -207,20 +215,20 @@ def _walk(
     def visit(module: nn.Module, path: str, site: str, local: str) -> None:
         if id(module) in roots and path != site:
             site, local = sites.setdefault(id(module), path), ""
-        own = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
-        for name, parameter in own:
-            found.setdefault(id(parameter), _Found(f"{path}.{name}" if path else name, parameter, site))
+        parameters = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+        for name, parameter in parameters:
+            visited.setdefault(id(parameter), _Visited(f"{path}.{name}".lstrip("."), parameter, site))
             if (site, id(module)) not in bound:
                 needs.setdefault(site, {})[local + name] = id(parameter)
         bound.add((site, id(module)))
-        if own:
-            owners.append((path, [(name, id(parameter)) for name, parameter in own]))
+        if parameters:
+            owners.append((path, [(name, id(parameter)) for name, parameter in parameters]))
         for name, child in module._modules.items():
             if child is not None:
-                visit(child, f"{path}.{name}" if path else name, site, f"{local}{name}.")
+                visit(child, f"{path}.{name}".lstrip("."), site, f"{local}{name}.")
 
     visit(model, "", "", "")
-    return found, needs, owners
+    return visited, needs, owners
 
 
 def _depth(sites: Sequence[Site]) -> int:

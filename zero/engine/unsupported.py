@@ -59,16 +59,16 @@ def _check_module(module: nn.Module, what: str) -> None:
 
 
 def _check_parameter(parameter: nn.Parameter, name: str, owner: str) -> None:
-    kind = type(parameter)
-    library, what = kind.__module__.partition(".")[0], f"parameter {name} of a {owner} is"
+    cls = type(parameter)
+    library, what = cls.__module__.partition(".")[0], f"parameter {name} of a {owner} is"
     _check_name(name)
-    if kind.__module__.startswith("torch.distributed"):
+    if cls.__module__.startswith("torch.distributed"):
         raise PlanError(
-            f"{what} a {kind.__name__}, sharded already; pass the model as it is before "
+            f"{what} a {cls.__name__}, sharded already; pass the model as it is before "
             "fully_shard or parallelize_module"
         )
-    if library == "bitsandbytes" or not issubclass(kind, nn.Parameter | Unmade):
-        raise PlanError(f"{what} a {kind.__name__} of {library}, whose values zero cannot shard; {ROUNDED}")
+    if library == "bitsandbytes" or not issubclass(cls, nn.Parameter | Unmade):
+        raise PlanError(f"{what} a {cls.__name__} of {library}, whose values zero cannot shard; {ROUNDED}")
     if parameter.is_complex():
         raise PlanError(f"{what} {parameter.dtype}: keep torch.view_as_real(it), and view it as complex in forward")
     if parameter.dtype == torch.float64:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 MOST_VISITS = 65_536
-"""That are remembered. Who runs a model outside of a step, as the teacher of another one, never ends a microbatch."""
+"""Visits that are remembered. A model that runs outside of steps, such as a teacher, never ends a microbatch."""
 
 
 class VisitOrder:
@@ -53,7 +53,7 @@ class VisitOrder:
 
 
 class CollectiveLog:
-    """What this rank started since `clear`, as a number to compare and the last few names to show."""
+    """The collectives that this rank started since `clear`: a number to compare, and the last names to show."""
 
     def __init__(self) -> None:
         self.fingerprint = 0

@@ -17,7 +17,7 @@ from zero.checkpoint.disk import naming
 from zero.checkpoint.save import by_rank_0
 from zero.core import suggest
 from zero.core.secret import refuse_secrets
-from zero.engine.arguments import check_folder, check_state, kind_of, numbers_by_name
+from zero.engine.arguments import check_folder, check_state, numbers_by_name, type_text
 from zero.engine.measured import measured
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -99,7 +99,7 @@ def track(
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name}={value!r}: it is a whole number from 1")
     if not isinstance(config, Mapping):
-        raise ConfigError(f"config is {kind_of(config)}, and settings have names; write config=vars(args), or a dict")
+        raise ConfigError(f"config is {type_text(config)}, and settings have names; write config=vars(args), or a dict")
     if flops is not None and not unit:
         raise ConfigError("flops is of one sample or one token; give samples or tokens, too")
     if flops is not None and not (isinstance(flops, SupportsFloat) and 0 < float(flops) < inf):
@@ -189,10 +189,10 @@ class Track:
         check_state(state, "track", "track(state, metrics)")
         if not isinstance(metrics, Metrics):
             raise ConfigError(
-                f"track takes Metrics second, and this is {kind_of(metrics)}; write track(state, metrics)"
+                f"track takes Metrics second, and this is {type_text(metrics)}; write track(state, metrics)"
             )
         if not isinstance(val, Mapping):
-            raise ConfigError(f'track takes numbers by name third, and this is {kind_of(val)}; write {{"loss": 2.3}}')
+            raise ConfigError(f'track takes numbers by name third, and this is {type_text(val)}; write {{"loss": 2.3}}')
         self._check_open("track")
         self._check_next(state.tried)
         numbers = numbers_by_name(val, "of an evaluation")
@@ -381,7 +381,7 @@ def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> T
         return Wandb(**typed) if typed.get("name") == "wandb" else Jsonl(**typed)
     if not isinstance(tracker, Iterable):
         raise ConfigError(
-            f"tracker is {kind_of(tracker)}; it is one of {', '.join(NAMES)}, several of them, or settings"
+            f"tracker is {type_text(tracker)}; it is one of {', '.join(NAMES)}, several of them, or settings"
         )
     names = [tracker] if isinstance(tracker, str) else list(tracker)
     for name in names:

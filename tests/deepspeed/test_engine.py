@@ -1641,7 +1641,7 @@ def test_an_engine_is_destroyed_once_and_says_so(tmp_path: Path):
 def test_a_model_that_was_taken_over_is_refused():
     model, world = net(), zero.World.from_env()
     engine, *_ = zero.initialize(model=model, config=config(), world=world)
-    with pytest.raises(ConfigError, match="taken over by an earlier"):
+    with pytest.raises(ConfigError, match=r"zero\.initialize has taken it over"):
         zero.initialize(model=model, config=config(), world=world)
     engine.destroy()
 

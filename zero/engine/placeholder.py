@@ -1,6 +1,6 @@
-"""What takes a parameter's place in a model: it knows the sizes, and gathers the values when they are read."""
+"""Stand-ins for the parameters of a model that trains in shards: they know sizes, and gather values when read."""
 
-import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, cast
@@ -14,7 +14,7 @@ from zero.engine.empty import Recipe, Unmade, is_meta, requested, writes
 from zero.engine.pool import storage_address
 from zero.errors import ConfigError, OutsideUnitError
 
-# What can be read of a parameter that is not gathered: what is known without its values.
+# attributes and methods that need no values
 _METADATA = frozenset(
     {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
     | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
@@ -23,11 +23,17 @@ _METADATA = frozenset(
 )
 
 _MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"})
-"""What shows a tensor's memory as something that is not a tensor."""
+"""Attributes and methods that give a tensor's memory in another form than a tensor."""
 
+
+NO_GRADIENT = (
+    "{}.grad is None, because the gradients of this model are in shards: clip_grad_norm_, GradScaler and zero_grad "
+    'have no effect. Clip with optimizer=zero.adamw(lr, clip=1.0), scale with precision="fp16" in the plan, and read '
+    "gradients with zero.get_full(step, name, kind='grad')."
+)
 
 Hook = Callable[[Tensor], Tensor | None]
-"""Sees a gradient, and may return another one."""
+"""A function of a gradient that may return another one."""
 
 
 class ParameterPlaceholder(nn.Parameter):
@@ -38,16 +44,16 @@ class ParameterPlaceholder(nn.Parameter):
     `OutsideUnitError` with the parameter's name, and so does reading before there are any.
 
     Attributes:
-        home: the device of the gathered one.
-        regather: gives a view of the gathered parameter, with a history on request; None: there is none yet.
-        gradient: gives what `grad` is; None: nothing.
-        source: gives the engine that it belongs to; None: none.
-        full_value: is read and written in its place; None: nothing is.
-        may_be_edited: what is written into `full_value` counts.
-        recipe: how its first values are made; None: not recorded.
-        hooks: what its gradient goes through, in order, before it leaves this rank.
+        home: the device of the gathered parameter.
+        regather: returns a view of the gathered parameter, with a history on request; None before there are values.
+        gradient: returns `grad`; None: there is none.
+        source: returns the engine of the parameter; None without an engine.
+        full_value: the tensor that is read and written in its place in a block of `GatheredParameters`.
+        may_be_edited: writes into `full_value` count.
+        recipe: the record of its first values; None: not recorded.
+        hooks: called in order on its gradient before that leaves this rank.
         afterwards: called after them, with `grad` in place.
-        is_constant: it is the parameter without its history, as `detach` gives it.
+        is_constant: this is the parameter without its history, as `detach` returns it.
     """
 
     full_name: str
@@ -71,12 +77,10 @@ class ParameterPlaceholder(nn.Parameter):
         hooks, afterwards = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
         parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         device = torch.device("meta") if is_meta(parameter) else home
-        stand_in = torch.full((), torch.nan, dtype=dtype, device=device).expand(
-            parameter.shape
-        )  # one element of memory
+        element = torch.full((), torch.nan, dtype=dtype, device=device)
         parameter.grad = None
         with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = stand_in
+            parameter.data = element.expand(parameter.shape)
         parameter.__class__ = cls  # as torch does with parameters that get their size later
         placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, vars(parameter).get("recipe"))
         placeholder.hooks.update(hooks)
@@ -87,17 +91,17 @@ class ParameterPlaceholder(nn.Parameter):
             placeholder.requires_grad_(trains)
         return placeholder
 
-    def given_back(self, kind: type[Tensor], values: Tensor) -> None:
-        """Turn it back into a parameter of class `kind`."""
+    def given_back(self, cls: type[Tensor], values: Tensor) -> None:
+        """Turn it back into a parameter of class `cls`."""
         hooks, recipe = (self.hooks, self.afterwards), self.recipe
         with torch._C.DisableTorchFunctionSubclass():
-            self.__class__ = kind  # type: ignore[assignment]
+            self.__class__ = cls  # type: ignore[assignment]
             self.data = values
             self._post_accumulate_grad_hooks.clear()  # None would leave them to autograd
             self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         for name in ParameterPlaceholder.__annotations__:
             vars(self).pop(name, None)
-        if issubclass(kind, Unmade):
+        if issubclass(cls, Unmade):
             vars(self)["recipe"] = recipe
         register_hooks(self, *hooks)
 
@@ -216,20 +220,12 @@ class ParameterPlaceholder(nn.Parameter):
         if request == "grad" and is_attribute:
             if func.__name__ == "__set__":
                 return args[0]._local_grad(*args[1:])
-            asking = sys._getframe(1).f_globals.get("__name__", "")
-            try:
-                grad = args[0]._local_grad()
-            except ConfigError:
-                _refuse_leftover(args[0], asking)
-                raise
-            if grad is None and args[0].source is None and args[0].trains:
-                _refuse_leftover(args[0], asking)
-            return grad
+            if args[0].source is None and not args[0]._arrived and args[0].trains:
+                warnings.warn(NO_GRADIENT.format(args[0].full_name), stacklevel=2)
+            return args[0]._local_grad()
         if request == "stride" or request == "is_contiguous":  # those of the gathered one
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
         _refuse_gradient(func, request, args, kwargs)
-        if request == "is_leaf" and args[0].source is None:
-            _refuse_optimizer(args[0], sys._getframe(1).f_code.co_name)
         if request in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -255,12 +251,12 @@ def _pass_on(placeholder: ParameterPlaceholder) -> None:
     torch.autograd.backward(view, grad)
 
 
-def _full_values_of(given: Any) -> dict[int, Tensor]:
-    """The full values that are in place of parameters meanwhile, which may be written into, by the parameters' ids."""
+def _full_values_of(arguments: Any) -> dict[int, Tensor]:
+    """Return the full values that stand in for parameters meanwhile, by the parameters' ids."""
     return {
-        id(one): one.full_value
-        for one in tensors_in(given)
-        if isinstance(one, ParameterPlaceholder) and one.full_value is not None
+        id(tensor): tensor.full_value
+        for tensor in tensors_in(arguments)
+        if isinstance(tensor, ParameterPlaceholder) and tensor.full_value is not None
     }
 
 
@@ -309,12 +305,12 @@ class Part(Tensor):
         return iter(result) if request == "__iter__" else result
 
 
-def _refuse_writing(kind: type[ParameterPlaceholder | Part], func: Any, request: str, args: Any, kwargs: Any) -> None:
+def _refuse_writing(cls: type[ParameterPlaceholder | Part], func: Any, request: str, args: Any, kwargs: Any) -> None:
     first = next(iter((*args, *kwargs.values())), None)
     for tensor in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or writes(request) else None]):
-        if isinstance(tensor, kind):
+        if isinstance(tensor, cls):
             _refuse_written(tensor.full_name, request)
-    if kwargs.get("inplace") and isinstance(first, kind):
+    if kwargs.get("inplace") and isinstance(first, cls):
         _refuse_written(first.full_name, f"{request}(inplace=True)")
 
 
@@ -328,7 +324,8 @@ def _refuse_written(name: str, by: str) -> None:
 def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
     """Refuse a gradient for a constant, or one taken by `torch.autograd.grad`."""
     if func is torch.autograd.grad:
-        name = next(one.full_name for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder))
+        inputs = tensors_in((args, kwargs))
+        name = next(tensor.full_name for tensor in inputs if isinstance(tensor, ParameterPlaceholder))
         raise OutsideUnitError(
             f"torch.autograd.grad by {name}: gradients of parameters leave a backward in shards; read one between "
             "backward and step with zero.get_full(engine, name, kind='grad'), or differentiate copies that are put in "
@@ -342,49 +339,37 @@ def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
         )
 
 
-def _refuse_optimizer(placeholder: ParameterPlaceholder, asking: str) -> None:
-    """Refuse one of torch's that is made of a state's parameters: it would find no gradients, and change nothing
-    without a word. It asks each parameter whether it is a leaf; those of an engine have one that the engine knows.
+def reject_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise ConfigError before a step of a torch optimizer that holds parameters of a `State`.
+
+    torch calls it before each step of each optimizer: see `register_optimizer_step_pre_hook`.
     """
-    if asking == "add_param_group":
-        raise ConfigError(
-            f"a torch optimizer was given {placeholder.full_name}, whose gradients go into shards: it would change "
-            "nothing; write state, metrics = step(state, [batch]) with step = zero.make_step(plan, loss_fn), or pass "
-            "the optimizer to zero.initialize"
-        )
-
-
-def _refuse_leftover(placeholder: ParameterPlaceholder, asking: str) -> None:
-    """Raise ConfigError where a module of torch, `asking`, would clip or unscale gradients that are in shards."""
-    name, is_of_engine = placeholder.full_name, placeholder.source is not None
-    if asking == "torch.nn.utils.clip_grad":
-        instead = (
-            "set gradient_clipping in the config, which clips by the norm, and delete this line"
-            if is_of_engine
-            else "each step clips by the norm over all ranks with optimizer=zero.adamw(lr, clip=1.0) in the plan; by "
-            "value it cannot"
-        )
-        raise ConfigError(f"gradients were to be clipped, and that of {name} is in shards: nothing would be; {instead}")
-    if asking == "torch.amp.grad_scaler":
-        setting = "fp16 in the config" if is_of_engine else 'precision="fp16" in the plan'
-        raise ConfigError(
-            f"a GradScaler was to unscale gradients, and that of {name} is in shards; {setting} scales the loss: "
-            "delete the GradScaler"
-        )
+    for group in optimizer.param_groups:
+        parameter = next(iter(group["params"]), None)
+        if isinstance(parameter, ParameterPlaceholder) and parameter.source is None:
+            raise ConfigError(
+                f"a torch optimizer holds {parameter.full_name}, whose gradients are in shards: its step would change "
+                "nothing; write state, metrics = step(state, [batch]) with step = zero.make_step(plan, loss_fn), or "
+                "pass the optimizer to zero.initialize"
+            )
 
 
 def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
-    """Call `func` on values in place of placeholders; what would look at their memory is a `Part`, and where it is
-    no view in a graph that of a copy, because the memory is another unit's next."""
+    """Call `func` on values in place of placeholders.
+
+    A result that looks at their memory is a `Part`: of a copy, unless it is a view in a graph, because the memory is
+    used again.
+    """
     walks = func.__name__ == "__iter__"
     if walks:
         func, args = Tensor.unbind, args[:1]
-    placeholders = {id(one): one for one in tensors_in((args, kwargs)) if isinstance(one, ParameterPlaceholder)}
-    values = {key: one.value() for key, one in placeholders.items()}
+    inputs = tensors_in((args, kwargs))
+    placeholders = {id(tensor): tensor for tensor in inputs if isinstance(tensor, ParameterPlaceholder)}
+    values = {key: placeholder.value() for key, placeholder in placeholders.items()}
     names = {storage_address(value): placeholders[key].full_name for key, value in values.items()}
-    given = {key: value.clone() for key, value in values.items()} if clone else values
+    operands = {key: value.clone() for key, value in values.items()} if clone else values
     before = {key: version_of(value) for key, value in values.items()}
-    args, kwargs = replaced((args, kwargs), given)
+    args, kwargs = replaced((args, kwargs), operands)
     result = func(*args, **kwargs)
     for key, value in values.items():
         if version_of(value) != before[key]:

@@ -43,7 +43,7 @@ class State:
     machinery_: Runtime = field(repr=False)
     step_: int
     scale_: LossScale
-    spent_: list[str] = field(default_factory=list, repr=False)
+    spent_: list[int] = field(default_factory=list, repr=False)
 
     @property
     def step(self) -> int:
@@ -64,7 +64,10 @@ class State:
 
     @property
     def runtime(self) -> Runtime:
-        return self._live().machinery_
+        machinery = self._live().machinery_
+        if machinery.takeover.is_over:
+            raise StaleStateError("this State was closed; make another one with zero.init")
+        return machinery
 
     @property
     def state(self) -> State:
@@ -73,7 +76,7 @@ class State:
 
     @property
     def plan(self) -> Plan:
-        return self.runtime.plan
+        return self._live().machinery_.plan
 
     @property
     def model(self) -> nn.Module:
@@ -83,10 +86,7 @@ class State:
         """The state after one more step; this one is spent, and so are its gradients, which the update may use up."""
         live = self._live()
         live.machinery_.updater.sums.clear()
-        self.spent_.append(
-            f"already consumed by step {live.tried + 1}; "
-            "write `state, metrics = step(state, microbatches)` and keep the new one"
-        )
+        self.spent_.append(live.tried + 1)
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 
     def restored(self, *, step: int, scale: LossScale) -> State:
@@ -106,27 +106,30 @@ class State:
 
         The model keeps no values where they cannot be collected: if the ranks or the store have failed, if this state
         is spent, if host memory is too small, or while an exception is being handled, because the other ranks do not
-        know of it. Then all parameters are on meta, and a warning gives the reason. Load a checkpoint in that case.
+        know of it. Then all parameters are on meta, and a warning or a note of that exception says so.
         """
         runtime = self.machinery_
         if runtime.takeover.is_over:
             return
         values, reason = self._values()
-        self.spent_.append("closed; make another one with zero.init")
         for unit in runtime.units:
             unit.resident = unit.shard_S = unit.frozen_S = unit.grad = None
         runtime.store.close()
         runtime.takeover.release(values)
         if values is None:
-            warnings.warn(f"the model keeps no values: {reason}. Load a checkpoint, or plan it again.", stacklevel=2)
+            error, text = sys.exception(), f"the model keeps no values: {reason}. Load a checkpoint, or plan it again."
+            if error is None:
+                warnings.warn(text, stacklevel=2)
+            else:
+                error.add_note(text)
 
     def _values(self) -> tuple[dict[str, Tensor] | None, str]:
         """Return the full parameters as the model was given them, or None and the reason. Collective."""
         runtime = self.machinery_
         if self.spent_:
-            return None, f"this State was {self.spent_[0]}"
-        if sys.exc_info()[0] is not None:
-            return None, "an exception ended the run"
+            return None, "the state is spent"
+        if sys.exception() is not None:
+            return None, "its state was closed after this error"
         forms, world = runtime.takeover.forms, runtime.plan.world
         try:
             needed_bytes = runtime.plan.numel * max(form.dtype.itemsize for form in forms.values()) * world.local_size
@@ -139,5 +142,8 @@ class State:
 
     def _live(self) -> State:
         if self.spent_:
-            raise StaleStateError(f"this State was {self.spent_[0]}")
+            raise StaleStateError(
+                f"this State was already consumed by step {self.spent_[0]}; "
+                "write `state, metrics = step(state, microbatches)` and keep the new one"
+            )
         return self

@@ -7,15 +7,16 @@ called, runs as it did before, and releases them.
 import types
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero.engine.empty import Unmade, is_meta
-from zero.engine.placeholder import ParameterPlaceholder, register_hooks, version_of
+from zero.engine.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer, version_of
 from zero.engine.unit import Site, Splitting
 from zero.errors import ConfigError, PlanError, StaleStateError, if_it_fails
 
@@ -53,6 +54,7 @@ class Takeover:
 
     def __init__(self, model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> None:
         refuse_taken(model)
+        _watch_optimizers()
         self._model, self._splitting = model, splitting
         self._undo, self._detach = ExitStack(), ExitStack()
         self._parameters: dict[str, tuple[ParameterPlaceholder, Form]] = {}
@@ -125,6 +127,11 @@ class Takeover:
             for name, held in module._parameters.items():
                 if held is placeholder:
                     module._parameters[name] = parameter
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(reject_optimizer)
 
 
 def refuse_taken(model: nn.Module) -> None:

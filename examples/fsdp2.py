@@ -1,4 +1,4 @@
-"""A script for FSDP2, moved to this library. What differs says what it was.
+"""A script for FSDP2, moved to this library. Comments show the lines that it had.
 
 python examples/fsdp2.py
 torchrun --nproc-per-node 2 examples/fsdp2.py
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 def make_model(width: int = 64) -> nn.Sequential:
-    """Reads bytes and scores the next one: (rows, length) int64 to (rows, length, 256)."""
+    """Reads bytes and scores the next byte: (rows, length) int64 to (rows, length, 256)."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(256, width), *(Block(width) for _ in range(3)), nn.Linear(width, 256))
 

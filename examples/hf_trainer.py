@@ -18,13 +18,11 @@ def main() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256, pad_token_id=None))
     text = torch.tensor(list(Path(torch.nn.functional.__file__).read_bytes()))
     rows = [{"input_ids": row, "labels": row} for row in text.unfold(0, 64, 64)]  # of 64 bytes
-    how = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 3}
+    optimizer = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 3}
     batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 30}
-    device = {
-        "use_cpu": not torch.cuda.is_available()
-    }  # Trainer wants to be told, where there is more than one process
-    often = {"logging_steps": 10, "eval_strategy": "steps", "eval_steps": 15, "save_steps": 15, "report_to": "none"}
-    args = transformers.TrainingArguments("runs/hf_trainer", **how, **batch, **often, **device)
+    device = {"use_cpu": not torch.cuda.is_available()}  # needed with several processes
+    logs = {"logging_steps": 10, "eval_strategy": "steps", "eval_steps": 15, "save_steps": 15, "report_to": "none"}
+    args = transformers.TrainingArguments("runs/hf_trainer", **optimizer, **batch, **logs, **device)
     settings = {"stage": 3, "offload": "nvme", "precision": "bf16"}  # new
     trainer = Trainer(model=model, args=args, train_dataset=rows[20:], eval_dataset=rows[:20], zero=settings)
     trainer.train()  # or trainer.train(resume_from_checkpoint=True)

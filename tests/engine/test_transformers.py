@@ -178,14 +178,13 @@ def train_zero(world, family, folder, tmp_path, stage, offload, change=lambda mo
     return losses, values, logits, path
 
 
-@pytest.mark.by_turns(3)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_five_steps_are_those_of_plain_torch_and_transformers_gets_the_model_back(family, saved, tmp_path):
-    """Of a folder that transformers saved; two ranks, whose rows choose other experts."""
+@pytest.mark.parametrize(("number", "family"), enumerate(FAMILIES))
+def test_five_steps_are_those_of_plain_torch_and_transformers_gets_the_model_back(number, family, saved, tmp_path):
+    """Of a folder that transformers saved; two ranks, whose rows choose other experts; two of the four settings."""
     folder = saved(family)
     reference = new_model(family).from_pretrained(folder).train()
     losses, wanted = train_torch(reference, family)
-    for stage, offload in SETTINGS:
+    for stage, offload in (SETTINGS[number % 3], SETTINGS[-1]):
         into = tmp_path if (stage, offload) == SETTINGS[-1] else None
         told, values, logits, path = run_ranks(RANKS, train_zero, family, folder, into, stage, offload)[0]
         assert told == pytest.approx(losses, rel=1e-5), (stage, offload)

@@ -167,7 +167,6 @@ def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
     assert traffic(plan).of_step(1).copy == 2 * counted.host_bytes
 
 
-@pytest.mark.by_turns(2)
 def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_again(monkeypatch):
     settings = config(
         model=DEEP,
@@ -206,7 +205,6 @@ def fast_copies(monkeypatch):
     monkeypatch.setattr(sys.modules[_choose_activations.__module__], "assumed", lambda *_: rates)
 
 
-@pytest.mark.by_turns(2)
 def test_no_other_way_to_treat_units_makes_fewer_again_whatever_device_and_host_have(fast_copies):
     settings = config(
         model=DEEP | {"layers": 4},

@@ -41,10 +41,9 @@ def folders(here: Path) -> list[Path]:
     return sorted(here.glob("runs/*/*"))
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     "settings",
-    [["zero.stage=0"], ["offload=nvme"], ["offload=infinity", "zero.activations=remat"], ["checkpoint.async=true"]],
+    [["zero.stage=0", "checkpoint.async=true"], ["offload=nvme"], ["offload=infinity", "zero.activations=remat"]],
     ids=str,
 )
 def test_a_run_goes_on_in_other_settings_with_the_same_losses(settings, here):
@@ -280,7 +279,6 @@ def spoil(folder: Path) -> None:
     file.write_bytes(octets)
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.process
 @pytest.mark.parametrize("to_a_rank", [False, True], ids=["to the program", "to one rank"])
 def test_a_signal_saves_on_all_ranks_and_exits_with_75(to_a_rank, here):
@@ -302,7 +300,6 @@ def test_a_signal_saves_on_all_ranks_and_exits_with_75(to_a_rank, here):
     assert min(losses(folders(here)[1])) == last + 1
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_killed_ranks_start_again_and_lose_nothing():
     seed = random.randrange(10**6)

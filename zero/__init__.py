@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         warmup_cosine as warmup_cosine,
         warmup_linear as warmup_linear,
     )
+    from zero.core.offload import Offload as Offload
     from zero.core.optim import (
         adagrad as adagrad,
         adam as adam,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         with_ema as with_ema,
         with_moments as with_moments,
     )
-    from zero.core.placement import Offload as Offload
     from zero.core.precision import Precision as Precision
     from zero.core.stage import Stage as Stage
     from zero.deepspeed.engine import Engine as Engine
@@ -68,7 +68,7 @@ _NAMES = {
     "core.stage": "Stage",
     "core.precision": "Precision",
     "core.loss_scale": "LossScaling",
-    "core.placement": "Offload",
+    "core.offload": "Offload",
     "core.optim": "adamw adam sgd lion adagrad with_ema with_moments",
     "core.groups": "Group",
     "core.lr_schedule": "linear_warmup warmup_linear warmup_cosine",

@@ -75,7 +75,8 @@ class Gpu:
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
         """How much of each tier a plan may use."""
-        from zero.core.placement import Offload, Room, usable_bytes
+        from zero.core.offload import Offload
+        from zero.core.placement import Room, usable_bytes
         from zero.platform.device import free_host_bytes
 
         device = usable_bytes(Offload(), self.free_bytes(), torch.cuda.get_device_properties(self.device).total_memory)

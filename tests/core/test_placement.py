@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from zero.core.placement import PRESETS, TIERS, Offload, Placement, budget_bytes, budget_text, place
+from zero.core.offload import PRESETS, Offload, budget_text
+from zero.core.placement import TIERS, Placement, budget_bytes, place
 from zero.errors import ConfigError
 
 GiB = 1024**3

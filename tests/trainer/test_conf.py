@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import zero
-from zero.core.placement import PRESETS, Offload
+from zero.core.offload import PRESETS, Offload
 from zero.errors import ConfigError
 from zero.settings import optimizers as optim, schedule, step_sections as sections
 from zero.settings.build import build_optimizer, build_plan, build_precision

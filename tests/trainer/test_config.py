@@ -5,7 +5,7 @@ import pickle
 import pytest
 from hypothesis import given, strategies as st
 
-from zero.core.placement import Offload
+from zero.core.offload import Offload
 from zero.core.schema import Section, walk
 from zero.errors import ConfigError
 from zero.trainer.config import Config, flat, read

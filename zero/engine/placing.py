@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from zero.core.placement import Offload, Placement, Room, Tier, budget_bytes, place
+from zero.core.offload import Offload
+from zero.core.placement import Placement, Room, Tier, budget_bytes, place
 from zero.core.sizes import MiB
 from zero.engine.facts import Facts
 from zero.engine.page_table import PageTable

@@ -17,8 +17,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from zero.core.offload import Offload
 from zero.core.optim import Transform
-from zero.core.placement import Offload, Room, Tier, usable_bytes, usable_host_bytes
+from zero.core.placement import Room, Tier, usable_bytes, usable_host_bytes
 from zero.core.precision import Precision
 from zero.core.setting_types import Activations
 from zero.core.sizes import size_text

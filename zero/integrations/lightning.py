@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from zero.core.placement import Offload
+from zero.core.offload import Offload
 from zero.core.precision import Precision as ComputePrecision
 from zero.core.stage import Stage
 from zero.deepspeed.engine import Engine

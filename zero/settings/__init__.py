@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from zero.core.placement import Offload
+from zero.core.offload import Offload
 from zero.core.schema import Section
 from zero.core.secret import refuse_secrets
 from zero.core.setting_types import Natural, Whole, key

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.core import suggest
-from zero.core.placement import Offload
+from zero.core.offload import Offload
 from zero.errors import ConfigError
 from zero.platform import step_folders
 from zero.platform.run_files import folders_of, in_memory, takes_files

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zero.core.placement import NO_LIMIT, PRESETS, DoesNotFit, Room, budget_bytes
+from zero.core.offload import PRESETS
+from zero.core.placement import NO_LIMIT, DoesNotFit, Room, budget_bytes
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.engine.plan import Plan

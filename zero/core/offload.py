@@ -1,0 +1,220 @@
+"""The settings of `offload`: a tier, or `auto`, for each kind of state, and the ways between tiers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from zero.core.schema import Section
+from zero.core.setting_types import Places, bytes_of, key, memory_of, or_auto, whole_or_auto
+from zero.core.sizes import BLOCK_BYTES, GiB, size_text
+from zero.errors import ConfigError, SettingError
+
+IF_SHARDED = "cpu_if_sharded"
+"""The setting of presets for parameters: cpu at the stage that shards them, else none."""
+
+PRESETS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "none": ("none", "none", "none"),
+        "cpu": ("cpu", IF_SHARDED, "cpu"),
+        "nvme": ("nvme", IF_SHARDED, "cpu"),
+        "infinity": ("nvme", "nvme", "nvme"),
+        "auto": ("auto", "auto", "auto"),
+    }
+)
+"""Name -> the settings of (optimizer, param, grad)."""
+
+# Types of settings: auto is kept as None.
+
+
+def _page(value: object) -> int:
+    nbytes = bytes_of(value)
+    if not BLOCK_BYTES <= nbytes <= GiB or nbytes % BLOCK_BYTES:
+        raise ValueError("must be a positive multiple of 4KiB, at most 1GiB")
+    return nbytes
+
+
+def _budget(value: object) -> int | float:
+    if isinstance(value, str) and (share := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", value)):
+        if 0 < float(share[1]) <= 100:
+            return float(share[1]) / 100
+        raise ValueError
+    return bytes_of(value) and memory_of(value)
+
+
+def _typed(budget: Any) -> Any:
+    """Write a number of bytes or a share as text."""
+    if type(budget) is float and 0 < budget <= 1:
+        return _percent(budget)
+    return f"{budget}B" if type(budget) is int and budget >= 0 else budget
+
+
+def _percent(share: float) -> str:
+    return f"{share:.9%}".rstrip("0%").rstrip(".") + "%"
+
+
+_SIZE_OR_SHARE = "a size such as 8GiB, a share of what is free such as 50%"
+Page = Annotated[int | None, or_auto("a size in bytes such as 8MiB or 80GiB, not negative", _page, None)]
+Budget = Annotated[
+    int | float | None,
+    or_auto(_SIZE_OR_SHARE, _budget, None, lambda kept: _percent(kept) if isinstance(kept, float) else kept),
+]
+Reserve = Annotated[int | None, or_auto("a size such as 80GiB", memory_of, None)]
+StoreThreads = Annotated[int | None, whole_or_auto(1, 4096, None)]
+ReadAhead = Annotated[int | None, whole_or_auto(0, auto=None)]
+
+
+class Offload(Section):
+    """The tier of each kind of state, and the ways between tiers.
+
+    Presets set `param` to cpu_if_sharded, which is cpu at the stage that shards parameters and none below. An explicit
+    `offload.param=cpu` raises below that stage.
+    """
+
+    section_key = "offload"
+
+    optimizer: Literal["none", "cpu", "nvme", "auto"] = key(
+        "none",
+        "master and moments: none (the device), cpu, nvme, or auto (the fastest with room)",
+        trades="12 bytes per parameter on the device against their way there once per step, behind the next forward",
+        example="cpu",
+    )
+    param: Literal["none", "cpu", "nvme", "auto", "cpu_if_sharded"] = key(
+        "none",
+        "parameters, at zero.stage=3; cpu_if_sharded: cpu there, none below",
+        trades="memory of the device against a read before every gather",
+        example="cpu",
+    )
+    grad: Literal["none", "cpu", "nvme", "auto"] = key(
+        "none",
+        "gradients",
+        trades="4 bytes per parameter on the device against a write and a read per step",
+        example="cpu",
+    )
+    path: Places | None = key(
+        None,
+        "folder of the nameless NVMe file; a list of folders: pages are spread over a file in each, in proportion to "
+        "their measured rates, as far as each has room; null: the current folder. '$NAME', in quotes, is a variable of "
+        "each rank, so that nodes may have folders of their own",
+        trades="several disks read and write at once; one that fails ends the run",
+        example=". offload=nvme",
+    )
+    page_bytes: Page = key(
+        "auto",
+        "bytes of one fp32 page, such as 4MiB; a multiple of 4KiB; auto: 4MiB, for large models up to 64MiB",
+        alias="page",
+        unit="bytes",
+        trades="host memory against speed: the arena holds a few pages per thread, disks like large ones",
+        example="8MiB",
+    )
+    threads: StoreThreads = key(
+        "auto",
+        "threads that read, update and write pages, on all disks together; auto: 4, or 2 where one disk is measured to "
+        "be as fast with 2",
+        unit="threads",
+        example="4",
+    )
+    read_ahead: ReadAhead = key(
+        "auto",
+        "pages of each kind that are read before their turn; auto: 2",
+        unit="pages",
+        trades="host memory against waiting for the disk",
+        example="4",
+    )
+    device_budget: Budget = key(
+        "auto",
+        "most that a rank holds on the GPU: 60GiB, 75% of what is free, or auto: all that is free",
+        unit="bytes",
+        example="60GiB",
+    )
+    reserve_bytes: Reserve = key(
+        "auto",
+        "of a GPU's free memory, what is left to its libraries, such as 2GiB; auto: 1GiB and a fiftieth of the GPU",
+        alias="reserve",
+        unit="bytes",
+        example="2GiB",
+    )
+    host_budget: Budget = key(
+        "auto",
+        "most that a rank holds in host memory: 8GiB, 50% of what is free, or auto: all that is free, 90% beside a GPU",
+        unit="bytes",
+        example="50%",
+    )
+    verify: bool = key(
+        True,
+        "check length, version and CRC-32 of each page that is read from a file",
+        trades="about a hundredth of a step against pages that a disk changed in silence",
+        example="false",
+    )
+    pin: bool = key(
+        True,
+        "lock host buffers for the GPU's copy engines",
+        trades="memory that the system cannot take back against copies that run beside compute",
+        example="false",
+    )
+    compute: Literal["device", "host"] = key(
+        "device",
+        "where offloaded pages are updated: device, or host (the CPU's kernel)",
+        trades="host moves gradients and parameters only, and computes on the slower processor",
+        example="host",
+    )
+
+    def __init__(self, preset: str = "none", **settings: Any) -> None:
+        """Check the settings: `Offload("nvme", path="/mnt/nvme", threads=4)`.
+
+        Args:
+            preset: "none", "cpu", "nvme", "infinity" or "auto": defaults for `optimizer`, `param` and `grad`.
+            **settings: fields of this class; None is the default. A budget is a number of bytes (int) or a share of
+                what is free (float).
+
+        Raises:
+            SettingError: an unknown word, a page that is not whole blocks, a number that is too small.
+        """
+        if not isinstance(preset, str) or preset not in PRESETS:
+            example = "" if isinstance(preset, str) else '; or write offload=zero.Offload(optimizer="cpu")'
+            raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{example}")
+        values = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
+        values |= {name: value for name, value in settings.items() if value is not None}
+        exact = ("device_budget", "host_budget", "reserve_bytes")
+        super().__init__(**{name: _typed(value) if name in exact else value for name, value in values.items()})
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return the folders for files, one or more, as they were typed."""
+        return (self.path or ".",) if self.path is None or isinstance(self.path, str) else self.path
+
+    @property
+    def kinds(self) -> tuple[str, str, str]:
+        """Return the settings of (optimizer, param, grad)."""
+        return self.optimizer, self.param, self.grad
+
+    def budget(self, memory: str) -> int | float | None:
+        """Return the budget of a memory."""
+        return self.device_budget if memory == "device" else self.host_budget
+
+    def at(self, *, parameters_sharded: bool) -> Offload:
+        """Replace presets' settings by those of a stage: none, cpu, nvme and auto remain.
+
+        Raises:
+            ConfigError: parameters leave the device where every rank needs them whole.
+        """
+        if parameters_sharded:
+            return self.model_copy(update={"param": "cpu"}) if self.param == IF_SHARDED else self
+        if self.param in ("none", "auto", IF_SHARDED):
+            return self.model_copy(update={"param": "none"})
+        infinity = self.kinds == PRESETS["infinity"]
+        setting = "offload=infinity" if infinity else f"offload.param={self.param}"
+        instead = "offload=nvme" if infinity else "offload.param=none"
+        where = "on disk" if self.param == "nvme" else "on the host"
+        raise ConfigError(
+            f"{setting} keeps parameters {where}, which only zero.stage=3 can. Use zero.stage=3, or {instead}."
+        )
+
+
+def budget_text(budget: int | float) -> str:
+    """Write a budget as a user may type it."""
+    return size_text(budget) if isinstance(budget, int) else _percent(budget)

@@ -1,15 +1,15 @@
-"""Trains a model under ZeRO: a whole run, from settings to summary.
+"""Train a model under ZeRO: a whole run, from settings to summary.
 
     python train.py                                     one process
     python train.py zero.stage=3 launch.ranks=2         two processes on this machine
     python train.py -m zero.stage=0,1,2,3               one run after another, and a table of them
     python train.py mode=plan model=gpt_7b              what it would take, and what fits
-    python train.py ds_config=ds_config.json            settings of a DeepSpeed JSON; other words win over it
+    python train.py ds_config=ds_config.json            settings of a DeepSpeed JSON; other words replace its own
     torchrun --nproc-per-node 2 train.py zero.stage=3   ranks started by someone else
 
-Every rank runs `train`. `zero/trainer/cli.py` makes settings of a command line, and `zero/trainer/job.py` starts the
-ranks. Options are in conf/, and docs/config.md says what each setting means. A run leaves runs/<date>/<time>/.
-Installed, this file is the command `zero-train`.
+Every rank runs `train`. `zero/trainer/cli.py` reads the command line, and `zero/trainer/job.py` starts the ranks.
+Options are in conf/, and docs/config.md explains the settings. A run writes runs/<date>/<time>/. Installed, this file
+is the command `zero-train`.
 """
 
 import sys
@@ -37,7 +37,7 @@ def train(config: Config, folder: Path) -> "Summary":
     Raises:
         ZeroError: see `zero/errors.py`.
     """
-    import torch  # here, because a command line that is refused does not wait for it
+    import torch  # here, so that a rejected command line does not wait for it
 
     import zero
     from zero.tracker import open_tracker
@@ -84,7 +84,7 @@ def train(config: Config, folder: Path) -> "Summary":
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what a command line says; returns the exit code."""
+    """Run a command line; returns the exit code."""
     return cli.main(sys.argv[1:] if arguments is None else arguments, train)
 
 

@@ -207,7 +207,7 @@ def _options(arguments: Sequence[str]) -> Any:
         ConfigError: an unknown option, or a wrong value of an option.
     """
 
-    def refuse(message: str) -> NoReturn:
+    def reject(message: str) -> NoReturn:
         raise ConfigError(f"{one_line(message)}. --help shows how to start, --hydra-help all options.")
 
     for argument in arguments:
@@ -218,7 +218,7 @@ def _options(arguments: Sequence[str]) -> Any:
                 "'hydra.searchpath=[FOLDER]' experiment=NAME."
             )
     parser = parser_of_options()
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = reject  # type: ignore[method-assign]
     options, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
         name, _, value = unknown[0].lstrip("-").partition("=")
@@ -231,10 +231,10 @@ def _parse_runs(options: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]
 
     Raises:
         SettingError: a word is wrong whatever else is in the run.
-        ConfigError: see `_refuse_or_warn`.
+        ConfigError: see `_reject_or_warn`.
     """
     runs: list[tuple[Config, Sequence[str]]] = []
-    refused: dict[str, str] = {}  # message by the words that only that run has
+    rejected: dict[str, str] = {}  # message by the words that only that run has
     notes, folders = dict[str, None](), list[Path]()
     for words in list(runs_in(options.overrides)) if options.multirun else [options.overrides]:
         try:
@@ -249,27 +249,27 @@ def _parse_runs(options: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]
         except SettingError:
             raise
         except ConfigError as error:
-            refused[" ".join(word for word in words if word not in options.overrides)] = str(error)
-    _refuse_or_warn([config.mode for config, _ in runs], refused, notes)
+            rejected[" ".join(word for word in words if word not in options.overrides)] = str(error)
+    _reject_or_warn([config.mode for config, _ in runs], rejected, notes)
     return runs, folders[0]
 
 
-def _refuse_or_warn(modes: Sequence[str], refused: Mapping[str, str], notes: Iterable[str]) -> None:
+def _reject_or_warn(modes: Sequence[str], rejected: Mapping[str, str], notes: Iterable[str]) -> None:
     """Print notes, and a warning about jobs of a sweep that cannot run while others can.
 
     Raises:
         ConfigError: about the first run that cannot be, if no other is to be run.
     """
     answers = [mode for mode in modes if mode in RUNS_NOTHING]
-    run, why = next(iter(refused.items()), ("", ""))
-    first = f"{why} (in the run {run})" if modes or len(set(refused.values())) > 1 else why
-    if refused and (answers or not modes):
+    run, why = next(iter(rejected.items()), ("", ""))
+    first = f"{why} (in the run {run})" if modes or len(set(rejected.values())) > 1 else why
+    if rejected and (answers or not modes):
         raise ConfigError(first)
     if answers and len(answers) < len(modes):
         raise ConfigError(f"mode={answers[0]} runs nothing, so it cannot be part of a sweep. Type it alone.")
     _warn(notes)
-    if refused:
-        _warn([f"{len(refused)} of {len(refused) + len(modes)} runs cannot start: {first}"])
+    if rejected:
+        _warn([f"{len(rejected)} of {len(rejected) + len(modes)} runs cannot start: {first}"])
 
 
 def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:

@@ -422,6 +422,6 @@ def _wandb(config: Config, host: Host) -> Iterator[Check]:
     settings = config.tracker if isinstance(config.tracker, Wandb) else Wandb()
     unused = "" if settings is config.tracker else "; not in use: tracker=wandb"
     mode, key = mode_of(settings), "a key is set" if has_key() else "no key"
-    refused = settings.mode == "online" and mode != "online"
-    finding = f"{key}, so runs are {mode}{unused}" if refused else f"{key}; runs are {mode}{unused}"
-    yield _judge("W&B", finding, (refused, "warn", "run `wandb login`, or export WANDB_API_KEY"))
+    unmet = settings.mode == "online" and mode != "online"
+    finding = f"{key}, so runs are {mode}{unused}" if unmet else f"{key}; runs are {mode}{unused}"
+    yield _judge("W&B", finding, (unmet, "warn", "run `wandb login`, or export WANDB_API_KEY"))

@@ -102,7 +102,7 @@ def main(words: Sequence[str]) -> int:
                 logits, prompt, options.tokens, seq=config.model.seq, temperature=options.temperature, seed=options.seed
             )
         print(printable(decode(row[0])))
-    except ZeroError as refused:
-        print(as_called(str(refused)), file=sys.stderr)
-        return refused.exit_code
+    except ZeroError as error:
+        print(as_called(str(error)), file=sys.stderr)
+        return error.exit_code
     return 0

@@ -43,7 +43,7 @@ class Config(Settings):
     )
     deterministic: bool = key(
         False,
-        "refuse kernels whose result varies from run to run (GPU)",
+        "reject kernels whose result varies from run to run (GPU)",
         trades="time against the same bits each time",
         example="true",
     )
@@ -75,7 +75,7 @@ class Config(Settings):
             raise ConfigError("data=hf needs data.tokenizer=PATH, a tokenizer.json or a folder with one, or model=hf")
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps:
-            raise ConfigError(f"debug.stop_at={stop_at} lies beyond steps={self.steps}. Lower it.")
+            raise ConfigError(f"debug.stop_at={stop_at} is above steps={self.steps}. Lower it.")
         if isinstance(self.model, GPTConfig):
             self._model_agrees(self.model)
         return self

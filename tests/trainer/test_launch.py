@@ -310,7 +310,7 @@ def test_a_rank_that_was_killed_is_named_though_another_complains_first(folder: 
         RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\), or by another process; "
     ) as caught:
         launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, processes=launch.Processes(folder))
-    held = r"the ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\) and [\d.]+ GiB were free; resume=latest"
+    held = r"the ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\) and [\d.]+ GiB were free; continue with"
     assert re.search(held, str(caught.value))
 
 

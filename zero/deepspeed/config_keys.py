@@ -1,7 +1,7 @@
 """Every key that DeepSpeed 0.19 reads in its JSON, as tables: the values that it takes, and its meaning here.
 
 A key has a meaning (`KEYS`), is ignored with a note (`IGNORED`), or is a section that is ignored or rejected where it
-is switched on (`FEATURES`). Other keys are rejected with the nearest name. Optimizers and schedulers have keys by type.
+is switched on. Other keys are rejected with the nearest name. Optimizers and schedulers have keys by type.
 """
 
 import sys
@@ -74,14 +74,6 @@ class Key(NamedTuple):
     to: str = ""
     why: str = ""
     only: tuple[Any, ...] = ()
-
-
-class Feature(NamedTuple):
-    """A section that is ignored, or rejected, where it is switched on. Its keys are not checked."""
-
-    name: str
-    why: str
-    is_rejected: bool = False
 
 
 def _section(name: str, *keys: Key) -> tuple[Key, ...]:
@@ -213,34 +205,39 @@ _TRACE = "profile=true records one step"
 _SAVES = "all ranks write a save at once; checkpoint.async=true writes it in the background"
 _DATA = "data comes from the loader as it is"
 
-FEATURES: tuple[Feature, ...] = (
-    Feature("csv_monitor", _ROWS),
-    Feature("comet", _ROWS),
-    Feature("flops_profiler", _TRACE),
-    Feature("comms_logger", _TRACE),
-    Feature("compile", "zero.compile=true compiles each unit"),
-    Feature("zero_optimization.zenflow", "every update is exact, and hides behind the next forward"),
-    Feature("zero_optimization.zeropp_loco_param", _EXACT),
-    Feature("checkpoint.writer", _SAVES),
-    Feature("nebula", _SAVES),
-    Feature("datastates_ckpt", _SAVES),
-    Feature("autotuning", "zero-train mode=plan compares settings"),
-    Feature("elasticity", _ANY_WORLD),
-    Feature("hybrid_engine", "the same state trains and generates"),
-    Feature("torch_autocast", "autocast is not used; write bf16 or fp16", is_rejected=True),
-    Feature("amp", "Apex is not used; write bf16 or fp16", is_rejected=True),
-    Feature("progressive_layer_drop", "no layers are dropped", is_rejected=True),
-    Feature("curriculum_learning", _DATA, is_rejected=True),
-    Feature("data_efficiency", _DATA, is_rejected=True),
-    Feature("quantize_training", "there is no quantised training", is_rejected=True),
-    Feature("compression_training", "there is no compression", is_rejected=True),
-    Feature("sparse_attention", "attention is the model's own", is_rejected=True),
-    Feature("eigenvalue", "no eigenvalues are computed", is_rejected=True),
-    Feature("pipeline", "there is no pipeline parallelism", is_rejected=True),
-    Feature("expert_parallel", "ranks are not divided among experts", is_rejected=True),
-    Feature("weight_quantization", "weights are not quantised", is_rejected=True),
-    Feature("tensor_parallel", "there is no tensor parallelism", is_rejected=True),
-)
+IGNORED_FEATURES: Mapping[str, str] = {
+    "csv_monitor": _ROWS,
+    "comet": _ROWS,
+    "flops_profiler": _TRACE,
+    "comms_logger": _TRACE,
+    "compile": "zero.compile=true compiles each unit",
+    "zero_optimization.zenflow": "every update is exact, and hides behind the next forward",
+    "zero_optimization.zeropp_loco_param": _EXACT,
+    "checkpoint.writer": _SAVES,
+    "nebula": _SAVES,
+    "datastates_ckpt": _SAVES,
+    "autotuning": "zero-train mode=plan compares settings",
+    "elasticity": _ANY_WORLD,
+    "hybrid_engine": "the same state trains and generates",
+}
+"""Sections that are noted where they are switched on -> the reason. Their keys are not checked."""
+
+REJECTED_FEATURES: Mapping[str, str] = {
+    "torch_autocast": "autocast is not used; write bf16 or fp16",
+    "amp": "Apex is not used; write bf16 or fp16",
+    "progressive_layer_drop": "no layers are dropped",
+    "curriculum_learning": _DATA,
+    "data_efficiency": _DATA,
+    "quantize_training": "there is no quantised training",
+    "compression_training": "there is no compression",
+    "sparse_attention": "attention is the model's own",
+    "eigenvalue": "no eigenvalues are computed",
+    "pipeline": "there is no pipeline parallelism",
+    "expert_parallel": "ranks are not divided among experts",
+    "weight_quantization": "weights are not quantised",
+    "tensor_parallel": "there is no tensor parallelism",
+}
+"""Sections that would change numbers, and are rejected where they are switched on -> the reason."""
 
 _WITHOUT_STAGE3 = (
     "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
@@ -267,125 +264,124 @@ class Kind(NamedTuple):
     keys: tuple[Key, ...]
     defaults: Mapping[str, Any]
     required: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
 
 
-_LR = (Key("lr", NUMBER, to="optim.lr"), Key("weight_decay", NUMBER, to="optim.weight_decay"))
-_BETAS = Key("betas", BETAS, "optim.beta1, optim.beta2")
-_EPS = Key("eps", NUMBER, to="optim.eps")
-_MINIMISED = Key("maximize", BOOL, why="losses are minimised", only=(False,))
-_KERNELS = ("foreach", "fused", "capturable", "differentiable", "set_grad_none")
-_ADAM = Kind(
-    "adamw",
-    (
-        *_LR,
-        _BETAS,
-        _EPS,
+_OPTIMIZER_KEYS = {
+    key.name: key
+    for key in (
+        Key("lr", NUMBER, to="optim.lr"),
+        Key("weight_decay", NUMBER, to="optim.weight_decay"),
+        Key("betas", BETAS, "optim.beta1, optim.beta2"),
+        Key("eps", NUMBER, to="optim.eps"),
         Key("adam_w_mode", BOOL, "optim=adamw; false: optim=adam"),
+        Key("momentum", FRACTION, to="optim.momentum"),
+        Key("nesterov", BOOL, to="optim.nesterov"),
         Key("bias_correction", BOOL, why="the bias of young moments is corrected", only=(True,)),
         Key("amsgrad", BOOL, why="there is no AMSGrad", only=(False,)),
-        _MINIMISED,
-    ),
-    defaults={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    ignored=(*_KERNELS, "torch_adam", "fp32_optimizer_states"),
+        Key("maximize", BOOL, why="losses are minimised", only=(False,)),
+        Key("lr_decay", NUMBER, why="the schedule changes the learning rate", only=(0.0,)),
+        Key("initial_accumulator_value", NUMBER, why="sums of squares begin at 0", only=(0.0,)),
+        Key("dampening", NUMBER, why="the momentum takes a gradient whole", only=(0.0,)),
+    )
+}
+IGNORED_OPTIMIZER_KEYS = (
+    *("foreach", "fused", "capturable", "differentiable", "set_grad_none"),
+    *("torch_adam", "fp32_optimizer_states"),
+)
+
+
+def _optimizer(name: str, keys: str, **defaults: Any) -> Kind:
+    return Kind(name, tuple(_OPTIMIZER_KEYS[key] for key in keys.split()), {**defaults, "weight_decay": 0.0})
+
+
+_ADAM = _optimizer(
+    "adamw",
+    "lr weight_decay betas eps adam_w_mode bias_correction amsgrad maximize",
+    lr=1e-3,
+    betas=(0.9, 0.999),
+    eps=1e-8,
 )
 
 OPTIMIZERS: Mapping[str, Kind] = {
     "adam": _ADAM,
     "adamw": _ADAM,
-    "lion": Kind(
-        "lion",
-        (*_LR, _BETAS),
-        defaults={"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
-        ignored=_KERNELS,
-    ),
-    "adagrad": Kind(
-        "adagrad",
-        (
-            *_LR,
-            _EPS,
-            Key("lr_decay", NUMBER, why="the schedule changes the learning rate", only=(0.0,)),
-            Key("initial_accumulator_value", NUMBER, why="sums of squares begin at 0", only=(0.0,)),
-        ),
-        defaults={"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
-        ignored=_KERNELS,
-    ),
-    "sgd": Kind(
-        "sgd",
-        (
-            *_LR,
-            Key("momentum", FRACTION, to="optim.momentum"),
-            Key("nesterov", BOOL, to="optim.nesterov"),
-            Key("dampening", NUMBER, why="the momentum takes a gradient whole", only=(0.0,)),
-            _MINIMISED,
-        ),
-        defaults={"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
-        ignored=_KERNELS,
+    "lion": _optimizer("lion", "lr weight_decay betas", lr=1e-3, betas=(0.9, 0.999)),
+    "adagrad": _optimizer("adagrad", "lr weight_decay eps lr_decay initial_accumulator_value", lr=1e-2, eps=1e-10),
+    "sgd": _optimizer(
+        "sgd", "lr weight_decay momentum nesterov dampening maximize", lr=1e-3, momentum=0.0, nesterov=False
     ),
 }
 """Optimizers by their names in lower case, as DeepSpeed compares its own."""
 
-_LAST = Key("last_batch_iteration", WHOLE, why="a resumed run knows its step", only=(-1,))
-_STEPS = Key("warmup_num_steps", COUNT, "schedule.warmup")
-_CURVE = Key("warmup_type", CURVE, to="schedule.curve")
-_RISE = (
-    Key("warmup_min_lr", NUMBER, "schedule.start, as a share of the peak"),
-    Key("warmup_max_lr", NUMBER, "optim.lr"),
-    *(_STEPS, _CURVE, _LAST),
-)
-_TOTAL = Key("total_num_steps", COUNT, to="schedule.total")
-_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
+_SCHEDULER_KEYS = {
+    key.name: key
+    for key in (
+        Key("warmup_min_lr", NUMBER, "schedule.start, as a share of the peak"),
+        Key("warmup_max_lr", NUMBER, "optim.lr"),
+        Key("warmup_num_steps", COUNT, "schedule.warmup"),
+        Key("warmup_type", CURVE, to="schedule.curve"),
+        Key("total_num_steps", COUNT, to="schedule.total"),
+        Key("warmup_min_ratio", NUMBER, to="schedule.start"),
+        Key("cos_min_ratio", NUMBER, to="schedule.final"),
+        Key("cycle_min_lr", NUMBER, "schedule.start, as a share of the peak"),
+        Key("cycle_max_lr", NUMBER, "optim.lr"),
+        Key("decay_lr_rate", NUMBER, to="schedule.decay_rate"),
+        Key("cycle_first_step_size", COUNT, to="schedule.rise"),
+        Key("cycle_second_step_size", NATURAL, to="schedule.fall"),
+        Key("cycle_first_stair_count", NATURAL, to="schedule.rise_stairs"),
+        Key("cycle_second_stair_count", NATURAL, to="schedule.fall_stairs"),
+        Key("decay_step_size", NATURAL, to="schedule.decay_every"),
+        Key("cycle_momentum", BOOL, to="schedule.momentum"),
+        Key("cycle_min_mom", FRACTION, to="schedule.momentum_min"),
+        Key("cycle_max_mom", FRACTION, to="schedule.momentum_max"),
+        Key("decay_mom_rate", NUMBER, to="schedule.momentum_decay_rate"),
+        Key("lr_range_test_min_lr", NUMBER, "optim.lr"),
+        Key("lr_range_test_step_size", COUNT, to="schedule.every"),
+        Key("lr_range_test_step_rate", NUMBER, to="schedule.rate"),
+        Key("lr_range_test_staircase", BOOL, to="schedule.stairs"),
+        Key("last_batch_iteration", WHOLE, why="a resumed run knows its step", only=(-1,)),
+    )
+}
+
+
+def _scheduler(name: str, keys: str, required: tuple[str, ...] = (), **defaults: Any) -> Kind:
+    names = (*keys.split(), "last_batch_iteration")
+    return Kind(name, tuple(_SCHEDULER_KEYS[key] for key in names), defaults, required)
+
+
+_WARMUP: Mapping[str, Any] = {"warmup_num_steps": 1000, "warmup_type": "log"}
+_RISE = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
 
 SCHEDULERS: Mapping[str, Kind] = {
-    "WarmupLR": Kind("linear_warmup", _RISE, {**_WARMUP, "warmup_min_lr": 0.0}),
-    "WarmupDecayLR": Kind(
+    "WarmupLR": _scheduler("linear_warmup", _RISE, warmup_min_lr=0.0, **_WARMUP),
+    "WarmupDecayLR": _scheduler(
         "warmup_linear",
-        (_TOTAL, *_RISE),
-        {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
-        required=("total_num_steps",),
+        f"total_num_steps {_RISE}",
+        ("total_num_steps",),
+        warmup_min_lr=0.0,
+        warmup_max_lr=1e-3,
+        **_WARMUP,
     ),
-    "WarmupCosineLR": Kind(
+    "WarmupCosineLR": _scheduler(
         "warmup_cosine",
-        (
-            _TOTAL,
-            Key("warmup_min_ratio", NUMBER, to="schedule.start"),
-            _STEPS,
-            Key("cos_min_ratio", NUMBER, to="schedule.final"),
-            *(_CURVE, _LAST),
-        ),
-        {**_WARMUP, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4},
-        required=("total_num_steps",),
+        "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type",
+        ("total_num_steps",),
+        warmup_min_ratio=0.0,
+        cos_min_ratio=1e-4,
+        **_WARMUP,
     ),
-    "OneCycle": Kind(
+    "OneCycle": _scheduler(
         "one_cycle",
-        (
-            Key("cycle_min_lr", NUMBER, "schedule.start, as a share of the peak"),
-            Key("cycle_max_lr", NUMBER, "optim.lr"),
-            Key("decay_lr_rate", NUMBER, to="schedule.decay_rate"),
-            Key("cycle_first_step_size", COUNT, to="schedule.rise"),
-            Key("cycle_second_step_size", NATURAL, to="schedule.fall"),
-            Key("cycle_first_stair_count", NATURAL, to="schedule.rise_stairs"),
-            Key("cycle_second_stair_count", NATURAL, to="schedule.fall_stairs"),
-            Key("decay_step_size", NATURAL, to="schedule.decay_every"),
-            Key("cycle_momentum", BOOL, to="schedule.momentum"),
-            Key("cycle_min_mom", FRACTION, to="schedule.momentum_min"),
-            Key("cycle_max_mom", FRACTION, to="schedule.momentum_max"),
-            Key("decay_mom_rate", NUMBER, to="schedule.momentum_decay_rate"),
-            _LAST,
-        ),
-        {"cycle_first_step_size": 2000},
-        required=("cycle_min_lr", "cycle_max_lr"),
+        "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
+        "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate",
+        ("cycle_min_lr", "cycle_max_lr"),
+        cycle_first_step_size=2000,
     ),
-    "LRRangeTest": Kind(
+    "LRRangeTest": _scheduler(
         "lr_range",
-        (
-            Key("lr_range_test_min_lr", NUMBER, "optim.lr"),
-            Key("lr_range_test_step_size", COUNT, to="schedule.every"),
-            Key("lr_range_test_step_rate", NUMBER, to="schedule.rate"),
-            Key("lr_range_test_staircase", BOOL, to="schedule.stairs"),
-            _LAST,
-        ),
-        {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000},
+        "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+        lr_range_test_min_lr=1e-3,
+        lr_range_test_step_size=2000,
     ),
 }
 """Schedulers, each with its keys in the order of DeepSpeed's arguments."""

@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from zero.core import suggest
-from zero.deepspeed.config_keys import ALIASES, FEATURES, IGNORED, KEYS, OPTIMIZERS, SCHEDULERS, Feature, Key, Kind
+from zero.deepspeed.config_keys import (
+    ALIASES,
+    IGNORED,
+    IGNORED_FEATURES,
+    IGNORED_OPTIMIZER_KEYS,
+    KEYS,
+    OPTIMIZERS,
+    REJECTED_FEATURES,
+    SCHEDULERS,
+    Key,
+    Kind,
+)
 from zero.errors import ConfigError
 
 AUTO = "auto"
@@ -64,11 +75,6 @@ class CheckedConfig:
     def note(self, line: str) -> None:
         """Add a line for the user."""
         self.notes.append(line)
-
-    def ignore(self, typed: str, value: Any, why: str) -> None:
-        """Add the line about a key that has no effect."""
-        if value is not None and value != AUTO:
-            self.note(f"{typed} is ignored: {why}")
 
     def below(self, section: str) -> dict[str, Any]:
         """Return the values in a section by their last names."""
@@ -145,9 +151,10 @@ def check(settings: Mapping[str, Any]) -> CheckedConfig:
     config = CheckedConfig()
     for typed, name, value in _walk(settings, "", ""):
         if name in _FEATURES:
-            _check_feature(config, _FEATURES[name], typed, value)
+            _check_feature(config, name, typed, value)
         elif name in IGNORED:
-            config.ignore(typed, value, IGNORED[name])
+            if value is not None and value != AUTO:
+                config.note(f"{typed} is ignored: {IGNORED[name]}")
         else:
             config.take(_PLAIN[name], typed, value)
     config.optimizer = _kind("optimizer", config, OPTIMIZERS, lower=True)
@@ -156,15 +163,16 @@ def check(settings: Mapping[str, Any]) -> CheckedConfig:
 
 
 _PLAIN: Mapping[str, Key] = {key.name: key for key in KEYS}
-_FEATURES: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
+_FEATURES = {**IGNORED_FEATURES, **REJECTED_FEATURES}
 _SECTIONS = {name[:at] for name in (*_PLAIN, *IGNORED) for at, letter in enumerate(name) if letter == "."}
+_COMMENTS = ("_", "//", "#")
 _KNOWN = (*_PLAIN, *IGNORED, *_FEATURES, *sorted(_SECTIONS))
 
 
 def _walk(node: Mapping[str, Any], typed_prefix: str, prefix: str) -> Iterator[tuple[str, str, Any]]:
     """Yield (as typed, as in the tables, value) of every key."""
     for key, value in node.items():
-        if _is_comment(key):
+        if str(key).startswith(_COMMENTS):
             continue
         typed, name = f"{typed_prefix}{suggest.shown(key)}", f"{prefix}{key}"
         name = ALIASES.get(name, name)
@@ -180,10 +188,6 @@ def _walk(node: Mapping[str, Any], typed_prefix: str, prefix: str) -> Iterator[t
             yield from _walk(_section(typed, value, name), f"{typed}.", f"{name}.")
 
 
-def _is_comment(key: object) -> bool:
-    return str(key).startswith(("_", "//", "#"))
-
-
 def _section(typed: str, value: Any, name: str) -> Mapping[str, Any]:
     if value is None or value == AUTO:
         return {}
@@ -193,14 +197,14 @@ def _section(typed: str, value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _check_feature(config: CheckedConfig, feature: Feature, typed: str, value: Any) -> None:
-    section = _section(typed, value, feature.name)
+def _check_feature(config: CheckedConfig, name: str, typed: str, value: Any) -> None:
+    section = _section(typed, value, name)
     switch = section.get("enabled", section.get("deepcompile", bool(section)))
     if not switch or switch == AUTO:
         return
-    if feature.is_rejected:
-        raise ConfigError(f"{typed} is not supported: {feature.why}")
-    config.ignore(typed, value, feature.why)
+    if name in REJECTED_FEATURES:
+        raise ConfigError(f"{typed} is not supported: {REJECTED_FEATURES[name]}")
+    config.note(f"{typed} is ignored: {IGNORED_FEATURES[name]}")
 
 
 def _kind(section: str, config: CheckedConfig, kinds: Mapping[str, Kind], *, lower: bool = False) -> Kind | None:
@@ -222,10 +226,10 @@ def _kind(section: str, config: CheckedConfig, kinds: Mapping[str, Kind], *, low
             raise ConfigError(f"{typed}: gradient_clipping, a key beside {section}, limits the norm")
         if typed in keys:
             config.take(keys[typed]._replace(name=typed), typed, value)
-        elif name in kind.ignored:
-            config.ignore(typed, value, "there is one implementation of each optimizer, with fp32 moments")
+        elif section == "optimizer" and name in IGNORED_OPTIMIZER_KEYS:
+            config.note(f"{typed} is ignored: there is one implementation of each optimizer, with fp32 moments")
             config.values[typed] = value
-        elif not _is_comment(name):
+        elif not str(name).startswith(_COMMENTS):
             raise ConfigError(suggest.unknown(typed, list(keys)))
     for name in kind.required:
         if f"{prefix}{name}" not in {*config.values, *config.autos}:

@@ -210,9 +210,6 @@ NOT_YET = """
     engine.arguments engine.compile engine.facts engine.first_values engine.full
     engine.init engine.page_table engine.placeholder engine.placing engine.plan
     engine.state engine.traffic engine.unit engine.visit_order
-    errors
-    integrations.lightning integrations.transformers
-    losses
     trainer.answers trainer.commands trainer.commands.export_checkpoint trainer.config.sections trainer.doctor
     trainer.explain trainer.launch.begun trainer.launch.process trainer.launch.ranks
 """

@@ -176,20 +176,6 @@ def test_a_passed_optimizer_and_scheduler_are_used(tmp_path):
     assert told(ours, "learning_rate") == told(plain, "learning_rate") == [1e-2, 5e-3, 2.5e-3]
 
 
-def test_the_name_of_an_optimizer_does_not_count_beside_one_that_is_passed(tmp_path):
-    """Nor for the plain Trainer."""
-
-    def run(kind, **how):
-        model = gpt2()
-        passed = {"optimizers": (torch.optim.AdamW(model.parameters(), lr=1e-2), None)}
-        args = arguments(tmp_path, max_steps=2, eval_strategy="no", optim="adafactor")
-        made = kind(model=model, args=args, train_dataset=rows(), **passed, **how)
-        made.train()
-        return told(made)
-
-    assert run(Trainer, zero={}) == pytest.approx(run(transformers.Trainer), rel=CLOSE)
-
-
 def test_callbacks_see_gradients_before_the_step_and_steps_after_it(tmp_path):
     class Watch(transformers.TrainerCallback):
         def __init__(self):
@@ -275,7 +261,7 @@ def test_a_trainer_that_only_evaluates_has_no_optimizer(tmp_path):
     assert ours.evaluate()["eval_loss"] == trainer(tmp_path).evaluate()["eval_loss"]
     assert not ours.engine.plan.trains
     ours.train_dataset = rows()
-    with pytest.raises(ConfigError, match="made without train_dataset"):
+    with pytest.raises(ConfigError, match="has no train_dataset"):
         ours.train()
 
 
@@ -493,7 +479,6 @@ def test_frozen_parameters_that_peft_saves_are_saved(make, tmp_path):
         ({}, {"auto_find_batch_size": True}, "set per_device_train_batch_size"),
         ({}, {"bf16_full_eval": True}, r"write zero=\{'precision': 'bf16'\}"),
         ({}, {"debug": "underflow_overflow"}, r"TrainingArguments\(debug=...\): "),
-        ({}, {"ddp_bucket_cap_mb": 25}, "there is no DDP"),
         ({}, {"save_on_each_node": True}, "a disk that all ranks share"),
         ({}, {"fsdp": "full_shard"}, r"write zero=\{'stage': 3\}"),
         ({"precision": "fp32"}, {"bf16": True}, r"bf16=True\), .* and zero=\{'precision': 'fp32'\}: leave out one"),
@@ -517,13 +502,6 @@ def test_what_accelerate_launch_was_told_is_not_passed_over(key, value, line, tm
     monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=line):
         trainer(tmp_path, {"precision": "fp32"})
-
-
-def test_several_gpus_of_one_process_are_refused(tmp_path):
-    args = arguments(tmp_path)
-    args._n_gpu = 2
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
-        Trainer(model=gpt2(), args=args, train_dataset=rows(), eval_dataset=rows())
 
 
 def test_accelerates_own_configuration_of_fsdp_is_refused(tmp_path, monkeypatch):
@@ -557,8 +535,6 @@ def test_a_state_of_accelerate_which_would_have_no_moments_is_refused(tmp_path):
     ours = trained(tmp_path, {}, max_steps=1)
     with pytest.raises(ConfigError, match=r"accelerator.save_state: .*trainer.engine.save_checkpoint\(folder\)"):
         ours.accelerator.save_state(str(tmp_path / "state"))
-    with pytest.raises(ConfigError, match=r"accelerator.load_state: .*resume_from_checkpoint"):
-        ours.accelerator.load_state(str(tmp_path / "state"))
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------
@@ -588,7 +564,6 @@ def on_two_ranks(world, folder):
     return {name: [told(one, key) for key in keys] for name, one in found.items()}, text, values(resumed)
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.process
 def test_two_processes_learn_what_the_plain_trainer_learns_in_two(tmp_path):
     (found, text, kept), (_, longer, _) = run_processes(2, on_two_ranks, tmp_path)

@@ -271,14 +271,6 @@ class Engine(EngineCheckpoints):
             raise AttributeError(f"engine.{name} does not exist: {ABSENT[name]}.")
         raise AttributeError(f"neither the engine nor its model, a {type(self.module).__name__}, has {name!r}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter | nn.Module) and name != "module":
-            raise ConfigError(
-                f"engine.{name}: a {type(value).__name__} on the engine is not trained and not saved. "
-                "Put it on engine.module before zero.initialize."
-            )
-        super().__setattr__(name, value)
-
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raise ConfigError, because torch's compiler would trace how parameters are gathered."""
         raise ConfigError("engine.compile(): not supported. Call model.compile() before zero.initialize.")

@@ -1,4 +1,4 @@
-"""An engine for another library's loop: that library made the optimizer, and says when a step ends."""
+"""An engine for another library's loop, which makes the optimizer and decides when a step ends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from zero.errors import ConfigError
 from zero.settings import Settings
 
 STATE_FOLDER = "zero"
-"""In each checkpoint of the loop: the training state, as `zero.save` writes it."""
+"""The folder in each checkpoint of the loop that has the training state."""
 
 PLAN_SETTINGS = (
     *("stage", "precision", "offload", "units", "prefetch", "activations", "compile", "update"),
@@ -27,15 +27,12 @@ PLAN_SETTINGS = (
 
 
 def check_settings(settings: Mapping[str, Any], written: str, others: str) -> None:
-    """Refuse what is no argument of `new_engine`.
+    """Raise ConfigError for settings that are not in `PLAN_SETTINGS`.
 
     Args:
-        settings: of the user.
-        written: how they are written, with `{}` for the name.
-        others: who says the rest.
-
-    Raises:
-        ConfigError: one line, with the nearest name.
+        settings: the user's.
+        written: the form in which they are written, with `{}` for the name.
+        others: the beginning of a sentence about other settings.
     """
     for key in settings:
         if key not in PLAN_SETTINGS:
@@ -46,18 +43,18 @@ def check_settings(settings: Mapping[str, Any], written: str, others: str) -> No
 
 
 def check_precision(loop: str, settings: Mapping[str, Any], names: tuple[str, str]) -> None:
-    """Refuse two precisions that differ: `loop` is the loop's, whose default "fp32" gives way. `names` are theirs."""
-    given = settings.get("precision")
-    if given is None or loop == "fp32":
+    """Raise ConfigError if the loop's precision, unless "fp32", and that of `settings` differ. `names` are both."""
+    precision = settings.get("precision")
+    if precision is None or loop == "fp32":
         return
-    compute = (given if isinstance(given, Precision) else Precision(given)).compute
+    compute = (precision if isinstance(precision, Precision) else Precision(precision)).compute
     if Precision(loop).compute != compute:
-        raise ConfigError(f"{names[0]} and {names[1].format(given)}: leave out one of them")
+        raise ConfigError(f"{names[0]} and {names[1].format(precision)}: leave out one of them")
 
 
 def new_engine(
     model: nn.Module,
-    given: torch.optim.Optimizer | None,
+    passed: torch.optim.Optimizer | None,
     world: World,
     settings: Mapping[str, Any],
     *,
@@ -69,21 +66,18 @@ def new_engine(
     """Take `model` over. Collective.
 
     Args:
-        given: its groups are used, and its `step` is refused; None: nothing trains.
+        passed: the optimizer whose groups are used; None: nothing trains.
         settings: arguments of `Plan`, and `weights` of `zero.init`, by name.
-        precision: where `settings` have none.
-        accumulate: gradients are divided by it.
+        precision: the precision if `settings` have none.
+        accumulate: the divisor of gradients.
         clip: the largest gradient norm; None for none.
-        rows: of a microbatch, for speeds.
-
-    Raises:
-        ConfigError, PlanError: one line.
+        rows: rows of a microbatch, for speeds.
     """
-    optimizer = Optimizer.of_nothing() if given is None else Optimizer.of(given)
-    how = {"precision": precision} | {key: value for key, value in settings.items() if key != "weights"}
+    optimizer = Optimizer.of_nothing() if passed is None else Optimizer.of(passed)
+    arguments = {"precision": precision} | {key: value for key, value in settings.items() if key != "weights"}
 
     def make_plan(transform: Transform) -> Plan:
-        return Plan(model, optimizer=transform, world=world, accumulate=accumulate, **how)
+        return Plan(model, optimizer=transform, world=world, accumulate=accumulate, **arguments)
 
     state = shard(model, optimizer, make_plan, clip=clip, world=world, weights=settings.get("weights"))
     batch = {"global": "auto", "micro": rows, "accumulate": accumulate}
@@ -91,8 +85,8 @@ def new_engine(
         Settings.read({"batch": batch}).on(world.size),
         state,
         optimizer,
-        passed=None if given is None else PassedOptimizer(given),
+        passed=None if passed is None else PassedOptimizer(passed),
         lr_scheduler=None,
-        managed=False,  # the loop says when a step ends: the last one of an epoch may have fewer microbatches
+        managed=False,  # the loop ends steps: the last one of an epoch may have fewer microbatches
         run_log=None,
     )

@@ -1,12 +1,11 @@
 """Hugging Face's `Trainer` on an engine of this library: its loop, arguments, callbacks and folders stay its own.
 
 Trainer trains through Accelerate: `prepare` gets model and optimizer, `backward` each loss, and `clip_grad_norm_` comes
-before `optimizer.step`. So that is where the engine goes. The model that is prepared is taken over, as by
-`zero.initialize`, and remains the object that it was. All else Trainer does to that model and to Accelerate, as always.
-Read for transformers 5.5.4 to 5.23 and Accelerate 1.15.
+before `optimizer.step`. These calls go to the engine, which takes the model over as `zero.initialize` does. Written for
+transformers 5.5.4 to 5.23 and Accelerate 1.15.
 
-Trainer's own words for gradients hold: a loss is divided by the microbatches of the step, or by its tokens, before its
-backward, and gradients of microbatches are added. Only ranks are averaged.
+Trainer divides a loss by the microbatches of the step, or by its tokens, before its backward. Gradients of microbatches
+are added, and ranks are averaged.
 """
 
 import math
@@ -31,7 +30,7 @@ from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, check_
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad")
 
-REFUSED = {
+UNSUPPORTED = {
     "deepspeed": "the engine is zero's: leave it out, and write zero={'stage': 3, 'offload': 'cpu'}",
     "fsdp": "zero shards instead: leave it out, and write zero={'stage': 3}",
     "parallelism_config": "there is no tensor, context or pipeline parallelism: leave it out",
@@ -42,37 +41,33 @@ REFUSED = {
     "enable_jit_checkpoint": "ranks get the signal in different steps, and all save together: set save_steps",
     "save_on_each_node": "a checkpoint is written once, to a disk that all ranks share: leave it out",
     "debug": "its hooks read every parameter: leave it out; trainer.engine.metrics.nonfinite_unit names the unit",
-    "ddp_bucket_cap_mb": "there is no DDP, and a unit is what is reduced together: leave it out",
-    "ddp_broadcast_buffers": "there is no DDP: leave it out",
-    "ddp_static_graph": "there is no DDP: leave it out",
 }
-"""Arguments of `TrainingArguments` that cannot be kept, and what to do instead. (`ddp_find_unused_parameters` is kept,
-whatever it is: an unused parameter has a zero gradient.)"""
+"""Unsupported arguments of `TrainingArguments`, and what to do instead. Those of DDP have no effect."""
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
-    _Base = object  # a subclass names Trainer, or another subclass of it, after the mixin
+    _Base = object  # a user's class has Trainer, or a subclass of it, after the mixin
 
 
 class ZeroTrainerMixin(_Base):
-    """Makes a subclass of `transformers.Trainer` train on an engine: `class Mine(ZeroTrainerMixin, SFTTrainer): pass`.
+    """A mixin that trains on an engine: `class Mine(ZeroTrainerMixin, SFTTrainer): pass`.
 
     Args:
-        *args: Trainer's own.
-        **kwargs: Trainer's own.
-        zero: arguments of `zero.Plan`, by name: `stage` (3 where it is not given), `precision` (of bf16=True,
-            fp16=True or `accelerate launch`, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`,
-            `update`, `gather`, `reduce`, `shard`; and `weights`, the first values of a model without memory, see
-            `zero.init`. None: Plan's defaults.
+        *args: Trainer's.
+        **kwargs: Trainer's.
+        zero: arguments of `zero.Plan`, by name: `stage` (default 3), `precision` (of bf16=True, fp16=True or
+            `accelerate launch`, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`,
+            `gather`, `reduce`, `shard`; and `weights`, the first values of a model without memory, see `zero.init`.
+            None: Plan's defaults.
 
     Attributes:
-        engine: has `model`'s calls from the first `train`, `evaluate` or `predict` on; None before. It is a
-            `zero.Engine`: `trainer.engine.plan` shows the bytes, `zero.get_full(trainer.engine, name)` reads a
-            parameter, `trainer.engine.destroy()` frees memory and disk.
+        engine: the `zero.Engine` of `model` from the first `train`, `evaluate` or `predict` on; None before.
+            `trainer.engine.plan` shows the bytes, `zero.get_full(trainer.engine, name)` reads a parameter,
+            `trainer.engine.destroy()` frees memory and disk.
 
     Raises:
-        ConfigError: a setting that does not exist, or an argument of `TrainingArguments` that cannot be kept.
+        ConfigError: an unknown setting, or an unsupported argument of `TrainingArguments`.
     """
 
     engine: Engine | None = None
@@ -91,38 +86,37 @@ class ZeroTrainerMixin(_Base):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Trainer makes its accelerator; here it becomes one that prepares engines."""
+        """Make Trainer's accelerator, and turn it into one that prepares engines."""
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # by its configuration, without an argument of Trainer
             raise ConfigError("accelerate launch was told to use DeepSpeed or FSDP: start with torchrun, zero shards")
         if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ConfigError(f"accelerate launch was told to compile: leave it out, and {REFUSED['torch_compile']}")
+            raise ConfigError(
+                f"accelerate launch was told to compile: leave it out, and {UNSUPPORTED['torch_compile']}"
+            )
         _check_precision(self.accelerator.mixed_precision, self._plan_settings)
         self.accelerator.__class__ = TrainerAccelerator  # Trainer made it, with all its arguments
         self.accelerator.trainer = self
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing (private, since transformers 4.3): the whole model may not fit there, and the engine moves shards."""
+        """Do nothing, because the whole model may not fit there. Private in transformers since 4.3."""
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """No (private, since transformers 5): Trainer would read `grad` of every parameter to find out."""
+        # private in transformers since 5; it would read `grad` of every parameter
         return False
 
     # -- the engine ----------------------------------------------------------------------------------------------------
 
     def open_engine(self) -> Engine:
-        """The engine of `model`; made the first time, with the optimizer and the groups that Trainer makes. Collective.
+        """Return the engine of `model`, made at the first call with Trainer's optimizer and its groups. Collective.
 
-        Where there is no `train_dataset` it has no optimizer, because nothing will train.
-
-        Raises:
-            ConfigError, PlanError: one line that names the setting and what to do.
+        Without a `train_dataset` it has no optimizer, because nothing will train.
         """
         if self.engine is not None:
             if self.engine.module is self.model:
                 return self.engine
-            self.engine.destroy()  # `model_init` has made another model
+            self.engine.destroy()  # `model_init` made another model
         if self.optimizer is None and self.train_dataset is not None:
             self.create_optimizer()
         device = "cpu" if self.args.use_cpu else None
@@ -132,7 +126,8 @@ class ZeroTrainerMixin(_Base):
                 f"{self._world.size} ranks were started, and Trainer sees {self.args.world_size}: without GPUs write "
                 "TrainingArguments(use_cpu=True)"
             )
-        self._dtypes = {name: one.dtype for name, one in self.model.named_parameters(remove_duplicate=False)}
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        self._dtypes = {name: parameter.dtype for name, parameter in parameters}
         self.engine = new_engine(
             self.model,
             self.optimizer,
@@ -148,10 +143,10 @@ class ZeroTrainerMixin(_Base):
             self.model.generate = _in_step(generate)
         return self.engine
 
-    # -- folders: private methods of Trainer, because no public one is called on every rank. All are there since 4.20 --
+    # -- folders: private methods of Trainer since 4.20, because no public one is called on every rank -----------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """`save_model` calls it on every rank: whole values in the dtype that the model came in; adapters alone."""
+        """Save full values in the dtype of the model before training, or adapters alone. Called on every rank."""
         if state_dict is not None or self.engine is None:
             super()._save(output_dir, state_dict)
             return
@@ -161,21 +156,21 @@ class ZeroTrainerMixin(_Base):
             whole = {name: value.to(self._dtypes.get(name, value.dtype)) for name, value in whole.items()}
         super()._save(output_dir, whole)
         if self.args.should_save and isinstance(self.model, transformers.PreTrainedModel) and not has_adapters:
-            self.model.config.dtype = next(one for one in self._dtypes.values() if one.is_floating_point)
-            self.model.config.save_pretrained(output_dir or self.args.output_dir)  # it has written that of compute
+            self.model.config.dtype = next(dtype for dtype in self._dtypes.values() if dtype.is_floating_point)
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)  # `super` wrote that of compute
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # the schedule
-        if self.args.should_save:  # that of an earlier run, which may count more steps
+        if self.args.should_save:  # an earlier run may have more steps there
             shutil.rmtree(Path(output_dir) / STATE_FOLDER, ignore_errors=True)
         self.open_engine().save_checkpoint(output_dir, STATE_FOLDER, save_latest=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The engine reads the weights, too, once it is there."""
+        # the engine reads the weights later
         if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
             raise CheckpointError(
                 f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r} with the training state: it is of another "
-                "Trainer, or of save_only_model=True; start anew from its weights, with from_pretrained of that folder"
+                "Trainer, or of save_only_model=True. Start from its weights with from_pretrained."
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -186,7 +181,7 @@ class ZeroTrainerMixin(_Base):
     def _load_best_model(self) -> None:
         if (Path(self.state.best_model_checkpoint) / STATE_FOLDER).is_dir():
             self._load_state(self.state.best_model_checkpoint)
-        else:  # of save_only_model=True: weights alone
+        else:  # save_only_model=True
             super()._load_best_model()
 
     def _load_state(self, folder: str) -> None:
@@ -203,16 +198,16 @@ class Trainer(ZeroTrainerMixin, transformers.Trainer):
 
 
 class TrainerAccelerator(Accelerator):
-    """Accelerate's, where what it does to the trainer's model, its losses and gradients is done by the engine.
+    """Accelerate's accelerator, which leaves the trainer's model, its losses and gradients to the engine.
 
     Attributes:
-        trainer: whose model it is; others, such as a frozen reference, are prepared as usual.
+        trainer: the trainer. Models that are not its `model`, such as a frozen reference, are prepared as usual.
     """
 
     trainer: ZeroTrainerMixin
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """The model itself, whose calls are the engine's from here on."""
+        """Return the model itself, whose calls go to the engine from now on."""
         if model is not self.trainer.model:
             return super().prepare_model(model, device_placement, evaluation_mode)
         self.trainer.open_engine()
@@ -220,17 +215,17 @@ class TrainerAccelerator(Accelerator):
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """An optimizer whose `step` is the engine's."""
-        if isinstance(optimizer, AcceleratedOptimizer):  # of an earlier `train`
+        """Return an optimizer whose `step` is the engine's."""
+        if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier `train`
             return super().prepare_optimizer(optimizer, device_placement)
         engine = self.trainer.open_engine()
         if not engine.plan.trains:
-            raise ConfigError("this Trainer was made without train_dataset and has evaluated: make one that has it")
+            raise ConfigError("this Trainer has no train_dataset and has evaluated: make one that has it")
         self._optimizers.append(EngineOptimizer(engine))
         return self._optimizers[-1]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """The engine's. A loss that does not end a step ends its microbatch here: Trainer calls nothing else then."""
+        """Go backward by the engine. End a microbatch that does not end a step, because Trainer makes no call then."""
         engine = self.trainer.open_engine()
         self._optimizers[-1].backwards += 1
         engine.set_gradient_accumulation_boundary(self.sync_gradients)
@@ -239,7 +234,7 @@ class TrainerAccelerator(Accelerator):
             engine.step()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """() the norm, which is known once the optimizer has made its step: NaN until then. The step clips."""
+        """Return () the norm, which is NaN until the optimizer's step has clipped by it."""
         clip = self.trainer.open_engine().plan.optimizer.clip
         if norm_type != 2 or max_norm != (math.inf if clip is None else clip):
             raise ConfigError(
@@ -251,25 +246,10 @@ class TrainerAccelerator(Accelerator):
         return optimizer.grad_norm
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Refused: its file of the optimizer would have no moments, and `load_state` would go on without them.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError, because Accelerate's file of the optimizer would have no moments."""
         raise ConfigError(
-            "accelerator.save_state: moments are in shards and would be left out: set save_steps, or call "
-            "trainer.engine.save_checkpoint(folder)"
-        )
-
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Refused, as `save_state` is.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "accelerator.load_state: moments are in shards and would not be loaded: resume with "
-            "trainer.train(resume_from_checkpoint=...), or call trainer.engine.load_checkpoint(folder)"
+            "accelerator.save_state: moments are in shards and would be left out. Set save_steps, or call "
+            "trainer.engine.save_checkpoint(folder)."
         )
 
 
@@ -277,8 +257,8 @@ class EngineOptimizer(AcceleratedOptimizer):
     """The engine's optimizer in Accelerate's shape; schedulers write into its groups.
 
     Attributes:
-        grad_norm: () filled by `step`; in fp32.
-        backwards: of this step, by Accelerate's `backward`.
+        grad_norm: () fp32, filled by `step`.
+        backwards: calls of Accelerate's `backward` in this step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -286,13 +266,11 @@ class EngineOptimizer(AcceleratedOptimizer):
         self.engine, self.grad_norm, self.backwards = engine, torch.full((), math.nan), 0
 
     def step(self, closure: None = None) -> None:
-        """Update all parameters, where a step ends; nothing before. Collective.
+        """Update all parameters at the end of a step; do nothing before. Collective.
 
         Raises:
-            ConfigError: a closure was passed, or somebody else went backward.
+            ConfigError: a backward was not Accelerate's.
         """
-        if closure is not None:
-            raise ConfigError("optimizer.step(closure): no optimizer here calls a closure; leave it out")
         if not self.gradient_state.sync_gradients:
             return
         if not self.backwards:  # its gradient would be divided by the microbatches once more
@@ -311,7 +289,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """The last step changed nothing, because a gradient was not finite."""
+        """Whether the last step changed nothing, because a gradient was not finite."""
         return self.engine.metrics is not None and self.engine.metrics.skipped
 
 
@@ -319,7 +297,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 def _check_arguments(args: transformers.TrainingArguments) -> None:
-    for key, instead in REFUSED.items():
+    for key, instead in UNSUPPORTED.items():
         if getattr(args, key, None) not in (None, False, [], "", {}):
             raise ConfigError(f"TrainingArguments({key}=...): {instead}")
     if args.n_gpu > 1:
@@ -335,28 +313,26 @@ def _check_precision(mixed: str, settings: Mapping[str, Any]) -> None:
 
 
 def _precision(mixed: str) -> str:
-    """Of Accelerate's name, which says what `TrainingArguments` or `accelerate launch` were told."""
     return "fp32" if mixed == "no" else mixed
 
 
 def _never_saved(model: nn.Module) -> set[str]:
-    """Frozen parameters that peft saves with no adapter: most of the base, which rank 0 need not hold.
+    """Return the frozen parameters that peft never saves: most of the base, which rank 0 need not hold.
 
-    It saves adapters that rest, frozen parts of one that trains, and embeddings that were resized.
+    Peft saves adapters that rest, frozen parts of an adapter that trains, and embeddings that were resized.
     """
     adapters, embeddings = set(getattr(model, "peft_config", ())), set[int]()
     for get in ("get_input_embeddings", "get_output_embeddings"):
         with suppress(AttributeError, NotImplementedError):  # a model without them
-            embeddings |= {id(one) for one in getattr(model, get)().parameters()}
+            embeddings |= {id(parameter) for parameter in getattr(model, get)().parameters()}
+    frozen = [item for item in model.named_parameters(remove_duplicate=False) if not item[1].requires_grad]
     return {
-        name
-        for name, one in model.named_parameters(remove_duplicate=False)
-        if not one.requires_grad and id(one) not in embeddings and adapters.isdisjoint(name.split("."))
+        name for name, parameter in frozen if id(parameter) not in embeddings and adapters.isdisjoint(name.split("."))
     }
 
 
 def _in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate` that goes on until every rank has finished: where parameters are sharded all ranks run each layer."""
+    """Make `generate` go on until every rank has finished, because all ranks must run each sharded layer."""
 
     @wraps(generate)
     def generated(*args: Any, **kwargs: Any) -> Any:

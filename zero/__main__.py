@@ -1,4 +1,4 @@
-"""The command `zero-train`, or `python -m zero`: train.py with its own conf/, and what is done with a finished run.
+"""The command `zero-train`, or `python -m zero`: train.py with its conf/, and commands for a finished run.
 
 zero-train steps=10                  trains
 zero-train plan model=gpt_7b         a mode as a first word: mode=plan model=gpt_7b
@@ -17,7 +17,7 @@ from zero.trainer.commands import COMMANDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what a command line says; returns the exit code."""
+    """Run a command line, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     first = words[0] if words else ""
     if first in COMMANDS:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _program() -> ModuleType:
-    """train.py: in a wheel it is `zero.application.train`, in a checkout the file beside the package."""
+    # train.py: in a wheel it is `zero.application.train`, in a checkout the file beside the package
     if find_spec("zero.application"):
         return import_module("zero.application.train")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

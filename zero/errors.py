@@ -1,24 +1,24 @@
-"""Every error that zero raises on purpose, as one tree.
+"""The tree of all errors that zero raises on purpose.
 
-    ZeroError                    exit code 1; the message is one line: what, seen, do
-    ├── ConfigError              2  a setting or a call is wrong; a run is refused before anything is allocated
-    │   ├── SettingError            a key or a value that no run could have, whatever else is set
+    ZeroError                    exit code 1; the message is one line: key or value, problem, remedy
+    ├── ConfigError              2  a setting or a call is wrong; raised before anything is allocated
+    │   ├── SettingError            a key or a value that no run can have
     │   ├── LayoutError             sizes that do not describe a flat parameter
-    │   └── PlanError               a model that cannot be split as asked
+    │   └── PlanError               a model that cannot be split
     ├── OutsideUnitError         1  a parameter was written to outside a step, or read before it had values
     ├── StaleStateError          1  a spent State, or parameters changed under a live graph
-    ├── MachineError             3  this machine cannot do what was asked
+    ├── MachineError             3  a limit or a fault of this machine
     │   └── StoreError              a page that cannot be read or written
-    ├── NumericsError            6  the numbers have gone wrong, and more steps will not mend them
+    ├── NumericsError            6  the numbers are wrong, and more steps do not mend them
     ├── CheckpointError          4  a checkpoint that is damaged, does not fit, or cannot be written
-    ├── Preempted                75 the run was asked to stop, and has saved
+    ├── Preempted                75 a signal stopped the run, and it has saved
     └── WorldError               5  ranks that cannot go on together
-        ├── HandshakeError       2  ranks that should say the same do not
-        ├── DeadlineError        5  a wait ran out; names rank and operation
-        └── RankFailedError      5  another rank died; names it and its cause
+        ├── HandshakeError       2  ranks have different settings, first values or arguments
+        ├── DeadlineError        5  a wait ran out; the message names rank and operation
+        └── RankFailedError      5  another rank died; the message names it and its cause
 
-`exit_code` is what the command line returns for each; a child without a number has its parent's. 0 is success, and a
-run that a signal ended at once returns 128 and the signal's number.
+`exit_code` is the exit code of the command line; a child without a number has its parent's. 0 is success. A run that a
+signal ended at once returns 128 plus the signal's number.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,22 +26,19 @@ from contextlib import contextmanager
 
 
 class ZeroError(Exception):
-    """Base of all: `except zero.ZeroError` catches what zero itself refuses."""
+    """The base class of all errors of zero."""
 
     exit_code = 1
 
 
 class ConfigError(ZeroError):
-    """A setting or a call is wrong, and can be mended in the config or the script.
-
-    A run is refused before anything is allocated.
-    """
+    """A setting or a call is wrong, and can be mended in the config or the script."""
 
     exit_code = 2
 
 
 class SettingError(ConfigError):
-    """A key or a value that no run could have, whatever else is set."""
+    """A key or a value that no run can have, whatever the other settings are."""
 
 
 class LayoutError(ConfigError):
@@ -49,7 +46,7 @@ class LayoutError(ConfigError):
 
 
 class PlanError(ConfigError):
-    """The model cannot be split, placed or initialised as asked."""
+    """The model cannot be split, placed or initialised."""
 
 
 class OutsideUnitError(ZeroError):
@@ -61,7 +58,7 @@ class StaleStateError(ZeroError):
 
 
 class MachineError(ZeroError):
-    """This machine cannot do what was asked: no such GPU, no room, a limit of the system, a disk that fails."""
+    """A limit or a fault of this machine: no such GPU, no room, a limit of the system, a disk that fails."""
 
     exit_code = 3
 
@@ -71,7 +68,7 @@ class StoreError(MachineError):
 
 
 class NumericsError(ZeroError):
-    """The numbers have gone wrong, and more steps will not mend them."""
+    """The numbers are wrong, and more steps do not mend them."""
 
     exit_code = 6
 
@@ -83,7 +80,7 @@ class CheckpointError(ZeroError):
 
 
 class Preempted(ZeroError):
-    """A signal asked the run to stop, and it has saved. 75 is a temporary failure in sysexits.h: start again."""
+    """A signal stopped the run, and it has saved. 75 is a temporary failure in sysexits.h: start again."""
 
     exit_code = 75
 
@@ -109,24 +106,24 @@ class RankFailedError(WorldError):
 
 
 def one_line(error: object) -> str:
-    """What an error says, with a blank for every break; nothing if it says nothing."""
+    """Return the message of an error on one line; empty if it has none."""
     return " ".join(str(error).split())
 
 
 def with_class(error: BaseException) -> str:
-    """One line: what an error says, after its class unless it is one of ours."""
+    """Return the message of an error on one line, after its class unless it is a ZeroError."""
     text = one_line(error) or "no message"
     return text if isinstance(error, ZeroError) else f"{type(error).__name__}: {text}"
 
 
 def in_short(error: BaseException) -> str:
-    """What a library says of an error, on a line that is no longer than a reader wants."""
+    """Return the message of a library's error on one line of at most 200 characters."""
     return one_line(error)[:200] or type(error).__name__
 
 
 @contextmanager
 def if_it_fails(undo: Callable[[], object]) -> Iterator[None]:
-    """Where the body ends with an error, whatever it is, `undo` is called before that goes on."""
+    """Call `undo` if the body raises, and raise the error again."""
     try:
         yield
     except BaseException:

@@ -1,9 +1,9 @@
 """Losses that never hold all logits of a large vocabulary.
 
 `linear_cross_entropy` is a linear layer and cross entropy in one. It goes through the vocabulary chunk by chunk, so
-(tokens, chunk) logits are all that exist at a time, in forward and in backward. Forward keeps one number per token, the
-logarithm of the sum of exponentials; backward makes each chunk of logits again. Each row of the weight's gradient is
-one product over all tokens, as in the plain loss, so only the hidden states' gradient is a sum of parts: in fp32.
+only (tokens, chunk) logits exist at a time, in forward and in backward. Forward keeps one number per token, the
+logarithm of the sum of exponentials; backward computes each chunk of logits again. Each row of the weight's gradient is
+one product over all tokens, as in the plain loss. The hidden states' gradient is a sum of parts in fp32.
 
 Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Milakov and Gimelshein 2018, "Online
 normalizer calculation for softmax".
@@ -19,10 +19,10 @@ from torch import Tensor
 from zero.errors import ConfigError
 
 CHUNK_NUMEL = 2**23
-"""Logits of a chunk whose size is auto: 32 MiB of fp32."""
+"""The logits of a chunk of size "auto": 32 MiB of fp32."""
 
 LEAST_CHUNK = 64
-"""Entries of the vocabulary that such a chunk has at least."""
+"""The smallest number of entries of the vocabulary in such a chunk."""
 
 IGNORED = -100
 """The target of a token that does not count."""
@@ -36,23 +36,23 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The mean cross entropy of `hidden @ weight.T + bias`, in nats: a 0-dim fp32 tensor.
+    """Return the mean cross entropy of `hidden @ weight.T + bias`, in nats: a 0-dim fp32 tensor.
 
     Args:
-        hidden: (..., D) what the last linear layer takes, of any floating-point dtype.
+        hidden: (..., D) the input of the last linear layer, of any floating-point dtype.
         weight: (V, D) of that layer, in the same dtype.
         targets: (...) int64, from 0 to V - 1; tokens with -100 do not count.
-        chunk: entries of the vocabulary whose logits exist at a time, 1 or more; "auto": as many as make 32 MiB of fp32
-            logits, 64 at least, and the plain loss where all logits take no more; None: the plain loss in any case.
+        chunk: entries of the vocabulary whose logits exist at a time, 1 or more; "auto": 32 MiB of fp32 logits, at
+            least 64 entries, and the plain loss if all logits take no more; None: the plain loss.
         bias: (V,) or None.
 
     Returns:
-        As `F.cross_entropy` of the fp32 logits, up to the rounding of fp32; NaN where no token counts. Gradients go to
+        `F.cross_entropy` of the fp32 logits, up to the rounding of fp32; NaN if no token counts. Gradients go to
         hidden, weight and bias, once.
 
     Raises:
-        ConfigError: shapes that do not go together, a chunk that is not a size, or, on a CPU, a target that is not an
-            entry of the vocabulary; on a GPU such a target ends the program, as with `F.cross_entropy`.
+        ConfigError: shapes do not fit, a chunk is not a size, or, on a CPU, a target is not an entry of the
+            vocabulary; on a GPU such a target ends the program, as with `F.cross_entropy`.
         IndexError: such a target, from the plain loss.
     """
     _check(hidden, weight, targets, bias)
@@ -66,11 +66,11 @@ def linear_cross_entropy(
 
 
 def _chunk(chunk: int | str | None, tokens: int, vocab: int) -> int | None:
-    """Entries at a time; None: all, by the plain loss."""
+    """Return the entries at a time; None for all, by the plain loss."""
     if chunk == "auto":
         return None if tokens * vocab <= CHUNK_NUMEL else max(LEAST_CHUNK, CHUNK_NUMEL // tokens)
     if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise ConfigError(f"chunk={chunk!r}: it is a number of entries of the vocabulary, auto or None")
+        raise ConfigError(f"chunk={chunk!r}: must be a number of entries of the vocabulary, auto or None")
     return chunk
 
 
@@ -85,10 +85,10 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
 
 
 def _check_range(targets: Tensor, vocab: int) -> None:
-    """No chunk has such a target, so its token would get another loss without a word."""
+    # no chunk has such a target, so its token would silently get another loss
     right = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
     if targets.is_meta or torch.compiler.is_compiling():
-        return  # there are no values to look at
+        return  # no values
     if not targets.is_cpu:
         torch._assert_async(right.all())  # the host does not wait for it
     elif not right.all():
@@ -150,10 +150,10 @@ def _ranges(vocab: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
-    """(tokens, last - first) fp32, in memory of their own."""
+    """Return (tokens, last - first) fp32 logits, not views."""
     return F.linear(hidden, weight[first:last], None if bias is None else bias[first:last]).float()
 
 
 def _inside(targets: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Which tokens have their target in a chunk, (tokens,), and where in it, (tokens, 1)."""
+    """Return (tokens,) whether a target is in a chunk, and (tokens, 1) its place there."""
     return (targets >= first) & (targets < last), (targets - first).clamp(0, last - first - 1)[:, None]

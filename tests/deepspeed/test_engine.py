@@ -195,6 +195,7 @@ def test_who_counts_on_his_own_may_have_more_microbatches_than_he_said_or_fewer(
     assert run_ranks(2, run) == pytest.approx([wanted] * 2, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:the model keeps no values. an exception ended the run")
 def test_a_backward_without_the_scale_is_refused_in_fp16_and_with_it_trains():
     settings = config(fp16={"enabled": True, "initial_scale_power": 4})
 
@@ -941,8 +942,9 @@ def test_a_checkpoint_from_the_middle_of_an_accumulation_goes_on_in_any_other(ac
             engine.backward(engine(rows(0, world)))
             engine.step()
         engine.save_checkpoint(tmp_path)
+        steps = engine.global_steps
         engine.destroy()
-    assert engine.global_steps == 1 + 3 // accumulate
+    assert steps == 1 + 3 // accumulate
 
 
 def test_without_a_tag_the_newest_of_all_tags_is_loaded_and_a_checkpoint_by_its_own_path(tmp_path: Path):
@@ -1476,7 +1478,6 @@ def test_an_engine_is_destroyed_once_and_says_so(tmp_path: Path):
     for use in (*uses, lambda: engine.load_checkpoint(tmp_path)):
         with pytest.raises(ConfigError, match="was destroyed"):
             use()
-    assert engine.global_steps == 0
 
 
 def test_a_step_without_a_backward_is_refused_unless_the_gradient_was_dropped_on_purpose():
@@ -1498,8 +1499,9 @@ def test_a_step_without_a_backward_is_refused_unless_the_gradient_was_dropped_on
         engine.backward(engine(rows(1, world)))
         engine.zero_grad()
         engine.step()
+        counts = engine.global_steps, engine.get_global_grad_norm()
         engine.destroy()
-        return engine.global_steps, engine.get_global_grad_norm()
+        return counts
 
     assert run_ranks(2, run) == [(2, 0.0)] * 2
 

@@ -386,13 +386,13 @@ def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("bf16", [False, True])
 def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage, bf16):
-    """Read and written as it is there, by name or through .data; what is outside reads the edit."""
+    """They are read and written by name or through .data, and outside the block reads return the edit."""
 
     def rank_main(world):
         with world.exclusive():
             model = net()
         settings = config(stage=stage, optimizer=SGD, bf16={"enabled": bf16})
-        zero.initialize(model=model, config=settings, world=world)[0].train()
+        engine, *_ = zero.initialize(model=model, config=settings, world=world)
         weight, bias = model.first.weight, model.first.bias
         with deepspeed.zero.GatheredParameters([weight, bias], modifier_rank=0):
             if world.rank == 0:
@@ -405,22 +405,11 @@ def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage,
         edited = pytest.raises(ConfigError, match=r"was edited, but it is a copy; .* modifier_rank=0 to Gath")
         with edited, deepspeed.zero.GatheredParameters(weight), torch.no_grad():
             weight.zero_()
-        return weight.detach().clone().float(), bias.detach()[0].item()
-
-    engines = []  # held, as a script does
-    original = zero.initialize
-
-    def kept(**how):
-        engines.append(original(**how))
-        return engines[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero, "initialize", kept)
-        for values, first in run_ranks(2, rank_main):
-            assert bool((values == 1).all())
-            assert first == 10.0
-    for engine, *_ in engines:
+        assert bool((weight == 1).all())
+        assert bias.detach()[0].item() == 10.0
         engine.destroy()
+
+    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.common.small import Setting, slice_of
+from tests.common.small import Setting, slice_of, train_small
 from zero.core import lr_schedule
 from zero.engine.full import full_state_dict
 from zero.testing import run_ranks
@@ -187,3 +187,14 @@ def test_a_schedule_applies_to_the_step_it_names(update):
     for lrs, moves in run_ranks(2, lrs_and_moves, setting, 5):
         assert lrs == table
         assert moves == table, "powers of two: exact"
+
+
+def test_a_limit_that_no_norm_reaches_changes_no_bit():
+    runs = [run_ranks(2, train_small, Setting(clip=clip))[0] for clip in (None, 1e6)]
+    assert runs[0] == runs[1]
+
+
+def test_fp16_gradients_are_divided_by_the_scale_of_the_loss():
+    settings = [Setting(precision=name, optimizer=plain_sgd, weight_decay=0.0) for name in ("fp32", "fp16")]
+    norms = [run_ranks(1, train_small, setting, 1)[0][1][0].grad_norm for setting in settings]
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)

@@ -230,19 +230,6 @@ def test_a_closed_writer_or_reader_raises(path):
             call()
 
 
-def test_an_exception_in_the_middle_closes_the_file(path):
-    disk = FaultyDisk()
-
-    def write_a_part() -> None:
-        with ShardWriter(disk, path, [bytes_part(8)]) as writer:
-            writer.write(memoryview(b"1234"))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        write_a_part()
-    assert not disk.held
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_the_file_is_written_in_large_requests_then_synchronised_then_closed(path, direct):
     disk = FaultyDisk(refuses_direct="" if direct else "at once")
@@ -369,11 +356,6 @@ def flipped(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
     return bytes(spoiled), at
 
 
-def cut_off(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
-    at = rng.randrange(len(whole))
-    return whole[:at], at
-
-
 def cut_off_and_grown(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
     at = rng.randrange(4096, len(whole) - 16)
     return whole[:at].ljust(len(whole), b"\0"), at
@@ -384,16 +366,6 @@ def zeroed(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
     if not any(whole[at : at + 512]):
         return flipped(whole, rng)
     return whole[:at] + bytes(512) + whole[at + 512 :], at
-
-
-def exchanged(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
-    nbytes = rng.choice([512, 4096, 65536])
-    one, other = sorted(rng.sample(range(len(whole) // nbytes), 2))
-    first, second = (whole[at * nbytes : (at + 1) * nbytes] for at in (one, other))
-    if first == second:
-        return flipped(whole, rng)
-    between = whole[(one + 1) * nbytes : other * nbytes]
-    return whole[: one * nbytes] + second + between + first + whole[(other + 1) * nbytes :], one * nbytes
 
 
 def overwrite(path: Path, whole: bytes) -> None:
@@ -413,13 +385,13 @@ def refusal_of(call: Callable[[], Any], note: str) -> str:
     return said
 
 
-def test_a_thousand_damages_are_all_refused(path):
+def test_damage_raises_with_its_place(path):
     rng, nbytes = random.Random(SEED), MIB + 4321
     parts, data = [bytes_part(nbytes)], noise(nbytes, SEED)
     found = write(path, parts, data)
     whole = header(parts) + data
-    damages: list[Damage] = [flipped, cut_off, cut_off_and_grown, zeroed, exchanged]
-    for case in range(1000):
+    damages: list[Damage] = [flipped, cut_off_and_grown, zeroed]
+    for case in range(600):
         damage = damages[case % len(damages)]
         spoiled, at = damage(whole, rng)
         note = f"ZERO_TEST_SEED={SEED}, case {case}: {damage.__name__} at {at}"
@@ -433,10 +405,9 @@ def test_a_thousand_damages_are_all_refused(path):
         with ShardReader(Disk(), path, found, parts) as opened_before:
             overwrite(path, spoiled)
             said = refusal_of(partial(verify, opened_before, found), note), refusal_of(open_and_read, note)
-        if damage is not cut_off:
-            first = at // MIB * MIB
-            place = f"{path}: bytes {first} to {min(first + MIB, len(whole))} are damaged (CRC-32 is "
-            assert all(one.startswith(place) for one in said), f"{note}: {said}"
+        first = at // MIB * MIB
+        place = f"{path}: bytes {first} to {min(first + MIB, len(whole))} are damaged (CRC-32 is "
+        assert all(line.startswith(place) for line in said), f"{note}: {said}"
 
 
 def test_damage_that_crc_32_does_not_see_sha_256_does(path):
@@ -616,31 +587,6 @@ def test_an_interrupt_closes_the_file(path):
 
 
 # The door.
-
-
-def rights(path: Path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
-
-
-def test_what_is_made_belongs_to_its_owner_alone(tmp_path):
-    disk, folder = Disk(), tmp_path / "folder"
-    before = os.umask(0)
-    try:
-        disk.make_folder(folder)
-        disk.close(disk.create(folder / "file"))
-    finally:
-        os.umask(before)
-    assert (rights(folder), rights(folder / "file")) == (0o700, 0o600)
-    assert disk.mode(folder) == stat.S_IFDIR | 0o700
-    disk.fsync_folder(folder)
-    assert disk.names(tmp_path) == ["folder"]
-    for call in (lambda: disk.make_folder(folder), lambda: disk.create(folder / "file")):
-        with pytest.raises(FileExistsError):
-            call()
-    disk.unlink(folder / "file")
-    disk.remove_folder(folder)
-    assert disk.names(tmp_path) == []
-    assert disk.free_bytes(tmp_path) > 0
 
 
 @pytest.mark.parametrize("there", ["folder", "full folder", "file", "link", "dead link"])

@@ -30,7 +30,6 @@ from zero.tracker import ROW, Lines, Tracker, open_tracker
 from zero.tracker.behind import Behind
 from zero.tracker.wandb import has_key, mode_of, name_and_group, run_id_of
 from zero.trainer import launch
-from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import read
 
 NEVER, ONCE = "offload/read_bytes", "comm/gather_bytes"
@@ -467,31 +466,6 @@ def test_the_commit_and_the_packages_are_kept_unless_switched_off(tmp_path, monk
 # Sweeps of W&B
 
 SWEEP = Path(__file__).resolve().parents[2] / "examples" / "wandb_sweep.yaml"
-
-
-def words_of_the_agent(chosen):
-    """What `wandb agent` runs for the values that the sweep has chosen, after the program."""
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
-
-    given = {name: {"value": value} for name, value in chosen.items()}
-    parts = create_sweep_command_args({"args": given}) | {"env": [], "interpreter": [], "program": []}
-    command = create_sweep_command(yaml.safe_load(SWEEP.read_text())["command"])
-    return [word for part in command for word in (parts[part[2:-1]] if part.startswith("${") else [part])]
-
-
-def test_every_command_of_the_sweep_file_is_accepted():
-    sweep = yaml.safe_load(SWEEP.read_text())
-    assert sweep["program"] == "train.py"
-    values = {
-        name: one.get("values") or [one[key] for key in ("min", "max", "value") if key in one]
-        for name, one in sweep["parameters"].items()
-    }
-    for number in range(max(map(len, values.values()))):
-        chosen = {name: some[min(number, len(some) - 1)] for name, some in values.items()}
-        config = read(settings_in(compose(words_of_the_agent(chosen))))
-        assert config.tracker.name == "wandb"
-        assert (config.optim.lr, config.optim.weight_decay) == (chosen["optim.lr"], chosen["optim.weight_decay"])
-    assert sweep["metric"]["name"] in ROW
 
 
 def test_the_commands_of_wandb_run_the_sweep(here):

@@ -271,11 +271,8 @@ def _cells(row: Compared, *, first: bool) -> tuple[str, ...]:
 
 
 def _by_tier(run: Run, key: str) -> dict[str, dict[str, float]]:
-    """Return tier to kind to bytes, of the tiers that have some; a number in place of kinds is "measured"."""
-    tiers = {
-        tier: _bytes(kinds if isinstance(kinds, Mapping) else {"measured": kinds})
-        for tier, kinds in mapping(run.summary.get(key)).items()
-    }
+    """Return tier to kind to bytes, of the tiers that have some."""
+    tiers = {tier: _bytes(kinds) for tier, kinds in mapping(run.summary.get(key)).items()}
     return {tier: tiers[tier] for tier in [*TIERS, *tiers] if sum(tiers.get(tier, {}).values()) > 0}
 
 

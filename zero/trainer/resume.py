@@ -59,19 +59,12 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
     if config.checkpoint.partial or not (lacking or beyond):
         return
     ours, theirs = config.plain()["optim"], _saved(checkpoint.facts).get("optim")
-    what, effects = [], []
-    if lacking:
-        what.append(f"lacks {', '.join(lacking)}, which optim={ours['name']} keeps")
-        effects.append("begin at zero")
-    if beyond:
-        what.append(f"has {', '.join(beyond)}, which optim={ours['name']} does not keep")
-        effects.append("be left behind")
+    problems = [f"lacks {', '.join(lacking)}, which optim={ours['name']} keeps"] * bool(lacking)
+    problems += [f"has {', '.join(beyond)}, which optim={ours['name']} does not keep"] * bool(beyond)
     overrides = _as_saved("optim", ours, theirs) if isinstance(theirs, Mapping) else []
-    same = f"add {' '.join(overrides)}, or " if overrides else "add "
-    partial = f"checkpoint.partial=[{','.join(f'{kind}/*' for kind in (*lacking, *beyond))}]"
-    raise CheckpointError(
-        f"{checkpoint.folder} {' and '.join(what)}; {same}{partial} if they are to {' or '.join(effects)}"
-    )
+    ways = [f"add {' '.join(overrides)}"] * bool(overrides)
+    ways.append(f"add checkpoint.partial=[{','.join(f'{moment}/*' for moment in (*lacking, *beyond))}] to do without")
+    raise CheckpointError(f"{checkpoint.folder} {' and '.join(problems)}; {', or '.join(ways)}")
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int, skipped: int = 0) -> Iterator[str]:

@@ -44,7 +44,7 @@ from zero.platform.safetensors_files import StoredWeights
 from zero.store import Page, PageKind, Store
 
 ZEROS = torch.zeros(64)
-"""What gaps are filled with, as often as it takes."""
+"""The values of gaps, repeated as often as it takes."""
 
 Weights = Mapping[str, Tensor] | str | PathLike[str] | Callable[[str, Tensor], None] | None
 
@@ -53,12 +53,12 @@ Values = Callable[[str], Tensor]
 
 
 def values_of(
-    splitting: Splitting, given: Mapping[str, Tensor], model: nn.Module, seed: int, weights: Weights, world: World
+    splitting: Splitting, built: Mapping[str, Tensor], model: nn.Module, seed: int, weights: Weights, world: World
 ) -> Values:
     """First values, one parameter at a time: call it in the order of the layouts, and keep none.
 
     Args:
-        given: see `values_in`; taken as they are, unless `weights` says otherwise.
+        built: see `values_in`; kept unless `weights` says otherwise.
         model: the one that will run, whose parameters are placeholders; its owners' `reset_parameters` are called.
             Persistent buffers that `weights` has by name are filled at once.
 
@@ -68,15 +68,15 @@ def values_of(
     """
     shapes = {slot.name: slot.shape for unit in splitting.units for layout in unit.layouts for slot in layout.slots}
     if weights is None:
-        made = _Made(splitting, model, given, seed, world)
-        return lambda name: given[name] if name in given else made(name)
+        made = _Made(splitting, model, built, seed, world)
+        return lambda name: built[name] if name in built else made(name)
     if callable(weights):
         return lambda name: _filled(weights, name, shapes[name])
-    found = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
+    stored = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
     aliases = splitting.aliases()  # a file may know any of them
-    _refuse_missing(found, aliases.values())
-    _fill_buffers(model, found)
-    return lambda name: _named(found, aliases[name], shapes[name])
+    _refuse_missing(stored, aliases.values())
+    _fill_buffers(model, stored)
+    return lambda name: _named(stored, aliases[name], shapes[name])
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:
 
 
 def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | None = 0) -> list[Sink]:
-    """Where this rank keeps values of one kind of one unit.
+    """Return the sinks of this rank for values of one kind of one unit.
 
     Args:
         kind: "param" (the master as well, where there is one), "frozen", or a moment's name.
@@ -183,21 +183,21 @@ def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | 
     """
     spec = unit.spec
     layout = spec.frozen if kind == PageKind.FROZEN else spec.trainable
-    own, full = layout.shard(plan.rank), (0, layout.P)
-    updated = full if plan.full_update else own
+    shard, full = layout.shard(plan.rank), (0, layout.P)
+    updated = full if plan.full_update else shard
     wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
     if kind not in (PageKind.PARAM, PageKind.FROZEN):
         wanted.append((updated, _to_pages(store, unit.index, kind, plan.optimizer.form(kind).page_of)))
     elif plan.params_offloaded:
         narrow = partial(rounded, dtype=plan.precision.compute)
-        wanted.append((own, _to_pages(store, unit.index, kind, narrow)))
+        wanted.append((shard, _to_pages(store, unit.index, kind, narrow)))
     elif unit.resident is not None:
         first = spec.trainable.P if kind == PageKind.FROZEN else 0
         wanted.append((full, _to_memory(unit.resident.flat[first : first + layout.P], plan.page_numel)))
     else:
         shard_S = unit.frozen_S if kind == PageKind.FROZEN else unit.shard_S
         assert shard_S is not None
-        wanted.append((own, _to_memory(shard_S, plan.page_numel)))
+        wanted.append((shard, _to_memory(shard_S, plan.page_numel)))
     master = plan.precision.master
     if kind == PageKind.PARAM and master.kind is not None:
         wanted.append((updated, _to_pages(store, unit.index, master.kind, master.page_of)))
@@ -227,15 +227,9 @@ def _to_pages(store: Store, unit: int, kind: str, page_of: Callable[[Tensor], Te
 
 
 def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
-    """The values of parameters that are not on meta, by full name."""
-    given: dict[str, Tensor] = {}
-    for owner in splitting.owners:
-        held = model.get_submodule(owner.path)._parameters
-        for own, name in owner.slots:
-            parameter = held[own]
-            if parameter is not None and not is_meta(parameter):
-                given.setdefault(name, parameter.detach())
-    return given
+    """Return the values of parameters that are not on meta, by full name."""
+    parameters = {name: model.get_parameter(name) for name in splitting.names}
+    return {name: parameter.detach() for name, parameter in parameters.items() if not is_meta(parameter)}
 
 
 class _Made:
@@ -245,7 +239,7 @@ class _Made:
     """
 
     def __init__(
-        self, splitting: Splitting, model: nn.Module, given: Mapping[str, Tensor], seed: int, world: World
+        self, splitting: Splitting, model: nn.Module, built: Mapping[str, Tensor], seed: int, world: World
     ) -> None:
         self._model, self._seed, self._world = model, seed, world
         self._owner_of: dict[str, Owner] = {}
@@ -253,13 +247,13 @@ class _Made:
         self._path_of: dict[Root, str] = {}
         self._roots_of: dict[str, list[Root]] = {}
         for owner in splitting.owners:
-            for own, name in owner.slots:
+            for local, name in owner.slots:
                 if name in self._owner_of:
                     continue
                 self._owner_of[name] = owner
-                placeholder = model.get_submodule(owner.path)._parameters[own]
+                placeholder = model.get_submodule(owner.path)._parameters[local]
                 assert isinstance(placeholder, ParameterPlaceholder)
-                recipe = placeholder.recipe or Recipe(Root(placeholder.shape, begin=given.get(name)))
+                recipe = placeholder.recipe or Recipe(Root(placeholder.shape, begin=built.get(name)))
                 self._recipes[name] = recipe
                 self._assign(recipe.root, owner.path)
         for root, path in list(self._path_of.items()):
@@ -350,20 +344,20 @@ def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[st
     reset = _reset_of(module)
     placeholders = dict(module._parameters)
     filled = {name: nn.Parameter(value) for name, value in values.items()}  # a parameter under two names is one
-    for own, name in owner.slots:
-        held = placeholders[own]
+    for local, name in owner.slots:
+        held = placeholders[local]
         if held is not None and name not in filled:  # made by another owner
             filled[name] = nn.Parameter(torch.zeros(held.shape))
     try:
-        module._parameters.update({own: filled[name] for own, name in owner.slots})
+        module._parameters.update({local: filled[name] for local, name in owner.slots})
         with torch.enable_grad():
             if reset is not None:
                 reset()
         with _OthersUntouched():
             for initialise in _initialisers(model, owner.path):
                 initialise()
-        for own, name in owner.slots:
-            now = module._parameters[own]
+        for local, name in owner.slots:
+            now = module._parameters[local]
             if now is not None and name in values:
                 values[name].copy_(now)
     finally:
@@ -399,17 +393,17 @@ def _initialisers(copied: nn.Module, path: str) -> Iterator[Callable[[], None]]:
     around = [copied]
     for name in path.split(".") if path else ():
         around.append(around[-1].get_submodule(name))
-    nearest_one: Callable[[nn.Module], None] | None = None
-    found = []
+    nearest: Callable[[nn.Module], None] | None = None
+    initialisers = []
     for module in around:
-        nearest_one = getattr(module, "_init_weights", None) or nearest_one
-        if nearest_one is not None:
-            found.append(partial(nearest_one, module))
-    return reversed(found)
+        nearest = getattr(module, "_init_weights", None) or nearest
+        if nearest is not None:
+            initialisers.append(partial(nearest, module))
+    return reversed(initialisers)
 
 
 class _OthersUntouched(TorchFunctionMode):
-    """What is written into a placeholder, or into a part of one, goes nowhere and draws nothing."""
+    """A mode in which writes into a placeholder, or into a part of one, have no effect and draw nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = next(iter((*args, *(kwargs or {}).values())), None)
@@ -437,10 +431,10 @@ def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, .
         raise PlanError(f"weights hold nothing named {some(missing)}{hint}")
 
 
-def _checked(name: str, found: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    if tuple(found.shape) != tuple(shape):
-        raise PlanError(f"weights hold {name} as {tuple(found.shape)}, the model has {tuple(shape)}")
-    return found
+def _checked(name: str, value: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    if tuple(value.shape) != tuple(shape):
+        raise PlanError(f"weights hold {name} as {tuple(value.shape)}, the model has {tuple(shape)}")
+    return value
 
 
 @torch.no_grad()

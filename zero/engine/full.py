@@ -37,14 +37,14 @@ from zero.platform.files import memory_of
 
 
 class Source(Protocol):
-    """What holds a state: a `State` itself, a `Step` under way, or an engine."""
+    """A holder of a state: a `State` itself, a `Step` under way, or an engine."""
 
     @property
     def state(self) -> State: ...
 
 
 def _state_of(source: Source, call: str, line: str) -> State:
-    """That of a source; what is none is refused with the line to write."""
+    """Return the state of a source; reject another object with the line to write."""
     state: object = getattr(source, "state", None)
     if not isinstance(state, State):
         check_state(source, call, line)
@@ -105,15 +105,15 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
 def digest(state: State) -> str:
     """SHA-256 of parameters, moments, buffers, step and loss scale: equal for equal states, whatever the stage."""
     plan = state.plan
-    found = hashlib.sha256(repr((state.step, state.scale)).encode())
+    checksum = hashlib.sha256(repr((state.step, state.scale)).encode())
     for kind in ("param", "compute", *plan.optimizer.moments):
         for name, tensor in full_values(state, kind):
-            found.update(f"{kind} {name}".encode())
-            found.update(memory_of(tensor.contiguous()))
+            checksum.update(f"{kind} {name}".encode())
+            checksum.update(memory_of(tensor.contiguous()))
     for name, buffer in buffers_of(state.model).items():
-        found.update(name.encode())
-        found.update(memory_of(buffer.detach().cpu().contiguous()))
-    return found.hexdigest()
+        checksum.update(name.encode())
+        checksum.update(memory_of(buffer.detach().cpu().contiguous()))
+    return checksum.hexdigest()
 
 
 # -- editing -----------------------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ def gathered(
     """
     state = _state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
     state.runtime.settle()
-    given = [names] if isinstance(names, str | ParameterPlaceholder) else names
-    patterns = None if given is None else [_text(one) for one in given]
+    listed = [names] if isinstance(names, str | ParameterPlaceholder) else names
+    patterns = None if listed is None else [_text(name) for name in listed]
     fields = {"names": repr(patterns), "modify": repr(modify), "kind": kind}
     state.plan.world.agree(fields, "arguments of zero.gathered")
     wanted = set(_names(state, patterns, kind))
@@ -224,7 +224,7 @@ def _is_finite(tensor: Tensor) -> bool:
 def _agreed(
     state: State, full: Mapping[str, Tensor], before: Mapping[str, _Seen], kind: str, modify: bool | int
 ) -> dict[str, Tensor]:
-    """What to write, the same on every rank. Collective.
+    """Return the edits to write, the same on every rank. Collective.
 
     Raises:
         as `gathered`.
@@ -265,8 +265,8 @@ def _from_rank(state: State, tensor: Tensor | None, shape: torch.Size, rank: int
 def _edits(
     state: State, full: Mapping[str, Tensor], before: Mapping[str, _Seen], kind: str, modify: bool | int
 ) -> dict[str, Tensor]:
-    """What this rank has changed; a name that was taken out of the dict was not."""
-    found = {}
+    """Return the values that this rank has changed; a name that was removed from the dict was not."""
+    edits = {}
     for name, value in full.items():
         if name not in before:
             raise ConfigError(f"{name!r} was put into the dict, but only what was gathered can be edited")
@@ -285,8 +285,8 @@ def _edits(
         narrow = rounded(edited, state.plan.precision.compute) if kind == "param" else edited
         if kind != "grad" and seen.finite and not _is_finite(narrow):
             raise ConfigError(f"{name} was given a value that is not finite in {narrow.dtype}")
-        found[name] = edited
-    return found
+        edits[name] = edited
+    return edits
 
 
 # -- names and kinds ---------------------------------------------------------------------------------------------------
@@ -317,13 +317,13 @@ def _names(state: State, patterns: Iterable[str] | None, kind: str) -> list[str]
     held = dict.fromkeys(names)  # as a set, and in order
     if patterns is None:
         return list(held)
-    found = set()
-    for one in patterns:
-        fitting = [one] if one in held else [name for name in held if fnmatchcase(name, one)]
+    chosen = set()
+    for pattern in patterns:
+        fitting = [pattern] if pattern in held else [name for name in held if fnmatchcase(name, pattern)]
         if not fitting:
-            raise ConfigError(_unknown(state, one, kind, list(held)))
-        found.update(fitting)
-    return [name for name in held if name in found]
+            raise ConfigError(_unknown(state, pattern, kind, list(held)))
+        chosen.update(fitting)
+    return [name for name in held if name in chosen]
 
 
 def _text(name: str | Tensor) -> str:
@@ -369,7 +369,7 @@ def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
 
 
 def _gradient(state: State, unit: UnitState) -> Tensor:
-    """What this rank has of a unit's gradient: the sum over ranks and microbatches."""
+    """Return this rank's part of a unit's gradient: the sum over ranks and microbatches."""
     plan = state.plan
     if unit.index not in _summed(state):  # as where a parameter is not used
         return torch.zeros(plan.update_numel(unit.spec), dtype=plan.grad_dtype, device=plan.world.device)
@@ -396,7 +396,7 @@ def _summed(state: State) -> Collection[int]:
 
 
 def _divisor(state: State) -> float:
-    """What makes the sum a mean."""
+    """Return the number that makes the sum of gradients a mean."""
     return state.plan.world.size * state.plan.accumulate * state.scale.scale
 
 
@@ -432,10 +432,10 @@ def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) 
     divisor = _divisor(state)
     first, last = (0, layout.P) if plan.full_update else layout.shard(plan.rank)
     grad = parts.gradients.open(unit, fresh=False)
-    own = grad if plan.full_update else unit.own_grad_S(plan.rank)
+    updated = grad if plan.full_update else unit.own_grad_S(plan.rank)
     for slot, a, b, place in layout.pieces(first, last):
         if slot.name in edits:
-            held, wanted = own[place : place + b - a], edits[slot.name].view(-1)[a:b]
+            held, wanted = updated[place : place + b - a], edits[slot.name].view(-1)[a:b]
             now = held.to("cpu", torch.float32)
             held.copy_(torch.where(wanted == now / divisor, now, wanted * divisor))
     parts.updater.measure(unit)  # the norm must be of the written gradient

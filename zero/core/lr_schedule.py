@@ -55,7 +55,7 @@ def warmup_linear(
     Raises:
         ConfigError: a negative or non-finite rate, a `final` above lr, or no step between the peak and `total`.
     """
-    return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, _straight)
+    return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, cosine=False)
 
 
 def warmup_cosine(
@@ -73,7 +73,7 @@ def warmup_cosine(
     Raises:
         ConfigError: a negative or non-finite rate, a `final` above lr, or no step between the peak and `total`.
     """
-    return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, _half_cosine)
+    return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, cosine=True)
 
 
 def lr_range(lr: float, every: int, *, rate: float = 1.0, stairs: bool = False) -> Schedule:
@@ -172,13 +172,13 @@ class _Warmup:
 
 @dataclass(frozen=True)
 class _Decay:
-    """A warm-up and a decay; `left` gives the share of the decay that is left, from the share that is done."""
+    """A warm-up and a decay, in a straight line or half a cosine."""
 
     warmup: _Warmup
     hold: int
     total: int
     final: float
-    left: Callable[[float], float]
+    cosine: bool
 
     def __post_init__(self) -> None:
         _steps("hold", self.hold, least=-1)
@@ -199,20 +199,13 @@ class _Decay:
     def __call__(self, step: int) -> float:
         if step < max(self.peak, self.warmup.steps):
             return self.warmup(step)
-        left = self.left(min(1.0, (step - self.peak) / (self.total - self.peak)))
+        done = min(1.0, (step - self.peak) / (self.total - self.peak))
+        left = (1 + cos(pi * done)) / 2 if self.cosine else 1 - done
         return self.final + (self.warmup.lr - self.final) * left
 
 
 def _constant(lr: float, step: int) -> float:
     return lr
-
-
-def _straight(done: float) -> float:
-    return 1 - done
-
-
-def _half_cosine(done: float) -> float:
-    return (1 + cos(pi * done)) / 2
 
 
 def _lr_range(lr: float, rate: float, every: int, stairs: bool, step: int) -> float:

@@ -153,7 +153,7 @@ def test_threads_that_may_be_inside_torch_are_waited_for():
 
 
 STAGE_FILES = ("core.stage", "core.setting_types", "core.schema", "settings.step_sections", "trainer.config")
-DEVICE_FILES = ("platform.device", "platform.cuda", "testing.simulated_gpu", "testing.operators")
+DEVICE_FILES = ("platform.device", "platform.cuda", "testing.instrumented_gpu", "testing.operators")
 
 
 @pytest.mark.parametrize(

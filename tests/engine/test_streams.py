@@ -22,8 +22,8 @@ from zero.deepspeed.zero import safe_get_full_grad
 from zero.engine import saved_tensors
 from zero.engine.full import digest
 from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
+from zero.testing.instrumented_gpu import InstrumentedGpu, WaitSite
 from zero.testing.races import Agent, History
-from zero.testing.simulated_gpu import InstrumentedGpu, WaitSite
 from zero.testing.streams import Streams
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,8 @@ from zero.engine.full import digest, full_state_dict
 from zero.platform.timeline import Span, Timeline
 from zero.store.workers import WorkerPool
 from zero.testing import run_ranks, simulated_gpu, streams
-from zero.testing.simulated_gpu import InstrumentedGpu, Simulation
+from zero.testing.instrumented_gpu import InstrumentedGpu
+from zero.testing.simulated_gpu import Simulation
 
 HOST = Setting(precision="bf16", offload=(("preset", "cpu"),), page_bytes=4 * KiB)
 

@@ -26,7 +26,7 @@ from zero.errors import HandshakeError, MachineError
 from zero.platform.cuda import Cuda, compute_device
 from zero.platform.device import Arena, Device
 from zero.testing import run_ranks, simulated_gpu
-from zero.testing.simulated_gpu import SimulatedGpu
+from zero.testing.instrumented_gpu import SimulatedGpu
 from zero.trainer.config import read
 from zero.trainer.planning import machine
 

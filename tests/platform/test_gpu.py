@@ -23,7 +23,8 @@ from zero.errors import MachineError
 from zero.platform.cuda import Cuda, claim_device
 from zero.platform.device import Arena, Device
 from zero.testing import run_ranks, simulated_gpu
-from zero.testing.simulated_gpu import SimulatedGpu, count_launches
+from zero.testing.instrumented_gpu import SimulatedGpu
+from zero.testing.simulated_gpu import count_launches
 
 PRESETS = ("none", "cpu", "nvme", "infinity")
 ROWS = 2

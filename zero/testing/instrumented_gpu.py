@@ -1,0 +1,392 @@
+"""The devices of a simulated GPU: its memory by address, and a device that records every operator, wait and copy."""
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import zero.testing.streams as simulation
+from zero.platform.device import Clock, Device, Event, Moment, aligned_zeros, work_alone
+from zero.testing.handoffs import InstrumentedDevice
+from zero.testing.operators import (
+    SYNCHRONIZING,
+    OperatorInfo,
+    in_place_results,
+    matmul_flops,
+    operator_info,
+    tensor_arguments,
+    tensors_in,
+)
+from zero.testing.streams import Gate, Handoffs, Marker, Streams, thread, untraced
+
+ROOT = str(Path(__file__).parents[2])
+LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
+DEVICE_FILES = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platform/timeline.py")
+"""Files that define waits. The line of a wait is looked up in their callers."""
+FORWARDING = {
+    ("zero/platform/handle.py", "wait"),
+    ("zero/distributed/world.py", "wait"),
+    ("zero/store/workers.py", "wait"),
+    ("zero/store/prefetch.py", "drain"),
+    ("zero/engine/update.py", "wait"),
+}
+"""(file, function) that only forward a wait. Its line is looked up in their callers, too."""
+
+COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::clone"))
+"""Operators that may have one argument on the host and another on the device."""
+
+
+class WaitSite(NamedTuple):
+    """A wait in the library's code: the method that waits, and the file and line of the call."""
+
+    name: str
+    file: str
+    line: int
+
+
+class CopyRecord(NamedTuple):
+    """A copy between host and device: the stream it ran on, its direction, its size in bytes."""
+
+    stream: str
+    to_host: bool
+    nbytes: int
+
+
+class SimulatedGpu(Device):
+    """A device that distinguishes its own memory from the host's, by address.
+
+    Args:
+        memory_bytes: size of its memory.
+        order, seed: see `Streams`.
+    """
+
+    kind = "cuda"
+    shares_memory = False
+    piece_numel, sum_numel, batch_bytes = 1 << 24, 1 << 22, 16 << 20
+
+    def __init__(self, memory_bytes: int, order: str = "program", seed: int = 0) -> None:
+        super().__init__(torch.device("cpu"))
+        self._memory_bytes = memory_bytes
+        self.streams = Streams(order, seed)
+        self._host_memory: dict[int, int] = {}  # address of a piece of host memory -> address of its end
+        self._pinned: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def host(self) -> Device:
+        return _SimulatedHost(self)
+
+    def sum_of_squares(self, flat: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(flat, dtype=torch.float64).square_()
+
+    def is_home_of(self, tensor: Tensor) -> bool:
+        return self._piece_of_host(tensor) is None
+
+    def adopt(self, memory: Tensor) -> None:
+        """Count `memory` as the host's as long as any tensor uses its storage."""
+        first = memory.data_ptr()
+        with self._lock:
+            self._host_memory = {**self._host_memory, first: first + memory.nbytes}
+        weakref.finalize(memory.untyped_storage(), self._forget, first).atexit = False
+
+    def pin(self, memory: Tensor) -> bool:
+        self._pinned.add(memory.untyped_storage().data_ptr())
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        self._pinned.discard(memory.untyped_storage().data_ptr())
+
+    def give_back_memory(self) -> None:
+        """Does nothing, as on a GPU."""
+
+    def free_bytes(self) -> int:
+        return self._memory_bytes
+
+    def total_bytes(self) -> int:
+        return self._memory_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """No work is under way that the calling thread has not waited for. Without instruments, always."""
+        return self.streams.is_idle
+
+    def _piece_of_host(self, tensor: Tensor) -> int | None:
+        address = tensor.untyped_storage().data_ptr()
+        return next((first for first, stop in self._host_memory.items() if first <= address < stop), None)
+
+    def _forget(self, first: int) -> None:
+        with self._lock:
+            self._host_memory = {start: stop for start, stop in self._host_memory.items() if start != first}
+
+
+class _SimulatedHost(Device):
+    """The host of a simulated GPU, as the device that updates what is in host memory."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        super().__init__(gpu.device, gpu.copied)
+        self._gpu = gpu
+
+    def is_home_of(self, tensor: Tensor) -> bool:
+        return not self._gpu.is_home_of(tensor)
+
+    def room_for(self, tensor: Tensor) -> Tensor:
+        return tensor if self.is_home_of(tensor) else self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        on_host = aligned_zeros(numel, dtype, self.device)
+        if numel:
+            self._gpu.adopt(on_host)
+        return on_host
+
+
+class SimulatedEvent(Event):
+    """A point of a simulated stream."""
+
+    def __init__(self, gpu: "InstrumentedGpu") -> None:
+        self._gpu, self._marker = gpu, Marker()
+
+    def record(self) -> None:
+        self._gpu.streams.record(self._marker)
+
+    def finish(self) -> None:
+        if self._gpu.keeps_wait("finish"):
+            self._gpu.streams.synchronize_marker(self._marker)
+
+    def wait(self) -> None:
+        if self._gpu.keeps_wait("wait"):
+            self._gpu.streams.wait_on_stream(self._marker)
+
+
+class SimulatedClock(Clock):
+    """Reads the simulated time of streams and threads."""
+
+    def __init__(self, gpu: "InstrumentedGpu") -> None:
+        self._streams = gpu.streams
+        gpu.streams.synchronize()
+        self._zero_s = self._streams.host.time_s
+
+    def host(self) -> float:
+        return self._streams.host.time_s
+
+    def here(self) -> Moment:
+        return max(self._streams.current.agent.time_s, self._streams.host.time_s)
+
+    def main(self) -> Moment:
+        return max(self._streams.main.agent.time_s, self._streams.host.time_s)
+
+
+class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
+    """A simulated GPU with streams, which records every operator, wait and copy.
+
+    Args:
+        sites: gets the waits that are reached.
+        without: a wait to leave out.
+
+    Attributes:
+        copies: between host and device, in the order of their launches.
+    """
+
+    def __init__(
+        self, memory_bytes: int, order: str, seed: int, *, sites: set[WaitSite], without: WaitSite | None
+    ) -> None:
+        super().__init__(memory_bytes, order, seed)
+        self._sites, self._without = sites, without
+        self.handoffs = Handoffs(self.streams)
+        self.gate = Gate(is_held=order == "late")
+        self.copies: list[CopyRecord] = []
+
+    @contextmanager
+    def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
+        streams = self.streams
+        before, event = Marker(), SimulatedEvent(self)
+        streams.record(before)
+        with streams.on(streams.stream(f"the stream {name!r}")):
+            if after is not None:
+                after.wait()
+            elif self.keeps_wait("aside"):
+                streams.wait_on_stream(before)
+            try:
+                yield event
+            finally:
+                event.record()
+
+    def event(self) -> Event:
+        return SimulatedEvent(self)
+
+    def join(self) -> None:
+        if self.keeps_wait("join"):
+            self.streams.synchronize()
+
+    def clock(self) -> Clock:
+        return SimulatedClock(self)
+
+    @contextmanager
+    def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
+        stream = self.streams.stream(f"the stream of {name!r}")
+        if now:
+            after.finish()
+        with self.streams.on(stream):
+            after.wait()
+            try:
+                yield
+            finally:
+                if end is not None:
+                    end.record()
+                elif self.keeps_wait("paging"):
+                    self.streams.synchronize(stream)
+
+    def unpin(self, memory: Tensor) -> None:
+        self.streams.counts["unpinned in use"] += not self.is_idle
+        super().unpin(memory)
+
+    def prepare_thread(self) -> None:
+        work_alone()
+        thread.is_worker = True
+        self.attach_thread()
+
+    def _copy(self, into: Tensor, source: Tensor) -> None:
+        with patch.object(thread, "asynchronous", True):
+            into.copy_(source)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        zeros = super().zeros(numel, dtype)
+        self.streams.access(self.streams.current.agent, [], [zeros], f"zeros{_location()}")
+        return zeros
+
+    def numbers(self, tensor: Tensor) -> list[Any]:
+        self.streams.synchronize(self.streams.current)
+        with untraced():
+            return tensor.tolist()
+
+    # -- what is recorded ----------------------------------------------------------------------------------------------
+
+    def keeps_wait(self, name: str) -> bool:
+        site = WaitSite(name, *_calling_line())
+        self._sites.add(site)
+        return site != self._without
+
+    def dispatch(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Record one call of a torch operator, execute it now or later, and return its result.
+
+        Raises:
+            RaceError: it races with an earlier access.
+            AssertionError: its arguments lie on both host and device, and it is not a copy.
+        """
+        info = operator_info(operator)
+        if info.name in SYNCHRONIZING:
+            self.streams.synchronize(self.streams.current)
+        if info.without_kernel:
+            result = operator(*args, **kwargs)
+            if info.allocates and self._is_like_one_of_the_host(args, kwargs):
+                self._adopt_all(result)
+            elif info.allocates:
+                self.streams.allocated(tensors_in(result))
+            return result
+        reads, writes = (tensor_arguments(info, args, kwargs, written=written) for written in (False, True))
+        homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # 0-dim ones may lie anywhere
+        if homes == {False}:
+            self._record_on_host(info, reads, writes)
+            result = operator(*args, **kwargs)
+            if not info.in_place:
+                self._adopt_all(result)
+            return result
+        self._record(info, reads, writes, matmul_flops(operator, args, kwargs), mixed=len(homes) == 2)
+        result = self._execute(info, operator, args, kwargs, writes)
+        if len(homes) == 2 and not self._is_asynchronous(reads, writes):
+            self.streams.synchronize(self.streams.current)
+        return result
+
+    def access_on_host(self, tensor: Tensor, *, writes: bool) -> None:
+        """Record that the host reads or writes `tensor` without a torch operator, as for a file."""
+        streams = self.streams
+        streams.add_time(streams.host, tensor.nbytes / simulation.HOST_BYTES_PER_S, is_launch=False)
+        if self.is_home_of(tensor):
+            return  # the host's own scratch, which is not registered: files do not access memory of the device
+        what = f"{'a read from' if writes else 'a write to'} a file{_location()}"
+        streams.access(streams.host, *(([], [tensor]) if writes else ([tensor], [])), what)
+
+    def _record_on_host(self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """Count what the host does itself; the result is host memory, too."""
+        streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
+        streams.add_time(streams.host, moved / simulation.HOST_BYTES_PER_S, is_launch=False)
+        streams.access(streams.host, reads, writes, f"{info.name}{_location()}")
+
+    def _is_like_one_of_the_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether an allocation takes its device from a tensor of the host, as `empty_like` does."""
+        return any(not self.is_home_of(tensor) for tensor in tensors_in(args)) and kwargs.get("device") is None
+
+    def _adopt_all(self, result: Any) -> None:
+        for fresh in tensors_in(result):
+            if fresh.untyped_storage().data_ptr() not in self._host_memory and fresh.numel():
+                self.adopt(fresh)
+
+    def _record(
+        self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor], flops: int, *, mixed: bool
+    ) -> None:
+        """Count a launch on the current stream, its time and its accesses; `mixed`: host and device take part."""
+        streams, agent = self.streams, self.streams.current.agent
+        written = sum(tensor.nbytes for tensor in writes)
+        seconds = (written + sum(tensor.nbytes for tensor in reads)) / simulation.DEVICE_BYTES_PER_S
+        if mixed:
+            if info.name not in COPIES:
+                raise AssertionError(f"{info.name} has arguments both on the host and on the device{_location()}")
+            seconds = written / simulation.LINK_BYTES_PER_S
+            self.copies.append(CopyRecord(agent.name, any(not self.is_home_of(tensor) for tensor in writes), written))
+            streams.counts["bytes to the host" if self.copies[-1].to_host else "bytes from the host"] += written
+        streams.counts["launches"] += 1
+        streams.add_time(agent, max(seconds, flops / simulation.FLOPS_PER_S))
+        streams.access(agent, reads, writes, f"{info.name}{_location()}")
+
+    def _execute(
+        self, info: OperatorInfo, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: list[Tensor]
+    ) -> Any:
+        """Run an operator of the device. On a deferred stream it runs later: an in-place one only then, any other one
+        now, for a result of the right shape, and again then, for its values."""
+        streams = self.streams
+        if streams.is_deferred() and info.in_place:
+            streams.launch(lambda: operator(*args, **kwargs), writes)
+            return in_place_results(info, args, kwargs)
+        if not streams.is_deferred():
+            streams.launch(lambda: None, ())
+        result = operator(*args, **kwargs)
+        fresh = [] if info.in_place else tensors_in(result)
+        streams.access(streams.current.agent, [], fresh, f"{info.name}{_location()}")
+        if streams.is_deferred():
+            streams.launch(lambda: _recompute(operator, args, kwargs, fresh), fresh)
+        return result
+
+    def _is_asynchronous(self, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        pieces = [piece for tensor in (*reads, *writes) if (piece := self._piece_of_host(tensor)) is not None]
+        return thread.asynchronous and all(piece in self._pinned for piece in pieces)
+
+
+def _recompute(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]) -> None:
+    """Run the operator again, now that its stream has got to it, and put the values into its earlier results."""
+    for tensor, value in zip(results, tensors_in(operator(*args, **kwargs)), strict=True):
+        tensor.data.copy_(value)
+
+
+def _calling_line() -> tuple[str, int]:
+    """Return (file, line) of the innermost caller in the library but `DEVICE_FILES` and `FORWARDING`, else ("", 0)."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_library = file.startswith(LIBRARY) and not file.startswith(HERE)
+        relative = file[len(ROOT) + 1 :]
+        if is_library and not file.endswith(DEVICE_FILES) and (relative, frame.f_code.co_name) not in FORWARDING:
+            return relative, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def _location() -> str:
+    file, line = _calling_line()
+    return f" ({file}:{line})" if file else ""

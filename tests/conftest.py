@@ -7,12 +7,9 @@ import os
 import sys
 import traceback
 import weakref
-import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from datetime import date
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,16 +21,8 @@ from zero.store.workers import WorkerPool
 
 pytest.register_assert_rewrite("zero.testing")
 
-T = TypeVar("T")
-
 SEED = int(os.environ.get("ZERO_TEST_SEED", "0"))
-"""0, the usual one, fixes hypothesis' examples too; with any other it looks for new ones."""
-
-SAMPLE = os.environ.setdefault("ZERO_TEST_SAMPLE", str(date.today().toordinal()))  # set, so that workers have the same
-"""Which architectures test_architectures.py takes; the day's where nobody says."""
-
-DAY = int(SAMPLE) if SAMPLE.isdigit() else 0
-"""By which tests of many like cases take some of them, and others on the next day; ZERO_TEST_SAMPLE=all takes all."""
+"""0, the default, also fixes hypothesis' examples; any other seed looks for new ones."""
 
 LONG_S = 240.0
 """Seconds that nothing which a test starts may take, even where a shared machine stands still for a while. The test
@@ -92,44 +81,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.path.relative_to(Path(__file__).parent).parts[0] in QUICK:
                 first.setdefault(item.nodeid.partition("[")[0], item)
         others |= set(items) - set(first.values())
-    elif SAMPLE != "all" and not config.option.file_or_dir and not config.option.keyword:  # who names tests gets all
-        others |= _of_another_day(items)
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])
         items[:] = [item for item in items if item not in others]
-
-
-def _of_another_day(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked `by_turns(days)`, the cases whose turn is not today; not all tests begin on the same day.
-
-    Where a case chooses by the day as well, as `every_other` does, the two numbers of days have no common divisor.
-    """
-    numbers, found = Counter[str](), set[pytest.Item]()
-    for item in items:
-        marker = item.get_closest_marker("by_turns")
-        if marker is None:
-            continue
-        name = item.nodeid.partition("[")[0]
-        if (DAY + numbers[name] + zlib.crc32(name.encode())) % marker.args[0]:
-            found.add(item)
-        numbers[name] += 1
-    return found
 
 
 def pytest_collection_finish() -> None:
     """What is there now stays until the end: whoever collects garbage need not look through all of it again."""
     gc.collect()
     gc.freeze()
-
-
-def every_other(cases: Sequence[T], number: int) -> Sequence[T]:
-    """Half of `cases` for the case `number` of a test; the other half for the next one, and on the next day."""
-    return cases if SAMPLE == "all" else cases[(DAY + number) % 2 :: 2]
-
-
-def one_of(choices: Sequence[T], number: int) -> Sequence[T]:
-    """One of `choices` for the case `number` of a test; the next one for the next case, and on the next day."""
-    return choices if SAMPLE == "all" else [choices[(DAY + number) % len(choices)]]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -141,7 +101,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_report_header() -> str:
-    return f"ZERO_TEST_SEED={SEED}, ZERO_TEST_SAMPLE={SAMPLE}, one thread of torch per rank"
+    return f"ZERO_TEST_SEED={SEED}, one thread of torch per rank"
 
 
 @pytest.fixture(autouse=True)

@@ -102,13 +102,6 @@ def test_a_folder_that_another_run_writes_is_refused_and_left_alone(here, monkey
     assert train.main([*TINY, *words]) == train.main([*TINY, *words]) == 0, "a run goes on where one has ended"
 
 
-def test_help_speaks_of_both_commands(here):
-    done = program("--help", cwd=here)
-    assert done.returncode == 0
-    assert "zero.stage=3 launch.ranks=2" in done.stdout
-    assert "-m zero.stage=0,1,2,3" in done.stdout
-
-
 def test_options_may_stand_anywhere(here, monkeypatch, capsys):
     began = []
     monkeypatch.setattr(

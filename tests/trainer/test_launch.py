@@ -163,7 +163,7 @@ def turn_in_a_circle() -> None:
         while world.rank == 1:
             pass
         world.at("step 3, backward")
-        world.timeout_s = 0.5
+        world._processes._wait_s = 0.25
         world.barrier("the end")
 
 

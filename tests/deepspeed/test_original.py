@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 import zero.deepspeed as deepspeed
-from tests.deepspeed.test_engine import ROWS, WIDTH, Net, config, net, rows
+from tests.deepspeed.test_engine import WIDTH, Net, config, net, rows
 from zero.engine.empty import is_meta
 from zero.engine.full import Source
 from zero.errors import ConfigError, OutsideUnitError
@@ -234,15 +233,6 @@ def test_to_where_it_is_is_nothing_and_anywhere_else_is_refused(bf16):
     engine.destroy()
 
 
-@pytest.mark.parametrize("use", [copy.deepcopy, pickle.dumps, lambda model: copy.deepcopy(model.blocks)])
-def test_a_copy_or_a_pickle_of_it_says_what_to_take_instead(use):
-    model = net()
-    engine = begin(zero.World.from_env(), model, 3)
-    with pytest.raises(ConfigError, match=r"trains in shards cannot be copied or pickled.*state_dict\(\)"):
-        use(model)
-    engine.destroy()
-
-
 def test_values_of_one_parameter_can_be_copied():
     model = net()
     engine = begin(zero.World.from_env(), model, 3)
@@ -250,33 +240,6 @@ def test_values_of_one_parameter_can_be_copied():
     assert isinstance(copied, nn.Parameter)
     close([("w", copied.detach())], [("w", net().first.weight.detach())])
     engine.destroy()
-
-
-def test_a_model_that_cannot_be_copied_is_taken_over():
-    """A lock, an open file, a lambda, a tensor with a history, an old weight_norm."""
-    torch.manual_seed(0)
-    model = net()
-    model.guard, model.sign = threading.Lock(), lambda x: -x
-    model.last_seen = model.first.weight.sum() * 2
-    with open(__file__) as model.source:
-        expected = plain(1)
-        engine = begin(zero.World.from_env(), model, 3)
-        train(engine, model, 1)
-        close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
-        engine.destroy()
-
-
-def test_what_fails_before_it_trains_leaves_the_model_as_it_was():
-    model, held = net(), net().state_dict()
-    kinds = {name: type(one) for name, one in model.named_modules()}
-    with pytest.raises(zero.ZeroError, match="weights hold"):
-        zero.initialize(
-            model=model, config=config(), weights={**held, "last.bias": torch.ones(3)}, world=zero.World.from_env()
-        )
-    assert {name: type(one) for name, one in model.named_modules()} == kinds
-    assert all(type(one) is nn.Parameter for one in model.parameters())
-    close(model.state_dict(), held)
-    model(torch.ones(ROWS, WIDTH)).backward()
 
 
 def test_an_engine_that_is_dropped_is_not_kept_alive_by_the_model():
@@ -288,13 +251,6 @@ def test_an_engine_that_is_dropped_is_not_kept_alive_by_the_model():
     assert gone() is None
     with pytest.raises(ConfigError, match="the engine of this model was garbage-collected"):
         model(torch.ones(2, WIDTH))
-
-
-def test_a_file_of_safetensors_has_the_names_of_the_model(tmp_path: Path):
-    model = net()
-    engine = begin(zero.World.from_env(), model, 3)
-    assert set(load_file(engine.save_16bit_model(tmp_path))) == set(net().state_dict())
-    engine.destroy()
 
 
 @pytest.mark.parametrize(
@@ -491,23 +447,6 @@ def test_a_module_that_moves_within_a_unit_later_counts(ranks, stage):
 
     for values in run_ranks(ranks, rank_main):
         close(values, {name: one.detach() for name, one in expected.named_parameters()})
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_parameters_put_in_place_as_constants_get_no_gradient(stage):
-    model, expected = net(), net()
-    engine = begin(zero.World.from_env(), model, stage, activation_checkpointing={"partition_activations": True})
-
-    def loss(model: nn.Module) -> Tensor:
-        held = {name: one.detach() for name, one in model.named_parameters()} | {"last.weight": model.last.weight}
-        return torch.func.functional_call(model, held, (torch.ones(2, WIDTH),))
-
-    engine.backward(loss(model))
-    engine.step()
-    loss(expected).backward()
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [0, 1])

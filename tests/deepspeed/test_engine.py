@@ -1478,6 +1478,7 @@ def test_an_engine_is_destroyed_once_and_says_so(tmp_path: Path):
     for use in (*uses, lambda: engine.load_checkpoint(tmp_path)):
         with pytest.raises(ConfigError, match="was destroyed"):
             use()
+    assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (0, 0, 1.0)
 
 
 def test_a_step_without_a_backward_is_refused_unless_the_gradient_was_dropped_on_purpose():

@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero.deepspeed.accelerator import get_accelerator as get_accelerator
-    from zero.deepspeed.engine import Engine as DeepSpeedEngine
     from zero.deepspeed.initialization import (
         add_config_arguments as add_config_arguments,
         init_distributed as init_distributed,
         initialize as initialize,
     )
+    from zero.deepspeed.runtime.engine import DeepSpeedEngine as DeepSpeedEngine
     from zero.deepspeed.utils.logging import log_dist as log_dist, logger as logger
-
-__all__ = [
-    "DeepSpeedEngine",
-    "add_config_arguments",
-    "get_accelerator",
-    "init_distributed",
-    "initialize",
-    "log_dist",
-    "logger",
-]
 
 _MODULES = {
     "DeepSpeedEngine": "runtime.engine",
@@ -35,6 +25,7 @@ _MODULES = {
     "log_dist": "utils.logging",
     "logger": "utils.logging",
 }
+__all__ = sorted(_MODULES)
 _SUBMODULES = ("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero")
 
 _PIPELINE = "there is no pipeline parallelism; write engine(batch), engine.backward(loss), engine.step()"

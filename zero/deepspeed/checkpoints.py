@@ -270,13 +270,14 @@ class EngineCheckpoints(EngineInfo, ABC):
     def _load_state(self, opened: Checkpoint, saved: LoopState, *, moments: bool, counts: bool, strict: bool) -> None:
         has_trained = self._state.step > 0
         partial = () if strict else one_sided(self._state, opened)
-        self._state = checkpoint.load(self._state, opened, partial=partial, moments=moments, note=self._warn_once)
+        state = checkpoint.load(self._state, opened, partial=partial, moments=moments, note=self._warn_once)
         self._steps_before = 0
         if not moments:  # a new optimizer: the corrections of its moments count from the beginning
-            self._steps_before = self._state.tried if counts else 0
-            self._state = self._state.restored(step=0, scale=self.plan.precision.scale.start())
+            self._steps_before = state.tried if counts else 0
+            state = state.restored(step=0, scale=self.plan.precision.scale.start())
             if has_trained:
-                _zero_moments(self._state)
+                _zero_moments(state)
+        self._keep(state)
         counted = saved.global_samples if counts else 0
         self.global_samples = self.global_steps * self.train_batch_size() if counted is None else counted
         if self._run_log is not None:

@@ -283,7 +283,8 @@ class Engine(EngineCheckpoints):
         with if_it_fails(self._abort):
             self._check(step)
             self._grads.take_back()
-            self._state, self.metrics = step.finish()
+            state, self.metrics = step.finish()
+            self._keep(state)
             self._gather_ahead()
             self._grads.drop()
         microbatches = step.microbatches if self._managed else self._backwards

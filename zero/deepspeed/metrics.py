@@ -49,33 +49,27 @@ class EngineInfo(nn.Module):
         global_rank: the rank, from 0.
         world_size, dp_world_size: the number of ranks.
         global_samples: rows of all steps, on all ranks.
+        global_steps: steps, skipped ones included, also those of a checkpoint that was loaded without its optimizer.
+        skipped_steps: steps that were skipped because a gradient was not finite.
+        loss_scale: the factor on the next loss; 1 except in fp16.
     """
 
     def __init__(self, config: Settings, state: State, optimizer: Optimizer) -> None:
         super().__init__()
-        self.config, self.plan, self.optimizer, self._state = config, state.plan, optimizer, state
+        self.config, self.plan, self.optimizer = config, state.plan, optimizer
         self.module, world = state.model, self.plan.world
         self.device, self.global_rank = world.device, world.rank
         self.local_rank = world.rank if world.device.index is None else world.device.index
         self.world_size = self.dp_world_size = world.size
         self.metrics: Metrics | None = None
         self._steps_before = self.global_samples = 0
+        self._keep(state)
         self._warned: set[str] = set()
 
-    @property
-    def global_steps(self) -> int:
-        """Steps, skipped ones included, also those of a checkpoint that was loaded without its optimizer."""
-        return self._steps_before + self._state.tried
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that were skipped because a gradient was not finite."""
-        return self._state.skipped
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor on the next loss; 1 except in fp16."""
-        return self._state.scale.scale
+    def _keep(self, state: State) -> None:
+        """Keep a new state, and its counts, which can be read after `destroy` too."""
+        self._state, self.loss_scale = state, state.scale.scale
+        self.global_steps, self.skipped_steps = self._steps_before + state.tried, state.skipped
 
     @property
     def overflow(self) -> bool:

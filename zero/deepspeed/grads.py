@@ -34,8 +34,9 @@ class Grads:
             return None
         if plan.stage.gradients:
             raise ConfigError(
-                f"{name}.grad: stage {plan.stage.level} shards gradients, and no rank has a full one. Read it with "
-                "zero.get_full(engine, name, kind='grad'), write it with zero.set_full or in a hook of the parameter."
+                f"{name}.grad: stage {plan.stage.level} shards gradients, and no rank has a full one. Clip with "
+                "gradient_clipping and scale with fp16 in the config, read with zero.get_full(engine, name, "
+                "kind='grad'), write with zero.set_full or in a hook of the parameter."
             )
         if name not in self._read:
             full = get_full(self._engine, name, kind="grad").to(plan.world.device)

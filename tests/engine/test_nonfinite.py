@@ -144,6 +144,15 @@ def test_each_parameter_in_turn_is_caught(stage, precision, value):
         assert poisoned == run_ranks(3, never_poisoned, setting)
 
 
+def test_of_several_bad_units_the_first_is_named():
+    def go(world):
+        state, step = Setting().start(world, Layers, loss_fn)
+        [(x, *rest)] = batch_for(world, 0)
+        return step(state, [(x * math.nan, *rest)])[1].nonfinite_unit
+
+    assert run_ranks(2, go) == ["layers.0"] * 2
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_bad_last_microbatch_spoils_what_was_accumulated(size, stage):

@@ -10,6 +10,7 @@ import torch
 import zero
 from tests.common.small import Setting, adamw_in_8bit, adamw_in_bf16, slice_of, small_batch, train_small
 from zero.engine.full import digest, full_state_dict
+from zero.platform.device import Device
 from zero.testing import run_processes, run_ranks
 from zero.trainer.models import GPT, GPTConfig, loss as gpt_loss
 
@@ -91,6 +92,15 @@ def test_no_stage_changes_a_bit_with_a_narrow_reduction(size):
         assert run_ranks(size, train_small, setting.but(stage=stage)) == expected
     exact = run_ranks(size, train_small, setting.but(reduce="fp32"))
     assert (expected == exact) is (size == 1), "one rank sends nothing"
+
+
+@pytest.mark.parametrize("offload", [(), (("preset", "nvme"),)], ids=["device", "nvme"])
+def test_an_update_in_pieces_changes_no_bit(offload, monkeypatch):
+    """A piece keeps its place in the flat, which decides about weight decay."""
+    setting = Setting(offload=offload, weight_decay=0.5)
+    expected = run_ranks(2, train_small, setting)
+    monkeypatch.setattr(Device, "piece_numel", 64)
+    assert run_ranks(2, train_small, setting) == expected
 
 
 def test_the_same_run_twice_gives_the_same_bits():

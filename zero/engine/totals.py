@@ -72,7 +72,7 @@ def gather_totals(
     reducer = runtime.reducer
     numbers = flag, status, reducer.has_extra, reducer.order_seen, runtime.log.fingerprint
     # `new_full` is a launch; `tensor` would copy from the host and wait for it
-    mine = torch.stack([*measured, *(zero.new_full((), number) for number in numbers)])
+    mine = torch.stack([*measured, *(zero.new_full((), number) if number else zero for number in numbers)])
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     what = "norms and losses"
     [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])

@@ -128,8 +128,10 @@ class Updater:
         """
         grad_S = unit.own_grad_S(self._rank)
         squares = [self._device.sum_of_squares(grad_S[first:last]) for first, last in self._training(unit)]
-        zero = grad_S.new_zeros((), dtype=torch.float64)
-        self.sums[unit.index] = functools.reduce(torch.add, squares) if squares else zero
+        if squares:
+            self.sums[unit.index] = functools.reduce(torch.add, squares)
+        else:
+            self.sums[unit.index] = grad_S.new_zeros((), dtype=torch.float64)
 
     def decide(self, hyper: Hyper) -> Hyper:
         """Add to a step's numbers which groups train in it, each with its own count of updates."""

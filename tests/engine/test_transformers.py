@@ -178,7 +178,7 @@ def train_zero(world, family, folder, tmp_path, stage, offload, change=lambda mo
     return losses, values, logits, path
 
 
-@pytest.mark.parametrize(("number", "family"), enumerate(FAMILIES))
+@pytest.mark.parametrize(("number", "family"), list(enumerate(FAMILIES)))
 def test_five_steps_are_those_of_plain_torch_and_transformers_gets_the_model_back(number, family, saved, tmp_path):
     """Of a folder that transformers saved; two ranks, whose rows choose other experts; two of the four settings."""
     folder = saved(family)

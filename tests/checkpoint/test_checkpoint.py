@@ -702,6 +702,22 @@ def test_every_rank_computes_with_what_was_written_into_a_state_that_has_stepped
     assert results == [[True] * 4] * 3
 
 
+def test_what_was_gathered_before_a_load_is_not_used_after_it(tmp_path: Path):
+    def go(world):
+        saves = []
+        with opened(world, Setting(stage=3)) as (state, step):
+            for number in range(2):
+                saves.append((save(state, tmp_path), full_state_dict(state, "compute")))
+                state, _ = trained(world, state, step, [number])
+            for path, wanted in saves:
+                state = load(state, open_checkpoint(world, path))
+                values = full_state_dict(state, "compute")
+                assert all(torch.equal(values[name], value) for name, value in wanted.items())
+        return True
+
+    assert run_ranks(2, go) == [True, True]
+
+
 # -- the newest one ----------------------------------------------------------------------------------------------------
 
 

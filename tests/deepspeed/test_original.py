@@ -462,10 +462,14 @@ def test_grad_that_was_read_is_read_again_after_another_backward(ranks, stage):
         engine = begin(world, model, stage)
         losses = [model(rows(step, world)) for step in range(2)]
         losses[0].backward()
-        assert model.first.weight.grad is model.first.weight.grad
+        outdated = model.first.weight.grad
+        assert outdated is model.first.weight.grad
         losses[1].backward()
         close([("g", model.first.weight.grad)], [("g", expected.first.weight.grad)])
-        engine.step()
+        outdated.mul_(2)
+        with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited after another backward"):
+            engine.step()
+        engine.zero_grad()
         losses = [model(rows(step, world)) for step in range(2)]
         losses[0].backward()
         model.first.weight.grad.mul_(2)

@@ -22,6 +22,7 @@ class Grads:
     def __init__(self, engine: Source) -> None:
         self._engine: Source = weakref.proxy(engine)
         self._read: dict[str, tuple[Tensor, Tensor]] = {}  # each with a copy, to detect edits
+        self._outdated: list[tuple[str, weakref.ref[Tensor], Tensor]] = []  # read before another backward, still alive
 
     def of(self, name: str) -> Tensor | None:
         """Return (shape of the parameter) fp32, on the device; the same tensor until the next backward. Collective.
@@ -44,9 +45,18 @@ class Grads:
         return self._read[name][0]
 
     def take_back(self) -> None:
-        """Write edits of the script into the gradients. Collective if there are any."""
+        """Write edits of the script into the gradients. Collective if there are any.
+
+        Raises:
+            ConfigError: a tensor that was read before another backward was edited after it.
+        """
+        for name, tensor, before in self._outdated:
+            if (now := tensor()) is not None and not torch.equal(now, before):
+                raise ConfigError(
+                    f"{name}.grad was edited after another backward. Read {name}.grad again and edit that."
+                )
         edited = self._edited()
-        self._read.clear()
+        self._outdate()
         for name, value in edited.items():
             set_full(self._engine, name, value, kind="grad")
 
@@ -61,11 +71,17 @@ class Grads:
                 f"{name}.grad was edited, and loss.backward() would lose the edit. Use engine.backward(loss), or "
                 "engine.scale(loss).backward()."
             )
-        self._read.clear()
+        self._outdate()
 
     def drop(self) -> None:
         """Forget all gradients that were read, and edits of them."""
         self._read.clear()
+        self._outdated.clear()
+
+    def _outdate(self) -> None:
+        tensors = [(name, weakref.ref(now)) for name, (now, _) in self._read.items()]
+        self._read.clear()  # a tensor that is alive after this belongs to the script
+        self._outdated += [(name, ref, now.clone()) for name, ref in tensors if (now := ref()) is not None]
 
     def _edited(self) -> dict[str, Tensor]:
         return {name: now for name, (now, before) in self._read.items() if not torch.equal(now, before)}

@@ -584,7 +584,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/engine/step.py:_defer_updates": ("serial",),
     "zero/engine/pool.py": ("stage 1", "infinity"),
     "zero/engine/reduce.py:Reducer.reset": ("forgotten", "forgotten, of many"),
-    "zero/engine/reduce.py:Reducer._start": ("more and more losses",),
     "zero/engine/reduce.py": ("stage 0",),
     "zero/engine/residency.py": ("stage 1",),
     "zero/engine/runtime.py": ("stage 0", "saved, cpu"),

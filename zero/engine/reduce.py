@@ -242,10 +242,9 @@ class Reducer:
             self._settle()
             return any(unit.filled for unit in self._units)
         some_extra, some_arrived = self._meet(self._round_end)
+        self._settle()
         if some_extra:
             self.finish_extra()
-        else:
-            self._settle()
         return some_arrived
 
     def forget(self) -> None:
@@ -401,9 +400,6 @@ class Reducer:
         while len(self._unpublished) > 1:  # by turns, and not by when they are done: all ranks must start alike
             self._publish_oldest()
         self._advance()
-        if unit.index in self._gathers:  # there is more of it than planned
-            with self._device.aside("reduce", after=PASSED) as self._done:
-                self._gathers.pop(unit.index)[1].wait()
         self._closed.discard(unit.index)
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")

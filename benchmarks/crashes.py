@@ -62,7 +62,7 @@ def place_of(site: str) -> tuple[type, str]:
     places: dict[str, tuple[type, str]] = {
         "forward": (Gatherer, "run"),
         "backward": (Gatherer, "deliver"),
-        "update": (Updater, "_apply"),
+        "update": (Updater, "_update_offloaded"),
         "paging": (PrefetchStore, "_copy"),
         "save": (Disk, "pwrite"),
     }

@@ -573,7 +573,11 @@ WHERE: dict[str, tuple[str, ...]] = {
     "zero/engine/full.py:_gradient": ("a loop of one's own at stage 1",),
     "zero/engine/gradient.py:PagedGradients.open": ("cpu",),
     "zero/engine/gradient.py:PagedGradients.park": ("cpu",),
-    "zero/engine/gradient.py:PagedGradients._bring_back": ("a loop of one's own at stage 1",),
+    "zero/engine/gradient.py:PagedGradients._bring_back": (
+        "a loop of one's own at stage 1",
+        "infinity, two microbatches",
+        "cpu, two microbatches",
+    ),
     "zero/engine/gradient.py:PagedGradients._await_coming": ("infinity, two microbatches",),
     "zero/engine/gradient.py:PagedGradients._give_back": ("held",),
     "zero/engine/gradient.py:PagedGradients._finish_oldest": ("infinity",),

@@ -470,7 +470,7 @@ SWEEP = Path(__file__).resolve().parents[2] / "examples" / "wandb_sweep.yaml"
 
 def test_the_commands_of_wandb_run_the_sweep(here):
     """`wandb sweep` and `wandb agent` themselves, with a server of this machine that chooses the values."""
-    (here / "train.py").symlink_to(SWEEP.parents[2] / "train.py")
+    (here / "train.py").symlink_to(SWEEP.parents[1] / "train.py")
     tiny = {
         "steps": 2,
         "debug": "tiny",

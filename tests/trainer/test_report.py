@@ -632,7 +632,7 @@ def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):
     command = [sys.executable, script, finished / "nowhere"]
     refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "is not a folder; name the folder of a run" in refused.stderr
+    assert "is not a folder. Give the f" in refused.stderr
 
 
 def test_a_page_is_made_without_torch(finished):

@@ -218,7 +218,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
     mine = list(itertools.islice(blocks, begin, stop))
     done = [0] * min(THREADS, len(mine))
-    errors: list[CheckpointError] = []
+    errors: dict[int, CheckpointError] = {}  # by thread: the line must not depend on which one is first
 
     def compare(number: int) -> None:
         try:
@@ -229,13 +229,13 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
                         reader.check(block)
                         done[number] += 1
         except CheckpointError as error:
-            errors.append(error)
+            errors[number] = error
         except Exception as error:  # the other ranks wait for this one
-            errors.append(CheckpointError(f"{checkpoint.folder}: {error!r}"))
+            errors[number] = CheckpointError(f"{checkpoint.folder}: {error!r}")
 
     def raise_error() -> dict[str, Any]:
         if errors:
-            raise errors[0]
+            raise errors[min(errors)]
         return {}
 
     threads = [threading.Thread(target=compare, args=(number,), daemon=True) for number in range(len(done))]

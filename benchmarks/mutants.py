@@ -4,7 +4,7 @@
     benchmarks/mutants.py                       # all: half an hour on two cores
     benchmarks/mutants.py --only crc,no_clip
 
-benchmarks/mutants.toml has the faults. Each is made in a copy of the tree, where the tests that should catch it then run.
+benchmarks/mutants.toml has the faults. Each is made in a copy of the tree, where the tests that should catch it run.
 Exit code 1 if a fault was missed, or if its text is no longer in the code.
 """
 

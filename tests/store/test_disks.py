@@ -125,9 +125,9 @@ class Limited(MemoryStore):
 
 
 def update_s(disks: int) -> float:
-    """Seconds for one update of all groups, on disks of 80 MB/s each."""
+    """Seconds for one update of all groups, on disks of 20 MB/s each."""
     pages = [Page(0, "mu", number) for number in range(COUNT)]
-    stores: dict[str, Store] = {str(disk): Limited(80e6) for disk in range(disks)}
+    stores: dict[str, Store] = {str(disk): Limited(20e6) for disk in range(disks)}
     where = spread(dict.fromkeys(pages, PAGE_BYTES), [1.0] * disks)
     slots = [aligned_zeros(PAGE_BYTES, torch.uint8, torch.device("cpu")) for _ in range(7)]
     store = PrefetchStore(Tiers(stores, where.__getitem__), slots, threads=4, read_ahead=3)
@@ -146,7 +146,7 @@ def update_s(disks: int) -> float:
 
 @pytest.mark.alone
 def test_two_disks_take_at_most_055_of_the_time_of_one():
-    one_s, two_s = (min(update_s(disks) for _ in range(10)) for disks in (1, 2))
+    one_s, two_s = (min(update_s(disks) for _ in range(3)) for disks in (1, 2))
     print(f"{two_s / one_s:.3f}")
     assert two_s <= 0.55 * one_s
 

@@ -202,9 +202,10 @@ def init(
     with if_it_fails(takeover.undo):
         units = _filled(plan, store, values_of(splitting, values, model, seed, weights, plan.world), progress)
         forget_recipes(model)
-    runtime = _wire(plan, store, units, takeover)
+    takeover.commit()  # before buffers are made: the plan does not count the given values beside them
     del values
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
+    runtime = _wire(plan, store, units, takeover)
     # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
     plan.world.barrier("init")
     return State(runtime, 0, plan.precision.scale.start())

@@ -80,10 +80,13 @@ class Takeover:
         self._undo.close()
         self._parameters = {}
 
-    def attach(self, run: Callable[[Site], "Run"]) -> None:
-        """Have each site run through `run`, and free the given values: `undo` is not possible any more."""
-        self._detach.callback(attach(self._model, self._splitting, run))
+    def commit(self) -> None:
+        """Free the given values: `undo` is not possible any more."""
         self._undo.pop_all()
+
+    def attach(self, run: Callable[[Site], "Run"]) -> None:
+        """Have each site run through `run`."""
+        self._detach.callback(attach(self._model, self._splitting, run))
 
     @property
     def is_over(self) -> bool:

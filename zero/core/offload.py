@@ -184,7 +184,7 @@ class Offload(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return the folders for files, one or more, as they were typed."""
+        """Return the folders for files, one or more; $NAME is not expanded yet."""
         return (self.path or ".",) if self.path is None or isinstance(self.path, str) else self.path
 
     @property

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zero.distributed.failure import NAMING_S, LastWord, Note, Notes, Places, explain
 from zero.distributed.rendezvous import (
-    check_environment,
     connect_all,
     env_int,
     have_gloo_listen_towards,
@@ -49,9 +48,8 @@ class ProcessGroup:
     Where a default process group exists already it is left alone, and so is its order of collectives.
     """
 
-    def __init__(self, compute: Device, timeout_s: float) -> None:
-        check_environment()
-        self.rank, self.size = env_int("RANK"), env_int("WORLD_SIZE")
+    def __init__(self, rank: int, size: int, compute: Device, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
         self.local_size = min(env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
         self._compute, self._wait_s = compute, timeout_s - min(NAMING_S, timeout_s / 2)
         self._store = open_store(self.rank, self.size, timeout_s)
@@ -67,8 +65,9 @@ class ProcessGroup:
                 hint = "; GLOO_SOCKET_IFNAME must name the interface through which the nodes reach each other"
         self._owns_default = not dist.is_initialized()
         before = open_sockets()
-        meeting = self._store, self.rank, self.size
-        self._group = connect_all(*meeting, self._connect, timeout_s=timeout_s, wait_s=self._wait_s, hint=hint)
+        self._group = connect_all(
+            self._store, rank, size, self._connect, timeout_s=timeout_s, wait_s=self._wait_s, hint=hint
+        )
         self._parts: dict[str, dist.ProcessGroup] = {}  # communicators of GPUs, by the names of parts
         connections = open_sockets() - before
         self._numbers = Counter[str]()  # of operations that were started, by the order that they are in

@@ -4,22 +4,15 @@ import contextlib
 import ipaddress
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import psutil
 import torch.distributed as dist
 
 from zero.distributed.failure import GRACE_S, first_line, some_ranks
 from zero.errors import ConfigError, DeadlineError, RankFailedError, WorldError
-
-Group = TypeVar("Group")
-
-OPENING = threading.Lock()
-"""Held while torch's default process group is opened: ranks may be threads."""
 
 _HOSTED: dict[tuple[str, int], dist.Store] = {}
 """Stores that this process hosts until it ends: a rank may open its next world before this one has left the last."""
@@ -98,8 +91,15 @@ def hosts(store: dist.Store, size: int) -> list[str]:
 
 
 def connect_all(
-    store: dist.Store, rank: int, size: int, connect: Callable[[], Group], *, timeout_s: float, wait_s: float, hint: str
-) -> Group:
+    store: dist.Store,
+    rank: int,
+    size: int,
+    connect: Callable[[], dist.ProcessGroup | None],
+    *,
+    timeout_s: float,
+    wait_s: float,
+    hint: str,
+) -> dist.ProcessGroup | None:
     """Call `connect` and return when all ranks have: one that left earlier would tear connections still being made.
 
     Args:

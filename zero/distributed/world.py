@@ -15,9 +15,10 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from zero.distributed.process_group import (
     default_group,
     open_group_of_one,
 )
-from zero.distributed.rendezvous import OPENING, check_environment, env_int
+from zero.distributed.rendezvous import check_environment, env_int
 from zero.errors import ConfigError, HandshakeError, LayoutError, WorldError
 from zero.platform.cuda import claim_device, compute_device
 from zero.platform.device import Device
@@ -382,7 +383,8 @@ class _Transport(World):
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if self._by_collective(full_P):
-            return self._collective(all_gather if full_P.dim() == 1 else all_gather_rows, full_P, shard_S, op)
+            collective = all_gather if full_P.dim() == 1 else all_gather_rows
+            return self._processes.start(collective, full_P, shard_S, op, self._name)
         slots = _rows(full_P, self.size)
         if slots[self.rank].data_ptr() != shard_S.data_ptr():
             slots[self.rank].copy_(shard_S)
@@ -391,14 +393,14 @@ class _Transport(World):
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
         if self._by_collective(full_P):
-            return self._collective(all_to_all, recv_P, full_P, op)
+            return self._processes.start(all_to_all, recv_P, full_P, op, self._name)
         chunks, slots = full_P.view(self.size, -1).unbind(), recv_P.view(self.size, -1).unbind()
         others = self._others()
         return self._messages(op, full_P, {r: chunks[r] for r in others}, {r: slots[r] for r in others})
 
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
         if self._by_collective(flat):
-            return self._collective(partial(broadcast, source=source), flat, flat, op)
+            return self._processes.start(partial(broadcast, source=source), flat, flat, op, self._name)
         if self.rank == source:
             return self._messages(op, flat, dict.fromkeys(self._others(), flat), {})
         return self._messages(op, flat, {}, {source: flat})
@@ -416,9 +418,6 @@ class _Transport(World):
         sent, received = ({self._ranks[r]: tensor for r, tensor in tensors.items()} for tensors in (out, into))
         return self._processes.send(op, whole, sent, received, f"{self._name} aside" if aside else self._name)
 
-    def _collective(self, collective: Callable[..., Any], out: Tensor, source: Tensor, op: str) -> Handle:
-        return self._processes.start(collective, out, source, op, self._name)
-
 
 class ProcessWorld(_Transport):
     """A world of processes, which torchrun's environment describes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
@@ -430,7 +429,7 @@ class ProcessWorld(_Transport):
         check_environment()
         here = claim_device(device, env_int("LOCAL_RANK", "0"))
         super().__init__(env_int("RANK"), env_int("WORLD_SIZE"), device=here, timeout_s=timeout_s)
-        self._processes = ProcessGroup(self.compute, timeout_s)
+        self._processes = ProcessGroup(self.rank, self.size, self.compute, timeout_s)
         self._ranks, self._name = range(self.size), ""
         self.local_size = self._processes.local_size
         self.nodes_alike = self._are_nodes_alike()
@@ -463,9 +462,13 @@ class _ProcessPart(_Transport):
         self._processes.open_part(ranks, name)
 
 
+_OPENING = threading.Lock()
+"""Held while torch's default process group is opened: ranks may be threads."""
+
+
 def open_default_group() -> None:
     """Open torch's default process group, in a world of one too: for scripts that ask torch for their rank."""
-    with OPENING:
+    with _OPENING:
         if default_group() is not None:
             return
         world = World.from_env()

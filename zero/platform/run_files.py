@@ -122,7 +122,7 @@ def folders_of(paths: Sequence[str]) -> list[Path]:
     for path in expanded:
         if missing := re.search(r"\$(\w+|\{[^}]*\})", path):
             raise ConfigError(f"offload.path={path}: there is no variable {missing[0]} on {socket.gethostname()}")
-    return [Path(path) for path in expanded]
+    return [Path(path).expanduser() for path in expanded]  # again: ~ may be in a variable
 
 
 def free_by_file_system(folders: Sequence[Path]) -> list[tuple[list[Path], int]]:

@@ -62,8 +62,8 @@ class Pages(dict[Page, Held]):
             raise StoreError(f"{page} is allocated already")
 
     def close(self) -> None:
+        self.is_closed = True  # first: a page that another thread misses is not "never allocated"
         self.clear()
-        self.is_closed = True
 
 
 def check_matching(page: Page, numel: int, dtype: torch.dtype, other: Tensor) -> None:

@@ -260,9 +260,7 @@ class _Race:
         """Return the requests that were moved and the seconds; 0 if one is still under way when all time is over."""
         numbers, made, failures = itertools.count(), itertools.count(), list[BaseException]()
 
-        def work() -> None:
-            memory = memoryview(mmap.mmap(-1, request_bytes))
-            memory[:] = self._noise[:request_bytes]
+        def work(memory: memoryview) -> None:
             try:
                 while self._clock() < stop_s and (number := next(numbers)) < count:
                     move(number, memory)
@@ -270,8 +268,11 @@ class _Race:
             except BaseException as error:
                 failures.append(error)
 
+        memories = [memoryview(mmap.mmap(-1, request_bytes)) for _ in range(threads)]
+        for memory in memories:
+            memory[:] = self._noise[:request_bytes]
         start_s = self._clock()
-        workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+        workers = [threading.Thread(target=work, args=(memory,), daemon=True) for memory in memories]
         for thread in workers:
             thread.start()
         for thread in workers:

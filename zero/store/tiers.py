@@ -36,11 +36,12 @@ def spread(
     largest: dict[str, int] = {}
     for page, nbytes in sizes.items():
         largest[page.kind] = max(largest.get(page.kind, 1), nbytes)
+    largest_bytes = max(largest.values(), default=1)
     deficits = {kind: [0.0] * len(rates) for kind in largest}  # in pages of the kind
     total_deficit, disk_of = [0.0] * len(rates), {}  # in pages of the largest kind
     for page, nbytes in sizes.items():
         deficit, weight = deficits[page.kind], nbytes / largest[page.kind]
-        total_weight = nbytes / max(largest.values())
+        total_weight = nbytes / largest_bytes
         for disk, share in enumerate(shares):
             deficit[disk] += share * weight
             total_deficit[disk] += share * total_weight

@@ -330,6 +330,13 @@ def test_every_ignored_key_is_noted_once():
         ).notes
 
 
+def test_torch_adam_is_a_boolean_of_adam():
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.torch_adam"):
+        translate(of(optimizer={"type": "Adam", "params": {"torch_adam": "false"}}))
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.torch_adam"):
+        translate(of(optimizer={"type": "SGD", "params": {"torch_adam": True}}))
+
+
 @pytest.mark.parametrize("name", [*IGNORED_FEATURES, *REJECTED_FEATURES])
 def test_a_feature_that_is_on_is_noted_or_rejected(name):
     for switched_on in ({"enabled": True}, {"a_key": 1}):

@@ -27,7 +27,7 @@ from zero import deepspeed
 from zero.deepspeed.engine import MANY_FORWARDS
 from zero.deepspeed.optimizers import Optimizer
 from zero.deepspeed.utils import zero_to_fp32
-from zero.errors import CheckpointError, ConfigError
+from zero.errors import CheckpointError, ConfigError, MachineError
 from zero.testing import run_ranks
 from zero.tracker import RUNNING
 from zero.tracker.report import run as report
@@ -1462,6 +1462,40 @@ def test_steps_per_print_of_infinity_trains_and_prints_no_row(text: bool, capsys
     engine.step()
     assert (engine.global_steps, capsys.readouterr().out) == (1, "")
     engine.destroy()
+
+
+def test_parameters_and_modules_are_not_set_on_the_engine():
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    for value in (nn.Linear(2, 2), nn.Parameter(torch.ones(2)), engine.module.first, engine.module.first.weight):
+        with pytest.raises(ConfigError, match=r"^engine\.extra: a \w+ on the engine is not .* before zero\.initialize"):
+            engine.extra = value
+    engine.extra = torch.ones(2)
+    assert set(engine.state_dict()) == set(net().state_dict())
+    engine.destroy()
+
+
+def test_an_engine_within_a_module_is_in_its_state_dict():
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env())
+    values = nn.ModuleDict({"generator": engine}).state_dict()
+    assert {name: value.tolist() for name, value in values.items()} == {
+        f"generator.{name}": value.tolist() for name, value in engine.module_state_dict().items()
+    }
+    engine.destroy()
+
+
+def test_a_log_that_cannot_be_closed_does_not_cost_the_trained_model(tmp_path: Path):
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env(), folder=tmp_path / "run")
+    model, values = engine.module, engine.module_state_dict()
+
+    def full(status: str | None) -> None:
+        raise MachineError("the disk is full")
+
+    engine._run_log.close = full
+    with pytest.raises(MachineError, match="the disk is full"):
+        engine.destroy()
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+        name: value.tolist() for name, value in values.items()
+    }
 
 
 def test_an_engine_is_destroyed_once_and_says_so(tmp_path: Path):

@@ -535,6 +535,8 @@ def test_a_state_of_accelerate_which_would_have_no_moments_is_refused(tmp_path):
     ours = trained(tmp_path, {}, max_steps=1)
     with pytest.raises(ConfigError, match=r"accelerator.save_state: .*trainer.engine.save_checkpoint\(folder\)"):
         ours.accelerator.save_state(str(tmp_path / "state"))
+    with pytest.raises(ConfigError, match=r"accelerator.load_state: .*resume_from_checkpoint"):
+        ours.accelerator.load_state(str(tmp_path / "state"))
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------

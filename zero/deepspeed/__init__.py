@@ -28,15 +28,16 @@ _MODULES = {
 __all__ = sorted(_MODULES)
 _SUBMODULES = ("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero")
 
-_PIPELINE = "there is no pipeline parallelism; write engine(batch), engine.backward(loss), engine.step()"
+PIPELINE = "there is no pipeline parallelism; write engine(batch), engine.backward(loss), engine.step()"
+MONITOR = "pass folder= to zero.initialize; it writes metrics.jsonl, and W&B if the config has it"
 _EXPERTS = "ranks are not divided among experts; a block with experts is gathered as one unit"
 _GENERATE = "the model that trains also generates; write engine.eval() and torch.no_grad()"
 _TENSOR = "there is no tensor parallelism; use stage 3"
 _LAYERS = "the model keeps its own layers; leave it out"
 _ABSENT = {
-    "pipe": _PIPELINE,
-    "PipelineModule": _PIPELINE,
-    "PipelineEngine": _PIPELINE,
+    "pipe": PIPELINE,
+    "PipelineModule": PIPELINE,
+    "PipelineEngine": PIPELINE,
     "moe": _EXPERTS,
     "init_inference": _GENERATE,
     "inference": _GENERATE,
@@ -48,7 +49,7 @@ _ABSENT = {
     "replace_transformer_layer": _LAYERS,
     "DeepSpeedTransformerLayer": _LAYERS,
     "OnDevice": "write `with zero.empty():` for a model without memory",
-    "monitor": "pass folder= to zero.initialize; it writes metrics.jsonl, and W&B if the config has it",
+    "monitor": MONITOR,
     "profiling": "use torch.utils.flop_counter.FlopCounterMode, or profile=true of zero-train",
     "compression": "there is no compression; leave it out",
     "linear": "put PEFT's adapters on the model before zero.initialize",

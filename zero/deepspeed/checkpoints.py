@@ -82,9 +82,19 @@ class EngineCheckpoints(EngineInfo, ABC):
         frozen = self._frozen(exclude_frozen_parameters)
         return {name: value for name, value in values.items() if name not in frozen}
 
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        """Return `module_state_dict`."""
-        return self.module_state_dict()
+    def state_dict(
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        exclude_frozen_parameters: bool = False,
+        **_: Any,
+    ) -> Any:
+        """Return `module_state_dict`, in `destination` with `prefix` before each name, as torch's for a part."""
+        values = {} if destination is None else destination
+        full = self.module_state_dict(exclude_frozen_parameters)
+        values.update({f"{prefix}{name}": value for name, value in full.items()})
+        return values
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Set parameters and buffers by name. Collective.

@@ -215,11 +215,15 @@ def _optim(config: CheckedConfig) -> dict[str, Any]:
 _PEAKS = {"one_cycle": "cycle_max_lr", "lr_range": "lr_range_test_min_lr"}
 
 
+def _peak_key(kind: str) -> str:
+    return _PEAKS.get(kind, "warmup_max_lr")
+
+
 def _peak(config: CheckedConfig) -> float | None:
     """Return the highest learning rate that the schedule itself has."""
     if config.scheduler is None:
         return None
-    key = _PEAKS.get(config.scheduler.name, "warmup_max_lr")
+    key = _peak_key(config.scheduler.name)
     if f"scheduler.params.{key}" in config.autos:
         return None
     return {**config.scheduler.defaults, **config.below("scheduler.params")}.get(key)
@@ -229,7 +233,7 @@ def _noted_peak(config: CheckedConfig) -> float | None:
     """Return `_peak`, and note if it wins over another learning rate."""
     if config.scheduler is None or (peak := _peak(config)) is None:
         return None
-    key = _PEAKS.get(config.scheduler.name, "warmup_max_lr")
+    key = _peak_key(config.scheduler.name)
     params, lr = config.below("scheduler.params"), config.get("optimizer.params.lr", peak)
     if key not in params or lr != peak:
         config.note(f"scheduler.params.{key} is {peak:g}, and wins over optimizer.params.lr, as in DeepSpeed")
@@ -238,7 +242,7 @@ def _noted_peak(config: CheckedConfig) -> float | None:
 
 def _scheduler(config: CheckedConfig, kind: Kind) -> tuple[str, dict[str, Any]]:
     """Return type and arguments. A peak of "auto" is each group's rate; other words "auto" are the defaults."""
-    section, peak_key = "scheduler.params", _PEAKS.get(kind.name, "warmup_max_lr")
+    section, peak_key = "scheduler.params", _peak_key(kind.name)
     for key in ("warmup_num_steps", *kind.required):
         if f"{section}.{key}" in config.autos and key != peak_key:
             raise ConfigError(f"{section}.{key}=auto: write the number, because nothing fills it in")
@@ -259,7 +263,7 @@ def _schedule(config: CheckedConfig, scheduler_peak: float | None) -> dict[str, 
     if scheduler_peak is not None:
         settings["optim.lr"] = peak
     if peak <= 0:
-        raise ConfigError(f"{section}.{_PEAKS.get(name, 'warmup_max_lr')}={peak:g}: must be above 0")
+        raise ConfigError(f"{section}.{_peak_key(name)}={peak:g}: must be above 0")
     if name == "one_cycle":
         settings |= _cycle(config, params, peak)
     elif name != "lr_range":

@@ -274,6 +274,7 @@ _OPTIMIZER_KEYS = {
         Key("betas", BETAS, "optim.beta1, optim.beta2"),
         Key("eps", NUMBER, to="optim.eps"),
         Key("adam_w_mode", BOOL, "optim=adamw; false: optim=adam"),
+        Key("torch_adam", BOOL, "torch's default of weight_decay"),
         Key("momentum", FRACTION, to="optim.momentum"),
         Key("nesterov", BOOL, to="optim.nesterov"),
         Key("bias_correction", BOOL, why="the bias of young moments is corrected", only=(True,)),
@@ -286,7 +287,7 @@ _OPTIMIZER_KEYS = {
 }
 IGNORED_OPTIMIZER_KEYS = (
     *("foreach", "fused", "capturable", "differentiable", "set_grad_none"),
-    *("torch_adam", "fp32_optimizer_states"),
+    "fp32_optimizer_states",
 )
 
 
@@ -296,7 +297,7 @@ def _optimizer(name: str, keys: str, **defaults: Any) -> Kind:
 
 _ADAM = _optimizer(
     "adamw",
-    "lr weight_decay betas eps adam_w_mode bias_correction amsgrad maximize",
+    "lr weight_decay betas eps adam_w_mode torch_adam bias_correction amsgrad maximize",
     lr=1e-3,
     betas=(0.9, 0.999),
     eps=1e-8,

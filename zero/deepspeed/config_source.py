@@ -228,7 +228,6 @@ def _kind(section: str, config: CheckedConfig, kinds: Mapping[str, Kind], *, low
             config.take(keys[typed]._replace(name=typed), typed, value)
         elif section == "optimizer" and name in IGNORED_OPTIMIZER_KEYS:
             config.note(f"{typed} is ignored: there is one implementation of each optimizer, with fp32 moments")
-            config.values[typed] = value
         elif not str(name).startswith(_COMMENTS):
             raise ConfigError(suggest.unknown(typed, list(keys)))
     for name in kind.required:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.tree import replaced, tensors_in
+from zero.deepspeed import MONITOR, PIPELINE
 from zero.deepspeed.checkpoints import EngineCheckpoints
 from zero.deepspeed.grads import Grads
 from zero.deepspeed.metrics import RunLog, Throughput
@@ -36,12 +37,12 @@ MANY_FORWARDS = 64
 """Forwards of one microbatch after which a forgotten `step()` is suspected."""
 
 ABSENT = {
-    "train_batch": "there is no pipeline parallelism; write engine(batch), engine.backward(loss), engine.step()",
+    "train_batch": PIPELINE,
     "eval_batch": "there is no pipeline parallelism; write engine.eval() and engine(batch)",
     "set_train_batch_size": "the plan fixes it; save, and initialize again with another config",
     "offload_states": "use offload_optimizer and offload_param in the config",
     "deepspeed_io": "use the loader that zero.initialize(training_data=...) returns",
-    "monitor": "pass folder= to zero.initialize; it writes metrics.jsonl, and W&B if the config has it",
+    "monitor": MONITOR,
 }
 """Methods of DeepSpeed's engine that scripts call and that are absent here -> what to do."""
 
@@ -258,7 +259,7 @@ class Engine(EngineCheckpoints):
 
     @property
     def _torchdynamo_orig_callable(self) -> NoReturn:
-        _refuse_compiler(self)
+        _refuse_compiler()
 
     def __getattr__(self, name: str) -> Any:
         with suppress(AttributeError):
@@ -270,6 +271,14 @@ class Engine(EngineCheckpoints):
         if name in ABSENT:
             raise AttributeError(f"engine.{name} does not exist: {ABSENT[name]}.")
         raise AttributeError(f"neither the engine nor its model, a {type(self.module).__name__}, has {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter | nn.Module) and name != "module":
+            raise ConfigError(
+                f"engine.{name}: a {type(value).__name__} on the engine is not trained and not saved. Put it on "
+                "engine.module before zero.initialize."
+            )
+        super().__setattr__(name, value)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raise ConfigError, because torch's compiler would trace how parameters are gathered."""
@@ -328,14 +337,18 @@ class Engine(EngineCheckpoints):
         self._abort()
         if self._passed is not None:
             self._passed.release()
+        failure: Exception | None = None
         try:
             if self._run_log is not None:
                 self._run_log.close("finished")
-        finally:
-            self._give_back()
-            self._state.close()
+        except Exception as error:  # on rank 0 alone, perhaps
+            failure = error
+        self._give_back()
+        self._state.close()  # not in the handler: it keeps no values during an exception, and is collective
         if self._opened is not None:
             self._opened.close()
+        if failure is not None:
+            raise failure
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -444,7 +457,7 @@ def _take_over(model: nn.Module, engine: "weakref.ref[Engine]") -> Callable[[], 
     def call(args: Any, kwargs: Any) -> Any:
         # the compiler gives up on a frame that raises, and runs it as it is written
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
-            _refuse_compiler(model)
+            _refuse_compiler()
         return living().forward(*args, **kwargs)
 
     for name, parameter in model.named_parameters():
@@ -462,7 +475,7 @@ def _take_over(model: nn.Module, engine: "weakref.ref[Engine]") -> Callable[[], 
     return give_back
 
 
-def _refuse_compiler(_: object) -> NoReturn:
+def _refuse_compiler() -> NoReturn:
     """Raise ConfigError for an engine or its model that was given to `torch.compile`."""
     raise ConfigError(
         "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
@@ -483,14 +496,14 @@ def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:
     return entering
 
 
-def _close(status: str | None, store: PrefetchStore, run_log: RunLog | None) -> None:
+def _close(store: PrefetchStore, run_log: RunLog | None) -> None:
     try:
         if run_log is not None:
-            run_log.close(status)
+            run_log.close(None)
     finally:
         store.close()
 
 
 def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
     # Python may collect an engine anywhere, in the store's threads and under the store's lock too
-    Beside(partial(_close, None, store, run_log), name="closing").start()
+    Beside(partial(_close, store, run_log), name="closing").start()

@@ -37,7 +37,7 @@ def check_settings(settings: Mapping[str, Any], written: str, others: str) -> No
     for key in settings:
         if key not in PLAN_SETTINGS:
             raise ConfigError(
-                f"{written.format(key)} is no setting of the engine{meant(key, PLAN_SETTINGS)}; there are "
+                f"{written.format(key)} is no setting of the engine{meant(key, PLAN_SETTINGS) or '.'} There are "
                 f"{', '.join(PLAN_SETTINGS)}, and {others} the rest"
             )
 

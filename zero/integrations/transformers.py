@@ -252,6 +252,13 @@ class TrainerAccelerator(Accelerator):
             "trainer.engine.save_checkpoint(folder)."
         )
 
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ConfigError, because moments would not be loaded."""
+        raise ConfigError(
+            "accelerator.load_state: moments are in shards and would not be loaded. Call "
+            "trainer.train(resume_from_checkpoint=...), or trainer.engine.load_checkpoint(folder)."
+        )
+
 
 class EngineOptimizer(AcceleratedOptimizer):
     """The engine's optimizer in Accelerate's shape; schedulers write into its groups.
@@ -292,7 +299,7 @@ class EngineOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step changed nothing, because a gradient was not finite."""
-        return self.engine.metrics is not None and self.engine.metrics.skipped
+        return self.engine.overflow
 
 
 # Inside

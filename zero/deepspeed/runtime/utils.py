@@ -1,10 +1,9 @@
 """`see_memory_usage` of DeepSpeed."""
 
-import os
-
 import psutil
 
 from zero.deepspeed.accelerator import get_accelerator
+from zero.distributed.rendezvous import rank_of_process
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -14,7 +13,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         message: the beginning of the line.
         force: nothing is printed without it.
     """
-    if not force or os.environ.get("RANK", "0") != "0":
+    if not force or rank_of_process() != 0:
         return
     device, host = get_accelerator(), psutil.virtual_memory()
     counts = device.memory_allocated(), device.max_memory_allocated(), device.memory_reserved(), host.used

@@ -316,9 +316,9 @@ def test_a_manifest_that_lies_about_the_file_is_refused(path):
     parts = [bytes_part(100)]
     found = write(path, parts, bytes(100))
     for lie, others, said in [
-        (found._replace(size=4195), parts, "has 4196 bytes, its index says 4195, its tensors have 4196"),
+        (found._replace(size=4195), parts, "has 4196 bytes, the manifest says 4195, its tensors have 4196"),
         (found._replace(crcs=b""), parts, "bytes 0 to 4196 are damaged"),
-        (found, [bytes_part(99)], "has 4196 bytes, its index says 4196, its tensors have 4195"),
+        (found, [bytes_part(99)], "has 4196 bytes, the manifest says 4196, its tensors have 4195"),
         (found, [bytes_part(100, "b")], "its header does not list the parts"),
         (found, [Part("a", torch.int8, (100,))], "its header does not list the parts"),
         (found, [Part("a", torch.uint8, (10, 10))], "its header does not list the parts"),
@@ -444,7 +444,7 @@ SAID = [
     r"E[A-Z]+ \(.+\) while (making it|opening|asking for its size|synchronising|closing)",
     r"E[A-Z]+ \(.+\) while (writing|reading) at offset \d+",
     r"bytes \d+ to \d+ are damaged \(CRC-32",
-    r"has \d+ bytes, its index says \d+, its tensors have \d+$",
+    r"has \d+ bytes, the manifest says \d+, its tensors have \d+$",
 ]
 
 

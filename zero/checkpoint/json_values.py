@@ -24,13 +24,13 @@ CLASSES: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
     "zero: bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }
 """Mark -> class, conversion to JSON, and conversion back."""
+MARKS = {ITEMS, NUMBER, TENSOR, ARRAY, *CLASSES}
 
 
 def to_json(value: Any) -> Any:
     """Convert a value to JSON; tensors without dimensions become numbers."""
     if isinstance(value, Mapping):
-        marks = {ITEMS, NUMBER, TENSOR, ARRAY, *CLASSES}
-        if all(isinstance(key, str) and key not in marks for key in value):
+        if all(isinstance(key, str) and key not in MARKS for key in value):
             return {key: to_json(item) for key, item in value.items()}
         return {ITEMS: [[to_json(key), to_json(item)] for key, item in value.items()]}
     if isinstance(value, list):

@@ -218,7 +218,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
     mine = list(itertools.islice(blocks, begin, stop))
     done = [0] * min(THREADS, len(mine))
-    errors: dict[int, CheckpointError] = {}  # by thread: the line must not depend on which one is first
+    errors: dict[int, CheckpointError] = {}  # by place in `mine`: the first damage is raised
 
     def compare(number: int) -> None:
         try:
@@ -229,9 +229,9 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
                         reader.check(block)
                         done[number] += 1
         except CheckpointError as error:
-            errors[number] = error
+            errors[number + done[number] * len(done)] = error
         except Exception as error:  # the other ranks wait for this one
-            errors[number] = CheckpointError(f"{checkpoint.folder}: {error!r}")
+            errors[number + done[number] * len(done)] = CheckpointError(f"{checkpoint.folder}: {error!r}")
 
     def raise_error() -> dict[str, Any]:
         if errors:

@@ -256,8 +256,7 @@ class Root:
         """Rename a folder so that no reader looks at it."""
         if folder.name.startswith(".del-"):
             return folder
-        aside = _parse(folder)
-        retired = self._aside("del", int(folder.name.removeprefix("step-")) if aside is None else aside.step)
+        retired = self._aside("del", int(folder.name.split("-")[1]))  # of step-<step> or .<kind>-<step>-<nonce>
         self.disk.rename(folder, retired)
         return retired
 
@@ -303,7 +302,9 @@ def _parse(path: Path) -> _Aside | None:
 def _check_names(folder: Path, names: set[str], world: int) -> None:
     expected = {MANIFEST_NAME, *(name(rank, world) for rank in range(world) for name in (file_name, index_name))}
     if missing := sorted(expected - names):
-        raise CheckpointError(f"{folder}: the files of {world} ranks are not complete: {some(missing)} missing")
+        raise CheckpointError(
+            f"{folder}: the files of {world} rank{'s' * (world > 1)} are not complete: {some(missing)} missing"
+        )
     if extra := sorted(names - expected):
         raise CheckpointError(
             f"{folder}: {some([repr(name) for name in extra])} not in the manifest; remove what does not belong here"

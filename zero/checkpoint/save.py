@@ -373,7 +373,8 @@ def _kept(
             yield origin + a, host.bring(in_memory[a:b].detach())
         return
     sizes = [plan.kept.numel(kind, b - a) for _, a, b in wanted]
-    room = [host.zeros(max(sizes), dtype) for _ in sizes[: AHEAD + 1]]
+    largest = max(sizes)
+    room = [host.zeros(largest, dtype) for _ in sizes[: AHEAD + 1]]
     waiting: deque[tuple[int, Tensor, Ticket]] = deque()
     for place, ((number, a, _), numel) in enumerate(zip(wanted, sizes, strict=True)):
         if len(waiting) == len(room):

@@ -196,7 +196,7 @@ class ShardReader(_OpenFile):
     """Reads any range of a file, and delivers only bytes that its hashes confirm. One thread at a time.
 
     Args:
-        expected: size and hashes, from the rank's index.
+        expected: the size from the manifest, and the hashes from the rank's index.
         parts: the contents of the file in its order, from the manifest.
 
     Raises:
@@ -265,7 +265,7 @@ class ShardReader(_OpenFile):
         wanted = len(begin) + sum(part.nbytes for part in self._parts)
         if not nbytes == self._expected.size == wanted:
             raise CheckpointError(
-                f"{self._path}: has {nbytes} bytes, its index says {self._expected.size}, its tensors have {wanted}"
+                f"{self._path}: has {nbytes} bytes, the manifest says {self._expected.size}, its tensors have {wanted}"
             )
         actual = bytearray(len(begin))
         self.read(0, memoryview(actual))

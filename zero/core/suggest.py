@@ -99,9 +99,8 @@ def _own_arguments(
                 needs = f"{called} needs {' and '.join(lacking)}"
                 raise ConfigError(f"{needs}; write {write}" if write else needs) from None
             wrong = f"{unknown_name} is not an argument" if unknown_name else error
-            hint = meant(theirs.get(unknown_name, unknown_name), known, cutoff=0.82)
-            hint = hint or f". Choose from {', '.join(known)}."
-            raise ConfigError(f"{called}: {wrong}{hint}") from None
+            hint = nearest(theirs.get(unknown_name, unknown_name), known, cutoff=0.82)
+            raise ConfigError(f"{called}: {wrong}. {hint}") from None
         return function(*args, **kwargs)
 
     return checked

@@ -1,7 +1,7 @@
 """Read and write folders of torch.distributed.checkpoint (DCP), without a process group.
 
 DCP's writer keeps every tensor of a file until the file is complete, so each tensor gets a file of its own, and one
-tensor is in memory at a time.
+tensor is in memory at a time, up to three times while it is read.
 
 DCP's reader unpickles `.metadata` without restriction and trusts it: if the pieces of a tensor leave a hole, it returns
 uninitialised memory, and it casts a piece of another dtype. So this module reads pieces itself, with `weights_only`,

@@ -53,6 +53,11 @@ class Runtime:
         self.gatherer.residency.land()
         self.plan.world.compute.join()  # the host considers an update made as soon as it is launched
 
+    def finish_step(self) -> None:
+        """Make all deferred updates, to the last page written. Collective."""
+        self.make_updates()
+        self.store.drain()
+
     def settle(self) -> None:
         """Write open edits, make all deferred updates, and wait for the device. Collective.
 

@@ -237,9 +237,8 @@ class _Left:
         left_s: float | None = (self._steps - step) * float(row.get("speed/step_s") or 0)
         if self._first is not None and step > self._first[0]:
             left_s = (self._steps - step) * (now_s - self._first[1]) / (step - self._first[0])
-        if (
-            self._first is None or row.get("speed/step_s") is None
-        ):  # without step_s it has the slow step that was recorded
+        has_recorded_step = row.get("speed/step_s") is None  # recording makes it slower than the others
+        if self._first is None or has_recorded_step:
             self._first = step, now_s
         self._newest, self._over = (now_s, left_s), step >= self._steps
         return self.word

@@ -211,8 +211,7 @@ class Track:
         The updates that the last step has deferred are made first, because they belong to that step.
         """
         self._drop_recording()
-        self._runtime.make_updates()
-        self._runtime.store.drain()
+        self._runtime.finish_step()
         with self._meter.paused():
             yield
 

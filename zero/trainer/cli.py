@@ -86,11 +86,11 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
     """Return the end of a message: the command that continues a run that was stopped at once."""
     from zero.trainer.saver import last_saved
 
-    if folder is None or read_run(folder).config.get("mode") == "eval":
+    if folder is None or (config := read_run(folder).config).get("mode") == "eval":
         return ""
     if newest := last_saved(folder):
         return f". Continue with: {suggest.command(arguments, resume=os.path.relpath(newest))}"
-    every = mapping(read_run(folder).config.get("checkpoint")).get("every")
+    every = mapping(config.get("checkpoint")).get("every")
     advice = "" if every else "checkpoint.every=100 saves every 100 steps; "
     return f". Nothing was saved; {advice}SIGTERM, unlike Ctrl-C, saves before it stops"
 

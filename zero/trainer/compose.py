@@ -98,7 +98,7 @@ def _options_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
     return sorted({path.stem for folder in (CONF, *folders) for path in (folder / group).glob("*.yaml")})
 
 
-def compose(words: Sequence[str], config_name: str = "config") -> Any:
+def compose(words: Sequence[str]) -> Any:
     """Return Hydra's composed configuration, with its own part under `hydra`.
 
     Raises:
@@ -118,7 +118,7 @@ def compose(words: Sequence[str], config_name: str = "config") -> Any:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
-            return hydra.compose(config_name, list(words), return_hydra_config=True)
+            return hydra.compose("config", list(words), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         plugin = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
         if plugin and plugin.startswith(("hydra/sweeper/", "hydra/launcher/")):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero.checkpoint import Checkpoint, load
-from zero.core.placement import size_text
+from zero.core.sizes import size_text
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics, make_forward, record
@@ -166,8 +166,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         saving = self._stopping or self._saver.is_due(number, self._last)
         validating = not self._stopping and self._is_validated(number)
         if saving or validating:  # else their time would include the updates of this step
-            self._state.runtime.make_updates()
-            self._state.runtime.store.drain()
+            self._state.runtime.finish_step()
         with self._meter.standing():
             self._saver.publish_if_written(metrics.rank_flags)
         if saving:

@@ -21,7 +21,7 @@ from zero.checkpoint import Checkpoint, Root, Saving, begin, open_at, open_first
 from zero.checkpoint.disk import naming
 from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import by_rank_0, check_shared
-from zero.core.placement import size_text
+from zero.core.sizes import size_text
 from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.engine.state import State

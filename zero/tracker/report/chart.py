@@ -29,6 +29,8 @@ COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
 FEW, SOME = 24, 240
 """Up to FEW points a line shows each; up to SOME it has their values on hovering."""
 
+MOST_LANES = 6
+
 MANY = 700
 """A line of more points is drawn through the lowest and the highest of about each pixel."""
 
@@ -201,7 +203,7 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
     return _svg(2 * WIDTH, y + 38, f"{title}: {label}", [*axis, *body])
 
 
-def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log: bool = False) -> str:
+def multiples(panels: Sequence[Panel], *, title: str, log: bool = False) -> str:
     """Draw a small chart for each panel, all with the same axes, and the other lines pale behind each line."""
     columns = min((4, 5, 3), key=lambda count: -len(panels) % count)  # as few empty places as possible
     tall, below, top, bottom = 132.0, 46.0, 26.0, 128.0
@@ -221,10 +223,10 @@ def multiples(panels: Sequence[Panel], *, title: str, x_name: str = "step", log:
             f'<g transform="translate({left + column * wide:.2f} {row * (tall + below):.2f})">',
             _text(0, 12, _fit(panel.name, right - _text_width(panel.note) - 8, 12.5), "start", "name"),
             _text(right, 12, panel.note, "end"),
-            _panel_grid(x, y, right, top, bottom, first=column == 0),
+            _panel_grid(x, y, right, bottom, first=column == 0),
             f'<use href="#{name}"/>' if len(panels) > 1 else "",
             _path(panel.points, x, y, "line", f"stroke:var(--{panel.colour})", MANY // 4),
-            _dots(panel, x, y, 2.2, x_name, few=1),
+            _dots(panel, x, y, 2.2, "step", few=1),
             "</g>",
         ]
     rows = -(-len(panels) // columns)
@@ -315,7 +317,7 @@ def _known_spans(spans: Iterable[Span]) -> Iterator[Span]:
             yield span._replace(begin_s=begin_s, end_s=end_s)
 
 
-def _lanes(drawn: Iterable[tuple[float, float, Span]], limit: int = 6) -> list[list[tuple[float, float, Span]]]:
+def _lanes(drawn: Iterable[tuple[float, float, Span]]) -> list[list[tuple[float, float, Span]]]:
     """Sort spans into lanes so that none covers another; without a free lane, into the lane that is free first.
 
     Neighbours in a lane that are too short to be seen are drawn once.
@@ -323,7 +325,7 @@ def _lanes(drawn: Iterable[tuple[float, float, Span]], limit: int = 6) -> list[l
     lanes: list[list[tuple[float, float, Span]]] = [[]]
     for begin, end, span in drawn:
         free = next((lane for lane in lanes if not lane or lane[-1][1] <= begin + 0.01), None)
-        if free is None and len(lanes) < limit:
+        if free is None and len(lanes) < MOST_LANES:
             lanes.append(free := [])
         lane = min(lanes, key=lambda lane: lane[-1][1]) if free is None else free
         if not lane or end - begin >= 0.3 or begin - lane[-1][0] >= 0.5:
@@ -358,7 +360,7 @@ def _grid(x: Scale, y: Scale, left: float, right: float, bottom: float, x_name: 
     return "".join(parts) + _text(right, bottom + 39, x_name, "end")
 
 
-def _panel_grid(x: Scale, y: Scale, right: float, top: float, bottom: float, *, first: bool) -> str:
+def _panel_grid(x: Scale, y: Scale, right: float, bottom: float, *, first: bool) -> str:
     parts = []
     for value, name in y.ticks:
         at, css_class = y.at(value), "axis" if value == y.ticks[0][0] else "grid"

@@ -18,6 +18,7 @@ largest tensor. OUT appears only when it is complete.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,14 @@ from zero.trainer.answers import command_line
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
 
 
+def size(text: str) -> int:
+    """Read a size such as 5GB, 1GiB or 1000000."""
+    with contextlib.suppress(ValueError):
+        if nbytes := bytes_of(text):
+            return nbytes
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size. Write 5GB, 500MB or 1GiB.")
+
+
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = command_line("export", __doc__)
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, a run, or checkpoints")
@@ -44,7 +53,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="fp32", choices=list(DTYPES), help="dtype of parameters; buffers keep theirs"
     )
-    parser.add_argument("--shard-size", default="5GB", type=bytes_of, help="largest size of a file of format hf")
+    parser.add_argument("--shard-size", default="5GB", type=size, help="largest size of a file of format hf")
     return parser.parse_args(words)
 
 

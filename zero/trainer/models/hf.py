@@ -127,7 +127,7 @@ def settings(path: str | PathLike[str]) -> Any:
         ConfigError: see `build`.
     """
     transformers = _transformers()
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(str(path))
     if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
@@ -145,7 +145,7 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
     Raises:
         PlanError, CheckpointError: as `StoredWeights`.
     """
-    return HFWeights(model, StoredWeights(Path(path)))
+    return HFWeights(model, StoredWeights(Path(path).expanduser()))
 
 
 def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:

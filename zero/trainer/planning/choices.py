@@ -155,14 +155,14 @@ def _largest_that_fits(
         except ConfigError as refused:
             return solved, refused
 
-    largest, *others = *larger, smallest
-    first = attempt(largest)
-    if isinstance(first[1], Plan) or not others:
-        return first
+    first, *others = *larger, smallest
+    tried = attempt(first)
+    if isinstance(tried[1], Plan) or not others:
+        return tried
     least = attempt(others[-1])
     if isinstance(least[1], ConfigError):
         return least
-    return next((tried for tried in map(attempt, others[:-1]) if isinstance(tried[1], Plan)), least)
+    return next((other for other in map(attempt, others[:-1]) if isinstance(other[1], Plan)), least)
 
 
 def largest(config: Config, machine: Machine, activations: Activations) -> Traced:
@@ -176,18 +176,19 @@ def with_activations(config: Config, activations: str | Sequence[str]) -> Config
     return config.model_copy(update={"zero": config.zero.model_copy(update={"activations": value})})
 
 
-def planned(config: Config, model: nn.Module, world: World, room: Room, activations: Activations | None = None) -> Plan:
+def planned(config: Config, model: nn.Module, world: World, room: Room | None, activations: Activations) -> Plan:
     """Plan these settings, whose batch is solved.
 
     Args:
-        activations: of this model, if they were counted before, be it with other settings of `zero.activations`.
+        room: bytes on each tier; None: what is free here and now.
+        activations: of this model, be it with other settings of `zero.activations`.
 
     Raises:
         DoesNotFit: see `Plan`.
     """
     rows = config.batch.solved(world.size).numbers()[1]
-    counted = Activations(config, model) if activations is None else activations.resolved(config)
-    return build_plan(config, model, world, room=room, **counted.planned(rows, world.compute.kind))
+    counts = activations.resolved(config).planned(rows, world.compute.kind)
+    return build_plan(config, model, world, room=room, check_writes=config.debug.check_writes, **counts)
 
 
 def plan_of_run(config: Config, model: nn.Module, world: World, activations: Activations) -> Plan:
@@ -196,13 +197,10 @@ def plan_of_run(config: Config, model: nn.Module, world: World, activations: Act
     Raises:
         DoesNotFit: with settings that would lower the activations.
     """
-    rows, device = config.batch.numbers()[1], world.compute.kind
-    counted = activations.resolved(config)
     try:
-        counts = counted.planned(rows, device)
-        return build_plan(config, model, world, check_writes=config.debug.check_writes, **counts)
+        return planned(config, model, world, None, activations)
     except DoesNotFit as error:
-        raise _advised(error, counted, rows, device) from None
+        raise _advised(error, activations.resolved(config), config.batch.numbers()[1], world.compute.kind) from None
 
 
 def _advised(error: ConfigError, activations: Activations, rows: int, device: str) -> ConfigError:

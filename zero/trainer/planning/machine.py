@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 import torch
 
-from zero.core.placement import Room, size_text, usable_bytes, usable_host_bytes
+from zero.core.placement import Room, usable_bytes, usable_host_bytes
+from zero.core.sizes import size_text
 from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from zero.core.offload import PRESETS
-from zero.core.placement import budget_bytes, size_text
+from zero.core.placement import budget_bytes
+from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.errors import ConfigError

@@ -4,7 +4,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero.core import suggest
-from zero.core.placement import TIERS, size_text
+from zero.core.placement import TIERS
+from zero.core.sizes import size_text
 from zero.engine.plan import KINDS, Plan
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations

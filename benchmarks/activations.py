@@ -38,8 +38,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def one(given: argparse.Namespace) -> dict[str, Any]:
-    """Train in this process under one budget; what was chosen, seconds of the steps, and bytes."""
+def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
+    """Train in this process under the budget of `--one`; return the chosen units, seconds of the steps, and bytes."""
     import torch
     import torch._dynamo  # torch's checkpoint imports it in its first call
 
@@ -55,12 +55,12 @@ def one(given: argparse.Namespace) -> dict[str, Any]:
     from zero.trainer.planning.activations import Activations
 
     def settings(activations: str, budget: int | str = "auto") -> Any:
-        sizes = {"width": given.width, "layers": given.layers, "heads": given.width // 64, "seq": given.seq}
+        sizes = {"width": options.width, "layers": options.layers, "heads": options.width // 64, "seq": options.seq}
         return read(
             {
                 "model": sizes,
-                "batch": {"global": given.rows, "micro": given.rows},
-                "precision": {"compute": given.precision},
+                "batch": {"global": options.rows, "micro": options.rows},
+                "precision": {"compute": options.precision},
                 "zero": {"activations": activations, "stage": 0},
                 "offload": {"host_budget": budget},
                 "launch": {"malloc": "lean"},
@@ -68,22 +68,22 @@ def one(given: argparse.Namespace) -> dict[str, Any]:
         )
 
     def planned(config: Any) -> zero.Plan:
-        return build_plan(config, model, world, **Activations(config, model).planned(given.rows, "cpu"))
+        return build_plan(config, model, world, **Activations(config, model).planned(options.rows, "cpu"))
 
     world = zero.World.from_env(device="cpu")
     with zero.empty():
         model = GPT(settings("keep").model)
-    least, most = (sum(planned(settings(word)).bytes["device"].values()) for word in ("remat", "keep"))
-    budget_bytes = int(least + given.one * (most - least))
+    least, greatest = (sum(planned(settings(word)).bytes["device"].values()) for word in ("remat", "keep"))
+    budget_bytes = int(least + options.one * (greatest - least))
     config, _ = resolve_auto(settings("auto", budget_bytes), model, world, Tracker())
     plan = planned(config)
-    tokens = torch.randint(0, 256, (given.rows, given.seq + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 256, (options.rows, options.seq + 1), generator=torch.Generator().manual_seed(0))
     _warm(tokens)
     forget_peak()
     before_bytes = host_peak_bytes()
     state, step = zero.init(plan, zero.open_store(plan), seed=0), zero.make_step(plan, loss)
     step_s = []
-    for _ in range(2 + given.steps):
+    for _ in range(2 + options.steps):
         start_s = time.perf_counter()
         state, _ = step(state, [tokens])
         step_s.append(time.perf_counter() - start_s)
@@ -110,24 +110,24 @@ def _warm(tokens: Any) -> None:
 
 
 def main() -> int:
-    given = arguments()
-    if given.one is not None:
-        print(json.dumps(one(given)))
+    options = arguments()
+    if options.one is not None:
+        print(json.dumps(train_at_share(options)))
         return 0
     from zero.trainer.launch import MALLOC_VARIABLES, THRESHOLDS
 
     lean = dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS["lean"]), strict=True))
-    shares = [float(share) for share in given.shares.split(",")]
+    shares = [float(share) for share in options.shares.split(",")]
     runs: dict[float, list[dict[str, Any]]] = {share: [] for share in shares}
-    for _ in range(given.rounds):
+    for _ in range(options.rounds):
         for share in shares:
             command = [sys.executable, __file__, *sys.argv[1:], f"--one={share}"]
             done = subprocess.run(command, check=True, env=os.environ | lean, cwd=ROOT, stdout=subprocess.PIPE)
             runs[share].append(json.loads(done.stdout))
     print(f"{'budget':>12} {'planned':>12} {'peak':>12} {'units again':>12} {'step, s':>9} {'of keep':>8}")
-    medians = {share: statistics.median(s for run in found for s in run["step_s"]) for share, found in runs.items()}
-    for share, found in runs.items():
-        first, peak_bytes = found[0], max(run["peak"] for run in found)
+    medians = {share: statistics.median(s for run in results for s in run["step_s"]) for share, results in runs.items()}
+    for share, results in runs.items():
+        first, peak_bytes = results[0], max(run["peak"] for run in results)
         row = " ".join(f"{value / 1e6:>9.0f} MB" for value in (first["budget"], first["planned"], peak_bytes))
         ratio = medians[share] / medians[max(shares)]
         print(f"{row} {first['again']:>5} of {first['units']:<3} {medians[share]:>9.3f} {ratio:>8.3f}")

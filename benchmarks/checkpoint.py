@@ -49,7 +49,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def drop_from_cache(path: Path) -> None:
-    """Drop the file from the page cache, where the state was not either before it was saved."""
+    """Drop the file from the page cache, because the state was not in it before the save either."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -69,15 +69,15 @@ def unhashed():
 
 
 def main() -> int:
-    given = arguments()
+    options = arguments()
     import torch
 
     from zero.platform.device import host_peak_bytes
     from zero.trainer.models import GPT, GPTConfig, loss
 
     torch.set_num_threads(2)
-    sizes = GPTConfig(width=given.width, layers=given.layers, heads=12, seq=512, vocab=256, mlp="gelu")
-    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=given.path) as top:
+    sizes = GPTConfig(width=options.width, layers=options.layers, heads=12, seq=512, vocab=256, mlp="gelu")
+    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=options.path) as top:
         world = zero.World.from_env()
         with zero.empty():
             model = GPT(sizes)
@@ -86,7 +86,7 @@ def main() -> int:
             optimizer=zero.adamw(1e-4, clip=1.0),
             world=world,
             precision="bf16",
-            offload=zero.Offload(given.offload, path=given.path),
+            offload=zero.Offload(options.offload, path=options.path),
         )
         rows = torch.randint(0, 256, (2, 513))
         with contextlib.closing(zero.open_store(plan)) as store:
@@ -99,16 +99,19 @@ def main() -> int:
             source = path / "rank-00000-of-00001.safetensors"
             nbytes = source.stat().st_size
             times: dict[str, list[float]] = {"save": [], "save without hashes": [], "copy": []}
-            for number in range(given.rounds):
+            for number in range(options.rounds):
                 drop_from_cache(source)
                 times["save"].append(seconds(lambda: zero.save(state, Path(top, "a"))))
                 with unhashed():
                     times["save without hashes"].append(seconds(lambda: zero.save(state, Path(top, "b"))))
                 times["copy"].append(seconds(lambda: copy(source, Path(top, "copy"))))
                 Path(top, "copy").unlink()
-                print(f"round {number + 1}: " + ", ".join(f"{what} {one[-1]:.2f} s" for what, one in times.items()))
-            middle = {what: statistics.median(one) for what, one in times.items()}
-    print(f"\n{plan.numel / 1e6:,.0f} M parameters, offload={given.offload}, {nbytes / 1e9:.2f} GB\n")
+                print(
+                    f"round {number + 1}: "
+                    + ", ".join(f"{what} {durations[-1]:.2f} s" for what, durations in times.items())
+                )
+            middle = {what: statistics.median(durations) for what, durations in times.items()}
+    print(f"\n{plan.numel / 1e6:,.0f} M parameters, offload={options.offload}, {nbytes / 1e9:.2f} GB\n")
     print("| | median s | GB/s |\n|---|---:|---:|")
     for what, median_s in middle.items():
         print(f"| {what} | {median_s:.2f} | {nbytes / median_s / 1e9:.2f} |")

@@ -53,7 +53,7 @@ def config_of(offload: Path) -> Any:
 
 
 def place_of(site: str) -> tuple[type, str]:
-    """The (class, method) of a site."""
+    """Return the (class, method) of a site."""
     from zero.checkpoint.disk import Disk
     from zero.engine.gather import Gatherer
     from zero.store import PrefetchStore
@@ -83,7 +83,7 @@ def entry(plain: dict[str, Any], folder: Path, kill: Kill | None) -> None:
 
 
 def record_saves(path: Path) -> None:
-    """Every rank appends the names of its finished saves to a file."""
+    """Make every rank append the names of its finished saves to a file."""
     from zero.checkpoint import Saving
 
     finish = Saving.finish
@@ -113,7 +113,7 @@ def arm(kill: Kill) -> None:
 
 
 def run(kill: Kill | None, folder: Path) -> dict[str, Any]:
-    """Run it and return what it left. Its ranks are forked, because they import the same modules each time."""
+    """Train with one kill or none; return digests, starts and files. Ranks are forked: they import the same modules."""
     from zero.trainer import launch
     from zero.testing import forked_ranks
 
@@ -137,41 +137,41 @@ def run(kill: Kill | None, folder: Path) -> dict[str, Any]:
     }
 
 
-def complaint(found: dict[str, Any], undisturbed: dict[str, Any]) -> str | None:
-    """What is wrong with a run that was killed; None if nothing is wrong."""
-    if found["bits"] != undisturbed["bits"]:
+def complaint(outcome: dict[str, Any], undisturbed: dict[str, Any]) -> str | None:
+    """Return the fault of a run that was killed; None if it has none."""
+    if outcome["bits"] != undisturbed["bits"]:
         return "the last checkpoint differs"
-    if found["left"] or found["checkpoints"] != undisturbed["checkpoints"]:
-        return f"left {found['left']}, {found['checkpoints']}"
-    if len(found["starts"]) > 1 and (found["starts"][1] or 0) < found["acknowledged"]:
-        return f"continued from step {found['starts'][1]}, though step {found['acknowledged']} was saved"
+    if outcome["left"] or outcome["checkpoints"] != undisturbed["checkpoints"]:
+        return f"left {outcome['left']}, {outcome['checkpoints']}"
+    if len(outcome["starts"]) > 1 and (outcome["starts"][1] or 0) < outcome["acknowledged"]:
+        return f"continued from step {outcome['starts'][1]}, though step {outcome['acknowledged']} was saved"
     return None
 
 
 def main() -> int:
-    given = arguments()
-    choose, wrong = random.Random(given.seed), 0
-    print(f"seed {given.seed}", flush=True)
+    options = arguments()
+    choose, wrong = random.Random(options.seed), 0
+    print(f"seed {options.seed}", flush=True)
     print("| kill | rank | call | restarted from | |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="crashes_") as top:
         undisturbed = run(None, Path(top, "undisturbed"))
-        most = {"forward": 4 * STEPS, "backward": 13 * STEPS, "update": 20 * STEPS, "paging": 900, "save": 12}
+        call_limits = {"forward": 4 * STEPS, "backward": 13 * STEPS, "update": 20 * STEPS, "paging": 900, "save": 12}
         killed = 0
-        for number in range(2 * given.kills):  # a call that is never made kills nothing and does not count
+        for number in range(2 * options.kills):  # a call that is never made kills nothing and does not count
             site, rank = SITES[killed % len(SITES)], killed // len(SITES) % 2
-            kill = Kill(site, rank, choose.randrange(1, most[site]))
-            found = run(kill, Path(top, str(number)))
-            again = found["starts"][1:]
-            problem = complaint(found, undisturbed)
+            kill = Kill(site, rank, choose.randrange(1, call_limits[site]))
+            outcome = run(kill, Path(top, str(number)))
+            again = outcome["starts"][1:]
+            problem = complaint(outcome, undisturbed)
             killed, wrong = killed + bool(again), wrong + (problem is not None)
             restarted = again[0] if again else "not killed"
             print(f"| {kill.site} | {kill.rank} | {kill.call} | {restarted} | {problem or 'same bits'} |", flush=True)
-            if killed == given.kills:
+            if killed == options.kills:
                 break
         else:
-            print(f"only {killed} of {given.kills} kills took place")
+            print(f"only {killed} of {options.kills} kills took place")
             return 1
-    print(f"{given.kills} kills, {wrong} of them lost something")
+    print(f"{options.kills} kills, {wrong} of them lost something")
     return min(wrong, 1)
 
 

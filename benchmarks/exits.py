@@ -70,7 +70,7 @@ OWN_ERROR = "the error of this script"
 
 
 class Loop(NamedTuple):
-    """What a script does before it ends."""
+    """The statements of a script before it ends."""
 
     name: str
     text: str
@@ -78,7 +78,7 @@ class Loop(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a script ends, and its exit code."""
+    """The last statement of a script, and its exit code."""
 
     name: str
     text: str
@@ -103,7 +103,7 @@ ENDINGS = (
 )
 
 
-class Kind(NamedTuple):
+class Script(NamedTuple):
     loop: Loop
     ending: Ending
 
@@ -151,13 +151,13 @@ def environments(ranks: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"} for rank in range(ranks)]
 
 
-def run(kind: Kind) -> tuple[list[str], str]:
-    """(what is wrong with the end of its ranks, all their output)."""
+def run(script: Script) -> tuple[list[str], str]:
+    """Run a script; return (complaints about the exits of its ranks, the output of all ranks)."""
     with tempfile.TemporaryDirectory(prefix="exits_") as folder:
-        Path(folder, "script.py").write_text(kind.text)
+        Path(folder, "script.py").write_text(script.text)
         start = partial(subprocess.Popen, [sys.executable, "script.py"], cwd=folder, text=True)
         into = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        ranks = [start(env=environment, **into) for environment in environments(kind.loop.ranks)]
+        ranks = [start(env=environment, **into) for environment in environments(script.loop.ranks)]
         wrong, written = [], ""
         for rank in ranks:
             try:
@@ -166,7 +166,7 @@ def run(kind: Kind) -> tuple[list[str], str]:
                 rank.send_signal(signal.SIGKILL)
                 output = rank.communicate()[0]
             written += output
-            wrong += complaints(kind.ending, rank.returncode, output)
+            wrong += complaints(script.ending, rank.returncode, output)
     return wrong, written
 
 
@@ -181,23 +181,25 @@ def complaints(ending: Ending, code: int, output: str) -> list[str]:
 
 
 def main() -> int:
-    given = arguments()
-    kinds = [kind for loop in LOOPS for ending in ENDINGS if (kind := Kind(loop, ending)).name.startswith(given.only)]
-    if not kinds:
-        raise SystemExit(f"--only {given.only}: no kind begins with this")
-    chosen = [kinds[number % len(kinds)] for number in range(given.count)]
-    passed: Counter[Kind] = Counter()
-    with busy(given.busy), ThreadPoolExecutor(given.at_once) as pool:
-        for kind, (wrong, written) in zip(chosen, pool.map(run, chosen), strict=True):
-            passed[kind] += not wrong
+    options = arguments()
+    scripts = [
+        script for loop in LOOPS for ending in ENDINGS if (script := Script(loop, ending)).name.startswith(options.only)
+    ]
+    if not scripts:
+        raise SystemExit(f"--only {options.only}: no kind begins with this")
+    chosen = [scripts[number % len(scripts)] for number in range(options.count)]
+    passed: Counter[Script] = Counter()
+    with busy(options.busy), ThreadPoolExecutor(options.at_once) as pool:
+        for script, (wrong, written) in zip(chosen, pool.map(run, chosen), strict=True):
+            passed[script] += not wrong
             for line in wrong:
-                print(f"{kind.name}: {line}", *[written] * given.show, sep="\n", file=sys.stderr, flush=True)
+                print(f"{script.name}: {line}", *[written] * options.show, sep="\n", file=sys.stderr, flush=True)
     tried = Counter(chosen)
     print("| script | ends by | scripts | passed |\n|---|---|---|---|")
-    for kind in tried:
-        print(f"| {kind.loop.name} | {kind.ending.name} | {tried[kind]} | {passed[kind]} |")
-    print(f"{given.count} scripts, {passed.total()} of them passed")
-    return int(passed.total() < given.count)
+    for script in tried:
+        print(f"| {script.loop.name} | {script.ending.name} | {tried[script]} | {passed[script]} |")
+    print(f"{options.count} scripts, {passed.total()} of them passed")
+    return int(passed.total() < options.count)
 
 
 if __name__ == "__main__":

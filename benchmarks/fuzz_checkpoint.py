@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Damage checkpoints in many ways and try to load them: is every wrong one refused?
+"""Damage checkpoints in many ways, try to load them, and check that every wrong one is refused.
 
     benchmarks/fuzz_checkpoint.py --count 10000 --seed 1          a table; exit code 1 if a wrong one was loaded
     benchmarks/fuzz_checkpoint.py --only "lie: shape" --show      also print every message
@@ -48,59 +48,59 @@ def arguments() -> argparse.Namespace:
 
 
 def verdicts_of(wanted: list[Case], width: int, folder: Path) -> list[Verdict]:
-    """For each case the worse verdict of the two worlds."""
+    """Return the worse verdict of the two worlds for each case."""
     by_world = [fuzz(size, start_of(width), folder, wanted) for size in WORLDS]
-    return [max(both, key=lambda one: OUTCOMES.index(one.outcome)) for both in zip(*by_world, strict=True)]
+    return [max(both, key=lambda verdict: OUTCOMES.index(verdict.outcome)) for both in zip(*by_world, strict=True)]
 
 
-def foreign(from_: str, given: argparse.Namespace, folder: Path) -> list[Verdict]:
-    """Verdicts on damaged files of one format."""
+def foreign(from_: str, options: argparse.Namespace, folder: Path) -> list[Verdict]:
+    """Import damaged files of one format and return the verdicts."""
     good = written(from_, folder / "good")
-    found = []
-    for seed in range(given.seed, given.seed + given.count):
+    verdicts = []
+    for seed in range(options.seed, options.seed + options.count):
         outcome, line = fuzzed(from_, seed, good, folder)
-        found.append(Verdict(seed, from_, "harmless" if outcome == "equal" else outcome, line))
-    return found
+        verdicts.append(Verdict(seed, from_, "harmless" if outcome == "equal" else outcome, line))
+    return verdicts
 
 
 def table(verdicts: list[Verdict]) -> str:
-    counts = Counter((one.kind, one.outcome) for one in verdicts)
-    rows = [(kind, [counts[kind, outcome] for outcome in OUTCOMES]) for kind in (*KINDS, *TREES)]
-    rows = [(kind, row) for kind, row in rows if any(row)]
+    counts = Counter((verdict.kind, verdict.outcome) for verdict in verdicts)
+    rows = [(damage, [counts[damage, outcome] for outcome in OUTCOMES]) for damage in (*KINDS, *TREES)]
+    rows = [(damage, row) for damage, row in rows if any(row)]
     rows.append(("all", [sum(column) for column in zip(*(row for _, row in rows), strict=True)]))
     head = f"{'damage':<26}{'tried':>8}" + "".join(f"{outcome:>10}" for outcome in OUTCOMES)
-    return "\n".join([head, *(f"{kind:<26}{sum(row):>8}" + "".join(f"{n:>10}" for n in row) for kind, row in rows)])
+    return "\n".join([head, *(f"{damage:<26}{sum(row):>8}" + "".join(f"{n:>10}" for n in row) for damage, row in rows)])
 
 
-def own(given: argparse.Namespace) -> list[Verdict]:
-    """Verdicts on damaged checkpoints of this library."""
-    wanted = cases(given.count, given.seed)
-    if given.only:
-        wanted = [Case(case.seed, given.only) for case in wanted]
+def native(options: argparse.Namespace) -> list[Verdict]:
+    """Load damaged checkpoints of this library and return the verdicts."""
+    wanted = cases(options.count, options.seed)
+    if options.only:
+        wanted = [Case(case.seed, options.only) for case in wanted]
     verdicts: list[Verdict] = []
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made(folder, given.width)
+        made(folder, options.width)
         for at in range(0, len(wanted), CHUNK):
-            verdicts += verdicts_of(wanted[at : at + CHUNK], given.width, folder)
+            verdicts += verdicts_of(wanted[at : at + CHUNK], options.width, folder)
             print(f"{len(verdicts)} of {len(wanted)}, {time.monotonic() - began_s:.0f} s", file=sys.stderr)
     return verdicts
 
 
 def main() -> int:
-    given = arguments()
+    options = arguments()
     verdicts: list[Verdict] = []
-    if given.foreign:
+    if options.foreign:
         for from_ in TREES:
             with tempfile.TemporaryDirectory() as name:
-                verdicts += foreign(from_, given, Path(name))
-            print(f"{from_}: {given.count}", file=sys.stderr)
+                verdicts += foreign(from_, options, Path(name))
+            print(f"{from_}: {options.count}", file=sys.stderr)
     else:
-        verdicts = own(given)
-    bad = [one for one in verdicts if one.outcome in ("silent", "wrong")]
-    for one in verdicts if given.show else bad:
-        print(f"{one.kind}, seed {one.seed}: {one.outcome}: {one.line}")
+        verdicts = native(options)
+    bad = [verdict for verdict in verdicts if verdict.outcome in ("silent", "wrong")]
+    for verdict in verdicts if options.show else bad:
+        print(f"{verdict.kind}, seed {verdict.seed}: {verdict.outcome}: {verdict.line}")
     print(table(verdicts))
     return 1 if bad else 0
 

@@ -49,12 +49,12 @@ def model_of(width: int, layers: int) -> "torch.nn.Module":
     return GPT(GPTConfig(vocab=256, seq=16, layers=layers, heads=max(1, width // 64), width=width))
 
 
-def plain(world: Any, given: dict[str, Any]) -> tuple[Any, Any]:
-    """Only forward and backward."""
+def plain(world: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Build a step of forward and backward only."""
     import torch
 
-    model = model_of(given["width"], given["layers"])
-    model = model.bfloat16() if given["precision"] == "bf16" else model
+    model = model_of(settings["width"], settings["layers"])
+    model = model.bfloat16() if settings["precision"] == "bf16" else model
     row = torch.zeros(1, 17, dtype=torch.int64)
 
     def step() -> None:
@@ -64,16 +64,16 @@ def plain(world: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     return step, dict
 
 
-def fsdp2(world: Any, given: dict[str, Any]) -> tuple[Any, Any]:
-    """fully_shard on each block and the root, fused AdamW, clipping."""
+def fsdp2(world: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Build a step of FSDP2: fully_shard on each block and the root, fused AdamW, clipping."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = model_of(given["width"], given["layers"])
-    mesh = init_device_mesh("cpu", (given["ranks"],))
+    model = model_of(settings["width"], settings["layers"])
+    mesh = init_device_mesh("cpu", (settings["ranks"],))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = half if given["precision"] == "bf16" else MixedPrecisionPolicy()
+    policy = half if settings["precision"] == "bf16" else MixedPrecisionPolicy()
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -89,19 +89,19 @@ def fsdp2(world: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     return step, dict
 
 
-def ours(world: Any, given: dict[str, Any]) -> tuple[Any, Any]:
-    """This library with a stage, or with stage 3 and an offload preset."""
+def ours(world: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Build a step of this library with a stage, or with stage 3 and an offload preset."""
     import torch
 
     import zero
 
-    name = given["system"]
-    offload = zero.Offload(name if name in PRESETS else "none", path=given["folder"])
+    name = settings["system"]
+    offload = zero.Offload(name if name in PRESETS else "none", path=settings["folder"])
     plan = zero.Plan(
-        model_of(given["width"], given["layers"]),
+        model_of(settings["width"], settings["layers"]),
         optimizer=zero.adamw(1e-3, clip=1.0),
         stage=STAGES.get(name, 3),
-        precision=given["precision"],
+        precision=settings["precision"],
         offload=offload,
         world=world,
     )
@@ -124,39 +124,39 @@ def loss_of(model: Any, row: "torch.Tensor") -> "torch.Tensor":
     return torch.nn.functional.cross_entropy(model(row[:, :-1]).flatten(0, 1).float(), row[:, 1:].flatten())
 
 
-def counted(world: Any, given: dict[str, Any]) -> dict[str, Any]:
+def counted(world: Any, settings: dict[str, Any]) -> dict[str, Any]:
     from zero.testing.simulated_gpu import count_launches, simulated_gpu
     from zero.distributed.world import World, open_default_group
 
-    made = {"forward and backward": plain, "fsdp2": fsdp2}.get(given["system"], ours)
+    made = {"forward and backward": plain, "fsdp2": fsdp2}.get(settings["system"], ours)
     if made is fsdp2:
         open_default_group()
     if made is ours:
         with simulated_gpu():
             world = World.from_env()
-    step, more = made(world, given)
+    step, more = made(world, settings)
     for _ in range(WARM):
         step()
-    found: Counter[str] = count_launches(step)
-    counts = {"launches": sum(found.values()), **more()}
+    operators: Counter[str] = count_launches(step)
+    counts = {"launches": sum(operators.values()), **more()}
     if made is ours:
-        counts |= waits_and_copies(given)
-    return {**counts, "most": found.most_common(given["most"])}
+        counts |= waits_and_copies(settings)
+    return {**counts, "most": operators.most_common(settings["most"])}
 
 
-def waits_and_copies(given: dict[str, Any]) -> dict[str, int]:
-    """The waits and copies of a step, on an instrumented device."""
+def waits_and_copies(settings: dict[str, Any]) -> dict[str, int]:
+    """Count the waits and copies of a step on an instrumented device."""
     from zero.testing.simulated_gpu import simulated_gpu
     from zero.distributed.world import World
 
     with simulated_gpu(races=True) as simulation:
-        step, _ = ours(World.from_env(), given)
+        step, _ = ours(World.from_env(), settings)
         for _ in range(WARM):
             step()
         before = simulation.counts
         step()
-        found = simulation.counts - before
-    return {name: found[name] for name in COUNTED}
+        counts = simulation.counts - before
+    return {name: counts[name] for name in COUNTED}
 
 
 def main() -> None:
@@ -167,8 +167,8 @@ def main() -> None:
         for system in options.systems.split(","):
             if system not in SYSTEMS:
                 sys.exit(f"--systems: {system!r} is not one of {', '.join(SYSTEMS)}")
-            given = {**vars(options), "system": system, "folder": folder}
-            first = run_processes(options.ranks, counted, given)[0]
+            settings = {**vars(options), "system": system, "folder": folder}
+            first = run_processes(options.ranks, counted, settings)[0]
             line = {"system": system, "width": options.width, "layers": options.layers, "ranks": options.ranks, **first}
             if not options.most:
                 del line["most"]

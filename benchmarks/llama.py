@@ -33,22 +33,23 @@ SIZES = {
 }
 
 
-def make(given: argparse.Namespace) -> None:
-    """What the model's owner has: a folder."""
+def make(options: argparse.Namespace) -> None:
+    """Write a folder as the owner of the model has it: config.json and safetensors in several files."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    vocab = 256 if given.small else 32_000
-    config = transformers.LlamaConfig(**SIZES[given.small], vocab_size=vocab, pad_token_id=None)
+    vocab = 256 if options.small else 32_000
+    config = transformers.LlamaConfig(**SIZES[options.small], vocab_size=vocab, pad_token_id=None)
     model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(given.folder / "given", max_shard_size="100KB" if given.small else "300MB")
-    numel, files = sum(one.numel() for one in model.parameters()), len(list((given.folder / "given").glob("*.safe*")))
+    model.save_pretrained(options.folder / "given", max_shard_size="100KB" if options.small else "300MB")
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    files = len(list((options.folder / "given").glob("*.safe*")))
     print(f"made by transformers: {numel:,} weights in {files} files")
 
 
-def train(given: argparse.Namespace) -> None:
-    """Folder in, folder out."""
+def train(options: argparse.Namespace) -> None:
+    """Train the weights of the folder, then export them to a folder for transformers."""
     import torch
 
     import zero
@@ -57,7 +58,7 @@ def train(given: argparse.Namespace) -> None:
     from zero.trainer.models import hf
 
     world = zero.World.from_env()
-    model = hf.build(given.folder / "given")
+    model = hf.build(options.folder / "given")
     plan = zero.Plan(
         model,
         optimizer=zero.adamw(lr=3e-4, clip=1.0),
@@ -65,40 +66,40 @@ def train(given: argparse.Namespace) -> None:
         stage=3,
         prefetch=0,  # one unit whole at a time, and its activations computed again: for memory, not for speed
         activations="remat",
-        offload=zero.Offload(given.offload, path=str(given.folder)),
+        offload=zero.Offload(options.offload, path=str(options.folder)),
     )
     print(plan)
     with contextlib.closing(zero.open_store(plan)) as store:
-        weights = hf.weights(model, given.folder / "given")
+        weights = hf.weights(model, options.folder / "given")
         print(weights)
         state = zero.init(plan, store, weights=weights)
         step = zero.make_step(plan, hf.loss)
         rows = rows_of(model.config.vocab_size)
-        for _ in range(given.steps):
+        for _ in range(options.steps):
             state, metrics = step(state, [rows])
             print(f"step {state.step}  loss {metrics.loss:.4f}  norm {metrics.grad_norm:.4f}")
-        torch.save(zero.make_forward(plan, hf.logits)(state, rows), given.folder / "logits.pt")
-        path = zero.save(state, given.folder / "checkpoints")
-    export_checkpoint(open_newest(path)[0], "hf", given.folder / "out")
-    hf.write_settings(given.folder / "given", given.folder / "out")
+        torch.save(zero.make_forward(plan, hf.logits)(state, rows), options.folder / "logits.pt")
+        path = zero.save(state, options.folder / "checkpoints")
+    export_checkpoint(open_newest(path)[0], "hf", options.folder / "out")
+    hf.write_settings(options.folder / "given", options.folder / "out")
     peak, whole = host_peak_bytes(), 16 * plan.numel
-    (given.folder / "peak.json").write_text(json.dumps({"peak_bytes": peak, "state_bytes": whole}))
-    share = "" if given.small else f", {peak / whole:.3f} of the {whole / 1e6:,.0f} MB that 16 bytes a weight are"
+    (options.folder / "peak.json").write_text(json.dumps({"peak_bytes": peak, "state_bytes": whole}))
+    share = "" if options.small else f", {peak / whole:.3f} of the {whole / 1e6:,.0f} MB that 16 bytes a weight are"
     print(f"peak of resident memory {peak / 1e6:,.0f} MB{share}")
 
 
-def compare(given: argparse.Namespace) -> None:
-    """What the model's owner does next."""
+def compare(options: argparse.Namespace) -> None:
+    """Load the export with transformers and check that its logits equal those of training, bit by bit."""
     import torch
     import transformers
 
-    model, report = transformers.LlamaForCausalLM.from_pretrained(given.folder / "out", output_loading_info=True)
+    model, report = transformers.LlamaForCausalLM.from_pretrained(options.folder / "out", output_loading_info=True)
     assert not any(report.values()), report
     with torch.no_grad():
-        found = model.eval()(input_ids=rows_of(model.config.vocab_size)).logits
-    wanted = torch.load(given.folder / "logits.pt", weights_only=True)
-    assert torch.equal(found, wanted), f"logits differ by up to {(found - wanted).abs().max():g}"
-    print(f"loaded by transformers: {found.numel():,} logits are the same to the last bit")
+        logits = model.eval()(input_ids=rows_of(model.config.vocab_size)).logits
+    expected = torch.load(options.folder / "logits.pt", weights_only=True)
+    assert torch.equal(logits, expected), f"logits differ by up to {(logits - expected).abs().max():g}"
+    print(f"loaded by transformers: {logits.numel():,} logits are the same to the last bit")
 
 
 def rows_of(vocab: int):
@@ -121,33 +122,34 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> int:
-    given = arguments(words)
-    if given.part:
-        PARTS[given.part](given)
+    options = arguments(words)
+    if options.part:
+        PARTS[options.part](options)
         return 0
     with contextlib.ExitStack() as stack:
-        given.folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".")))
-        given.folder.mkdir(exist_ok=True)
+        options.folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".")))
+        options.folder.mkdir(exist_ok=True)
         for part, run in PARTS.items():
             began = time.monotonic()
-            if given.small:
-                run(given)
-            elif failed := apart(part, given):
+            if options.small:
+                run(options)
+            elif failed := apart(part, options):
                 return failed
             print(f"{part} took {time.monotonic() - began:.0f} s", flush=True)
-        told = json.loads((given.folder / "peak.json").read_text())
-    if given.offload == "infinity" and not given.small and told["peak_bytes"] * 4 >= told["state_bytes"]:
+        memory = json.loads((options.folder / "peak.json").read_text())
+    if options.offload == "infinity" and not options.small and memory["peak_bytes"] * 4 >= memory["state_bytes"]:
         print("bench_llama: the peak is not below a quarter", file=sys.stderr)
         return 1
     return 0
 
 
-def apart(part: str, given: argparse.Namespace) -> int:
-    """In a process that gives freed memory back at once, as train.py does with launch.malloc=lean."""
+def apart(part: str, options: argparse.Namespace) -> int:
+    """Run a part in a process that returns freed memory at once, as train.py does with launch.malloc=lean."""
     from zero.trainer.launch import Processes, environment
 
-    words = ["--part", part, "--offload", given.offload, "--steps", str(given.steps), "--folder", str(given.folder)]
-    env = os.environ | environment(1, Processes(given.folder, malloc="lean"))
+    words = ["--part", part, "--offload", options.offload]
+    words += ["--steps", str(options.steps), "--folder", str(options.folder)]
+    env = os.environ | environment(1, Processes(options.folder, malloc="lean"))
     return subprocess.run([sys.executable, __file__, *words], env=env, check=False).returncode
 
 

@@ -40,14 +40,14 @@ import psutil  # noqa: E402
 from node_parts.nodes import SWITCH, Nodes, Wire, why_not  # noqa: E402 - found through the line above
 from node_parts.run import Job, ranks_of, rows_in  # noqa: E402
 
-KINDS = ("ranks", "power", "wire")
+FAULTS = ("ranks", "power", "wire")
 NODES = 2
 TIMEOUT_S = 10
 EVERY = 10
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 ENV = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
 LONGEST_S = 180.0
-"""After a fault, until steps are made again."""
+"""Seconds after a repair within which the run must make new steps."""
 
 
 def arguments() -> argparse.Namespace:
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="on each node")
     parser.add_argument("--rate", default="", help="of each wire, as 1gbit; no limit by default")
     parser.add_argument("--words", default="debug=tiny", help="of train.py: the model and its data")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="which faults there are")
+    parser.add_argument("--kinds", default=",".join(FAULTS), help="which faults there are")
     return parser.parse_args()
 
 
@@ -80,7 +80,7 @@ class Cluster:
         return self.folder / f"node{node}.txt"
 
     def keep_up(self) -> bool:
-        """As a service manager: start torchrun where it has failed. Returns whether the run has ended well."""
+        """Start torchrun again where it failed, as a service manager does; return whether the run has ended well."""
         codes = {node: torchrun.poll() for node, torchrun in self.torchrun.items() if node not in self.off}
         if 0 in codes.values():
             return True
@@ -88,20 +88,20 @@ class Cluster:
             self.start(node)
         return False
 
-    def fail(self, kind: str, node: int) -> None:
-        if kind == "wire":
+    def fail(self, fault: str, node: int) -> None:
+        if fault == "wire":
             self.nodes.cut(node)
-        elif kind == "power":
+        elif fault == "power":
             self.off.add(node)
             self.nodes.kill(node)
         else:
             for rank in ranks_of(self.torchrun[node]):
                 rank.kill()
 
-    def repair(self, kind: str, node: int) -> None:
-        if kind == "wire":
+    def repair(self, fault: str, node: int) -> None:
+        if fault == "wire":
             self.nodes.mend(node)
-        elif kind == "power":
+        elif fault == "power":
             self.off.discard(node)
             self.start(node)
 
@@ -109,7 +109,7 @@ class Cluster:
         return [row["step"] for row in rows_in(self.folder / "run" / "metrics.jsonl")]
 
     def is_whole(self) -> bool:
-        """Whether the ranks of the last start are on both nodes."""
+        """Return whether the ranks of the last start are on both nodes."""
         starts = self.starts()
         return bool(starts) and starts[-1]["machines"] == "several"
 
@@ -118,11 +118,11 @@ class Cluster:
 
     def stop(self) -> None:
         """Ask all torchruns to stop, as a scheduler does, and wait for them."""
-        for one in self.torchrun.values():
-            for torchrun in psutil.Process(one.pid).children():
+        for launcher in self.torchrun.values():
+            for torchrun in psutil.Process(launcher.pid).children():
                 torchrun.terminate()
-        for one in self.torchrun.values():
-            one.wait()
+        for launcher in self.torchrun.values():
+            launcher.wait()
 
 
 def words(model: str, folder: Path, stop_at: int | None = None) -> list[str]:
@@ -132,11 +132,11 @@ def words(model: str, folder: Path, stop_at: int | None = None) -> list[str]:
     return [*program, f"launch.timeout={TIMEOUT_S}", "launch.threads=1", f"hydra.run.dir={folder / 'run'}"]
 
 
-def losses(given: argparse.Namespace, folder: Path, last: int) -> dict[int, float]:
-    """Of a run without faults, by step."""
+def losses(options: argparse.Namespace, folder: Path, last: int) -> dict[int, float]:
+    """Return the losses of a run without faults, by step."""
     folder.mkdir()
-    with Nodes([Wire(given.rate)] * NODES) as nodes:
-        cluster = Cluster(nodes, Job(words(given.words, folder, last), given.ranks), folder)
+    with Nodes([Wire(options.rate)] * NODES) as nodes:
+        cluster = Cluster(nodes, Job(words(options.words, folder, last), options.ranks), folder)
         for node in range(NODES):
             cluster.start(node)
         codes = [torchrun.wait() for torchrun in cluster.torchrun.values()]
@@ -152,20 +152,20 @@ def pauses(seconds: float) -> Iterator[None]:
         time.sleep(0.1)
 
 
-def one_fault(cluster: Cluster, dice: random.Random, kinds: list[str]) -> str:
-    """Let one node fail, repair it, and wait until the run makes new steps. Returns what was seen."""
-    kind, node = dice.choice(kinds), dice.randrange(NODES)
+def inject_fault(cluster: Cluster, dice: random.Random, faults: list[str]) -> str:
+    """Let one node fail, repair it, wait until the run makes new steps, and return a line about it."""
+    fault, node = dice.choice(faults), dice.randrange(NODES)
     for _ in pauses(dice.uniform(0, 8)):
         cluster.keep_up()
     before, said = cluster.steps(), {other: len(cluster.said_by(other).read_bytes()) for other in range(NODES)}
     starts, start_s, named_s, gone_on_s, trains_s = len(cluster.starts()), time.monotonic(), None, None, None
-    cluster.fail(kind, node)
-    away_s = dice.uniform(0, 3 * TIMEOUT_S) if kind != "ranks" else 0.0
+    cluster.fail(fault, node)
+    away_s = dice.uniform(0, 3 * TIMEOUT_S) if fault != "ranks" else 0.0
     is_repaired, seen = False, 0
     while True:
         now_s = time.monotonic() - start_s
         if not is_repaired and now_s >= away_s:
-            cluster.repair(kind, node)
+            cluster.repair(fault, node)
             is_repaired = True
         if named_s is None and f"on node{node}" in _said_since(cluster, 1 - node, said[1 - node]):
             named_s = now_s
@@ -178,7 +178,7 @@ def one_fault(cluster: Cluster, dice: random.Random, kinds: list[str]) -> str:
         if is_repaired and len(new) > EVERY and cluster.is_whole():
             break
         if now_s > away_s + LONGEST_S:
-            raise SystemExit(f"{kind} of node{node}: no steps after {now_s:.0f} s; see {cluster.folder}")
+            raise SystemExit(f"{fault} of node{node}: no steps after {now_s:.0f} s; see {cluster.folder}")
         time.sleep(0.1)
     last = before[-1] if before else 0
     again = max(0, last + 1 - min(new))
@@ -186,7 +186,7 @@ def one_fault(cluster: Cluster, dice: random.Random, kinds: list[str]) -> str:
     started = "" if gone_on_s is None else f"started again after {gone_on_s:.0f} s, "
     started += "" if trains_s is None else f"a step after {trains_s:.0f} s, "
     return (
-        f"{kind} of node{node} at step {last}, away {away_s:.0f} s{named}; {started}steps with both nodes after "
+        f"{fault} of node{node} at step {last}, away {away_s:.0f} s{named}; {started}steps with both nodes after "
         f"{now_s:.0f} s; {again} steps made twice"
     )
 
@@ -198,9 +198,9 @@ def _said_since(cluster: Cluster, node: int, position: int) -> str:
 
 
 def check_starts(folder: Path) -> int:
-    """That each start goes on from the newest save before it; returns how many there are.
+    """Check that each start continues from the newest save before it; return the number of starts.
 
-    That may be one save further than the file says: rank 0 is killed between publishing a save and writing it down.
+    The newest save may be one later than the file says: rank 0 can be killed after a save, before it writes the line.
     """
     lines = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
     newest, starts = None, 0
@@ -219,45 +219,47 @@ def _step(save: str | None) -> int:
 
 
 def check_losses(folder: Path, expected: dict[int, float], *, bitwise: bool) -> str:
-    """That every step has the loss that it has without faults; returns how far they are apart."""
+    """Check that every step has the loss that it has without faults; return the largest differences."""
     first: dict[int, float] = {}
-    most_twice = most = 0.0
+    largest_twice = largest = 0.0
     for row in rows_in(folder / "metrics.jsonl"):
         step, loss = row["step"], row["train/loss"]
-        most_twice = max(most_twice, abs(loss / first.setdefault(step, loss) - 1))
-        most = max(most, abs(loss / expected[step] - 1))
-    if most_twice > (0 if bitwise else 1e-4) or most > (0 if bitwise else 1e-2):
-        raise SystemExit(f"losses differ: {most_twice:.1e} where a step was made twice, {most:.1e} from no faults")
-    return f"losses differ by {most_twice:.1e} at most where a step was made twice, by {most:.1e} from no faults"
+        largest_twice = max(largest_twice, abs(loss / first.setdefault(step, loss) - 1))
+        largest = max(largest, abs(loss / expected[step] - 1))
+    if largest_twice > (0 if bitwise else 1e-4) or largest > (0 if bitwise else 1e-2):
+        raise SystemExit(
+            f"losses differ: {largest_twice:.1e} where a step was made twice, {largest:.1e} from no faults"
+        )
+    return f"losses differ by {largest_twice:.1e} at most where a step was made twice, by {largest:.1e} from no faults"
 
 
 def main() -> int:
-    given = arguments()
+    options = arguments()
     if refusal := why_not():
         print(refusal, file=sys.stderr)
         return 3
-    dice, kinds = random.Random(given.seed), given.kinds.split(",")
+    dice, faults = random.Random(options.seed), options.kinds.split(",")
     folder = Path(tempfile.mkdtemp(prefix="node-faults-"))
-    print(f"seed {given.seed}, {given.faults} faults, {given.least} to {NODES} nodes, in {folder}", flush=True)
+    print(f"seed {options.seed}, {options.faults} faults, {options.least} to {NODES} nodes, in {folder}", flush=True)
     place = folder / "disturbed"
     place.mkdir()
-    program = words(given.words, place)
-    job = Job(program, given.ranks, least=given.least, max_restarts=1000, rendezvous=SWITCH, conf=CONF)
-    with Nodes([Wire(given.rate)] * NODES) as nodes:
+    program = words(options.words, place)
+    job = Job(program, options.ranks, least=options.least, max_restarts=1000, rendezvous=SWITCH, conf=CONF)
+    with Nodes([Wire(options.rate)] * NODES) as nodes:
         job.host_rendezvous(nodes)
         cluster = Cluster(nodes, job, place)
         for node in range(NODES):
             cluster.start(node)
         while not cluster.steps():  # else there may be nothing yet that can fail
             time.sleep(0.1)
-        for number in range(1, given.faults + 1):
-            print(f"{number}: {one_fault(cluster, dice, kinds)}", flush=True)
+        for number in range(1, options.faults + 1):
+            print(f"{number}: {inject_fault(cluster, dice, faults)}", flush=True)
         cluster.stop()
     last, starts = max(cluster.steps()), check_starts(place / "run")
     reason = json.loads((place / "run" / "summary.json").read_text())["exit_reason"]
     if reason != "stopped by a signal":
         raise SystemExit(f"the run was asked to stop, and ended otherwise: {reason}")
-    apart = check_losses(place / "run", losses(given, folder / "undisturbed", last), bitwise=given.least == NODES)
+    apart = check_losses(place / "run", losses(options, folder / "undisturbed", last), bitwise=options.least == NODES)
     print(f"held: {last} steps in {starts} starts, each from the newest save, in one folder; {apart}")
     return 0
 

@@ -45,38 +45,40 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--rows", type=int, default=1, help="per rank")
-    given = parser.parse_args()
-    given.systems = given.systems.split(",")
-    if unknown := [name for name in given.systems if name not in SYSTEMS | BETWEEN_NODES]:
+    options = parser.parse_args()
+    options.systems = options.systems.split(",")
+    if unknown := [name for name in options.systems if name not in SYSTEMS | BETWEEN_NODES]:
         parser.error(f"unknown system {unknown[0]}; choose from {', '.join(SYSTEMS | BETWEEN_NODES)}")
-    return given
+    return options
 
 
-def run_system(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Rank 0's measurement, with `sent_bytes` of each measured step, or {"error": what was said last}."""
-    sizes = [f"--{key}={getattr(given, key)}" for key in ("width", "layers", "seq", "rows", "warmup", "steps", "dtype")]
-    with tempfile.TemporaryDirectory() as folder, Nodes([Wire(given.rate)] * given.nodes) as nodes:
+def run_system(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return rank 0's measurement with `sent_bytes` of each measured step, or {"error": the end of the log}."""
+    sizes = [
+        f"--{key}={getattr(options, key)}" for key in ("width", "layers", "seq", "rows", "warmup", "steps", "dtype")
+    ]
+    with tempfile.TemporaryDirectory() as folder, Nodes([Wire(options.rate)] * options.nodes) as nodes:
         rows, out = Path(folder, "rows.jsonl"), Path(folder, "result.json")
         words = [str(HERE / "step_systems.py"), f"--system={name}", f"--out={out}", f"--rows-file={rows}", *sizes]
-        job = Job(words, given.ranks)
+        job = Job(words, options.ranks)
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         readings, log = Readings(nodes, rows), Path(folder, "log")
         with log.open("wb") as output:
-            options = {"env": env, "stdout": output, "stderr": output}
-            code = wait_for([job.start(nodes, node, **options) for node in range(given.nodes)], readings)
+            popen_options = {"env": env, "stdout": output, "stderr": output}
+            code = wait_for([job.start(nodes, node, **popen_options) for node in range(options.nodes)], readings)
         if code:
             return {"error": f"exit code {code}\n" + log.read_text(errors="replace")[-4000:]}
-        sent = zip(*([sent for sent, _ in readings.per_step(node)] for node in range(given.nodes)), strict=True)
-        return json.loads(out.read_text()) | {"sent_bytes": [max(nodes) for nodes in sent][given.warmup - 1 :]}
+        sent = zip(*([sent for sent, _ in readings.per_step(node)] for node in range(options.nodes)), strict=True)
+        return json.loads(out.read_text()) | {"sent_bytes": [max(nodes) for nodes in sent][options.warmup - 1 :]}
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """A row for each system, in the order in which they ran."""
+    """Return a table with a row for each system, in the order in which they ran."""
     beside = [name for name in ("ddp", "fsdp2", "fsdp2-hybrid", "zero3-straight") if runs.get(name)]
     medians = {
-        name: [statistics.median(value for run in own for value in run[key]) for key in ("step_s", "sent_bytes")]
-        for name, own in runs.items()
-        if own
+        name: [statistics.median(value for run in results for value in run[key]) for key in ("step_s", "sent_bytes")]
+        for name, results in runs.items()
+        if results
     }
     lines = ["", f"{'system':<16}{'step':>8}{'sent MB':>9}" + "".join(f"{f'/ {name}':>17}" for name in beside)]
     for name, (step_s, sent_bytes) in medians.items():
@@ -88,19 +90,19 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> int:
-    given = arguments()
+    options = arguments()
     if refusal := why_not():
         print(refusal, file=sys.stderr)
         return 3
     print(
-        f"GPT width {given.width}, {given.layers} layers, {given.dtype}; {given.rows} x {given.seq} bytes per rank; "
-        f"{given.nodes} nodes of {given.ranks} ranks, wires of {given.rate}"
+        f"GPT width {options.width}, {options.layers} layers, {options.dtype}; {options.rows} x {options.seq} "
+        f"bytes per rank; {options.nodes} nodes of {options.ranks} ranks, wires of {options.rate}"
     )
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.systems}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.systems}
     failed = False
-    for number in range(1, given.rounds + 1):
-        for name in given.systems:
-            result = run_system(name, given)
+    for number in range(1, options.rounds + 1):
+        for name in options.systems:
+            result = run_system(name, options)
             failed |= "error" in result
             shown = result.get("error") or " ".join(f"{value:.3f}" for value in result["step_s"])
             print(f"round {number} {name:<16} {shown}", flush=True)

@@ -96,16 +96,16 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one system in one round")
     parser.add_argument("--json", default=None, help="also write every measurement to this file")
-    given = parser.parse_args()
-    if not Path(given.path).is_dir():
-        parser.error(f"--path {given.path} is not a folder")
-    if given.second_path and not Path(given.second_path).is_dir():
-        parser.error(f"--second-path {given.second_path} is not a folder")
-    if wrong := [one for one in given.set if "=" not in one]:
+    options = parser.parse_args()
+    if not Path(options.path).is_dir():
+        parser.error(f"--path {options.path} is not a folder")
+    if options.second_path and not Path(options.second_path).is_dir():
+        parser.error(f"--second-path {options.second_path} is not a folder")
+    if wrong := [pair for pair in options.set if "=" not in pair]:
         parser.error(f"--set {wrong[0]}: write NAME=VALUE")
-    given.path = str(Path(given.path).resolve())
-    given.second_path = given.second_path and str(Path(given.second_path).resolve())
-    return given
+    options.path = str(Path(options.path).resolve())
+    options.second_path = options.second_path and str(Path(options.second_path).resolve())
+    return options
 
 
 # Running
@@ -119,14 +119,14 @@ class Run(NamedTuple):
     result: dict[str, Any]
 
 
-def environment(given: argparse.Namespace, malloc: str, python: str) -> dict[str, str]:
-    """Environment variables of one rank on this machine. DeepSpeed looks for ninja on the PATH."""
+def environment(options: argparse.Namespace, malloc: str, python: str) -> dict[str, str]:
+    """Return the environment variables of one rank on this machine. DeepSpeed looks for ninja on the PATH."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    threads = {"OMP_NUM_THREADS": str(given.threads), "MKL_NUM_THREADS": str(given.threads)}
+    threads = {"OMP_NUM_THREADS": str(options.threads), "MKL_NUM_THREADS": str(options.threads)}
     path = f"{Path(python).parent}{os.pathsep}{kept.get('PATH', '')}"
     kept |= rank | threads | MALLOC[malloc] | {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "PATH": path}
-    return kept | {"MASTER_PORT": str(free_port())} | dict(one.split("=", 1) for one in given.set)
+    return kept | {"MASTER_PORT": str(free_port())} | dict(pair.split("=", 1) for pair in options.set)
 
 
 def free_port() -> int:
@@ -148,26 +148,26 @@ def started(command: list[str], log: Path, **keys: Any) -> Iterator[subprocess.P
         process.wait()
 
 
-def run_system(name: str, malloc: str, given: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
+def run_system(name: str, malloc: str, options: argparse.Namespace, sizes: dict[str, int]) -> dict[str, Any]:
     """Start one system, wait for it, return its measurement or {"system", "error": last lines}."""
-    python = given.deepspeed_python if SYSTEMS[name].deepspeed else sys.executable
-    with tempfile.TemporaryDirectory(prefix="offload_", dir=given.path) as folder:
+    python = options.deepspeed_python if SYSTEMS[name].deepspeed else sys.executable
+    with tempfile.TemporaryDirectory(prefix="offload_", dir=options.path) as folder:
         log, out = Path(folder, "log"), Path(folder, "result.json")
         command = [python, str(HERE / "offload_systems.py"), f"--system={name}", f"--path={folder}"]
         command += [
             f"--out={out}",
-            f"--second-path={given.second_path}",
+            f"--second-path={options.second_path}",
             *(f"--{key}={value}" for key, value in sizes.items()),
         ]
         for key in ("warmup", "steps", "threads", "io-threads", "disk-gbps", "dtype", "read-ahead"):
-            command.append(f"--{key}={getattr(given, key.replace('-', '_'))}")
-        with started(command, log, env=environment(given, malloc, python), cwd=folder) as process:
+            command.append(f"--{key}={getattr(options, key.replace('-', '_'))}")
+        with started(command, log, env=environment(options, malloc, python), cwd=folder) as process:
             try:
-                code = process.wait(given.timeout)
+                code = process.wait(options.timeout)
             except subprocess.TimeoutExpired:
                 code = None
         if code != 0:
-            why = f"ran longer than {given.timeout:.0f} s" if code is None else f"exited with {code}"
+            why = f"ran longer than {options.timeout:.0f} s" if code is None else f"exited with {code}"
             return {"system": name, "error": "\n    ".join([why, *last_lines(log)])}
         return json.loads(out.read_text())
 
@@ -176,18 +176,25 @@ def last_lines(log: Path) -> list[str]:
     return log.read_text(errors="replace").strip().splitlines()[-12:]
 
 
-def sizes_of(given: argparse.Namespace, layers: int | None = None) -> dict[str, int]:
-    """The model and its rows, as the systems' options."""
-    depth = given.depth if layers is None else layers
-    heads = max(given.width // 64, 1)
-    return {"width": given.width, "layers": depth, "heads": heads, "seq": given.seq, "rows": given.rows, "tied": 0}
+def sizes_of(options: argparse.Namespace, layers: int | None = None) -> dict[str, int]:
+    """Return the sizes of the model and its rows, as the systems' options."""
+    depth = options.depth if layers is None else layers
+    heads = max(options.width // 64, 1)
+    return {
+        "width": options.width,
+        "layers": depth,
+        "heads": heads,
+        "seq": options.seq,
+        "rows": options.rows,
+        "tied": 0,
+    }
 
 
-def run_round(number: int, malloc: str, names: list[str], given: argparse.Namespace) -> list[Run]:
-    """Run every system once. One that fails is reported and skipped."""
+def run_round(number: int, malloc: str, names: list[str], options: argparse.Namespace) -> list[Run]:
+    """Run every system once. Report and skip a system that fails."""
     runs = []
     for name in names:
-        result = run_system(name, malloc, given, sizes_of(given))
+        result = run_system(name, malloc, options, sizes_of(options))
         shown = result.get("error") or " ".join(f"{value:.3f}" for value in result["step_s"])
         print(f"round {number} malloc {malloc} {name:<24} {shown}", flush=True)
         runs.append(Run(malloc, number, result))
@@ -201,12 +208,16 @@ def can_import(python: str, module: str) -> bool:
     return subprocess.run([python, "-c", code], check=False).returncode == 0
 
 
-def build_deepspeed(given: argparse.Namespace) -> None:
-    """Build DeepSpeed's extensions before anything is measured. Ends the program if that fails."""
+def build_deepspeed(options: argparse.Namespace) -> None:
+    """Build DeepSpeed's extensions before anything is measured. End the program if that fails."""
     print("building DeepSpeed's extensions, which takes minutes the first time", flush=True)
-    command = [given.deepspeed_python, str(HERE / "offload_systems.py"), "--build-deepspeed"]
+    command = [options.deepspeed_python, str(HERE / "offload_systems.py"), "--build-deepspeed"]
     done = subprocess.run(
-        command, env=environment(given, "default", given.deepspeed_python), capture_output=True, text=True, check=False
+        command,
+        env=environment(options, "default", options.deepspeed_python),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         sys.exit(
@@ -216,23 +227,23 @@ def build_deepspeed(given: argparse.Namespace) -> None:
         )
 
 
-def chosen(given: argparse.Namespace) -> list[str]:
-    """The systems of --systems, or all that can run. Ends the program if a name does not exist."""
-    every = [name for name in SYSTEMS if given.second_path or name != TWO_DISKS]
-    names = every if given.systems is None else given.systems.split(",")
-    if TWO_DISKS in names and not given.second_path:
+def chosen(options: argparse.Namespace) -> list[str]:
+    """Return the systems of --systems, or all that can run. End the program if a name does not exist."""
+    every = [name for name in SYSTEMS if options.second_path or name != TWO_DISKS]
+    names = every if options.systems is None else options.systems.split(",")
+    if TWO_DISKS in names and not options.second_path:
         sys.exit(f"{TWO_DISKS} needs --second-path, a folder on another disk")
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
         sys.exit(f"unknown system {', '.join(unknown)}; choose from {', '.join(SYSTEMS)}")
     if any(SYSTEMS[name].deepspeed for name in names):
-        if can_import(given.deepspeed_python, "deepspeed"):
-            build_deepspeed(given)
-        elif given.systems is None:
+        if can_import(options.deepspeed_python, "deepspeed"):
+            build_deepspeed(options)
+        elif options.systems is None:
             print("DeepSpeed is skipped: pip install -e '.[bench]', or name an environment with --deepspeed-python")
             names = [name for name in names if not SYSTEMS[name].deepspeed]
         else:
-            sys.exit(f"{given.deepspeed_python} has no deepspeed; name an environment with --deepspeed-python")
+            sys.exit(f"{options.deepspeed_python} has no deepspeed; name an environment with --deepspeed-python")
     return names
 
 
@@ -253,36 +264,36 @@ class Figures:
         return all(name in self._by_name for name in names)
 
     def values(self, name: str, key: str = "step_s") -> list[float]:
-        """All values of `key` in all rounds; empty if the system does not measure it."""
+        """Return all values of `key` in all rounds; empty if the system does not measure it."""
         return [value for result in self._by_name[name] for value in result.get(key, ())]
 
     def median(self, name: str, key: str = "step_s") -> float:
         return statistics.median(self.values(name, key))
 
-    def most(self, name: str, key: str) -> int:
+    def largest(self, name: str, key: str) -> int:
         return max(result[key] for result in self._by_name[name])
 
     def fact(self, name: str, key: str) -> Any:
         return self._by_name[name][0].get(key)
 
     def floor(self, name: str) -> float | None:
-        """Lower bound of a step in seconds: of two parts that can overlap, the longer one counts."""
+        """Return the lower bound of a step in seconds: of two parts that can overlap, the longer one counts."""
         nvme, infinity = ("compute", "io-nvme"), ("compute-remat", "io-infinity")
         if name in ("zero-nvme", "zero-nvme-serial", "zero-nvme-unverified") and self.has(*nvme):
             forward, traffic = self.median("compute", "forward_s"), self.median("io-nvme")
             return max(forward, traffic) + self.median("compute", "backward_s")
         if name in ("zero-infinity", "zero-infinity-serial") and self.has(*infinity):
-            return sum(max(self.median(one, part) for one in infinity) for part in ("forward_s", "backward_s"))
+            return sum(max(self.median(system, part) for system in infinity) for part in ("forward_s", "backward_s"))
         return None
 
     def bytes_per_param(self, name: str, way: str) -> float:
-        """Bytes read or written in a step, by the store's count, or the kernel's if there is no store."""
+        """Return the bytes read or written in a step, by the store's count, or the kernel's if there is no store."""
         counted = self.values(name, f"{way}_bytes") or self.values(name, f"disk_{way}_bytes")
         return statistics.median(counted) / self.fact(name, "numel")
 
 
 def table(figures: Figures) -> str:
-    """Markdown, rows in the order in which the systems first ran. Times in seconds.
+    """Return a Markdown table, rows in the order in which the systems first ran. Times are in seconds.
 
     "wait" is the time that training waits for the store; for DeepSpeed all of `engine.step()`. "peak" is the peak of
     the measured steps, "with start" the peak of the whole process.
@@ -298,8 +309,8 @@ def table(figures: Figures) -> str:
             "" if name.startswith("io-") else _seconds(figures, name, "wait_s") or _seconds(figures, name, "update_s")
         )
         moved = [f"{figures.bytes_per_param(name, way):.1f}" for way in ("read", "write")]
-        peaks = [f"{figures.most(name, key) / 1e6:,.0f}" for key in ("step_peak_bytes", "life_peak_bytes")]
-        ratios = [f"{step / floor:.3f}" if floor else "", *(f"{step / figures.median(one):.3f}" for one in beside)]
+        peaks = [f"{figures.largest(name, key) / 1e6:,.0f}" for key in ("step_peak_bytes", "life_peak_bytes")]
+        ratios = [f"{step / floor:.3f}" if floor else "", *(f"{step / figures.median(other):.3f}" for other in beside)]
         losses = figures.values(name, "loss")
         cells = [name, f"{step:.3f}", f"{min(times):.3f} to {max(times):.3f}", *parts, wait, *moved, *peaks, *ratios]
         lines.append(f"| {' | '.join([*cells, f'{losses[-1]:.3f}' if losses else ''])} |")
@@ -332,7 +343,7 @@ def to_floor(name: str, formula: str, limit: float) -> Goal:
 
 
 def lazy_to_serial(name: str, traffic: str, compute: str) -> Goal:
-    """Only if there is enough I/O to hide."""
+    """Return the goal lazy / serial. It is judged only if there is enough I/O to hide."""
 
     def reached(figures: Figures) -> float | None:
         key = "step_s" if traffic == "io-nvme" else "forward_s"
@@ -349,12 +360,12 @@ def peak_to_count(figures: Figures) -> float | None:
     kept, host = figures.fact("compute", "activation_bytes"), figures.fact("zero-nvme", "plan_bytes").get("host", {})
     both = 4 if figures.fact("zero-nvme", "dtype") == "bf16" else 8  # bytes of a parameter and its gradient
     counted = both * figures.fact("zero-nvme", "numel") + host.get("arena", 0) + kept + SLACK_BYTES
-    return figures.most("zero-nvme", "step_peak_bytes") / counted
+    return figures.largest("zero-nvme", "step_peak_bytes") / counted
 
 
 def peak_ratio(over: str, under: str, limit: float) -> Goal:
     key = "step_peak_bytes"
-    return Goal(f"peak: {over} / {under}", (over, under), limit, lambda f: f.most(over, key) / f.most(under, key))
+    return Goal(f"peak: {over} / {under}", (over, under), limit, lambda f: f.largest(over, key) / f.largest(under, key))
 
 
 GOALS = (
@@ -389,7 +400,7 @@ GOALS = (
         "peak: zero-infinity / 1,000 MB, its start included",
         ("zero-infinity",),
         1.0,
-        lambda f: f.most("zero-infinity", "life_peak_bytes") / 1e9,
+        lambda f: f.largest("zero-infinity", "life_peak_bytes") / 1e9,
     ),
 )
 
@@ -408,7 +419,7 @@ def _verdict(reached: float, limit: float) -> str:
 
 
 def with_users_settings(runs: list[Run]) -> list[str]:
-    """Ratios with the settings that users get: train.py raises malloc's thresholds, DeepSpeed's launcher does not."""
+    """Return ratios with the settings of users: train.py raises malloc's thresholds, DeepSpeed's launcher does not."""
     ours, theirs, lines = Figures(runs, "raised"), Figures(runs, "default"), []
     for name, limit in (("deepspeed-nvme", 0.5), ("deepspeed-nvme-defaults", 0.5)):
         if ours.has("zero-nvme") and theirs.has(name):
@@ -421,24 +432,25 @@ def with_users_settings(runs: list[Run]) -> list[str]:
 GOALS_HEAD = "| figure | reached | goal | |\n|---|---:|---:|---|"
 
 
-def compare(given: argparse.Namespace) -> list[Run]:
+def compare(options: argparse.Namespace) -> list[Run]:
     """Run rounds of every system, then print a table and the goals for each malloc setting."""
-    names = chosen(given)
+    names = chosen(options)
     print(
-        f"GPT width {given.width}, {given.depth} layers, {given.dtype}; {given.rows} x {given.seq} bytes; 1 rank with "
-        f"{given.threads} threads; AdamW, clip 1.0; {given.rounds} rounds of {given.warmup} + {given.steps} steps; "
-        f"{''.join(f'{one}; ' for one in given.set)}"
-        f"{shutil.disk_usage(given.path).free / 1e9:.0f} GB free at --path\n"
+        f"GPT width {options.width}, {options.depth} layers, {options.dtype}; {options.rows} x {options.seq} "
+        f"bytes; 1 rank with {options.threads} threads; AdamW, clip 1.0; "
+        f"{options.rounds} rounds of {options.warmup} + {options.steps} steps; "
+        f"{''.join(f'{pair}; ' for pair in options.set)}"
+        f"{shutil.disk_usage(options.path).free / 1e9:.0f} GB free at --path\n"
     )
     for name in names:
         print(f"  {name:<24} {SYSTEMS[name].about}")
     runs: list[Run] = []
-    for malloc in given.malloc.split(","):
+    for malloc in options.malloc.split(","):
         print(flush=True)
-        for number in range(1, given.rounds + 1):
-            runs += run_round(number, malloc, names, given)
+        for number in range(1, options.rounds + 1):
+            runs += run_round(number, malloc, names, options)
         figures = Figures(runs, malloc)
-        print(f"\nmalloc {malloc}; medians of {given.rounds} x {given.steps} steps\n\n{table(figures)}")
+        print(f"\nmalloc {malloc}; medians of {options.rounds} x {options.steps} steps\n\n{table(figures)}")
         if lines := judged(figures):
             print("\n" + "\n".join([GOALS_HEAD, *lines]), flush=True)
     if lines := with_users_settings(runs):
@@ -452,12 +464,12 @@ def compare(given: argparse.Namespace) -> list[Run]:
 # Depth
 
 
-def depths(given: argparse.Namespace) -> list[Run]:
-    """The peak of offload=infinity against the number of layers."""
+def depths(options: argparse.Namespace) -> list[Run]:
+    """Measure the peak of offload=infinity against the number of layers."""
     runs, rows = [], []
-    for malloc in given.malloc.split(","):
-        for layers in (int(text) for text in given.layers.split(",")):
-            result = run_system("zero-infinity", malloc, given, sizes_of(given, layers))
+    for malloc in options.malloc.split(","):
+        for layers in (int(text) for text in options.layers.split(",")):
+            result = run_system("zero-infinity", malloc, options, sizes_of(options, layers))
             runs.append(Run(malloc, layers, result))
             if "error" in result:
                 print(f"{layers} layers, malloc {malloc}: {result['error']}", flush=True)
@@ -467,7 +479,7 @@ def depths(given: argparse.Namespace) -> list[Run]:
             rows.append([*cells, f"{statistics.median(result['step_s']):.3f}"])
             print(f"{layers} layers, malloc {malloc}: peak {peaks[1]} MB", flush=True)
     titles = ["malloc", "layers", "M parameters", "peak MB", "with start MB", "step s"]
-    print(f"\noffload=infinity, width {given.width}, {given.rows} x {given.seq} bytes\n")
+    print(f"\noffload=infinity, width {options.width}, {options.rows} x {options.seq} bytes\n")
     print("\n".join([f"| {' | '.join(titles)} |", f"|---|{'---:|' * 5}", *(f"| {' | '.join(row)} |" for row in rows)]))
     return runs
 
@@ -475,19 +487,19 @@ def depths(given: argparse.Namespace) -> list[Run]:
 # A billion parameters
 
 
-def one_billion(given: argparse.Namespace) -> list[Run]:
-    """`python train.py experiment=offload_1b`, before and after it the file traffic of the same bytes."""
-    given.warmup, given.steps = 1, 2  # the experiment has three steps
+def one_billion(options: argparse.Namespace) -> list[Run]:
+    """Time `python train.py experiment=offload_1b`, and before and after it the file traffic of the same bytes."""
+    options.warmup, options.steps = 1, 2  # the experiment has three steps
     runs = []
     for number, what in enumerate(("io-infinity", "compute-remat", "train.py", "io-infinity"), 1):
-        result = train_billion(given) if what == "train.py" else run_system(what, "raised", given, BILLION)
+        result = train_billion(options) if what == "train.py" else run_system(what, "raised", options, BILLION)
         shown = result.get("error") or " ".join(f"{value:.2f}" for value in result["step_s"])
         print(f"{number} {what:<16} {shown}", flush=True)
         runs.append(Run("raised", number, result))
     figures = Figures(runs, "raised")
     if not figures.has("train.py", "io-infinity"):
         return runs
-    step, traffic, peak = figures.median("train.py"), figures.median("io-infinity"), figures.most("train.py", "peak")
+    step, traffic, peak = figures.median("train.py"), figures.median("io-infinity"), figures.largest("train.py", "peak")
     moved = [f"{figures.bytes_per_param('io-infinity', way):.1f} B/param {way}" for way in ("read", "write")]
     print(f"\n{figures.fact('io-infinity', 'numel'):,} parameters; step {step:.2f} s; traffic alone {traffic:.2f} s")
     print(f"traffic of a step: {', '.join(moved)}")
@@ -497,29 +509,29 @@ def one_billion(given: argparse.Namespace) -> list[Run]:
     ]
     if figures.has("compute-remat"):
         pair = ("compute-remat", "io-infinity")
-        floor = sum(max(figures.median(one, part) for one in pair) for part in ("forward_s", "backward_s"))
+        floor = sum(max(figures.median(system, part) for system in pair) for part in ("forward_s", "backward_s"))
         text = f"step / [max(Cf, Of) + max(Cb, Ob)] = {floor:.2f} s"
         lines.append(f"| {text} | {step / floor:.3f} | 1.12 | {_verdict(step / floor, 1.12)} |")
     print("\n" + "\n".join([GOALS_HEAD, *lines]), flush=True)
     return runs
 
 
-def train_billion(given: argparse.Namespace) -> dict[str, Any]:
+def train_billion(options: argparse.Namespace) -> dict[str, Any]:
     """Run the experiment as a user does. Times are from its metrics.jsonl, the peak is from the kernel."""
-    with tempfile.TemporaryDirectory(prefix="offload_", dir=given.path) as folder:
+    with tempfile.TemporaryDirectory(prefix="offload_", dir=options.path) as folder:
         log, run = Path(folder, "log"), Path(folder, "run")
         command = [sys.executable, str(HERE.parent / "train.py"), "experiment=offload_1b", f"offload.path={folder}"]
-        command += [f"launch.threads={given.threads}", f"hydra.run.dir={run}", *given.override]
+        command += [f"launch.threads={options.threads}", f"hydra.run.dir={run}", *options.override]
         clean = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-        clean |= dict(one.split("=", 1) for one in given.set)
+        clean |= dict(variable.split("=", 1) for variable in options.set)
         with started(command, log, env=clean, cwd=folder) as process:
-            peak = peak_until_end(process, given.timeout)
+            peak = peak_until_end(process, options.timeout)
         rows = run / "metrics.jsonl"
         steps = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
         if process.returncode != 0 or not steps:
             return {"system": "train.py", "error": "\n    ".join([f"exit {process.returncode}", *last_lines(log)])}
     times = [row["speed/step_s"] for row in steps if row["speed/step_s"] is not None]
-    return {"system": "train.py", "step_s": times[given.warmup :], "peak": peak, "rows": steps}
+    return {"system": "train.py", "step_s": times[options.warmup :], "peak": peak, "rows": steps}
 
 
 def peak_until_end(process: subprocess.Popen, timeout: float) -> int:
@@ -529,28 +541,28 @@ def peak_until_end(process: subprocess.Popen, timeout: float) -> int:
     while process.poll() is None and time.monotonic() < deadline:
         for pid in in_session(process.pid):
             with contextlib.suppress(OSError, TypeError):  # the process may end at any moment
-                found = re.search(r"^VmHWM:\s*(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-                peaks[pid] = int(found[1]) * 1024
+                match = re.search(r"^VmHWM:\s*(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                peaks[pid] = int(match[1]) * 1024
         time.sleep(0.2)
     return max(peaks.values(), default=0)
 
 
 def in_session(session: int) -> list[int]:
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             # the name in parentheses may contain spaces; the session is the fourth field after it
             if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def main() -> int:
-    given = arguments()
+    options = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends running processes
-    runs = one_billion(given) if given.one_billion else depths(given) if given.layers else compare(given)
-    if given.json:
-        Path(given.json).write_text(json.dumps([run._asdict() for run in runs], indent=1))
+    runs = one_billion(options) if options.one_billion else depths(options) if options.layers else compare(options)
+    if options.json:
+        Path(options.json).write_text(json.dumps([run._asdict() for run in runs], indent=1))
     return 1 if any("error" in run.result for run in runs) else 0
 
 

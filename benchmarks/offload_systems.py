@@ -45,8 +45,9 @@ Step = Callable[[Tensor], dict[str, float]]
 
 
 class Job(NamedTuple):
-    """What to train. Offloaded state is in files below `path`. `io_threads` None: the store measures the best.
+    """A system and the model that it trains.
 
+    Offloaded state is in files below `path`. `io_threads` None: the store measures the best number.
     `disk_gbps`: the rate of the disk behind a `Door`, in 1e9 bytes per second; 0: as fast as it is.
     `second_path`: a folder on another disk, for the systems that use two. `dtype`: of compute, bf16 or fp32.
     `read_ahead`: pages of each kind that ours reads before their turn; None: its default.
@@ -94,7 +95,7 @@ def _numel(model: nn.Module) -> int:
 
 
 def compute(job: Job, remat: bool = False) -> Running:
-    """Forward and backward of the model in the dtype of compute, each with its time; no update."""
+    """Build forward and backward of the model in the dtype of compute, each with its time; no update."""
     model = replica(job.config()).to(torch.bfloat16 if job.dtype == "bf16" else torch.float32)
     if remat:
         for block in model.blocks:
@@ -145,7 +146,7 @@ def _plan(
     disks: int = 1,
     **settings: Any,
 ) -> Any:
-    """A plan at stage 3, otherwise with default settings."""
+    """Return a plan at stage 3, otherwise with default settings."""
     import zero
 
     paths = [job.path, job.second_path][:disks]
@@ -170,7 +171,7 @@ def _plan(
 
 
 def ours(job: Job, preset: str, **settings: Any) -> Running:
-    """Stage 3 with an offload preset."""
+    """Build this library at stage 3 with an offload preset."""
     import zero
 
     plan = _plan(job, preset, **settings)
@@ -235,7 +236,7 @@ class Door(Store):
 
 
 def _door(job: Job, plan: Any) -> Door:
-    """The file of a plan's pages, behind a door."""
+    """Return a store of the plan's pages in a file, behind a `Door`."""
     nbytes = sum(spec.block_bytes for page, spec in plan.store_pages().items() if plan.tier(page) == "nvme")
     return Door(NvmeStore(Path(job.path), capacity_bytes=nbytes), 1e9 * job.disk_gbps)
 
@@ -249,7 +250,7 @@ def _moved(before: Any, after: Any) -> dict[str, float]:
 
 
 def traffic(job: Job, preset: str, **settings: Any) -> Running:
-    """What a step reads and writes, with the same store, pages and threads, but without compute.
+    """Build the reads and writes of a step, with the same store, pages and threads, but without compute.
 
     `nvme`: reads and writes every page of master and moments. `infinity`: a forward that also reads the gradients,
     writes the parameters and reads them for each unit; then a backward that reads the parameters again, except for
@@ -287,7 +288,7 @@ class _Traffic:
             groups.setdefault((page.unit, page.number), []).append(page)
             if page.kind in moved:
                 moved[page.kind].setdefault(page.unit, {})[page] = spec
-        self._params, self._grads = (_Buffers(moved[kind]) for kind in ("param", "grad"))
+        self._params, self._grads = (_Buffers(moved[page_kind]) for page_kind in ("param", "grad"))
         kinds = (plan.state_kinds, ("grad",), plan.written_kinds)
         self._groups = [
             Group(*key, *(tuple(page for page in pages if page.kind in some) for some in kinds))
@@ -295,7 +296,7 @@ class _Traffic:
         ]
 
     def fill(self) -> None:
-        """Write every page once: a page that was never written is a hole in the file, which costs nothing to read."""
+        """Write every page once: a page that was never written is a hole in the file and costs no time to read."""
         self._store.expect(self._groups)
         self.forward()
         self.backward()
@@ -331,8 +332,8 @@ class _Buffers:
         self._buffers = [aligned_zeros(max(lengths), dtypes[0], torch.device("cpu")) for _ in range(3) if lengths]
         self._tickets: list[list[Any]] = [[] for _ in self._buffers]
 
-    def move(self, unit: int, how: Callable[..., Any]) -> None:
-        """Start on a unit's pages, once the buffer is free that they pass through."""
+    def move(self, unit: int, transfer: Callable[..., Any]) -> None:
+        """Start the transfer of a unit's pages as soon as their buffer is free."""
         pages = self._units.get(unit)
         if pages is None:
             return
@@ -341,7 +342,7 @@ class _Buffers:
             ticket.wait()
         numels = [spec.numel for spec in pages.values()]
         parts = self._buffers[self._turn][: sum(numels)].split(numels)
-        self._tickets[self._turn] = [how(page, part) for page, part in zip(pages, parts, strict=True)]
+        self._tickets[self._turn] = [transfer(page, part) for page, part in zip(pages, parts, strict=True)]
 
     def wait(self) -> None:
         for ticket in (ticket for tickets in self._tickets for ticket in tickets):
@@ -349,21 +350,21 @@ class _Buffers:
 
 
 def _nothing(tensors: tuple[Tensor, ...]) -> None:
-    """An update that computes nothing."""
+    """Compute nothing, in the place of an update."""
 
 
 # Other libraries
 
 
 def fsdp2(job: Job) -> Running:
-    """The same as in `step.py`: fully_shard per block and root, fp32 reduction, fused AdamW."""
+    """Build FSDP2 as in `step.py`: fully_shard per block and root, fp32 reduction, fused AdamW."""
     step = step_systems.fsdp2(step_systems.Job("fsdp2", job.dtype, job.width, job.layers, job.seq, job.rows))
     numel = sum(parameter.numel() for parameter in GPT(job.config()).to("meta").parameters())
     return Running(lambda batch: {"loss": step(batch)}, numel, {})
 
 
 def deepspeed_settings(job: Job, device: str, tuned: bool) -> dict[str, Any]:
-    """DeepSpeed's JSON for the job; `tuned` adds what its guides recommend."""
+    """Return DeepSpeed's JSON for the job; `tuned` adds the settings that its guides recommend."""
     offload: dict[str, Any] = {"device": device, "pin_memory": True}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.rows,
@@ -396,7 +397,7 @@ def deepspeed_settings(job: Job, device: str, tuned: bool) -> dict[str, Any]:
 
 
 def deepspeed(job: Job, device: str, tuned: bool) -> Running:
-    """ZeRO-3 with offloaded optimizer state and DeepSpeedCPUAdam."""
+    """Build DeepSpeed's ZeRO-3 with offloaded optimizer state and DeepSpeedCPUAdam."""
     import deepspeed as library
 
     library.init_distributed(dist_backend="gloo", verbose=False)
@@ -500,13 +501,13 @@ SYSTEMS: dict[str, System] = {
 
 
 def disk_bytes() -> tuple[int, int]:
-    """(read, written): bytes that this process has moved from and to disks, counted by the kernel; Linux only."""
-    found = dict(re.findall(r"^(\w+): (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE))
-    return int(found["read_bytes"]), int(found["write_bytes"])
+    """Return (read, written): bytes that this process moved from and to disks, counted by the kernel; Linux only."""
+    counters = dict(re.findall(r"^(\w+): (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE))
+    return int(counters["read_bytes"]), int(counters["write_bytes"])
 
 
 def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
-    """Numbers of `steps` steps by name, after `warmup` unmeasured ones."""
+    """Return the numbers of `steps` steps by name, after `warmup` unmeasured ones."""
     data = open_data(TextConfig(), job.seq, SEED)
     running = SYSTEMS[job.system].build(job)
     gc.collect()
@@ -551,24 +552,24 @@ def main() -> None:
     parser.add_argument("--disk-gbps", type=float, default=0)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--read-ahead", type=int, default=0)
-    given = parser.parse_args()
-    if given.build_deepspeed:
+    options = parser.parse_args()
+    if options.build_deepspeed:
         build_deepspeed()
         return
-    torch.set_num_threads(given.threads)
-    sizes = (given.width, given.layers, given.heads, given.seq, given.rows, bool(given.tied))
+    torch.set_num_threads(options.threads)
+    sizes = (options.width, options.layers, options.heads, options.seq, options.rows, bool(options.tied))
     job = Job(
-        given.system,
+        options.system,
         *sizes,
-        given.io_threads or None,
-        given.path,
-        given.disk_gbps,
-        given.second_path,
-        given.dtype,
-        given.read_ahead or None,
+        options.io_threads or None,
+        options.path,
+        options.disk_gbps,
+        options.second_path,
+        options.dtype,
+        options.read_ahead or None,
     )
-    result = measure(job, given.warmup, given.steps)
-    Path(given.out).write_text(json.dumps(result))
+    result = measure(job, options.warmup, options.steps)
+    Path(options.out).write_text(json.dumps(result))
     # everything is closed, and threads of some systems make a normal exit slow
     sys.stdout.flush()
     os._exit(0)

@@ -27,13 +27,13 @@ IMAGES = ROOT / "docs" / "img"
 NAMES = ["terminal", "report", "sweep"]
 COLUMNS, ROWS = 110, 40
 WIDTH = 1240
-"""Of a page, in pixels."""
+"""The width of a page, in pixels."""
 
 RUN = "python train.py zero.stage=3 launch.ranks=2"
 SWEEP = "python train.py -m zero.stage=0,1,2,3 offload=none,nvme steps=50"
 
 PROBE = "<script>addEventListener('load', () => document.title = document.body.scrollHeight)</script></head>"
-"""Puts the height of a page where `--dump-dom` shows it."""
+"""A script that writes the height of a page into its title, which `--dump-dom` shows."""
 
 
 def main(into: Path, names: list[str]) -> None:
@@ -55,7 +55,7 @@ def main(into: Path, names: list[str]) -> None:
 
 
 def typed(command: str, folder: Path) -> str:
-    """The screen after a command has ended in a terminal, as HTML."""
+    """Run a command in a terminal and return its last screen as HTML."""
     tmux = ["tmux", "-S", str(folder / "tmux")]
     shell = f"printf '$ %s\\n' {shlex.quote(command)}; {command}; tmux wait-for -S ended; cat"
     subprocess.run([*tmux, "new-session", "-d", f"-x{COLUMNS}", f"-y{ROWS}", shell], cwd=folder, check=True)
@@ -73,7 +73,7 @@ def typed(command: str, folder: Path) -> str:
 
 
 def draw(html: str, picture: Path, folder: Path) -> None:
-    """A page as a PNG, as high as it is; in light colours."""
+    """Write a page as a PNG of the page's height, in light colours."""
     page = folder / "page.html"
     page.write_text(re.sub("<meta http-equiv=[^>]*>", "", html).replace("</head>", PROBE, 1))
     height = re.search(r"<title>(\d+)<", chromium(page, f"--window-size={WIDTH},600", "--dump-dom"))
@@ -92,7 +92,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; all unless it is said")
     parser.add_argument("--into", type=Path, default=IMAGES, help="a folder; docs/img unless it is said")
-    given = parser.parse_args()
-    if unknown := sorted({*given.names} - {*NAMES}):
+    options = parser.parse_args()
+    if unknown := sorted({*options.names} - {*NAMES}):
         parser.error(f"there is no picture {unknown[0]}; there are {', '.join(NAMES)}")
-    main(given.into.resolve(), given.names or NAMES)
+    main(options.into.resolve(), options.names or NAMES)

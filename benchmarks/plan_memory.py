@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def one(given: argparse.Namespace, preset: str) -> None:
+def train_with_preset(options: argparse.Namespace, preset: str) -> None:
     """Train in this process and print planned and measured bytes."""
     import torch
 
@@ -52,18 +52,18 @@ def one(given: argparse.Namespace, preset: str) -> None:
     from zero.trainer.planning.activations import HEAP
     from zero.engine.unit import split
 
-    sizes = GPTConfig(width=given.width, layers=given.layers, heads=given.width // 64, seq=given.seq)
+    sizes = GPTConfig(width=options.width, layers=options.layers, heads=options.width // 64, seq=options.seq)
     with zero.empty():
         model = GPT(sizes)
-    batch = torch.randint(0, 256, (given.rows, given.seq + 1), generator=torch.Generator().manual_seed(0))
-    compute = zero.Precision(given.precision).compute
+    batch = torch.randint(0, 256, (options.rows, options.seq + 1), generator=torch.Generator().manual_seed(0))
+    compute = zero.Precision(options.precision).compute
     traced = trace(
         model,
         split(model, world_size=1),
         loss,
         batch.to("meta"),
         compute=compute,
-        remat=given.act == "remat",
+        remat=options.act == "remat",
     )
     _warm(compute)
     before_bytes = host_peak_bytes()
@@ -71,16 +71,16 @@ def one(given: argparse.Namespace, preset: str) -> None:
         model,
         optimizer=zero.adamw(1e-4, clip=1.0),
         world=zero.World.from_env(device="cpu"),
-        stage=given.stage,
-        precision=given.precision,
-        activations=given.act,
-        offload=zero.Offload(preset, path=given.folder),
-        activation_bytes=int(traced.peak_bytes * HEAP[given.act]),
+        stage=options.stage,
+        precision=options.precision,
+        activations=options.act,
+        offload=zero.Offload(preset, path=options.folder),
+        activation_bytes=int(traced.peak_bytes * HEAP[options.act]),
     )
     store = zero.open_store(plan)
     state, step = zero.init(plan, store), zero.make_step(plan, loss)
     print(f"VmHWM after init +{(host_peak_bytes() - before_bytes) / 2**20:.0f} MiB", flush=True)
-    for _ in range(given.steps):
+    for _ in range(options.steps):
         state, metrics = step(state, [batch])
     print(f"VmHWM after steps +{(host_peak_bytes() - before_bytes) / 2**20:.0f} MiB, loss {metrics.loss:.3f}")
     print(plan)
@@ -98,16 +98,16 @@ def _warm(compute: "torch.dtype") -> None:
 
 
 def main() -> int:
-    given = arguments()
-    if given.one is not None:
-        one(given, given.one)
+    options = arguments()
+    if options.one is not None:
+        train_with_preset(options, options.one)
         return 0
     from zero.trainer.launch import MALLOC_VARIABLES, THRESHOLDS
 
     raised = dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS["raised"]), strict=True))
-    for preset in given.offload.split(","):
+    for preset in options.offload.split(","):
         print(f"\noffload={preset}", flush=True)
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             command = [sys.executable, __file__, *sys.argv[1:], f"--one={preset}", f"--folder={folder}"]
             subprocess.run(command, check=True, env=os.environ | raised, cwd=ROOT)
     return 0

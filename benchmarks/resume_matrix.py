@@ -35,7 +35,7 @@ CROSSINGS = (
 
 
 class Crossing(NamedTuple):
-    """Settings of the run that is killed, and of the one that resumes."""
+    """The settings of the killed run, and of the run that resumes it."""
 
     before: str
     after: str
@@ -58,14 +58,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def command(given: argparse.Namespace, settings: str, folder: Path) -> list[str]:
-    common = [f"steps={given.steps}", f"checkpoint.every={given.every}", "tracker.every=1", "tracker.console=none"]
-    own = [f"hydra.run.dir={folder}", f"offload.path={folder.parent}", "val.every=0", "sample.tokens=0"]
-    return [sys.executable, str(TRAIN), *common, *own, *given.set, *settings.split()]
+def command(options: argparse.Namespace, settings: str, folder: Path) -> list[str]:
+    common = [f"steps={options.steps}", f"checkpoint.every={options.every}", "tracker.every=1", "tracker.console=none"]
+    run_settings = [f"hydra.run.dir={folder}", f"offload.path={folder.parent}", "val.every=0", "sample.tokens=0"]
+    return [sys.executable, str(TRAIN), *common, *run_settings, *options.set, *settings.split()]
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Step -> loss, of the steps that the run has recorded so far."""
+    """Return step -> loss of the steps that the run has recorded so far."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("}")]
@@ -79,7 +79,7 @@ def complete(line: list[str]) -> None:
 
 
 def run_and_kill(line: list[str], folder: Path, after: int) -> int:
-    """Run until step `after` is in metrics.jsonl, then kill all its processes; returns the last recorded step."""
+    """Run until step `after` is in metrics.jsonl, kill all processes of the run, and return the last recorded step."""
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as run:
         end_s = time.monotonic() + 1800
         while max(losses(folder), default=0) < after:
@@ -90,14 +90,14 @@ def run_and_kill(line: list[str], folder: Path, after: int) -> int:
     return max(losses(folder))
 
 
-def row_of(given: argparse.Namespace, crossing: Crossing, folder: Path) -> str:
+def row_of(options: argparse.Namespace, crossing: Crossing, folder: Path) -> str:
     """Make the three runs and return a row of the table."""
-    complete(command(given, crossing.before, folder / "alone"))
-    last = run_and_kill(command(given, crossing.before, folder / "killed"), folder / "killed", given.kill)
-    again = command(given, crossing.after, folder / "again")
+    complete(command(options, crossing.before, folder / "alone"))
+    last = run_and_kill(command(options, crossing.before, folder / "killed"), folder / "killed", options.kill)
+    again = command(options, crossing.after, folder / "again")
     complete([*again, f"resume={folder / 'killed'}"])
     alone, now = losses(folder / "alone"), losses(folder / "again")
-    if max(now) != given.steps or set(now) != set(range(min(now), given.steps + 1)):
+    if max(now) != options.steps or set(now) != set(range(min(now), options.steps + 1)):
         raise SystemExit(f"{crossing}: steps {sorted(now)} are recorded after the resume")
     worst = max(abs(now[step] - alone[step]) / abs(alone[step]) for step in now)
     difference = "equal, bit by bit" if worst == 0 else f"{worst:.1e}"
@@ -105,12 +105,12 @@ def row_of(given: argparse.Namespace, crossing: Crossing, folder: Path) -> str:
 
 
 def main() -> int:
-    given = arguments()
+    options = arguments()
     print("| killed run | killed after step | resumed from step | resumed as | largest difference |")
     print("|---|---|---|---|---|", flush=True)
-    for text in given.crossing or CROSSINGS:
+    for text in options.crossing or CROSSINGS:
         with tempfile.TemporaryDirectory(prefix="resume_matrix_") as folder:
-            print(row_of(given, Crossing.of(text), Path(folder)), flush=True)
+            print(row_of(options, Crossing.of(text), Path(folder)), flush=True)
     return 0
 
 

@@ -72,29 +72,29 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_system(name: str, dtype: str, malloc: str, given: argparse.Namespace, python: str) -> dict[str, Any]:
+def run_system(name: str, dtype: str, malloc: str, options: argparse.Namespace, python: str) -> dict[str, Any]:
     """Start the ranks of one system, wait for all, return rank 0's measurement or {"error": last lines}."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **MALLOC[malloc]}
-    sizes = [f"--{key}={getattr(given, key)}" for key in ("width", "layers", "seq", "rows", "warmup", "steps")]
+    sizes = [f"--{key}={getattr(options, key)}" for key in ("width", "layers", "seq", "rows", "warmup", "steps")]
     with tempfile.TemporaryDirectory() as folder:
         command = [python, str(HERE / "step_systems.py"), f"--system={name}", f"--dtype={dtype}", *sizes]
-        ranks, logs = [], [Path(folder, f"rank{rank}.log") for rank in range(given.ranks)]
+        ranks, logs = [], [Path(folder, f"rank{rank}.log") for rank in range(options.ranks)]
         try:
             for rank, log in enumerate(logs):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(given.ranks)}
+                rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
                 with log.open("wb") as output:
                     ranks.append(
                         subprocess.Popen(
                             [*command, f"--out={folder}/result.json"],
-                            env=environment | own,
+                            env=environment | rank_environment,
                             stdout=output,
                             stderr=subprocess.STDOUT,
                             cwd=folder,
                         )
                     )
-            failed = wait(ranks, given.timeout)
+            failed = wait(ranks, options.timeout)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -106,7 +106,7 @@ def run_system(name: str, dtype: str, malloc: str, given: argparse.Namespace, py
 
 
 def wait(ranks: list[subprocess.Popen], timeout: float) -> int | None:
-    """None if all ranks succeeded, else the first one that failed; rank 0 if the time is over."""
+    """Return None if all ranks succeeded, else the first rank that failed; rank 0 if the time is over."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         codes = [rank.poll() for rank in ranks]
@@ -127,17 +127,17 @@ def can_import(python: str, module: str) -> bool:
 
 
 def table(runs: list[Run], malloc: str, dtype: str) -> str:
-    """Figures as a table, in the order in which the systems first ran."""
+    """Return the figures as a table, in the order in which the systems first ran."""
     mine = [run for run in runs if (run.malloc, run.result.get("dtype")) == (malloc, dtype)]
     names = list(dict.fromkeys(run.result["system"] for run in mine))
     median, spread, cpu, peak, loss = {}, {}, {}, {}, {}
     for name in names:
-        own = [run.result for run in mine if run.result["system"] == name]
-        times = [value for result in own for value in result["step_s"]]
+        results = [run.result for run in mine if run.result["system"] == name]
+        times = [value for result in results for value in result["step_s"]]
         median[name], spread[name] = statistics.median(times), (min(times), max(times))
-        cpu[name] = statistics.median(value for result in own for value in result["cpu_s"])
-        peak[name] = max(result["step_peak_bytes"] for result in own) / 1e6
-        loss[name] = own[0]["loss"][-1]
+        cpu[name] = statistics.median(value for result in results for value in result["cpu_s"])
+        peak[name] = max(result["step_peak_bytes"] for result in results) / 1e6
+        loss[name] = results[0]["loss"][-1]
     beside = [name for name in ("floor", *NEIGHBOURS) if name in names]
     lines = [
         f"\n{dtype}, malloc {malloc}: seconds a step, median (lowest to highest); CPU seconds of rank 0, median; "
@@ -158,26 +158,26 @@ def table(runs: list[Run], malloc: str, dtype: str) -> str:
     return "\n".join(lines)
 
 
-def chosen(given: argparse.Namespace, python: str) -> list[str]:
-    """The systems of --systems, or all that can run. Ends the program if a name does not exist."""
+def chosen(options: argparse.Namespace, python: str) -> list[str]:
+    """Return the systems of --systems, or all that can run. End the program if a name does not exist."""
     has_deepspeed = can_import(python, "deepspeed")
-    if given.systems is None:
+    if options.systems is None:
         if not has_deepspeed:
             print("DeepSpeed is skipped: pip install -e '.[bench]', or name an environment with --deepspeed-python")
         return [name for name, system in SYSTEMS.items() if has_deepspeed or not system.deepspeed]
-    names = given.systems.split(",")
+    names = options.systems.split(",")
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
         sys.exit(f"unknown system {', '.join(unknown)}; choose from {', '.join(SYSTEMS)}")
     return names
 
 
-def measure_round(number: int, malloc: str, names: list[str], python: str, given: argparse.Namespace) -> list[Run]:
-    """Run every system once in every dtype. A system that fails is reported and skipped."""
+def measure_round(number: int, malloc: str, names: list[str], python: str, options: argparse.Namespace) -> list[Run]:
+    """Run every system once in every dtype. Report and skip a system that fails."""
     runs = []
-    for dtype in given.dtypes.split(","):
+    for dtype in options.dtypes.split(","):
         for name in [name for name in names if dtype in SYSTEMS[name].dtypes]:
-            result = run_system(name, dtype, malloc, given, python if SYSTEMS[name].deepspeed else sys.executable)
+            result = run_system(name, dtype, malloc, options, python if SYSTEMS[name].deepspeed else sys.executable)
             shown = result.get("error") or " ".join(f"{value:.3f}" for value in result["step_s"])
             print(f"round {number} malloc {malloc} {dtype} {name:<17} {shown}", flush=True)
             runs.append(Run(malloc, number, result))
@@ -185,25 +185,25 @@ def measure_round(number: int, malloc: str, names: list[str], python: str, given
 
 
 def main() -> int:
-    given = arguments()
+    options = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the ranks
-    deepspeed_python = given.deepspeed_python or sys.executable
-    names = chosen(given, deepspeed_python)
+    deepspeed_python = options.deepspeed_python or sys.executable
+    names = chosen(options, deepspeed_python)
     print(
-        f"GPT width {given.width}, {given.layers} layers; {given.rows} x {given.seq} bytes per rank; "
-        f"{given.ranks} gloo ranks, one thread each; fused AdamW, clip 1.0; "
-        f"{given.rounds} rounds of {given.warmup} + {given.steps} steps"
+        f"GPT width {options.width}, {options.layers} layers; {options.rows} x {options.seq} bytes per rank; "
+        f"{options.ranks} gloo ranks, one thread each; fused AdamW, clip 1.0; "
+        f"{options.rounds} rounds of {options.warmup} + {options.steps} steps"
     )
     for name in names:
         print(f"  {name:<17} {SYSTEMS[name].about}")
     runs: list[Run] = []
-    for malloc in given.malloc.split(","):
-        for number in range(1, given.rounds + 1):
-            runs += measure_round(number, malloc, names, deepspeed_python, given)
-        for dtype in given.dtypes.split(","):
+    for malloc in options.malloc.split(","):
+        for number in range(1, options.rounds + 1):
+            runs += measure_round(number, malloc, names, deepspeed_python, options)
+        for dtype in options.dtypes.split(","):
             print(table(runs, malloc, dtype), flush=True)
-    if given.json:
-        Path(given.json).write_text(json.dumps([run._asdict() for run in runs], indent=1))
+    if options.json:
+        Path(options.json).write_text(json.dumps([run._asdict() for run in runs], indent=1))
     versions = {run.result["torch"] for run in runs if "torch" in run.result}
     if len(versions) > 1:
         print(f"the systems ran with different versions of torch: {', '.join(sorted(versions))}")

@@ -32,7 +32,7 @@ Step = Callable[[Tensor], float]
 
 
 class Job(NamedTuple):
-    """What to build. `dtype` is fp32 or bf16; `rows` are per rank."""
+    """A system and the sizes of its model. `dtype` is fp32 or bf16; `rows` are per rank."""
 
     system: str
     dtype: str
@@ -50,7 +50,7 @@ class Job(NamedTuple):
 
 
 def fill(name: str, parameter: Tensor) -> None:
-    """Initial values from the parameter's name, so that every system starts with the same ones."""
+    """Fill a parameter with values drawn from its name, so that every system starts with the same ones."""
     if parameter.ndim == 1:
         parameter.fill_(1.0)
         return
@@ -59,7 +59,7 @@ def fill(name: str, parameter: Tensor) -> None:
 
 
 def replica(config: GPTConfig) -> GPT:
-    """The whole model with the initial values of every system."""
+    """Return the whole model with the initial values of every system."""
     model = GPT(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,7 +68,7 @@ def replica(config: GPTConfig) -> GPT:
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    """Weight decay on matrices only, as in this library by default."""
+    """Return torch's fused AdamW with weight decay on matrices only, as in this library by default."""
     decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     plain = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
@@ -80,7 +80,7 @@ def _gloo() -> None:
 
 
 def floor(job: Job) -> Step:
-    """Forward and backward of the replica, nothing else."""
+    """Build forward and backward of the replica, nothing else."""
     _gloo()
     model = replica(job.config()).to(torch.bfloat16 if job.half else torch.float32)
 
@@ -94,7 +94,7 @@ def floor(job: Job) -> Step:
 
 
 def ddp(job: Job) -> Step:
-    """fp32 parameters; bf16 is torch.autocast around the forward, as torch's AMP pages recommend for DDP."""
+    """Build DDP with fp32 parameters; bf16 is torch.autocast around the forward, as torch's AMP pages recommend."""
     from torch.nn.parallel import DistributedDataParallel
 
     _gloo()
@@ -115,7 +115,7 @@ def ddp(job: Job) -> Step:
 
 
 def fsdp2(job: Job, *, hybrid: bool = False) -> Step:
-    """fully_shard on each block and on the root; bf16 is MixedPrecisionPolicy(param bf16, reduce fp32).
+    """Build fully_shard on each block and on the root; bf16 is MixedPrecisionPolicy(param bf16, reduce fp32).
 
     Args:
         hybrid: shard within each node, and replicate over nodes.
@@ -147,7 +147,7 @@ def fsdp2(job: Job, *, hybrid: bool = False) -> Step:
 
 
 def _deepspeed(job: Job, stage: int, communication: str | None) -> Step:
-    """torch's fused AdamW given to `deepspeed.initialize`; bf16 is its bf16 mode with fp32 master."""
+    """Build DeepSpeed with torch's fused AdamW; bf16 is its bf16 mode with fp32 master."""
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -179,7 +179,7 @@ def _deepspeed(job: Job, stage: int, communication: str | None) -> Step:
 
 
 def _zero(job: Job, stage: int, *, compiled: bool = False, **between: Any) -> Step:
-    """A stage of this library with its defaults: lazy update, prefetch 1.
+    """Build a stage of this library with its defaults: lazy update, prefetch 1.
 
     Args:
         between: `gather`, `reduce` and `shard` of `zero.Plan`.
@@ -249,7 +249,7 @@ BETWEEN_NODES: dict[str, System] = {
     "fsdp2-hybrid": System(lambda job: fsdp2(job, hybrid=True), "fsdp2, sharded in each node, replicated over nodes"),
     "zero3-copies": System(lambda job: _zero(job, 3, shard="node"), "zero.stage=3 zero.shard=node"),
 }
-"""What is another system only on several nodes."""
+"""Systems that differ from those of `SYSTEMS` only on several nodes."""
 for _stage in (1, 3):
     BETWEEN_NODES |= {
         f"zero{_stage}-straight": System(
@@ -271,7 +271,7 @@ def forget_peak() -> None:
 
 
 def measure(job: Job, warmup: int, steps: int, rows: str = "") -> dict[str, Any]:
-    """Times of `steps` steps between barriers, after `warmup` unmeasured ones.
+    """Return the times of `steps` steps between barriers, after `warmup` unmeasured ones.
 
     Args:
         rows: a file to which rank 0 adds a line after each step.
@@ -321,12 +321,12 @@ def main() -> None:
     for name in ("width", "layers", "seq", "rows", "warmup", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--rows-file", default="")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    job = Job(given.system, given.dtype, given.width, given.layers, given.seq, given.rows)
-    result = measure(job, given.warmup, given.steps, given.rows_file)
+    job = Job(options.system, options.dtype, options.width, options.layers, options.seq, options.rows)
+    result = measure(job, options.warmup, options.steps, options.rows_file)
     if os.environ["RANK"] == "0":
-        Path(given.out).write_text(json.dumps(result))
+        Path(options.out).write_text(json.dumps(result))
     dist.barrier()
     # everything is closed, and threads of some systems make a normal exit slow
     sys.stdout.flush()

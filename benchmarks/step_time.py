@@ -74,31 +74,31 @@ def predict(words: list[str]) -> None:
     from zero.trainer.task import build_task
 
     config = read(settings_in(compose(words)))
-    given = config.launch
-    ranks = 1 if given.ranks == "auto" else given.ranks
-    with launch.set_up(launch.Processes(Path(), given.threads, given.malloc), ranks=ranks):
+    launch_settings = config.launch
+    ranks = 1 if launch_settings.ranks == "auto" else launch_settings.ranks
+    with launch.set_up(launch.Processes(Path(), launch_settings.threads, launch_settings.malloc), ranks=ranks):
         machine, model = Machine.described(config), build_task(config).model
         activations = Activations(config, model)
         begin_s = time.perf_counter()
         rates = measured(config, machine, largest(config, machine, activations), disk="nvme" in config.offload.kinds)
         probe_s = time.perf_counter() - begin_s
         assert config.zero.stage != "auto"
-        (one,) = choices(
+        (choice,) = choices(
             config, machine, model, rates,
             stages=[Stage(config.zero.stage)], presets=["config"], activations=activations,
         )  # fmt: skip
-    print(json.dumps({"step_s": one.seconds, "probe_s": probe_s, "rates": rates.source}))
+    print(json.dumps({"step_s": choice.seconds, "probe_s": probe_s, "rates": rates.source}))
 
 
 def run(words: list[str], folder: str) -> None:
-    """Train with these settings; each step leaves a line: its time, and how long the thread that trains computed."""
+    """Train with these settings. Each step writes a line: its time, and the CPU time of the thread that trains."""
     from zero.trainer import cli
 
     sys.exit(cli.main([*words, f"hydra.run.dir={folder}"], timed_train))
 
 
 def timed_train(config: "Config", folder: Path) -> object:
-    """`train` of train.py around a step that is timed."""
+    """Call `train` of train.py with a step that is timed."""
     from train import train
     import zero
 
@@ -107,10 +107,10 @@ def timed_train(config: "Config", folder: Path) -> object:
     def timed(*args: object, **kwargs: object) -> object:
         step = make_step(*args, **kwargs)  # type: ignore[arg-type]
 
-        def call(*given: object) -> object:
+        def call(*inputs: object) -> object:
             clock = time.thread_time if os.environ["WORLD_SIZE"] == "1" else time.process_time
             begin_s, own_s = time.perf_counter(), clock()
-            made = step(*given)  # type: ignore[arg-type]
+            made = step(*inputs)  # type: ignore[arg-type]
             line = {"wall_s": time.perf_counter() - begin_s, "own_s": clock() - own_s}
             with open(folder / f"times-{os.environ.get('RANK', '0')}.jsonl", "a", encoding="utf-8") as lines:
                 print(json.dumps(line), file=lines)
@@ -122,25 +122,25 @@ def timed_train(config: "Config", folder: Path) -> object:
     return train(config, folder)
 
 
-def child(kind: str, words: list[str], folder: str) -> str:
+def child(part: str, words: list[str], folder: str) -> str:
     ranks = next((word.split("=")[1] for word in words if word.startswith("launch.ranks=")), "1")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if kind == "run" else []
-    if kind == "run":
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if part == "run" else []
+    if part == "run":
         words = [word for word in words if not word.startswith("launch.ranks=")]
-    command = [sys.executable, *torchrun, __file__, "--child", kind, "--folder", folder, *words]
+    command = [sys.executable, *torchrun, __file__, "--child", part, "--folder", folder, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.stdout
 
 
-def compare(case: str, given: argparse.Namespace, folder: Path) -> None:
-    words = [*case.split(), f"launch.threads={given.threads}", f"offload.path={folder}", "data=synthetic"]
-    words += [f"steps={given.steps}", "val.every=0", "val.rows=1", "sample.tokens=0"]
+def compare(case: str, options: argparse.Namespace, folder: Path) -> None:
+    words = [*case.split(), f"launch.threads={options.threads}", f"offload.path={folder}", "data=synthetic"]
+    words += [f"steps={options.steps}", "val.every=0", "val.rows=1", "sample.tokens=0"]
     predicted, walls, owns = [], [], []
-    for number in range(given.rounds):
-        told = json.loads(child("predict", words, str(folder)).splitlines()[-1])
-        predicted.append(told["step_s"])
+    for number in range(options.rounds):
+        prediction = json.loads(child("predict", words, str(folder)).splitlines()[-1])
+        predicted.append(prediction["step_s"])
         runs = folder / f"run-{len(list(folder.iterdir()))}-{number}"
         child("run", words, str(runs))
         for path in runs.glob("times-*.jsonl"):
@@ -149,26 +149,26 @@ def compare(case: str, given: argparse.Namespace, folder: Path) -> None:
             owns += [line["own_s"] for line in lines]
     forecast, own_s, wall_s = statistics.median(predicted), statistics.median(owns), statistics.median(walls)
     really_s = min(walls)
-    if given.threads == "1":
+    if options.threads == "1":
         waits = any(word in case for word in ("nvme", "infinity", "ranks"))
         really_s = max(own_s, really_s) if waits else own_s
     numbers = "".join(f"{seconds:>10.3f}" for seconds in (forecast, own_s, min(walls), wall_s))
     print(f"{numbers}{forecast / really_s:>8.2f}  {case}", flush=True)
-    print(f"    {told['rates']}; probe {told['probe_s']:.1f} s", file=sys.stderr, flush=True)
+    print(f"    {prediction['rates']}; probe {prediction['probe_s']:.1f} s", file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    given = arguments()
-    if given.child == "predict":
-        predict(given.settings)
+    options = arguments()
+    if options.child == "predict":
+        predict(options.settings)
         return 0
-    if given.child == "run":
-        run(given.settings, given.folder)
-    cases = [" ".join(given.settings)] if given.settings else [case for case in CASES if given.only in case]
+    if options.child == "run":
+        run(options.settings, options.folder)
+    cases = [" ".join(options.settings)] if options.settings else [case for case in CASES if options.only in case]
     print(f"{'predicted':>10}{'own':>10}{'quickest':>10}{'median':>10}{'ratio':>8}  settings (seconds a step)")
     for case in cases:
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            compare(case, given, Path(folder))
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            compare(case, options, Path(folder))
     return 0
 
 

@@ -26,13 +26,13 @@ class Block(nn.Module):
 
 
 def make_model(width: int = 64) -> nn.Sequential:
-    """Reads bytes and scores the next byte: (rows, length) int64 to (rows, length, 256)."""
+    """Return a model that scores the next byte: (rows, length) int64 to (rows, length, 256)."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(256, width), *(Block(width) for _ in range(3)), nn.Linear(width, 256))
 
 
 def batches(rank: int, ranks: int, rows: int = 8) -> list[Tensor]:
-    """Each (rows, 65), of the source of torch.nn.functional in random order; each rank has its own rows."""
+    """Return batches (rows, 65) of the source of torch.nn.functional in random order; each rank has its own rows."""
     text = torch.tensor(list(Path(F.__file__).read_bytes()))
     order = torch.randperm(len(text) // 64 - 1, generator=torch.Generator().manual_seed(0))
     return [batch[rank::ranks] for batch in text.unfold(0, 65, 64)[order].split(rows * ranks)[:60]]

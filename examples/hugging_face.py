@@ -20,7 +20,7 @@ from zero.trainer.models import hf
 
 
 def small_llama(folder: Path) -> None:
-    """Write what one downloads: a folder with config.json and weights in safetensors."""
+    """Write a folder as of a download: config.json and weights in safetensors."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**sizes, vocab_size=256, pad_token_id=None)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

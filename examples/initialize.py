@@ -17,7 +17,7 @@ import zero.deepspeed as deepspeed  # was: import deepspeed
 
 
 class Model(nn.Module):
-    """Reads bytes and scores the next byte: (rows, length) int64 to (rows, length, 256)."""
+    """A model that scores the next byte: (rows, length) int64 to (rows, length, 256)."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from zero.integrations.lightning import ZeroStrategy  # new
 
 
 class NextByte(pl.LightningModule):
-    """Predicts a byte from the eight before it."""
+    """A model that predicts a byte from the eight before it."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()

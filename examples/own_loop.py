@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean cross entropy of each next byte, in nats: (rows, length + 1) int64 to a scalar."""
+    """Return the mean cross entropy of each next byte, in nats: (rows, length + 1) int64 to a scalar."""
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 

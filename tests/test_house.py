@@ -37,6 +37,12 @@ ROOMS = [
     "__main__",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
+PROGRAMS = [
+    path
+    for folder in ("benchmarks", "scripts", "examples")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix == ".py" or (path.is_file() and b"python" in path.read_bytes()[:32].split(b"\n")[0])
+]
 
 
 def name_of(path: Path) -> str:
@@ -212,13 +218,13 @@ def test_a_file_begins_with_its_idea():
 def test_docstrings_and_names_are_plain():
     headless = re.compile(r"\s*(What|Those|Whoever|That|Which|Where|It)\b(?!')")
     broken = {}
-    for path in FILES:
+    for path in (*FILES, *PROGRAMS):
         nodes = list(ast.walk(tree_of(path)))
         lines = [text.strip().split("\n")[0] for node in nodes for text in docstrings(node) if headless.match(text)]
         names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         if lines or names & {"one", "found"}:
-            broken[name_of(path)] = [*lines, *(names & {"one", "found"})]
+            broken[str(path.relative_to(ROOT))] = [*lines, *(names & {"one", "found"})]
     assert not broken, (
         "begin a function's docstring with a verb and any other with a noun, not with a headless clause, and name a "
         "binding after what it holds, not `one` or `found`"

@@ -1,1 +1,1 @@
-"""What `scripts/gpu` runs: a file for each part, the doors to what computes, who runs them, and the page."""
+"""The parts of `scripts/gpu`: a file for each part, the devices, the runner of tasks, and the page."""

@@ -51,7 +51,7 @@ class Gpu:
     # -- what it is ----------------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Its properties, in the order in which the page shows them."""
+        """Return the properties of the device, in the order in which the page shows them."""
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "GPU": self.name,
@@ -68,13 +68,13 @@ class Gpu:
         return peak_flops(self.name, dtype)
 
     def world(self) -> Any:
-        """A world of one rank that computes here."""
+        """Return a world of one rank that computes on this device."""
         from zero.distributed.world import World
 
         return World.from_env(device="cuda")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
-        """How much of each tier a plan may use."""
+        """Return the bytes of each tier that a plan may use."""
         from zero.core.offload import Offload
         from zero.core.placement import Room, usable_bytes
         from zero.platform.device import free_host_bytes
@@ -93,7 +93,7 @@ class Gpu:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def lock_s(self, nbytes: int) -> float:
-        """Seconds that it takes to lock fresh host memory, as the store's arena is."""
+        """Return the seconds that it takes to lock fresh host memory, as the store's arena is."""
         memory, begin_s = torch.empty(nbytes, dtype=torch.uint8), time.perf_counter()
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
         seconds = time.perf_counter() - begin_s
@@ -117,7 +117,7 @@ class Gpu:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int | None:
-        """Most bytes that tensors have used since `begin_peak`."""
+        """Return the most bytes that tensors have used since `begin_peak`."""
         return torch.cuda.max_memory_allocated(self.device)
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Gpu:
         torch.cuda.synchronize(self.device)
 
     def moment(self) -> Any:
-        """The time at which the current stream gets here. Only `seconds` waits for it."""
+        """Record an event on the current stream and return it. Only `seconds` waits for it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -145,15 +145,17 @@ class Gpu:
     # -- inspecting a step ---------------------------------------------------------------------------------------------
 
     def launches(self, run: Run) -> dict[str, int | None]:
-        """Calls of CUDA's runtime in all threads, as torch.profiler sees them."""
+        """Count calls of CUDA's runtime in all threads with torch.profiler."""
         with self._profile() as profiled:
             run()
-        found = Counter(event.name for event in profiled.events())
-        kinds = {"launches": LAUNCHES, "copies": COPIES, "waits": WAITS}
-        return {kind: sum(n for name, n in found.items() if name.startswith(names)) for kind, names in kinds.items()}
+        counts = Counter(event.name for event in profiled.events())
+        columns = {"launches": LAUNCHES, "copies": COPIES, "waits": WAITS}
+        return {
+            column: sum(n for name, n in counts.items() if name.startswith(names)) for column, names in columns.items()
+        }
 
     def syncs(self, run: Run) -> int | None:
-        """How many torch operators made the host wait, counted by torch's sync debug mode: reading a number from the
+        """Count the torch operators that made the host wait, with torch's sync debug mode: reading a number from the
         GPU, blocking copies. Explicit waits for events and streams are not counted."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -162,21 +164,22 @@ class Gpu:
                 run()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing CUDA operation" in str(one.message) for one in caught)
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
     def hazards(self, run: Run) -> list[str] | None:
-        """Races between two streams that torch's sanitizer finds, with how often.
+        """Return the races between two streams that torch's sanitizer finds, each with its count.
 
-        It identifies a tensor by its first address. Most tensors here are views of a few flat tensors, so it misses
-        some races, and may report accesses to different bytes. It would stop at the first; this collects all.
+        The sanitizer identifies a tensor by its first address. Most tensors here are views of a few flat tensors, so
+        it misses some races, and may report accesses to different bytes. It would stop at the first race; this method
+        collects all.
         """
         import torch.cuda._sanitizer as sanitizer
 
-        found: Counter[str] = Counter()
+        races: Counter[str] = Counter()
         launched = sanitizer.EventHandler._handle_kernel_launch
 
         def collect(handler: Any, *args: Any) -> list[Any]:
-            found.update(map(_hazard_text, launched(handler, *args)))
+            races.update(map(_hazard_text, launched(handler, *args)))
             return []
 
         with patch.object(sanitizer.EventHandler, "_handle_kernel_launch", collect):
@@ -186,7 +189,7 @@ class Gpu:
                 self.finish()
             finally:
                 sanitizer.cuda_sanitizer.disable()
-        return [f"{count} x {text}" for text, count in found.most_common()]
+        return [f"{count} x {text}" for text, count in races.most_common()]
 
     def trace(self, run: Run, path: Path) -> None:
         """Run under torch.profiler and write a Chrome trace to `path`, compressed if its name ends in .gz."""
@@ -221,7 +224,7 @@ class Simulated(Gpu):
             return World.from_env(device="cpu")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
-        """Little, so that the models of a dry run use all tiers."""
+        """Return few bytes of each tier, so that the models of a dry run use all tiers."""
         from zero.core.placement import Room
 
         return Room(600_000, 1_000_000, _free_disk_bytes(folder))
@@ -233,25 +236,25 @@ class Simulated(Gpu):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def lock_s(self, nbytes: int) -> float:
-        """Touches fresh memory, which is most of the time on a GPU, too."""
+        """Touch fresh memory and return the seconds; on a GPU, too, that is most of the time."""
         begin_s = time.perf_counter()
         torch.zeros(nbytes, dtype=torch.uint8)
         return time.perf_counter() - begin_s
 
     def free_cached(self) -> None:
-        """Does nothing: no memory is cached."""
+        """Do nothing: no memory is cached."""
 
     def use_expandable_segments(self) -> None:
-        """Does nothing: the host's allocator has no such setting."""
+        """Do nothing: the host's allocator has no such setting."""
 
     def begin_peak(self) -> None:
-        """Does nothing: memory is not counted."""
+        """Do nothing: memory is not counted."""
 
     def peak_bytes(self) -> int | None:
         return None
 
     def finish(self) -> None:
-        """Does nothing: everything has run in program order."""
+        """Do nothing: everything has run in program order."""
 
     def moment(self) -> Any:
         return time.perf_counter()
@@ -264,7 +267,7 @@ class Simulated(Gpu):
         yield
 
     def launches(self, run: Run) -> dict[str, int | None]:
-        """Operators that would launch a kernel."""
+        """Count the operators that would launch a kernel."""
         from zero.testing.simulated_gpu import count_launches
 
         return {"launches": sum(count_launches(run).values()), "copies": None, "waits": None}
@@ -284,7 +287,7 @@ class Simulated(Gpu):
 
 
 def _driver_facts() -> dict[str, str]:
-    """Properties of the first GPU according to nvidia-smi; empty if that fails."""
+    """Return the properties of the first GPU according to nvidia-smi; empty if that fails."""
     fields = {
         "driver": "driver_version",
         "PCIe": "pcie.link.gen.max,pcie.link.width.max",
@@ -297,7 +300,7 @@ def _driver_facts() -> dict[str, str]:
         output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    values = dict(zip(query.split(","), (one.strip() for one in output.strip().split(",")), strict=False))
+    values = dict(zip(query.split(","), (value.strip() for value in output.strip().split(",")), strict=False))
     names = {"pcie.link.gen.max": "generation {}", "pcie.link.width.max": "x{}"}
     return {
         what: ", ".join(names.get(key, "{}").format(values.get(key, "?")) for key in keys.split(","))
@@ -306,15 +309,15 @@ def _driver_facts() -> dict[str, str]:
 
 
 def _hazard_text(error: Any) -> str:
-    """One race that the sanitizer found: both accesses, each with the line of this library that launched it."""
+    """Return one race of the sanitizer as text: both accesses, each with the line of this library that launched it."""
     return f"{_access_text(error.current_access)}, and no wait after {_access_text(error.previous_access)}"
 
 
 def _access_text(access: Any) -> str:
     ours = [frame for frame in access.stack_trace if frame.filename.startswith(LIBRARY)]
     where = f" at zero/{ours[-1].filename.removeprefix(LIBRARY)}:{ours[-1].lineno}" if ours else ""
-    kind = "write" if access.type.name == "WRITE" else "read"
-    return f"{kind} by {str(access.operator).split('(')[0]}{where}"
+    operation = "write" if access.type.name == "WRITE" else "read"
+    return f"{operation} by {str(access.operator).split('(')[0]}{where}"
 
 
 def _free_disk_bytes(folder: Path) -> int:

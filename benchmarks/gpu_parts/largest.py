@@ -21,7 +21,7 @@ from zero.trainer.planning.tracing import Traced
 def train_largest(
     model: Model, host_bytes: int | None, gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget
 ) -> None:
-    """For one model, emit its forecast and then a row for each step."""
+    """Emit the forecast of one model and then a row for each step."""
     gpu.use_expandable_segments()
     config, rows = GPTConfig(**model.config), model.rows[0]
     known: Row = {"model": model.name, "parameters": config.parameters_numel, "tokens": rows * config.seq}
@@ -70,7 +70,7 @@ def _plan(
 
 
 def _forecast(plan: zero.Plan, gpu: Gpu, disk: Path, counted: Traced) -> Row:
-    """Bytes on each tier, and the forecast of a step's time, from rates that are measured here in a few seconds."""
+    """Return bytes on each tier and the forecast of a step's time, from rates measured here in a few seconds."""
     bytes_of = {tier: sum(kinds.values()) for tier, kinds in plan.bytes.items()}
     config = read({"precision": {"compute": "bf16"}, "offload": {"path": str(disk)}})
     room = gpu.room(None, disk)

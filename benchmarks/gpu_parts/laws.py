@@ -41,8 +41,8 @@ class Case(NamedTuple):
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """The first of each family is the reference. The second is the same again: if kernels are not deterministic, the
-    comparisons after it mean nothing."""
+    """Yield the cases. The first of each family is the reference. The second is the same again: if kernels are not
+    deterministic, the comparisons after it mean nothing."""
     yield Case("", "stage 3", {})
     yield Case("", "stage 3 again", {})
     for preset in ("cpu", "nvme", "infinity"):
@@ -67,7 +67,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def compiled_cases(sizes: Sizes) -> Iterator[Case]:
-    """A compiler fuses kernels, so these bits differ from the others; but no tier changes them."""
+    """Yield the compiled cases. A compiler fuses kernels, so these bits differ from others; no tier changes them."""
     for name, more in (
         ("stage 3", {}),
         ("stage 3 again", {}),
@@ -87,14 +87,14 @@ def check_laws(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -
 
 
 def check_compiled(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
-    """The same for compiled units, as a separate task, because compiling may take long."""
+    """Compare the bits of compiled units, as a separate task, because compiling may take long."""
     _be_deterministic(gpu, sizes, disk, emit)
     for precision in ("bf16", "fp32"):
         _compare_digests(compiled_cases(sizes), precision, gpu, sizes, disk, emit)
 
 
 def check_hazards(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
-    """Races that torch's sanitizer finds on real streams."""
+    """Emit the races that torch's sanitizer finds on real streams."""
     for name, more in (
         ("stage 3", {}),
         ("cpu", {"offloading": Offloading("cpu")}),
@@ -102,8 +102,8 @@ def check_hazards(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget
         ("infinity, remat", {"offloading": Offloading("infinity"), "activations": "remat"}),
     ):
         try:
-            found = gpu.hazards(partial(_trained, gpu, sizes, disk, "bf16", more, SANITIZED_STEPS))
-            emit({"kind": "hazards", "case": name, "found": found and len(found), "texts": (found or [])[:20]})
+            races = gpu.hazards(partial(_trained, gpu, sizes, disk, "bf16", more, SANITIZED_STEPS))
+            emit({"kind": "hazards", "case": name, "found": races and len(races), "texts": (races or [])[:20]})
         except Exception as error:  # the sanitizer is private to torch, and may fail in any way
             emit({"kind": "hazards", "case": name, "error": error_text(error)})
 
@@ -125,15 +125,15 @@ def _compare_digests(chosen: Iterator[Case], precision: str, gpu: Gpu, sizes: Si
         row: Row = {"kind": "digest", "precision": precision, "family": case.family, "case": case.name}
         begin_s = time.perf_counter()
         try:
-            found = _trained(gpu, sizes, disk, precision, case.plan)
-            row |= {"digest": found[:12], "equal": first.setdefault(case.family, found) == found}
+            state_digest = _trained(gpu, sizes, disk, precision, case.plan)
+            row |= {"digest": state_digest[:12], "equal": first.setdefault(case.family, state_digest) == state_digest}
         except (ZeroError, RuntimeError, OSError) as error:
             row["error"] = error_text(error)
         emit({**row, "seconds": round(time.perf_counter() - begin_s, 2)})
 
 
 def _trained(gpu: Gpu, sizes: Sizes, disk: Path, precision: str, plan: dict[str, Any], steps: int | None = None) -> str:
-    """The digest of the state after some steps."""
+    """Train some steps and return the digest of the state."""
     config = GPTConfig(**sizes.laws)
     with running(config, gpu, sizes, disk, precision=_precision(precision), **plan) as run:
         for number in range(steps or sizes.law_steps):
@@ -142,7 +142,7 @@ def _trained(gpu: Gpu, sizes: Sizes, disk: Path, precision: str, plan: dict[str,
 
 
 def _precision(name: str) -> zero.Precision:
-    """fp16 has a static loss scale: with a dynamic one, the first steps would be skipped."""
+    """Return the precision. fp16 has a static loss scale: with a dynamic one, the first steps would be skipped."""
     scale = zero.LossScaling(static=STATIC_SCALE) if name == "fp16" else None
     return zero.Precision(name, scale=scale)
 
@@ -180,18 +180,20 @@ class _PlainTorch:
 
     def __init__(self, config: GPTConfig, gpu: Gpu, values: Values, dtype: torch.dtype, scale: float) -> None:
         self._model, self._scale = whole_model(config, gpu, values, dtype), scale
-        self._master = [one.detach().float().clone() for one in whole_model(config, gpu, values).parameters()]
+        self._master = [
+            parameter.detach().float().clone() for parameter in whole_model(config, gpu, values).parameters()
+        ]
         self._optimizer = torch_optimizer(self._master)
 
     def step(self, rows: Tensor) -> tuple[float, float]:
         value = loss(self._model, rows)
         (value * self._scale).backward()
-        for one, master in zip(self._model.parameters(), self._master, strict=True):
-            assert one.grad is not None
-            master.grad, one.grad = one.grad.float() / self._scale, None
+        for parameter, master in zip(self._model.parameters(), self._master, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float() / self._scale, None
         norm = float(nn.utils.clip_grad_norm_(self._master, CLIP))
         self._optimizer.step()
         with torch.no_grad():
-            for one, master in zip(self._model.parameters(), self._master, strict=True):
-                one.copy_(master)
+            for parameter, master in zip(self._model.parameters(), self._master, strict=True):
+                parameter.copy_(master)
         return value.item(), norm

@@ -15,7 +15,7 @@ from gpu_parts.sizes import Sizes
 
 GiB = 2**30
 TURNS = 4
-"""How often each rate is measured, after one turn to warm up. The best counts: the others waited for something."""
+"""Turns in which each rate is measured, after one to warm up. The best counts: the others waited for something."""
 
 
 def measure_machine(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
@@ -63,14 +63,16 @@ def _text(path: str) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system of `folder`. On a tmpfs, the disk would be memory."""
-    found = [(line.split()[1], line.split()[2]) for line in _text("/proc/mounts").splitlines()]
+    """Return the type of the file system of `folder`. On a tmpfs, the disk would be memory."""
+    mounts = [(line.split()[1], line.split()[2]) for line in _text("/proc/mounts").splitlines()]
     around = {str(folder.resolve()), *map(str, folder.resolve().parents)}
-    return max((one for one in found if one[0] in around), key=lambda one: len(one[0]), default=("", "unknown"))[1]
+    return max(
+        (mount for mount in mounts if mount[0] in around), key=lambda mount: len(mount[0]), default=("", "unknown")
+    )[1]
 
 
 def _best_s(gpu: Gpu, run: Callable[[], object]) -> float:
-    """Seconds of the fastest of several turns."""
+    """Return the seconds of the fastest of several turns."""
     times = []
     for _ in range(1 + TURNS):
         begin = gpu.moment()
@@ -103,13 +105,13 @@ def _device_copy_gbps(gpu: Gpu, sizes: Sizes) -> float:
 
 
 def _product_tflops(gpu: Gpu, sizes: Sizes) -> float:
-    """Multiplies random numbers: zeros would be faster."""
+    """Multiply random numbers, because zeros would be faster; return TFLOP/s."""
     left, right = torch.randn(2, sizes.product, sizes.product, device=gpu.device).bfloat16().unbind()
     return 2 * sizes.product**3 / _best_s(gpu, lambda: left @ right) / 1e12
 
 
 def _disk_gbps(folder: Path, sizes: Sizes) -> tuple[float, float]:
-    """(writing with fsync, reading after the file was dropped from the page cache), in GB/s."""
+    """Return the rates (of writing with fsync, of reading after a drop from the page cache), in GB/s."""
     block = memoryview(os.urandom(min(sizes.disk_bytes, 2**24)))
     path = folder / f".disk-{os.getpid()}"
     try:

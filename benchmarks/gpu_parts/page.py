@@ -36,7 +36,7 @@ Hidden: the part of a timeline row's busy time during which nothing waited for i
 
 
 def page(results: Row) -> str:
-    """All results as a section of the documentation."""
+    """Return all results as a section of the documentation."""
     parts = [
         HEADING,
         _beginning(results),
@@ -48,9 +48,9 @@ def page(results: Row) -> str:
 
 def _beginning(results: Row) -> str:
     known = {"command": "scripts/gpu", "date": "", "device": "not known yet"}
-    found = {row["what"]: row["value"] for row in _rows(results, "fact")}
+    facts = {row["what"]: row["value"] for row in _rows(results, "fact")}
     known |= {key: results[key] for key in known if results.get(key)} | (
-        {"device": found["GPU"]} if "GPU" in found else {}
+        {"device": facts["GPU"]} if "GPU" in facts else {}
     )
     known["commit"] = f", commit {results['commit']}" if results.get("commit") else ""
     simulated = "Nothing of this ran on a GPU: it is a dry run.\n\n" if results.get("simulated") else ""
@@ -102,8 +102,8 @@ def _bound(row: Row) -> Sequence[str]:
 def _hazards(row: Row) -> Sequence[str]:
     if "error" in row:
         return row["case"], f"failed: {row['error']}"
-    found = NONE if row["found"] is None else "nothing" if not row["found"] else "<br>".join(row["texts"])
-    return row["case"], found
+    findings = NONE if row["found"] is None else "nothing" if not row["found"] else "<br>".join(row["texts"])
+    return row["case"], findings
 
 
 def _speed(results: Row) -> str:
@@ -124,7 +124,7 @@ def _speed_of(results: Row, model: Row) -> str:
 
 
 def _speed_table(rows: Sequence[Row], size: int) -> str:
-    """Rows in the order in which the systems first ran."""
+    """Return a table with rows in the order in which the systems first ran."""
     names = list(dict.fromkeys(row["system"] for row in rows))
     times = {name: [s for row in rows if row["system"] == name for s in row["step_s"]] for name in names}
     header = (
@@ -144,7 +144,9 @@ def _speed_table(rows: Sequence[Row], size: int) -> str:
             f"{step_s / median(times[other]):.2f}" if other in times else NONE
             for other in ("forward and backward", "FSDP2")
         ]
-        peaks = [one["peak_bytes"] for one in rows if one["system"] == name and one["peak_bytes"] is not None]
+        peaks = [
+            sample["peak_bytes"] for sample in rows if sample["system"] == name and sample["peak_bytes"] is not None
+        ]
         peak, plan = _gib(max(peaks, default=None)), _gib(row["plan_bytes"])
         lines.append((name, _spread(times[name]), f"{size / step_s:,.0f}", _mfu(row, step_s), *ratios, peak, plan))
     return _table(header, lines)
@@ -155,7 +157,8 @@ def _step_table(results: Row, model: Row) -> str:
     header = ("in a step", "launches", "copies", "waits", "syncs", "hidden", "exposed, ms")
     counts = ("launches", "copies", "waits", "syncs")
     lines = [
-        (row["system"], *(_count(row.get(kind)) for kind in counts), *_shares(row.get("shares") or {})) for row in rows
+        (row["system"], *(_count(row.get(count)) for count in counts), *_shares(row.get("shares") or {}))
+        for row in rows
     ]
     return _table(header, lines)
 
@@ -183,13 +186,13 @@ def _largest_line(row: Row, results: Row) -> Sequence[str]:
     if "error" in row:
         return *known, row["error"], *[NONE] * 6
     places = ", ".join(_gib(row["bytes"].get(tier, 0)) for tier in ("device", "host", "nvme"))
-    made = [one for one in _rows(results, "largest") if one["model"] == row["model"]]
+    made = [made_step for made_step in _rows(results, "largest") if made_step["model"] == row["model"]]
     if not made:
         return *known, places, f"{row['step_s']:.2f}", *["no step was completed", NONE, NONE, NONE, NONE]
-    steps = ", ".join(f"{one['step_s']:.2f}" for one in made)
-    best = min(one["step_s"] for one in made)
-    peak = max((one["peak_bytes"] or 0 for one in made), default=0)
-    losses = ", ".join(f"{one['loss']:.3f}" for one in made)
+    steps = ", ".join(f"{made_step['step_s']:.2f}" for made_step in made)
+    best = min(made_step["step_s"] for made_step in made)
+    peak = max((made_step["peak_bytes"] or 0 for made_step in made), default=0)
+    losses = ", ".join(f"{made_step['loss']:.3f}" for made_step in made)
     speed = f"{row['tokens'] / best:,.0f}"
     return *known, places, f"{row['step_s']:.2f}", steps, speed, _mfu(made[0], best), _gib(peak or None), losses
 
@@ -205,11 +208,11 @@ def _trace_line(row: Row) -> Sequence[str]:
 
 
 def _ends(results: Row) -> str:
-    """The status of every task."""
+    """Return a table of the status of every task."""
     header = ("part", "task", "", "s")
     lines = [
-        (str(one["part"]), one["name"], one["status"], str(one.get("seconds", NONE)))
-        for one in results.get("tasks", [])
+        (str(task["part"]), task["name"], task["status"], str(task.get("seconds", NONE)))
+        for task in results.get("tasks", [])
     ]
     return _titled("How the parts ended", _table(header, lines))
 
@@ -218,7 +221,7 @@ def _ends(results: Row) -> str:
 
 
 def row_text(row: Row) -> str:
-    """A row as one line of text, for the terminal."""
+    """Return a row as one line of text, for the terminal."""
     return "  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items() if key not in ("kind", "flops"))
 
 
@@ -226,24 +229,24 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_short(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_short(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_short, value)) + "]"
     return NONE if value is None else str(value)
 
 
-def _rows(results: Row, kind: str) -> list[Row]:
-    return [row for task in results.get("tasks", []) for row in task.get("rows", []) if row.get("kind") == kind]
+def _rows(results: Row, row_type: str) -> list[Row]:
+    return [row for task in results.get("tasks", []) for row in task.get("rows", []) if row.get("kind") == row_type]
 
 
 def _titled(title: str, *texts: Any) -> str:
-    found = [text.strip() for text in texts if text and text.strip()]
-    return "\n\n".join([f"### {title}", *found]) if found else ""
+    paragraphs = [text.strip() for text in texts if text and text.strip()]
+    return "\n\n".join([f"### {title}", *paragraphs]) if paragraphs else ""
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; an empty text if there are no lines."""
-    drawn = ["| " + " | ".join(one.replace("|", "/") for one in line) + " |" for line in lines]
+    """Return a Markdown table; an empty text if there are no lines."""
+    drawn = ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
     head = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*head, *drawn]) if drawn else ""
 
@@ -266,7 +269,7 @@ def _count(number: int | None) -> str:
 
 
 def _shares(shares: dict[str, Sequence[float]]) -> tuple[str, str]:
-    """(hidden fractions, exposed milliseconds) of the busy rows of a timeline, except compute."""
+    """Return (hidden fractions, exposed milliseconds) of the busy rows of a timeline, except compute."""
     busy = {row: pair for row, pair in shares.items() if row != "compute"}
     hidden = [f"{row} {1 - exposed / whole:.0%}" for row, (whole, exposed) in busy.items()]
     exposed_ms = [f"{row} {1e3 * exposed:.1f}" for row, (_, exposed) in busy.items()]

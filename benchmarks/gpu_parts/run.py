@@ -1,4 +1,4 @@
-"""Runs tasks one after the other, each in its own process with a time limit, and records the rows that they emit.
+"""Run tasks one after the other, each in its own process with a time limit, and record the rows that they emit.
 
 Every row is in `gpu.json` before the next one is made, so an early end loses only results that were not emitted yet.
 Processes are forked where possible, so that torch is imported once. A forked process can use the GPU only if CUDA was
@@ -25,13 +25,13 @@ Row = dict[str, Any]
 Emit = Callable[[Row], None]
 
 LEAST_S = 3.0
-"""A task that would get less time than this is skipped."""
+"""The least time of a task in seconds. A task that would get less is skipped."""
 
 STACKS_S = 1.0
-"""So long before its limit, a task writes the stacks of its threads to the log, which shows where it hangs."""
+"""Seconds before its limit at which a task writes the stacks of its threads to the log, to show where it hangs."""
 
 END_S = 10.0
-"""Seconds to wait for a killed process to end. One that hangs in the driver is left behind."""
+"""Seconds to wait for a killed process to end. A process that hangs in the driver is left behind."""
 
 DONE, RUNNING, WAITING = "done", "running", "not begun"
 
@@ -48,7 +48,7 @@ class Budget:
 
 
 class Task(NamedTuple):
-    """What one process does.
+    """The work of one process.
 
     Attributes:
         seconds: its time limit in a run of the usual length. In another run, its limit is the same share of the time.
@@ -111,7 +111,7 @@ def run_all(
     show: Emit = print,
     start: str = "fork",
 ) -> None:
-    """Run every task in order. Each gets its share of the remaining time; what it does not use goes to later tasks.
+    """Run every task in order. Each gets its share of the remaining time; unused time goes to later tasks.
 
     Args:
         log: file for the output of the tasks.
@@ -134,7 +134,7 @@ def run_all(
 
 
 def works_forked(run: Callable[[], object]) -> bool:
-    """Whether `run` succeeds in a process that is forked now."""
+    """Return whether `run` succeeds in a process that is forked now."""
 
     def attempt() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - an error here is an answer
@@ -185,7 +185,7 @@ def _listen(pipe: Connection, end_s: float, receive: Emit) -> str:
 
 
 def _kill(pid: int | None, child: Any) -> None:
-    """End the process and all that it started. One that has emitted everything gets a moment to end by itself."""
+    """End the process and all that it started. A process that has emitted all its rows gets 1 s to end by itself."""
     child.join(timeout=STACKS_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid or 0, signal.SIGKILL)
@@ -204,7 +204,7 @@ def _status_of(code: int | None, rows: list[Row]) -> str:
 
 
 def _child(task: Task, pipe: Connection, other_end: Connection | None, log: Path, limit_s: float) -> None:
-    """The main function of a task's process. Ends it without cleanup."""
+    """Run a task in its process, then end the process without cleanup."""
     if other_end is not None:
         other_end.close()
     os.setsid()  # so that its children can be killed with it
@@ -233,13 +233,13 @@ def _child(task: Task, pipe: Connection, other_end: Connection | None, log: Path
 
 
 def error_text(error: BaseException) -> str:
-    """The class and the first line of an error."""
+    """Return the class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def _die_with_parent() -> None:
-    """On Linux, let this process end when its parent is killed, and so free the GPU."""
+    """Let this process end when its parent is killed (on Linux only), so that it frees the GPU."""
     signal_on_parents_death = 1  # PR_SET_PDEATHSIG
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(signal_on_parents_death, signal.SIGKILL)

@@ -42,11 +42,11 @@ OURS = {
     "stage 3, auto": Offloading("auto"),
 }
 SYSTEMS = ("forward and backward", "FSDP2", *OURS)
-"""In the order of their turns; the references first."""
+"""All systems in the order of their turns; the references first."""
 
 
 class Job(NamedTuple):
-    """What all systems of one size have in common."""
+    """The device, model, values and limits that all systems of one size have in common."""
 
     gpu: Gpu
     sizes: Sizes
@@ -86,7 +86,7 @@ def measure_speed(
 
 
 def _measure_system(name: str, turn: int, job: Job, emit: Emit) -> None:
-    """Emit a row for each size of the step, and in the first round the content of a step. Errors are rows, too."""
+    """Emit a row for each size of the step, in the first round also the content of a step. Errors are rows, too."""
     known: Row = {"model": job.model.name, "system": name, "round": turn}
     begin_s = time.monotonic()
     try:
@@ -110,7 +110,7 @@ def _built(name: str, job: Job) -> Iterator[System]:
 
 
 def _plain(job: Job) -> System:
-    """Only forward and backward of the bf16 model."""
+    """Build forward and backward of the bf16 model, nothing else."""
     model = whole_model(job.config, job.gpu, job.values, torch.bfloat16)
     if job.model.activations == "remat":
         recomputing(model)
@@ -123,7 +123,7 @@ def _plain(job: Job) -> System:
 
 
 def _fsdp2(job: Job) -> System:
-    """fully_shard on each block and the root, bf16 with gradients in fp32, fused AdamW, clipping."""
+    """Build FSDP2: fully_shard on each block and the root, bf16 with gradients in fp32, fused AdamW, clipping."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -167,7 +167,7 @@ def _ours(offloading: Offloading, job: Job, stack: ExitStack) -> System:
 
 
 def _room(job: Job) -> Any:
-    """No limit on a simulated GPU, whose small room is only for the part with the largest models."""
+    """Return the room of a plan: no limit on a simulated GPU, whose small room is only for the largest models."""
     from zero.core.placement import NO_LIMIT
 
     return NO_LIMIT if job.gpu.simulated else job.gpu.room(job.host_bytes, job.disk)
@@ -177,7 +177,7 @@ def _room(job: Job) -> Any:
 
 
 def _timed(system: System, rows: int, job: Job) -> Row:
-    """Times of consecutive steps, and the peak of memory during them."""
+    """Time consecutive steps, and measure the peak of memory during them."""
     gpu, batch = job.gpu, tokens(job.config, rows, job.gpu)
     gpu.begin_peak()
     for _ in range(job.sizes.warm):
@@ -201,17 +201,17 @@ def _timed(system: System, rows: int, job: Job) -> Row:
 
 
 def _planned_bytes(plan: zero.Plan, activations: int) -> int:
-    """Bytes on the GPU with a step of this size. The plan itself counts the largest step."""
+    """Return the bytes on the GPU with a step of this size. The plan itself counts the largest step."""
     return sum(plan.bytes["device"].values()) - plan.activation_bytes + activations
 
 
 def _inspected(system: System, rows: int, job: Job) -> Row:
-    """Launches and waits of a step, and how much of the other work is hidden; each measured in a step of its own."""
+    """Count launches and waits of a step, and measure the hidden share of other work; each in a step of its own."""
     gpu, batch = job.gpu, tokens(job.config, rows, job.gpu)
     row: Row = {"rows": rows, "tokens": rows * job.config.seq}
-    one = partial(system.step if system.run is None else system.run.drained_step, batch)
-    one()
-    row |= gpu.launches(one)
+    take_step = partial(system.step if system.run is None else system.run.drained_step, batch)
+    take_step()
+    row |= gpu.launches(take_step)
     row["syncs"] = gpu.syncs(lambda: system.step(batch))
     if system.run is not None:
         row |= recorded(system.run, batch)
@@ -219,7 +219,7 @@ def _inspected(system: System, rows: int, job: Job) -> Row:
 
 
 def recorded(run: Running, batch: Tensor) -> Row:
-    """The time of one step, and for each row of its timeline [seconds busy, seconds exposed]."""
+    """Return the time of one step, and for each row of its timeline [seconds busy, seconds exposed]."""
     run.step(batch)
     with zero.record(run.state) as timeline:
         run.step(batch)

@@ -17,7 +17,7 @@ MOST_BYTES = 15 * 2**20
 
 
 def trace_steps(folder: Path, gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
-    """Trace a step with everything in host memory, where most can go wrong, and one with nothing offloaded."""
+    """Trace a step with all state in host memory, which has the most copies, and a step with no offload."""
     for preset in ("cpu", "none"):
         try:
             emit(

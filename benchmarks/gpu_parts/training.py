@@ -1,4 +1,4 @@
-"""What several parts train with: rows, initial values, optimizers, and a run of this library."""
+"""Rows, initial values, optimizers and a run of this library, for several parts."""
 
 import contextlib
 import hashlib
@@ -19,17 +19,17 @@ from zero.trainer.planning.tracing import Traced, trace
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 TILE = 1_000_003
-"""How many random values there are before they repeat; a prime, so that no two rows of a matrix are equal."""
+"""The number of random values before they repeat; a prime, so that no two rows of a matrix are equal."""
 
 
 class Offloading(NamedTuple):
-    """An offload preset, and what updates offloaded pages: "device" or "host"."""
+    """An offload preset, and the processor that updates offloaded pages: "device" or "host"."""
 
     preset: str
     compute: str = "device"
 
     def offload(self, disk: Path, page_bytes: int | None) -> zero.Offload:
-        """Its settings, with pages of this size; None: the library's default."""
+        """Return the settings of the preset, with pages of this size; None: the library's default."""
         return zero.Offload(self.preset, path=str(disk), compute=self.compute, page_bytes=page_bytes)
 
 
@@ -37,13 +37,13 @@ NO_OFFLOAD = Offloading("none")
 
 
 def tokens(config: GPTConfig, rows: int, gpu: Gpu, step: int = 0) -> Tensor:
-    """(rows, seq + 1) on the GPU, the same for all systems."""
+    """Return random tokens (rows, seq + 1) on the GPU, the same for all systems."""
     draw = torch.Generator().manual_seed(step)
     return torch.randint(config.vocab, (rows, config.seq + 1), generator=draw).to(gpu.device)
 
 
 class Values:
-    """Initial values from a parameter's name, the same for all systems. Repeats random values, which is fast."""
+    """Initial values from a parameter's name, the same for all systems. Random values repeat, because that is fast."""
 
     def __init__(self) -> None:
         self._tile = torch.randn(TILE, generator=torch.Generator().manual_seed(0)) * 0.02
@@ -60,19 +60,19 @@ class Values:
 
 
 def optimizer(clip: float | None = CLIP) -> Any:
-    """This library's AdamW, with weight decay on matrices only."""
+    """Return this library's AdamW, with weight decay on matrices only."""
     return zero.adamw(LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=clip)
 
 
 def torch_optimizer(parameters: list[Tensor]) -> torch.optim.AdamW:
-    """torch's fused AdamW with the same settings."""
-    matrices = {"params": [one for one in parameters if one.ndim > 1], "weight_decay": WEIGHT_DECAY}
-    others = {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0}
+    """Return torch's fused AdamW with the same settings."""
+    matrices = {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY}
+    others = {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0}
     return torch.optim.AdamW([matrices, others], lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
 def whole_model(config: GPTConfig, gpu: Gpu, values: Values, dtype: torch.dtype = torch.float32) -> GPT:
-    """The unsharded model on the GPU."""
+    """Return the unsharded model on the GPU."""
     with gpu.device:
         model = GPT(config)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def recomputing(model: GPT) -> None:
 
 
 def traced(config: GPTConfig, rows: int, dtype: torch.dtype, *, remat: bool) -> Traced:
-    """What a microbatch takes and computes, as the library counts it."""
+    """Return the bytes and operations of a microbatch, as the library counts them."""
     with zero.empty():
         model = GPT(config)
     meta = torch.empty(rows, config.seq + 1, dtype=torch.int64, device="meta")
@@ -117,12 +117,12 @@ class Running:
         return metrics
 
     def drain(self) -> None:
-        """Wait until the threads of the store have nothing left to do."""
+        """Wait until the threads of the store are idle."""
         self._store.drain()
 
     def drained_step(self, rows: Tensor) -> None:
-        """A step, and the work of the store's threads after it. torch's profiler of all threads crashes if it starts or
-        stops while one of them works."""
+        """Make a step and wait for the store's threads. torch's profiler of all threads crashes if it starts or stops
+        while one of them works."""
         self.step(rows)
         self.drain()
 
@@ -143,7 +143,7 @@ def running(
     page_bytes: int | None = None,
     **plan: Any,
 ) -> Iterator[Running]:
-    """A run that is closed at the end of the block. `plan` are further arguments of `zero.Plan`."""
+    """Yield a run that is closed at the end of the block. `plan` are further arguments of `zero.Plan`."""
     with zero.empty():
         model = GPT(config)
     offload = offloading.offload(disk, page_bytes or sizes.page_bytes)

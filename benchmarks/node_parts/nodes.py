@@ -29,12 +29,12 @@ _PREFIX = "zero"
 _NETWORK = "10.77.0"
 _BURST_S = 0.004
 _LEAST_BURST_BYTES = 64 * 1024
-"""A bucket holds what a wire carries in 4 ms, as the kernel's timer wants, and one packet of TCP's largest size."""
+"""The least size of a bucket: one packet of TCP's largest size. Others hold 4 ms of a wire, for the kernel's timer."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What a node's wire can do.
+    """The limits of a node's wire.
 
     Attributes:
         rate: the most that it carries in each direction, in `tc`'s words, such as "200mbit"; "" for no limit.
@@ -48,7 +48,7 @@ class Wire:
 
 
 class Traffic(NamedTuple):
-    """What a node's interface has carried so far. The kernel counts a long TCP packet once, with one header."""
+    """The counters of a node's interface so far. The kernel counts a long TCP packet once, with one header."""
 
     sent_bytes: int
     received_bytes: int
@@ -56,7 +56,7 @@ class Traffic(NamedTuple):
 
 
 def why_not() -> str:
-    """Why this process cannot make nodes; "" if it can."""
+    """Return the reason why this process cannot make nodes; "" if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in ("ip", "tc", "mount", "unshare", "setpriv") if shutil.which(name) is None]
@@ -91,7 +91,7 @@ class Nodes(AbstractContextManager["Nodes"]):
             undo.pop_all()
 
     def address(self, node: int | str) -> str:
-        """The IPv4 address of a node, or of the switch."""
+        """Return the IPv4 address of a node, or of the switch."""
         return f"{_NETWORK}.{254 if node == SWITCH else int(node) + 1}"
 
     def start(
@@ -119,28 +119,28 @@ class Nodes(AbstractContextManager["Nodes"]):
         return started
 
     def _mount(self, folder: Path, host: str) -> str:
-        """The shell's words for it: `ip netns exec` gives what it starts a mount table of its own."""
-        own = folder.with_name(f"{folder.name}-{host}")
-        for one in (folder, own):
-            one.mkdir(parents=True, exist_ok=True)
-        return shlex.join(["mount", "--bind", str(own), str(folder)])
+        """Return the command that mounts a node's folder: `ip netns exec` gives each program its own mount table."""
+        private = folder.with_name(f"{folder.name}-{host}")
+        for path in (folder, private):
+            path.mkdir(parents=True, exist_ok=True)
+        return shlex.join(["mount", "--bind", str(private), str(folder)])
 
     def kill(self, node: int | str) -> None:
-        """SIGKILL to everything that `start` has started on a node, at one moment, as if its power failed."""
+        """Send SIGKILL to all processes that `start` has started on a node, at once, as if its power failed."""
         for started in self._first.pop(str(node), []):
             with started:  # which waits, and closes its pipes
                 started.kill()
 
     def cut(self, node: int) -> None:
-        """Take a node's wire out of the switch: what is sent is lost, and neither end is told."""
+        """Take a node's wire out of the switch: packets are lost, and neither end gets an error."""
         _ip("-n", self._netns(SWITCH), "link", "set", _port(node), "nomaster")
 
     def mend(self, node: int) -> None:
-        """Put it back."""
+        """Put a node's wire back into the switch."""
         _ip("-n", self._netns(SWITCH), "link", "set", _port(node), "master", "br0")
 
     def traffic(self, node: int) -> Traffic:
-        """What a node has sent and received since it was made."""
+        """Return the counters of a node since it was made."""
         (link,) = json.loads(_ip("-n", self._netns(node), "-s", "-j", "link", "show", "eth0"))
         stats = link["stats64"]
         snmp = _run(["ip", "netns", "exec", self._netns(node), "cat", "/proc/net/snmp"])
@@ -149,12 +149,14 @@ class Nodes(AbstractContextManager["Nodes"]):
         return Traffic(stats["tx"]["bytes"], stats["rx"]["bytes"], resent)
 
     def close(self) -> None:
-        """Kill what runs on the nodes, and remove them."""
+        """Kill all processes on the nodes, and remove the nodes."""
         for node in list(self._first):
             self.kill(node)
         _remove([name for name in _namespaces() if name.startswith(self._name)])
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close()
 
     def _netns(self, node: int | str) -> str:
@@ -184,7 +186,7 @@ class Nodes(AbstractContextManager["Nodes"]):
         self.mend(number)
 
     def _carry(self, number: int, wire: Wire) -> None:
-        """A wire of TAP devices, whose node end is made in the switch and then moved."""
+        """Make a wire of TAP devices. Its node end is made in the switch and then moved."""
         port, end = _port(number), f"end{number}"
         program = [sys.executable, str(Path(__file__).with_name("wire.py"))]
         arguments = [end, port, str(wire.delay_s), str(wire.loss)]
@@ -196,7 +198,7 @@ class Nodes(AbstractContextManager["Nodes"]):
 
 
 def remove_left_behind() -> list[str]:
-    """Remove the nodes of processes that are gone; returns the names of their namespaces."""
+    """Remove the nodes of processes that are gone; return the names of their namespaces."""
     left = [name for name in _namespaces() if name.startswith(f"{_PREFIX}-") and not _maker_lives(name)]
     _remove(left)
     return left
@@ -221,7 +223,7 @@ def _remove(names: Sequence[str]) -> None:
 
 
 def _namespaces() -> list[str]:
-    """Names of all network namespaces of this machine."""
+    """Return the names of all network namespaces of this machine."""
     return [entry["name"] for entry in json.loads(_ip("-j", "netns", "list") or "[]")]
 
 
@@ -236,10 +238,10 @@ def _limit(namespace: str, interface: str, rate: str) -> None:
 
 
 def bits_of(rate: str) -> float:
-    """A rate in `tc`'s words as bits per second.
+    """Return a rate in `tc`'s words as bits per second.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `rate` has no unit of `tc`.
     """
     units = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
     unit = rate.lstrip("0123456789.")

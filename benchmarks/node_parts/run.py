@@ -19,7 +19,7 @@ from node_parts.nodes import SWITCH, Nodes, Traffic
 
 PORT = 29500
 POLL_S = 0.02
-"""How soon after a row the counters of the wires are read."""
+"""Seconds between a row and the reading of the wires' counters, at most."""
 
 _STORE = f"""
 import sys, signal
@@ -54,9 +54,9 @@ class Job:
 
     def start(self, nodes: Nodes, node: int, **options: Any) -> "subprocess.Popen[Any]":
         """Start torchrun on a node; `options` are those of `Nodes.start`."""
-        most = len(nodes.wires)
+        node_count = len(nodes.wires)
         hosts = f"is_host={int(node == self.rendezvous)}"
-        torchrun = ["-m", "torch.distributed.run", f"--nnodes={self.least or most}:{most}"]
+        torchrun = ["-m", "torch.distributed.run", f"--nnodes={self.least or node_count}:{node_count}"]
         torchrun += [f"--nproc-per-node={self.ranks}", f"--max-restarts={self.max_restarts}", "--rdzv-id=nodes"]
         torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.address(self.rendezvous)}:{PORT}"]
         torchrun += [f"--rdzv-conf={','.join(filter(None, (hosts, self.conf)))}"]
@@ -64,16 +64,16 @@ class Job:
         return nodes.start(node, [*self.core(node), sys.executable, *torchrun, *self.words], **options)
 
     def core(self, node: int) -> list[str]:
-        """What stands before a command that is to share the core of a node, if it has one."""
+        """Return the words before a command that pin it to the core of a node; empty if nodes are not pinned."""
         return ["taskset", "--cpu-list", str(node % (os.cpu_count() or 1))] if self.pinned else []
 
     def keep_busy(self, nodes: Nodes, node: int, programs: int) -> None:
-        """Start programs on a node's core that do nothing but compute, so that its ranks get a part of it."""
+        """Start programs on a node's core that only compute, so that its ranks get a part of it."""
         for _ in range(programs):
             nodes.start(node, [*self.core(node), sys.executable, "-c", "while True: pass"])
 
     def host_rendezvous(self, nodes: Nodes) -> None:
-        """Start the store of the rendezvous on the switch, if it is to be there."""
+        """Start the store of the rendezvous on the switch, if `rendezvous` is SWITCH."""
         if self.rendezvous != SWITCH:
             return
         store = nodes.start(SWITCH, [sys.executable, "-c", _STORE, nodes.address(SWITCH)], stdout=subprocess.PIPE)
@@ -83,9 +83,9 @@ class Job:
 
 
 def ranks_of(torchrun: "subprocess.Popen[Any]") -> list[psutil.Process]:
-    """The ranks of a node, by what `Job.start` has returned: its child is torchrun. None where that is gone."""
+    """Return the ranks of a node: grandchildren of the process of `Job.start`. Empty if that process is gone."""
     try:
-        return [rank for one in psutil.Process(torchrun.pid).children() for rank in one.children()]
+        return [rank for process in psutil.Process(torchrun.pid).children() for rank in process.children()]
     except psutil.NoSuchProcess:
         return []
 
@@ -102,7 +102,7 @@ class Readings:
         self.at: dict[int, list[Traffic]] = {}  # by the step of the row
 
     def read_if_new(self) -> None:
-        """Read them if there is a new row."""
+        """Read the counters if there is a new row."""
         size = self._rows.stat().st_size if self._rows.exists() else 0
         if size == self._size:
             return
@@ -111,7 +111,7 @@ class Readings:
         self.at[int(rows_in(self._rows)[-1]["step"])] = traffic
 
     def per_step(self, node: int) -> Iterator[tuple[float, float]]:
-        """(sent, received) bytes of a node in a step, between each two rows."""
+        """Yield (sent, received) bytes of a node in a step, between each two rows."""
         steps = sorted(self.at)
         for first, then in itertools.pairwise(steps):
             before, after = self.at[first][node], self.at[then][node]
@@ -123,13 +123,13 @@ class Readings:
 
 
 def rows_in(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; the last one may be half written."""
+    """Return the rows of a metrics.jsonl without the last one if it is half written."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def wait_for(job: Sequence["subprocess.Popen[Any]"], readings: Readings) -> int:
-    """Wait until torchrun has ended on every node, or has failed on one; returns its exit code, or 0."""
+    """Wait until torchrun has ended on every node, or has failed on one; return its exit code, or 0."""
     while True:
         codes = [torchrun.poll() for torchrun in job]
         readings.read_if_new()
@@ -139,7 +139,7 @@ def wait_for(job: Sequence["subprocess.Popen[Any]"], readings: Readings) -> int:
 
 
 def table(nodes: Nodes, readings: Readings, rows: Sequence[dict[str, Any]], ranks: int) -> str:
-    """What each wire carried, and what the run says itself, with so many `ranks` on each node."""
+    """Return a table of the bytes of each wire, and lines from the run's own rows; `ranks` are those of one node."""
     lines = [f"{'node':6}{'sent/step':>16}{'received/step':>16}{'sent in all':>16}{'sent again':>12}"]
     for node in range(len(nodes.wires)):
         total, pairs = nodes.traffic(node), list(readings.per_step(node))

@@ -22,14 +22,14 @@ _FRAME_BYTES = 65536
 
 
 def open_tap(name: str) -> int:
-    """A new TAP device in this network namespace; returns the descriptor that its frames are read from."""
+    """Make a TAP device in this network namespace; return the descriptor of its frames."""
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return tap
 
 
 def carry(node: int, switch: int, delay_s: float, loss: float) -> None:
-    """Carry frames between two TAP devices, for ever.
+    """Carry frames between two TAP devices, until the process is killed.
 
     Args:
         node, switch: descriptors of the two ends.

@@ -37,9 +37,9 @@ def log_dist(message: str) -> None:
 
 
 class Sentences(Dataset):
-    """Words that each follow from the one before; those to be guessed are masked, replaced, or left as they are.
+    """Sentences in which each word follows from the word before; chosen words are masked, replaced, or kept.
 
-    An item is the tokens and the labels, which are the padding's number for all others.
+    An item is (tokens, labels). The label of a word that was not chosen is the padding's number.
     """
 
     def __init__(self, count: int, mask_prob: float, random_replace_prob: float, unmask_replace_prob: float) -> None:
@@ -68,16 +68,16 @@ class Sentences(Dataset):
 
 
 def collate_function(batch: list[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Rows of one length: the longest one's."""
+    """Pad all rows to the length of the longest row."""
     longest = max(len(tokens) for tokens, _ in batch)
-    padded = [[one + [pad_token_id] * (longest - len(one)) for one in column] for column in zip(*batch, strict=True)]
+    padded = [[row + [pad_token_id] * (longest - len(row)) for row in column] for column in zip(*batch, strict=True)]
     src_tokens, tgt_tokens = (torch.tensor(column) for column in padded)
     attention_mask = src_tokens.ne(pad_token_id).type_as(src_tokens)
     return {"src_tokens": src_tokens, "tgt_tokens": tgt_tokens, "attention_mask": attention_mask}
 
 
 def create_data_iterator(batch_size: int, **masking: float) -> Iterator[dict[str, torch.Tensor]]:
-    """Without an end."""
+    """Yield batches without an end."""
     collate = partial(collate_function, pad_token_id=PAD)
     loader = DataLoader(Sentences(256, **masking), batch_size=batch_size, shuffle=True, collate_fn=collate)
     while True:
@@ -153,7 +153,7 @@ def train(
     log_every: int = 5,
     zero_stage: int = 1,
 ) -> tuple[Path, list[float]]:
-    """Begin an experiment in `checkpoint_dir`, or go on with that of `load_checkpoint_dir`; its folder, and losses."""
+    """Begin an experiment in `checkpoint_dir`, or resume that of `load_checkpoint_dir`; return folder and losses."""
     shape = {"num_layers": num_layers, "num_heads": num_heads, "ff_dim": ff_dim, "h_dim": h_dim, "dropout": dropout}
     if load_checkpoint_dir is not None:
         exp_dir = load_checkpoint_dir

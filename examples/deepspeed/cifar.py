@@ -19,7 +19,7 @@ CLASSES, SIZE = 4, 12
 
 
 def pictures(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(count, 1, SIZE, SIZE) with a bar in one of four places, under noise, and where it is."""
+    """Return images (count, 1, SIZE, SIZE) with a bar in one of four places, under noise, and the places (count,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     images = 0.5 * torch.randn(count, 1, SIZE, SIZE, generator=generator)

@@ -18,7 +18,7 @@ NOISE, WIDTH = 8, 32
 
 
 def real(count: int, seed: int) -> torch.Tensor:
-    """(count, 2): points on a circle."""
+    """Return points on a circle: (count, 2)."""
     angle = 6.2832 * torch.rand(count, generator=torch.Generator().manual_seed(seed))
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
@@ -42,7 +42,7 @@ def main() -> None:
     )
     criterion = nn.BCEWithLogitsLoss()
     device = next(generator.parameters()).device
-    told: dict[str, list[float]] = {"discriminator": [], "generator": []}
+    losses: dict[str, list[float]] = {"discriminator": [], "generator": []}
     for step in range(args.steps):
         points = real(16, seed=step).to(device)
         noise = torch.randn(16, NOISE, generator=torch.Generator().manual_seed(1000 + step)).to(device)
@@ -58,9 +58,9 @@ def main() -> None:
         model_g.backward(loss_g)
         model_g.step()
         discriminator.requires_grad_(True)
-        told["discriminator"].append(loss_d.item())
-        told["generator"].append(loss_g.item())
-    print(json.dumps(told))
+        losses["discriminator"].append(loss_d.item())
+        losses["generator"].append(loss_g.item())
+    print(json.dumps(losses))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def create_model(dropout: float) -> OPTForCausalLM:
 
 
 def get_optimizer_grouped_parameters(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups by names: what decays, and biases and norms."""
+    """Return two groups by names: parameters that decay, and biases and norms."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rests = [any(part in name for part in NO_DECAY) for name, _ in named]
     return [
@@ -144,7 +144,7 @@ def get_all_reduce_mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def evaluation(model: torch.nn.Module, batches: DataLoader, device: torch.device) -> tuple[float, float]:
-    """Perplexity over all ranks, and this one's mean loss."""
+    """Return the perplexity over all ranks, and the mean loss of this rank."""
     model.eval()
     losses = torch.zeros((), device=device)
     for batch in batches:
@@ -155,10 +155,10 @@ def evaluation(model: torch.nn.Module, batches: DataLoader, device: torch.device
 
 
 def save_hf_format(model: torch.nn.Module, rank: int, folder: str) -> None:
-    """What `from_pretrained` reads.
+    """Write a folder that `from_pretrained` reads.
 
     DeepSpeed-Chat calls this on rank 0 alone. Here every rank calls it and rank 0 writes: at stage 3 `state_dict()`
-    gathers what lies in shards, which takes all ranks; DeepSpeed's has empty tensors there.
+    gathers the shards of all ranks; DeepSpeed's `state_dict()` has empty tensors there.
     """
     model_to_save = model.module if hasattr(model, "module") else model
     save_dict = model_to_save.state_dict()
@@ -172,7 +172,7 @@ def save_hf_format(model: torch.nn.Module, rank: int, folder: str) -> None:
 
 
 def save_zero_three_model(model: torch.nn.Module, rank: int, folder: str) -> None:
-    """The same file at stage 3, where each rank has a part of the model: parameters are gathered one by one."""
+    """Write the same file at stage 3, where each rank has a part of the model: gather parameters one by one."""
     model_to_save = model.module if hasattr(model, "module") else model
     output_state_dict = {}
     for name, p in model_to_save.named_parameters():
@@ -240,7 +240,7 @@ def main() -> None:
         eval_losses.append(eval_loss)
         model.tput_timer.update_epoch_count()
 
-    told = {"losses": losses, "rates": rates, "eval_losses": eval_losses}
+    results = {"losses": losses, "rates": rates, "eval_losses": eval_losses}
     if args.output_dir is not None:
         save_hf_format(model, args.global_rank, args.output_dir)
         if args.zero_stage == 3:
@@ -249,8 +249,8 @@ def main() -> None:
             saved = OPTForCausalLM.from_pretrained(args.output_dir).to(device)
             batch = to_device(next(iter(eval_dataloader)), device)
             with torch.no_grad():
-                told["saved"] = saved.eval()(**batch).loss.item()
-    print_rank_0(json.dumps(told), args.global_rank)
+                results["saved"] = saved.eval()(**batch).loss.item()
+    print_rank_0(json.dumps(results), args.global_rank)
 
 
 if __name__ == "__main__":

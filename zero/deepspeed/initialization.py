@@ -14,6 +14,7 @@ from torch import nn
 
 from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
+from zero.deepspeed.config_keys import ZeroOptimization
 from zero.deepspeed.engine import Engine
 from zero.deepspeed.metrics import RunLog, run_settings
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, names_of, trained, transform
@@ -113,11 +114,11 @@ def initialize(
         scheduler = _scheduler(lr_scheduler, made, translation) if trained(made) else None
         loader = None
         if training_data is not None:
-            rows, drop_last = settings.batch.numbers()[1], translation.drop_last
+            rows, drop_last = settings.batch.numbers()[1], translation.keys.dataloader_drop_last
             loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=drop_last)
         backend, compiled_again = bypass_compiled(compiled)
         undo.callback(compiled_again)
-        units = _units(translation, model)
+        units = _units(translation.keys.zero_optimization, model)
 
         def make_plan(chosen: Transform) -> Plan:
             return build_plan(settings, model, world, optimizer=chosen, units=units, compile=backend)
@@ -135,8 +136,8 @@ def initialize(
         made,
         passed=None if passed is None else PassedOptimizer(passed),
         lr_scheduler=scheduler,
-        managed=translation.managed,
-        casts_inputs=translation.casts_inputs,
+        managed=translation.keys.managed_gradient_accumulation,
+        casts_inputs=translation.keys.fp16.auto_cast,
         run_log=run_log,
         opened=opened,
     )
@@ -194,25 +195,23 @@ def _only_config(args: Any, config: ConfigSource | None, config_params: ConfigSo
 def _settings(translation: Translation, world: World) -> Settings:
     """Return the config as settings; "auto" is rejected, because a user's model has no planner."""
     settings = translation.settings
-    if settings.get("zero", {}).get("stage") == "auto":
+    if settings["zero"]["stage"] == "auto":
         raise ConfigError("zero_optimization.stage=auto: write a number. zero-train mode=plan compares them.")
-    rows = settings.get("batch", {})
-    if not isinstance(rows.get("global"), int) and not isinstance(rows.get("micro"), int):
-        key = "train_micro_batch_size_per_gpu" if "micro" in rows else "train_batch_size"
+    if "batch" not in settings:
         raise ConfigError(
-            f"{key}=auto: write the rows of a step (train_batch_size) or of a microbatch "
+            "train_batch_size=auto: write the rows of a step (train_batch_size) or of a microbatch "
             "(train_micro_batch_size_per_gpu) as a number."
         )
-    without_units = {key: value for key, value in settings.get("zero", {}).items() if key != "units"}
+    without_units = {key: value for key, value in settings["zero"].items() if key != "units"}
     return Settings.read({**settings, "zero": without_units}).on(world.size)
 
 
-def _units(translation: Translation, model: nn.Module) -> list[str]:
+def _units(keys: ZeroOptimization, model: nn.Module) -> list[str]:
     """Return the classes of units by the JSON, and of leaf modules; none for the default policy."""
-    json = translation.values
-    flag_leaf_modules(model, json.get("zero_optimization.leaf_module.classes", ()), True)
+    flag_leaf_modules(model, keys.leaf_module.classes, True)
     leaves = {type(module).__name__ for module in get_z3_leaf_modules(model)}
-    return [*json.get("zero_optimization.units", ["auto"] if leaves else []), *sorted(leaves)]
+    usual = ("auto",) if leaves else ()
+    return [*(usual if keys.units is None else keys.units), *sorted(leaves)]
 
 
 def _optimizer(
@@ -223,7 +222,7 @@ def _optimizer(
         return None, passed
     if isinstance(passed, torch.optim.Optimizer):
         return passed, Optimizer.of(passed)
-    if passed is None and not translation.has_optimizer:
+    if passed is None and translation.keys.optimizer.type is None:
         return None, Optimizer.of_nothing()
     trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
     listed = list(trainable if parameters is None else parameters)
@@ -237,7 +236,7 @@ def _scheduler(passed: AnyScheduler, optimizer: Optimizer, translation: Translat
         return passed(optimizer)
     if passed is None and translation.scheduler is not None:
         name, arguments = translation.scheduler
-        return SCHEDULES[name](optimizer, **arguments)
+        return SCHEDULES[name.lower()](optimizer, **arguments)
     return passed
 
 

@@ -123,17 +123,6 @@ def settings_at(group: Group, default: Group, betas: tuple[str, ...], decays: bo
     )
 
 
-def without_momentum(settings: Callable[[int], Settings], step: int) -> Settings:
-    """Return the settings of a step, and reject a momentum that begins later, which has no moment to be kept in."""
-    now = settings(step)
-    if any(now.betas):
-        raise ConfigError(
-            f"optim.momentum={now.betas[0]} at step {step}, and 0 at the beginning, so there is no moment to keep it "
-            "in. Begin with any momentum above 0, which may be changed before the first step."
-        )
-    return now
-
-
 def as_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
     if isinstance(groups, Group):
         raise ConfigError("optim.groups is one Group. Pass a list: groups=[zero.Group(...)].")

@@ -24,10 +24,8 @@ from zero.core.groups import (
     number_of,
     require,
     settings_at,
-    without_momentum,
 )
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
-from zero.core.suggest import own_arguments
 from zero.core.updates import NO_NUMBERS, Numbers, Settings, Update
 from zero.errors import ConfigError
 
@@ -122,7 +120,6 @@ class Transform:
         }
 
 
-@own_arguments()
 def adamw(
     lr: Number,
     *,
@@ -154,7 +151,6 @@ def adamw(
     return _transform("adamw", ("mu", "nu"), update, constants, lr, betas, weight_decay, clip, decay, groups)
 
 
-@own_arguments()
 def adam(
     lr: Number,
     *,
@@ -172,7 +168,6 @@ def adam(
     return _transform("adam", ("mu", "nu"), update, constants, lr, betas, weight_decay, clip, decay, groups)
 
 
-@own_arguments()
 def sgd(
     lr: Number,
     *,
@@ -196,13 +191,9 @@ def sgd(
     if nesterov and not has_momentum:
         raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0. Set optim.momentum.")
     moments, update, betas = ("mu",) if has_momentum else (), partial(updates.sgd, nesterov), {"momentum": momentum}
-    made = _transform("sgd", moments, update, (nesterov,), lr, betas, weight_decay, clip, decay, groups)
-    if has_momentum:
-        return made
-    return replace(made, groups=tuple(partial(without_momentum, settings) for settings in made.groups))
+    return _transform("sgd", moments, update, (nesterov,), lr, betas, weight_decay, clip, decay, groups)
 
 
-@own_arguments()
 def lion(
     lr: Number,
     *,
@@ -224,7 +215,6 @@ def lion(
     return _transform("lion", ("mu",), updates.lion, (), lr, betas, weight_decay, clip, decay, groups)
 
 
-@own_arguments()
 def adagrad(
     lr: Number,
     *,

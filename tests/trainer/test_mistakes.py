@@ -53,14 +53,6 @@ SNIPPETS = [
     ("make_plan(accumulate=0)", "1 or more"),
     ("zero.adamw(lr='fast')", "it must be a number"),
     ("zero.Offload('nvme', pth='/mnt')", "Did you mean offload.path?"),
-    ("make_plan(offlaod='nvme')", "zero.Plan: offlaod is not an argument. Did you mean offload?"),
-    ("zero.Plan(model, world=world)", "zero.Plan needs optimizer"),
-    (
-        "zero.adamw(learning_rate=1e-3)",
-        "zero.adamw: learning_rate is not an argument. Choose from lr, beta1, beta2, eps, ",
-    ),
-    ("zero.adamw(model.parameters(), lr=1e-3)", "multiple values for argument 'lr'. Choose from lr, beta1"),
-    ("zero.track(state, 'runs/x', sample=8)", "Did you mean samples?"),
     # DeepSpeed's names
     ("zero.initialize(model=model, config={'train_batch_siz': 8})", "Did you mean train_batch_size?"),
 ]

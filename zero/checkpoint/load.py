@@ -18,7 +18,7 @@ from zero.checkpoint.manifest import Entry, entries
 from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, weights_of
 from zero.checkpoint.save import gather_reports
 from zero.core.layout import Slot
-from zero.core.suggest import own_arguments, some
+from zero.core.suggest import some
 from zero.engine.arguments import check_state, type_text
 from zero.engine.first_values import sinks_of
 from zero.engine.full import full_values
@@ -32,7 +32,6 @@ Key = tuple[str, str]
 """Name and kind of a tensor."""
 
 
-@own_arguments({"checkpoint": "state = zero.load(state, checkpoint)"})
 def load(
     state: State,
     checkpoint: Checkpoint,

@@ -38,7 +38,6 @@ from zero.checkpoint.publish import Root
 from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader
 from zero.core.loss_scale import LossScale
-from zero.core.suggest import own_arguments
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_world
 from zero.errors import CheckpointError
@@ -81,7 +80,6 @@ class Checkpoint:
         return numbers_of(self.folder, self.manifest).scale.skipped
 
 
-@own_arguments({"folder": "checkpoint = zero.open_checkpoint(world, folder)"})
 def open_checkpoint(
     world: World, folder: Path | str, disk: Disk | None = None, progress: Progress = silent
 ) -> Checkpoint:
@@ -117,7 +115,6 @@ def open_checkpoint(
     return checkpoint
 
 
-@own_arguments({"path": "checkpoint, rejected = zero.open_latest(world, folder)"})
 def open_latest(world: World, path: Path | str, *, progress: Progress = silent) -> tuple[Checkpoint | None, list[str]]:
     """Open the newest valid checkpoint under `path`. Collective.
 

@@ -37,7 +37,6 @@ from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
 from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
-from zero.core.suggest import own_arguments
 from zero.distributed.failure import first_line, some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_state
@@ -60,7 +59,6 @@ MEET_S = 1.0
 """Seconds between two meetings of ranks whose threads are at work."""
 
 
-@own_arguments({"root": "zero.save(state, folder)"})
 def save(
     state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None, progress: Progress = silent
 ) -> Path:

@@ -1,15 +1,9 @@
 """Suggestions for misspelt words, and values and names on one line as a person types them."""
 
 import difflib
-import inspect
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, wraps
-from types import MappingProxyType
-from typing import ParamSpec, TypeVar
-
-from zero.errors import ConfigError
+from collections.abc import Iterable, Sequence
 
 SHOWN = 5
 """Names that a sentence lists before it only counts."""
@@ -17,8 +11,6 @@ SHOWN = 5
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 _SHELL_LEAVES = re.compile(r"[\w@%+=:,./\[\]-]+")
 _NO_TEXT = ("true", "false", "null", "inf", "nan")
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
@@ -64,46 +56,6 @@ def likely_key(key: str, known: Sequence[str]) -> str:
         if close := difflib.get_close_matches(key, options, n=1, cutoff=0.7):
             return close[0]
     return ""
-
-
-def own_arguments(
-    lines: Mapping[str, str] = MappingProxyType({}), theirs: Mapping[str, str] = MappingProxyType({})
-) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Decorate a function so that wrong arguments raise a ConfigError with the nearest argument or all of them.
-
-    Args:
-        lines: the code to write for a required argument, by its name.
-        theirs: names that other libraries use for an argument, to its name here.
-    """
-    return partial(_own_arguments, lines=lines, theirs=theirs)
-
-
-def _own_arguments(
-    function: Callable[_Arguments, _Result], lines: Mapping[str, str], theirs: Mapping[str, str]
-) -> Callable[_Arguments, _Result]:
-    signature = inspect.signature(function)
-    names = list(signature.parameters)
-    known = [name for name in names if name != "self"]
-    required = [name for name in known if signature.parameters[name].default is inspect.Parameter.empty]
-
-    @wraps(function)
-    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            called = f"zero.{function.__qualname__.removesuffix('.__init__')}"
-            unknown_name = next((name for name in kwargs if name not in known), "")
-            lacking = [name for name in required if name not in kwargs and name not in names[: len(args)]]
-            if lacking and not unknown_name:
-                write = ", ".join(lines[name] for name in lacking if name in lines)
-                needs = f"{called} needs {' and '.join(lacking)}"
-                raise ConfigError(f"{needs}; write {write}" if write else needs) from None
-            wrong = f"{unknown_name} is not an argument" if unknown_name else error
-            hint = nearest(theirs.get(unknown_name, unknown_name), known, cutoff=0.82)
-            raise ConfigError(f"{called}: {wrong}. {hint}") from None
-        return function(*args, **kwargs)
-
-    return checked
 
 
 def some(names: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -24,7 +23,7 @@ from zero.core.precision import Precision
 from zero.core.setting_types import Activations
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
-from zero.core.suggest import own_arguments, some
+from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.compile import Backend, check_backend
 from zero.engine.facts import Facts, Scope, sharers
@@ -44,23 +43,6 @@ KINDS = (
 )
 SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "activations", "arena")
 """Rows of the table that are left out where they are empty. Where nothing is trained all empty rows are."""
-
-
-LINES = MappingProxyType({"optimizer": "optimizer=zero.adamw(lr=1e-3)", "world": "world=zero.World.from_env()"})
-"""Required arguments, with an example of each."""
-
-THEIRS = MappingProxyType(
-    {
-        **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), "accumulate"),
-        **dict.fromkeys(("dtype", "torch_dtype", "param_dtype", "mixed_precision"), "precision"),
-        **dict.fromkeys(("sharding_strategy", "zero_stage"), "stage"),
-        **dict.fromkeys(("auto_wrap_policy", "wrap_policy"), "units"),
-        **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "activations"),
-        "cpu_offload": "offload",
-        "torch_compile": "compile",
-    }
-)
-"""Names of arguments in FSDP, DeepSpeed and the Trainers."""
 
 
 class Plan(PageTable):
@@ -111,7 +93,6 @@ class Plan(PageTable):
         DoesNotFit: what has to be in a memory does not fit there.
     """
 
-    @own_arguments(LINES, THEIRS)
     def __init__(
         self,
         model: nn.Module,

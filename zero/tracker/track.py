@@ -42,7 +42,6 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 Unit = Literal["samples", "tokens", ""]
 
 
-@suggest.own_arguments()
 def track(
     state: State,
     folder: str | os.PathLike[str],

@@ -464,7 +464,7 @@ def test_below_stage_3_parameters_stay_and_infinity_is_refused():
 
 
 def test_a_budget_that_is_too_small_names_the_least():
-    offload = zero.Offload("cpu", host_budget=4096, page_bytes=8 * KiB)
+    offload = zero.Offload("cpu", host_budget="4KiB", page_bytes=8 * KiB)
 
     def rank_main(world):
         with world.exclusive(), zero.empty():

@@ -17,7 +17,7 @@ from zero.engine.init import ROOM_SHARE
 from zero.errors import SettingError, StoreError
 from zero.platform.device import aligned_zeros
 from zero.platform.run_files import free_by_file_system
-from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Ticket, Tiers, spread
+from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Ticket, Tiers, spread
 from zero.testing import run_ranks
 
 PAGE_BYTES, COUNT = 64 * KiB, 60
@@ -34,26 +34,20 @@ PAGES = st.lists(st.sampled_from([1, 2, 3, 4, 16]), min_size=1, max_size=3)
     st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
 )
 def test_every_disk_has_its_share_of_every_kind_at_any_time(kinds, units, rates):
-    """By at most one page of the kind, and of more than two disks one may lack half a page more. As for the total, the
-    largest page counts, and three of them.
-    """
+    """None would have been done sooner with the last page of another."""
     pages = {
         Page(unit, f"kind {kind}", number): 4096 * blocks
         for unit in range(units)
         for kind, sizes in enumerate(kinds)
         for number, blocks in enumerate(sizes)
     }
-    largest = {f"kind {kind}": 4096 * max(sizes) for kind, sizes in enumerate(kinds)}
     where = spread(pages, rates)
-    over: dict[str, list[float]] = {kind: [0.0] * len(rates) for kind in (*largest, "all")}
+    taken = {page.kind: [0] * len(rates) for page in pages}
     for page, nbytes in pages.items():
-        for kind in (page.kind, "all"):
-            for disk, rate in enumerate(rates):
-                over[kind][disk] += nbytes * ((where[page] == str(disk)) - rate / sum(rates))
-        most, least = max(over[page.kind]) / largest[page.kind], min(over[page.kind]) / largest[page.kind]
-        assert most <= 1 + 1e-6, "another disk had less of this kind"
-        assert least >= -1 - 1e-6 - 0.5 * (len(rates) > 2), "another disk got pages that were this one's"
-        assert max(map(abs, over["all"])) <= 3 * max(largest.values()) + 1e-3
+        taken[page.kind][int(where[page])] += nbytes
+        done_s = taken[page.kind][int(where[page])] / rates[int(where[page])]
+        for disk, rate in enumerate(rates):
+            assert disk == int(where[page]) or done_s <= (taken[page.kind][disk] + nbytes) / rate
 
 
 def test_disks_that_are_alike_take_turns():
@@ -77,7 +71,7 @@ def test_disks_that_are_alike_take_turns_with_every_kind():
     st.integers(1, 40),
 )
 def test_what_a_disk_has_no_room_for_goes_to_the_others(disks, units):
-    """Of every kind as much, and nothing is refused that all of them together can take."""
+    """Nothing is refused that all of them together can take."""
     rates, room = [rate for rate, _ in disks], [4096 * 4 * pages for _, pages in disks]
     pages = {Page(unit, kind, 0): 4096 * 4 for unit in range(units) for kind in ("mu", "nu")}
     where = spread(pages, rates, room)
@@ -90,15 +84,6 @@ def test_what_a_disk_has_no_room_for_goes_to_the_others(disks, units):
         assert other / rate <= time_s + 3 * 4096 * 4 * (1 / rate + 1 / min(rates)), (
             "a full disk took more than its rate"
         )
-
-
-def test_a_small_disk_takes_all_kinds_from_the_first_unit_to_the_last():
-    pages = {Page(unit, kind, 0): 4096 for unit in range(40) for kind in ("param", "mu")}
-    where = spread(pages, [1.0, 1.0], [4096 * 20, 4096 * 1000])
-    for kind in ("param", "mu"):
-        units = [unit for unit in range(40) if where[Page(unit, kind, 0)] == "0"]
-        assert len(units) == 10
-        assert min(units) < 4 < 36 <= max(units) + 4
 
 
 class Limited(MemoryStore):
@@ -178,9 +163,9 @@ def test_the_number_of_disks_changes_no_bit(preset, tmp_path):
 
 
 def test_disks_that_could_not_be_measured_in_time_take_equal_shares(tmp_path, monkeypatch):
-    """A probe that got no answer says 0 GB/s."""
+    """A probe that got no answer returns 0."""
     monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
-    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **how: Speed(0.0, 0.0))
+    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **options: 0.0)
     setting = Setting(offload=(("preset", "nvme"),), clip=0.5, page_bytes=4 * KiB)
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
@@ -213,7 +198,7 @@ def test_a_disk_with_little_room_takes_what_it_has_room_for(tmp_path, monkeypatc
     monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
     monkeypatch.setattr("zero.engine.init.LEAST_PROBED_BYTES", 1)
     rates = {"a": 4.0, "b": 1.0}
-    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **how: Speed(rates[folder.name], rates[folder.name]))
+    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **options: rates[folder.name])
     setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.faults.disks import FaultyFiles, fail
 from zero.platform.files import NAMELESS
-from zero.store.nvme import Speed
 from zero.trainer import doctor
 from zero.trainer.config import read
 from zero.trainer.doctor import Check, Host, checks, exit_code, mount_of, report, within
@@ -56,7 +55,7 @@ class Made(Host):
 
 @pytest.fixture(autouse=True)
 def _a_quick_disk_and_no_account(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "probe", lambda *args, **how: Speed(2.0, 2.0, 4))
+    monkeypatch.setattr(doctor, "probe", lambda *args, **how: 2e9)
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
@@ -220,9 +219,7 @@ def test_what_a_file_system_refuses_is_named_with_what_follows(tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
 
-@pytest.mark.parametrize(
-    ("speed", "state", "said"), [(Speed(0.1, 0.1), "warn", "0.10 GB/s"), (Speed(3.0, 3.0), "ok", "3.00 GB/s")]
-)
+@pytest.mark.parametrize(("speed", "state", "said"), [(0.1e9, "warn", "0.10 GB/s"), (3e9, "ok", "3.00 GB/s")])
 def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
     monkeypatch.setattr(doctor, "probe", lambda *args, **how: speed)
     found = found_on(tmp_path)["disk rate"]

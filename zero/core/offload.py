@@ -37,18 +37,13 @@ def _page(value: object) -> int:
 
 
 def _budget(value: object) -> int | float:
-    if isinstance(value, str) and (share := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", value)):
-        if 0 < float(share[1]) <= 100:
-            return float(share[1]) / 100
+    if isinstance(value, str) and (percent := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", value)):
+        value = float(percent[1]) / 100
+    if isinstance(value, float):
+        if 0 < value <= 1:
+            return value
         raise ValueError
     return bytes_of(value) and memory_of(value)
-
-
-def _typed(budget: Any) -> Any:
-    """Write a number of bytes or a share as text."""
-    if type(budget) is float and 0 < budget <= 1:
-        return _percent(budget)
-    return f"{budget}B" if type(budget) is int and budget >= 0 else budget
 
 
 def _percent(share: float) -> str:
@@ -95,9 +90,8 @@ class Offload(Section):
     )
     path: Places | None = key(
         None,
-        "folder of the nameless NVMe file; a list of folders: pages are spread over a file in each, in proportion to "
-        "their measured rates, as far as each has room; null: the current folder. '$NAME', in quotes, is a variable of "
-        "each rank, so that nodes may have folders of their own",
+        "folder of the file, which has no name; a list of folders: pages are spread over a file in each, by their "
+        "measured rates; null: the current folder. '$NAME', in quotes, is a variable of each rank",
         trades="several disks read and write at once; one that fails ends the run",
         example=". offload=nvme",
     )
@@ -111,8 +105,7 @@ class Offload(Section):
     )
     threads: StoreThreads = key(
         "auto",
-        "threads that read, update and write pages, on all disks together; auto: 4, or 2 where one disk is measured to "
-        "be as fast with 2",
+        "threads that read, update and write pages, on all disks together; auto: 4",
         unit="threads",
         example="4",
     )
@@ -144,7 +137,7 @@ class Offload(Section):
     )
     verify: bool = key(
         True,
-        "check length, version and CRC-32 of each page that is read from a file",
+        "check length and CRC-32 of each page that is read from a file",
         trades="about a hundredth of a step against pages that a disk changed in silence",
         example="false",
     )
@@ -177,8 +170,7 @@ class Offload(Section):
             raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{example}")
         values = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
         values |= {name: value for name, value in settings.items() if value is not None}
-        exact = ("device_budget", "host_budget", "reserve_bytes")
-        super().__init__(**{name: _typed(value) if name in exact else value for name, value in values.items()})
+        super().__init__(**values)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 

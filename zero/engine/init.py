@@ -32,10 +32,10 @@ from zero.platform.device import Arena, give_back_memory
 from zero.platform.run_files import folders_of, free_by_file_system, in_memory
 from zero.platform.timeline import Tape
 from zero.progress import Progress, reported, silent
-from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Speed, Store, Tiers, probe, spread
+from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, probe, spread
 
 PROBED_BYTES = GiB
-"""From here on a file is large enough for its disk to be measured first, which takes up to 3 seconds."""
+"""From here on several files are large enough for their disks to be measured first, which takes up to 3 seconds."""
 
 MOST_UNEQUAL = 1 / 64
 """Of the fastest disk's rate: what another one is given at least, if it could hardly be measured."""
@@ -54,7 +54,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         plan: what pages there are, and on which tier each is.
         disk: what to use for the nvme tier instead of a file in `offload.path`: anything that passes
             `zero.testing.StoreContract`.
-        progress: called with how far the measurement of a disk is; only a large file is measured first.
+        progress: called with how far the measurement of a disk is; only several disks for large files are measured.
 
     Returns:
         The store; `close()` gives its memory and its file back.
@@ -72,7 +72,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         on_disk = {page: spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "nvme"}
         threads = plan.offload.threads or THREADS
         if on_disk and disk is None:
-            disk, threads = _open_disks(plan, on_disk, progress)
+            disk = _open_disks(plan, on_disk, progress)
         if disk is not None:
             stores["nvme"] = disk
             undo.callback(disk.close)
@@ -98,13 +98,13 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     return store
 
 
-def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tuple[Store, int]:
-    """The files of this rank, one in each folder, and how many threads suit their disks.
+def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> Store:
+    """Open the files of this rank, one in each folder.
 
     Args:
         sizes: bytes of every page on disk.
     """
-    folders, threads, nbytes = folders_of(plan.offload.paths), plan.offload.threads, sum(sizes.values())
+    folders, nbytes = folders_of(plan.offload.paths), sum(sizes.values())
     if plan.world.rank == 0 and (warning := in_memory(folders)):
         warnings.warn(warning, stacklevel=3)
     rooms = [nbytes]
@@ -112,31 +112,24 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> tu
         for folder in folders:  # one that is missing, or not writable, is named before its room is asked for
             NvmeStore(folder).close()
         rooms = _rooms(folders, nbytes, plan.world.local_size)
-    speeds = [Speed(1.0, 1.0, threads or THREADS, REQUEST_BYTES) for _ in folders]
-    if nbytes >= PROBED_BYTES and (threads is None or len(folders) > 1):
-        if len(folders) == 1:  # too little space is refused before anything is measured
-            NvmeStore(folders[0], capacity_bytes=nbytes).close()
-        measuring = partial(progress, "measuring the disk")
-        speeds = [
-            probe(folder, size_bytes=min(nbytes // len(folders), room), progress=measuring)
+    rates = [1.0 for _ in folders]
+    if nbytes >= PROBED_BYTES and len(folders) > 1:
+        rates = [
+            probe(folder, size_bytes=min(nbytes // len(folders), room), progress=progress)
             if room >= LEAST_PROBED_BYTES
-            else Speed(0.0, 0.0)
+            else 0.0
             for folder, room in zip(folders, rooms, strict=True)
         ]
-    least = MOST_UNEQUAL * (max(speed.read_gbps for speed in speeds) or 1.0)  # none may have answered in time
-    where = spread(sizes, [max(speed.read_gbps, least) for speed in speeds], rooms)
+    least = MOST_UNEQUAL * (max(rates) or 1.0)  # none may have answered in time
+    where = spread(sizes, [max(rate, least) for rate in rates], rooms)
     with ExitStack() as undo:
         disks: dict[str, Store] = {}
-        for number, (folder, speed) in enumerate(zip(folders, speeds, strict=True)):
+        for number, folder in enumerate(folders):
             own_bytes = sum(nbytes for page, nbytes in sizes.items() if where[page] == str(number))
-            disks[str(number)] = NvmeStore(
-                folder, capacity_bytes=own_bytes, verify=plan.offload.verify, request_bytes=speed.request_bytes
-            )
+            disks[str(number)] = NvmeStore(folder, capacity_bytes=own_bytes, verify=plan.offload.verify)
             undo.callback(disks[str(number)].close)
         undo.pop_all()
-    # All disks share them: the arena has slots for so many, and six were slower than four (docs/log.md).
-    threads = threads or min(sum(speed.threads for speed in speeds), THREADS)
-    return (disks["0"] if len(disks) == 1 else Tiers(disks, where.__getitem__)), threads
+    return disks["0"] if len(disks) == 1 else Tiers(disks, where.__getitem__)
 
 
 def _rooms(folders: Sequence[Path], nbytes: int, ranks: int) -> list[int]:

@@ -24,8 +24,7 @@ class _Optim(Section):
     moments: Literal["fp32", "bf16", "8bit"] = key(
         "fp32",
         "what moments are kept in between updates; bf16 and 8bit are rounded stochastically, and computed with in fp32",
-        trades="per parameter and moment, held and moved twice per step, 4 bytes in fp32, 2 in bf16, 1 in 8bit (and a "
-        "64th), against digits and some arithmetic",
+        trades="bytes per parameter and moment (4, 2, or 1 and a 64th) against digits and some arithmetic",
         example="bf16",
     )
     ema: Fraction | None = key(

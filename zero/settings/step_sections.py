@@ -34,15 +34,13 @@ class Zero(Section):
 
     stage: StageOrAuto = key(
         3,
-        "what is sharded: 0 nothing, 1 moments and master, 2 and gradients, 3 and parameters; "
-        "auto: the fastest that fits",
+        "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto: the fastest that fits",
         trades="memory against traffic: each stage holds less per rank, 3 gathers each unit again in backward",
         example="2 launch.ranks=2",
     )
     units: Units = key(
         "auto",
-        "what is gathered together: auto (each block), class names such as [Block], or both: [auto,Experts] is auto, "
-        "and no part of such a class alone",
+        "what is gathered together: auto (each block), class names such as [Block], or both, such as [auto,Experts]",
         trades="larger units take more memory while they compute, smaller ones wait more often",
         example="[Attention,MLP,Embedding,RMSNorm]",
     )
@@ -55,34 +53,27 @@ class Zero(Section):
     )
     gather: Literal["auto", "world", "node"] = key(
         "auto",
-        "how parameters travel between nodes: world, from each rank to each; node, over the wire once an update, with "
-        "as many ranks on each node; auto: node, where what it keeps fits; the bits of a run are the same",
-        trades="at stage 3 node keeps all parameters on each node, 2 bytes each (bf16), shared by its ranks: on the "
-        "device, or in host memory where they are offloaded; auto keeps none where they may be on a disk",
+        "how parameters travel between nodes: world, rank to rank; node, over the wire once; auto: node where it fits",
+        trades="at stage 3 node keeps all parameters once on each node, 2 bytes each in bf16, on the device or host",
         example="world",
     )
     reduce: Literal["world", "node"] = key(
         "world",
-        "in which order gradients are added: world, rank by rank; node, first within each node and then node by node; "
-        "either gives the same bits for every stage, tier and schedule, but not the other's",
+        "order in which gradients are added: world, rank by rank; node, first within each node and then node by node",
         trades="node moves fewer bytes between nodes: the sum of a node's ranks, in place of each one's gradient",
         example="node",
     )
     shard: Literal["world", "node"] = key(
         "world",
-        "which ranks a copy of the state is in shards on: world, all; node, those of one node, so that each node has a "
-        "copy, as hybrid sharding (HSDP) does; gradients are then added as zero.reduce=node does",
-        trades="node holds as many copies as there are nodes and moves no parameters between nodes; zero.gather=node "
-        "zero.reduce=node moves as few bytes with one copy",
+        "ranks that share a copy of the state: world, all; node, those of one node, as hybrid sharding (HSDP) does",
+        trades="node holds a copy on each node and moves no parameters between nodes; it adds as zero.reduce=node does",
         example="node",
     )
     activations: UnitActivations = key(
         "keep",
-        "activations of a unit: keep, remat (computed again in backward), or offload (kept in host memory); a list of "
-        "patterns of units' names, each with one of these: the first that fits counts; auto: keep as many as "
-        "fit, offload the first of the others while that hides beside forward, and remat the rest",
-        trades="memory against time: remat keeps one activation per unit and computes a third more; offload sends "
-        "those of 1 MiB and more to pinned host memory and back, and on a CPU it is keep",
+        "activations of a unit: keep, remat (computed again in backward), offload (kept in host memory), or auto: keep "
+        "what fits; or a list of patterns of units' names, each with one of these: the first that fits counts",
+        trades="remat keeps one activation per unit and computes a third more; offload moves those of 1 MiB and more",
         example="remat",
     )
 
@@ -150,8 +141,7 @@ class Precision(Section):
     compute: Literal["fp32", "bf16", "fp16"] = key(
         "fp32",
         "type of forward and backward",
-        trades="half types halve gathered units, activations and traffic and are fast where the hardware has them; "
-        "fp16 skips steps that overflow",
+        trades="half types halve gathered units, activations and traffic; fp16 skips steps that overflow",
         example="bf16",
     )
     reduce: Literal["fp32", "bf16", "fp16"] = key(
@@ -169,8 +159,7 @@ class Precision(Section):
     scale: LossScaling = key(LossScaling(), "loss scaling, for fp16")
     master: Literal["auto", "split", "whole"] = key(
         "auto",
-        "how the fp32 master is kept beside half types: split, as the 16 bits that a bf16 parameter lacks; whole; "
-        "auto: split with bf16, whole with fp16; the bits of a run are the same",
+        "how the fp32 master is kept: split, as the 16 bits that a bf16 parameter lacks; whole; auto: split with bf16",
         trades="whole: 2 more bytes per parameter, held and moved twice per step, for a little less arithmetic",
         example="whole",
     )

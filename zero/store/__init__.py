@@ -4,7 +4,7 @@ from zero.platform.files import REQUEST_BYTES
 from zero.store.base import Page, PageKind, Store, Ticket
 from zero.store.events import Group
 from zero.store.memory import MemoryStore
-from zero.store.nvme import NvmeStore, Speed, probe
+from zero.store.nvme import NvmeStore, probe
 from zero.store.prefetch import PrefetchStore
 from zero.store.tiers import Tiers, spread
 from zero.store.traffic_counter import Traffic
@@ -17,7 +17,6 @@ __all__ = [
     "Page",
     "PageKind",
     "PrefetchStore",
-    "Speed",
     "Store",
     "Ticket",
     "Tiers",

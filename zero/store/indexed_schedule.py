@@ -29,10 +29,6 @@ from zero.store.events import (
 Turn = tuple[int, ...]
 
 
-_NONE: frozenset[int] = frozenset()
-"""The `after` of most operations, shared because Python's collector looks at every set."""
-
-
 class _Operation:
     """A modification or a transfer that has not ended.
 
@@ -47,7 +43,7 @@ class _Operation:
 
     def __init__(self, event: Modify | Transfer, turn: tuple[Turn, int]) -> None:
         self.event, self.turn = event, turn
-        self.after: set[int] | frozenset[int] = _NONE
+        self.after: set[int] = set()
         self.before: tuple[int, ...] = ()
         self.source: Group | None = None
 
@@ -193,7 +189,7 @@ class Schedule:
                 others = self._touching.get(page, ())
                 for other, wrote in others:
                     if (writes or wrote) and other != number and other not in operation.after:
-                        operation.after = {*operation.after, other}
+                        operation.after.add(other)
                         self._operations[other].before += (number,)
                 self._touching[page] = (*others, (number, writes))
         modified = event.group if isinstance(event, Modify) else None
@@ -253,7 +249,7 @@ class Schedule:
         for later in operation.before:
             if later not in self._operations:  # a copy from the slot, which ended first
                 continue
-            self._operations[later].after -= {number}
+            self._operations[later].after.discard(number)
             if self._operations[later].after:
                 self._may_copy(later)
                 continue

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.core.sizes import BLOCK_BYTES, round_up
+from zero.core.sizes import round_up
 from zero.errors import StoreError
 from zero.platform.handle import Done
 from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching
@@ -38,9 +38,6 @@ class PrefetchStore(Store):
         prepare: called once in each thread before its first action.
 
     The threads are started when they are first needed and end in `close`.
-
-    Raises:
-        StoreError: slots of another form.
     """
 
     def __init__(
@@ -53,7 +50,6 @@ class PrefetchStore(Store):
         timeout_s: float = 300.0,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        _check_slots(slots)
         self._inner, self._slots = inner, tuple(slots)
         self._sizes = Pages[tuple[int, torch.dtype]]()
         self._shapes: dict[Group, _Shape] = {}
@@ -266,14 +262,6 @@ def _adjoin(first: Tensor, second: Tensor) -> bool:
     """Return whether the second 1-D tensor begins where the first ends, in one storage."""
     same_storage = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     return same_storage and first.data_ptr() + first.nbytes == second.data_ptr()
-
-
-def _check_slots(slots: Sequence[Tensor]) -> None:
-    for slot in slots:
-        if slot.dtype != torch.uint8 or slot.dim() != 1 or not slot.is_cpu or slot.nbytes != slots[0].nbytes:
-            raise StoreError("slots are 1-D uint8 tensors of one size in host memory")
-        if slot.data_ptr() % BLOCK_BYTES:
-            raise StoreError(f"slots begin at multiples of {BLOCK_BYTES} bytes")
 
 
 class _Place(NamedTuple):

@@ -8,66 +8,37 @@ from torch import Tensor
 
 from zero.store.base import Page, Pages, Store, Ticket
 
-TOTAL_WEIGHT = 1 / 4
-"""The weight of a disk's deficit over all kinds beside that of the page's kind: larger makes kinds uneven."""
-
 
 def spread(
     sizes: Mapping[Page, int], rates: Sequence[float], room_bytes: Sequence[int] | None = None
 ) -> dict[Page, str]:
-    """Choose a disk for each page, so that after every page each disk has its share of every kind.
+    """Choose a disk for each page, so that all disks take as long for each kind.
 
-    A phase of a step moves some kinds only, for example the parameters that backward gathers; shares of the total alone
-    could let it wait for one disk. A page goes to the disk with the largest deficit of its kind; the deficit over all
-    kinds, with a small weight, lets kinds begin on different disks. No disk has more of a kind than its share and one
-    page of that kind.
+    A phase of a step moves some kinds only, for example the parameters that backward gathers. So a page goes to the
+    disk that would be done first with the pages of its kind; of disks that are alike, to the one with less of all.
 
     Args:
         sizes: bytes of every page, in the order in which a step uses them.
         rates: of each disk, in any unit, more than 0.
-        room_bytes: of each disk; None: no limit. The other disks take what exceeds it, of every kind as much. A page
-            that fits on none goes to the disk with most room left, whose store raises.
+        room_bytes: of each disk; None: no limit. The other disks take what exceeds it. A page that fits on none goes to
+            the disk with most room left, whose store raises.
 
     Returns:
         Page to the number of its disk, as text.
     """
     left_bytes = [sum(sizes.values())] * len(rates) if room_bytes is None else list(room_bytes)
-    shares = _shares(rates, left_bytes, sum(sizes.values()))
-    largest: dict[str, int] = {}
+    of_kind: dict[str, list[int]] = {page.kind: [0] * len(rates) for page in sizes}
+    of_all, disk_of = [0] * len(rates), {}
     for page, nbytes in sizes.items():
-        largest[page.kind] = max(largest.get(page.kind, 1), nbytes)
-    largest_bytes = max(largest.values(), default=1)
-    deficits = {kind: [0.0] * len(rates) for kind in largest}  # in pages of the kind
-    total_deficit, disk_of = [0.0] * len(rates), {}  # in pages of the largest kind
-    for page, nbytes in sizes.items():
-        deficit, weight = deficits[page.kind], nbytes / largest[page.kind]
-        total_weight = nbytes / largest_bytes
-        for disk, share in enumerate(shares):
-            deficit[disk] += share * weight
-            total_deficit[disk] += share * total_weight
+        taken = of_kind[page.kind]
         fitting = [disk for disk, left in enumerate(left_bytes) if left >= nbytes]
         fitting = fitting or [left_bytes.index(max(left_bytes))]
-        behind = [disk for disk in fitting if deficit[disk] >= weight - 1] or fitting
-        chosen = max(behind, key=lambda disk: deficit[disk] + TOTAL_WEIGHT * total_deficit[disk])
+        chosen = min(fitting, key=lambda disk: ((taken[disk] + nbytes) / rates[disk], of_all[disk] / rates[disk]))
         left_bytes[chosen] -= nbytes
-        deficit[chosen] -= weight
-        total_deficit[chosen] -= total_weight
+        taken[chosen] += nbytes
+        of_all[chosen] += nbytes
         disk_of[page] = str(chosen)
     return disk_of
-
-
-def _shares(rates: Sequence[float], room_bytes: Sequence[int], nbytes: int) -> list[float]:
-    """Return each disk's share of all bytes: by its rate, or its room where that is less."""
-    taken, left_bytes, open_disks = [0.0] * len(rates), float(nbytes), set(range(len(rates)))
-    while open_disks:
-        total_rate = sum(rates[disk] for disk in open_disks)
-        by_rate = {disk: left_bytes * rates[disk] / total_rate for disk in open_disks}
-        full = {disk for disk in open_disks if by_rate[disk] > room_bytes[disk]}
-        for disk in full or open_disks:
-            taken[disk] = min(by_rate[disk], room_bytes[disk])
-            left_bytes -= taken[disk]
-        open_disks = open_disks - full if full else set()
-    return [share / max(sum(taken), 1.0) for share in taken]
 
 
 class Tiers(Store):

@@ -243,16 +243,9 @@ class WorkerPool:
             watcher.called.notify()
 
     def _start_threads(self) -> None:
-        """Start the configured number of threads, or as many as the system allows."""
-        while len(self._threads) < self._size:
-            name = f"store worker {len(self._threads)}"
-            thread = Beside(self._run, name=name, stop=self._stop)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                if self._threads:
-                    return
-                raise StoreError(f"the store could not start a thread: {error}") from error
+        for number in range(self._size):
+            thread = Beside(self._run, name=f"store worker {number}", stop=self._stop)
+            thread.start()
             self._threads.append(thread)
 
     def _wait(self, holds: Callable[[], bool], event: Modify | Transfer | None) -> None:

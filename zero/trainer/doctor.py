@@ -393,12 +393,12 @@ def _rate(folder: Path, free_bytes: int, host: Host, state: State) -> Check:
         advice = f"{size_text(free_bytes)} free is too little to offload anything"
         return Check("disk rate", "warn", "not measured", advice)
     try:
-        speed = probe(folder, limit_s=3.0, files=host.files)
+        gbps = probe(folder, limit_s=3.0, files=host.files) / 1e9
     except StoreError as error:
         return Check("disk rate", state, str(error), "look into the system's log: dmesg")
-    finding = f"{speed.read_gbps:.2f} GB/s read beside {speed.write_gbps:.2f} GB/s written"
+    finding = f"{gbps:.2f} GB/s read beside {gbps:.2f} GB/s written"
     advice = "offload=nvme will wait for this disk; use a local NVMe, or offload=cpu"
-    return _judge("disk rate", finding, (speed.read_gbps < 0.25, "warn", advice))
+    return _judge("disk rate", finding, (gbps < 0.25, "warn", advice))
 
 
 def _checkpoints(config: Config, host: Host) -> Iterator[Check]:

@@ -198,8 +198,7 @@ def _fastest_s(works: Sequence[Callable[[], object]], device: Device, limit_s: f
 def _disk_bytes(config: Config) -> float:
     """Measure bytes read and written per second; 0 if the disk did not answer in time."""
     folders = folders_of(config.offload.paths)
-    speeds = [probe(folder, size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S) for folder in folders]
-    return 1e9 * sum(speed.read_gbps + speed.write_gbps for speed in speeds)
+    return 2 * sum(probe(folder, size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S) for folder in folders)
 
 
 def _flops(config: Config, traced: Traced, device: Device) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss, train_small
 from zero.core.groups import Group
-from zero.core.lr_schedule import Cycle, cycled_momentum, one_cycle
+from zero.core.lr_schedule import Cycle, CycledMomentum, OneCycle
 from zero.core.optim import adagrad, adam, adamw, lion, sgd
 from zero.core.updates import PageBatch
 from zero.engine.full import digest, full_state_dict
@@ -33,6 +33,13 @@ BIASES = Group(is_bias, lr=2e-2)
 
 def settings_at(transform: zero.core.optim.Transform, name: str, shape: tuple[int, ...], step: int = 1) -> Any:
     return transform.groups[transform.group(name, shape)](step)
+
+
+PLACES = [(0, "nvme"), (1, "none"), (2, "nvme"), (3, "none"), (3, "nvme")]
+
+
+def tiers(stage: int, tier: str) -> tuple[tuple[str, str], ...]:
+    return (("optimizer", tier), ("param", tier)) if stage == 3 else (("optimizer", tier),)
 
 
 # -- which settings a parameter gets -----------------------------------------------------------------------------------
@@ -175,13 +182,8 @@ def test_eight_steps_with_groups_are_those_of_torch(ours, theirs):
 
 def test_the_bits_do_not_depend_on_stage_or_tier():
     """With groups, live settings, freezing and thawing."""
-    found = set()
-    for stage in range(4):
-        for tier in ("none", "nvme"):
-            offload = (("optimizer", tier),) + ((("param", tier),) if stage == 3 else ())
-            setting = Setting(stage=stage, clip=CLIP, offload=offload, precision="bf16")
-            found.add(run_ranks(2, zero_run, setting, 6, in_the_middle)[0][3])
-    assert len(found) == 1
+    settings = [Setting(stage=stage, clip=CLIP, offload=tiers(stage, tier), precision="bf16") for stage, tier in PLACES]
+    assert len({run_ranks(2, zero_run, setting, 6, in_the_middle)[0][3] for setting in settings}) == 1
 
 
 # -- what does not train -----------------------------------------------------------------------------------------------
@@ -309,13 +311,11 @@ def means(world: zero.World, setting: Setting, folder: Any) -> Any:
 
 
 def test_the_mean_of_the_parameters_is_a_moment_at_every_stage_and_tier(tmp_path):
-    found = set()
-    for stage in range(4):
-        for tier in ("none", "nvme"):
-            offload = (("optimizer", tier), *((("param", tier),) if stage == 3 else ()))
-            setting = Setting(stage=stage, offload=offload, precision="bf16", clip=CLIP)
-            found.add(run_ranks(2, means, setting, tmp_path / f"{stage} {tier}")[0])
-    assert len(found) == 1
+    settings = {
+        f"{stage} {tier}": Setting(stage=stage, offload=tiers(stage, tier), precision="bf16", clip=CLIP)
+        for stage, tier in PLACES
+    }
+    assert len({run_ranks(2, means, setting, tmp_path / name)[0] for name, setting in settings.items()}) == 1
 
 
 def without_then_with(world: zero.World, folder: Any) -> None:
@@ -340,7 +340,7 @@ def test_a_mean_begins_as_the_parameters_of_a_checkpoint_that_has_none(tmp_path)
 def test_one_cycle_moves_rate_and_momentum_of_adam():
     """Against torch's optimizer, whose groups get the same two numbers."""
     cycle = Cycle(3, 4, decay_every=2)
-    rate, momentum = one_cycle(LR, 1e-3, cycle, decay_rate=0.5), cycled_momentum(0.8, 0.9, cycle)
+    rate, momentum = OneCycle(LR, 1e-3, cycle, decay_rate=0.5), CycledMomentum(0.8, 0.9, cycle)
     ours, theirs = torch.ones(64), torch.ones(64, requires_grad=True)
     transform, oracle = adamw(rate, beta1=momentum), torch.optim.AdamW([theirs], lr=0.0)
     moments = (torch.zeros(64), torch.zeros(64))

@@ -4,7 +4,7 @@
 at step `warmup`, in a straight line or with the logarithm of the step; without a `start` the line comes from 0 at the
 step before the first. A decay then leads from the peak, which may last `hold` more steps, to `final` at step `total`,
 and stays there; with a `hold` of -1 it is a step ahead, and the peak is passed. A cycle rises and falls once, and may
-decay after that; the momentum of `cycled_momentum` moves against it. Every schedule can be printed, pickled and sent to
+decay after that; the momentum of `CycledMomentum` moves against it. Every schedule can be printed, pickled and sent to
 another process.
 
 Source: Goyal et al. 2017, section 2.2 (warm-up); Loshchilov and Hutter 2017, "SGDR", equation 5 (cosine); Smith 2018,
@@ -15,19 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from math import ceil, cos, inf, log, pi
-from typing import Literal, SupportsFloat
+from math import cos, log, pi
+from typing import Literal
 
 from zero.errors import ConfigError
 
 Schedule = Callable[[int], float]
 Curve = Literal["linear", "log"]
-
-
-def constant(lr: float) -> Schedule:
-    """Make a schedule with the same learning rate at every step."""
-    return partial(_constant, _rate("lr", lr))
 
 
 def linear_warmup(lr: float, warmup: int, *, start: float | None = None, curve: Curve = "linear") -> Schedule:
@@ -53,7 +47,7 @@ def warmup_linear(
     """Make a warm-up, `hold` steps more at the peak, then a straight line to `final` (a learning rate) at step `total`.
 
     Raises:
-        ConfigError: a negative or non-finite rate, a `final` above lr, or no step between the peak and `total`.
+        ConfigError: a `final` above lr, or no step between the peak and `total`.
     """
     return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, cosine=False)
 
@@ -71,14 +65,23 @@ def warmup_cosine(
     """Make a warm-up, `hold` steps more at the peak, then half a cosine to `final` (a learning rate) at step `total`.
 
     Raises:
-        ConfigError: a negative or non-finite rate, a `final` above lr, or no step between the peak and `total`.
+        ConfigError: a `final` above lr, or no step between the peak and `total`.
     """
     return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, cosine=True)
 
 
-def lr_range(lr: float, every: int, *, rate: float = 1.0, stairs: bool = False) -> Schedule:
-    """Make a test of learning rates: `lr` at step 1, and `rate` x lr more every `every` steps, evenly or in stairs."""
-    return partial(_lr_range, _rate("lr", lr), rate, every, stairs)
+@dataclass(frozen=True)
+class LrRange:
+    """A test of learning rates: `lr` at step 1, and `rate` x lr more every `every` steps, evenly or in stairs."""
+
+    lr: float
+    every: int
+    rate: float = 1.0
+    stairs: bool = False
+
+    def __call__(self, step: int) -> float:
+        intervals = (step - 1) // self.every if self.stairs else (step - 1) / self.every
+        return self.lr * (1 + self.rate * intervals)
 
 
 @dataclass(frozen=True)
@@ -108,38 +111,36 @@ class Cycle:
         return after / self.decay_every if self.decay_every and after > 0 else 0.0
 
 
-def one_cycle(lr: float, start: float, cycle: Cycle, *, decay_rate: float = 0.0) -> Schedule:
-    """Make a cycle from `start` to `lr` and back; then start / (1 + decay_rate x intervals of the decay)."""
-    return partial(_one_cycle, _rate("start", start), _rate("lr", lr), cycle, decay_rate)
+@dataclass(frozen=True)
+class OneCycle:
+    """A cycle from `start` to `lr` and back; then start / (1 + decay_rate x intervals of the decay)."""
+
+    lr: float
+    start: float
+    cycle: Cycle
+    decay_rate: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        return self.cycle.between(self.start, self.lr, step) / (1 + self.decay_rate * self.cycle.decays(step))
 
 
-def cycled_momentum(
-    low: float,
-    high: float,
-    cycle: Cycle,
-    *,
-    decay_rate: float = 0.0,
-    first: float | None = None,
-    steps: int | None = None,
-) -> Schedule:
-    """Make the momentum of a cycle: from `high` to `low` and back; then high x (1 + decay_rate x intervals).
+@dataclass(frozen=True)
+class CycledMomentum:
+    """The momentum of a cycle: from `high` to `low` and back; then high x (1 + decay_rate x intervals).
 
-    Args:
-        first: momentum of the first step, in place of `high`.
-        steps: the number of updates of the run; None: unknown.
-
-    Raises:
-        ConfigError: the decay brings the momentum to 1 within `steps`.
+    `first` is the momentum of the first step, in place of `high`.
     """
-    if steps and decay_rate and cycle.decay_every and high:
-        decaying_steps = (1 / high - 1) / decay_rate * cycle.decay_every
-        reached = cycle.rise + cycle.fall + 1 + ceil(decaying_steps)
-        if reached <= steps:
-            raise ConfigError(
-                f"schedule.momentum_decay_rate={decay_rate:g} brings the momentum from {high:g} to 1 at step {reached}"
-                ". Leave it out, or set schedule.decay_every higher."
-            )
-    return partial(_cycled_momentum, high, low, cycle, decay_rate, high if first is None else first)
+
+    low: float
+    high: float
+    cycle: Cycle
+    decay_rate: float = 0.0
+    first: float | None = None
+
+    def __call__(self, step: int) -> float:
+        if step == 1 and self.first is not None:
+            return self.first
+        return self.cycle.between(self.high, self.low, step) * (1 + self.decay_rate * self.cycle.decays(step))
 
 
 @dataclass(frozen=True)
@@ -148,14 +149,6 @@ class _Warmup:
     steps: int
     start: float | None
     curve: Curve
-
-    def __post_init__(self) -> None:
-        if self.curve not in ("linear", "log"):
-            raise ConfigError(f"schedule.curve={self.curve}; it must be linear or log")
-        _rate("lr", self.lr)
-        _steps("warmup", self.steps)
-        if self.start is not None:
-            _rate("start", self.start)
 
     def __call__(self, step: int) -> float:
         if step >= self.steps:
@@ -181,13 +174,12 @@ class _Decay:
     cosine: bool
 
     def __post_init__(self) -> None:
-        _steps("hold", self.hold, least=-1)
-        if _steps("total", self.total) <= self.peak:
+        if self.total <= self.peak:
             raise ConfigError(
                 f"schedule.total={self.total} is not after the peak at step {self.peak} "
                 f"(schedule.warmup={self.warmup.steps}, hold={self.hold}); a decay needs steps of its own"
             )
-        if _rate("final", self.final) > self.warmup.lr:
+        if self.final > self.warmup.lr:
             raise ConfigError(
                 f"final={self.final:g} is above lr={self.warmup.lr:g}: it is a learning rate, and not a share of lr"
             )
@@ -202,34 +194,3 @@ class _Decay:
         done = min(1.0, (step - self.peak) / (self.total - self.peak))
         left = (1 + cos(pi * done)) / 2 if self.cosine else 1 - done
         return self.final + (self.warmup.lr - self.final) * left
-
-
-def _constant(lr: float, step: int) -> float:
-    return lr
-
-
-def _lr_range(lr: float, rate: float, every: int, stairs: bool, step: int) -> float:
-    intervals = (step - 1) // every if stairs else (step - 1) / every
-    return lr * (1 + rate * intervals)
-
-
-def _one_cycle(start: float, lr: float, cycle: Cycle, decay_rate: float, step: int) -> float:
-    return cycle.between(start, lr, step) / (1 + decay_rate * cycle.decays(step))
-
-
-def _cycled_momentum(high: float, low: float, cycle: Cycle, decay_rate: float, first: float, step: int) -> float:
-    if step == 1:
-        return first
-    return cycle.between(high, low, step) * (1 + decay_rate * cycle.decays(step))
-
-
-def _rate(key: str, value: float) -> float:
-    if not isinstance(value, SupportsFloat) or not 0 <= value < inf:
-        raise ConfigError(f"schedule.{key}={value!r}; it must be a number, 0 or more and finite")
-    return value
-
-
-def _steps(key: str, value: int, least: int = 0) -> int:
-    if not isinstance(value, SupportsFloat) or value < least:
-        raise ConfigError(f"schedule.{key}={value!r}; it must be {least} or more steps")
-    return value

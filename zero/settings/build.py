@@ -88,24 +88,18 @@ def build_schedule(config: Settings) -> Schedule:
             return make(lr, config.warmup, config.decayed, final, hold=hold, start=start, curve=chosen.curve)
         return lr_schedule.linear_warmup(lr, config.warmup, start=start, curve=chosen.curve)
     if isinstance(chosen, OneCycle):
-        return lr_schedule.one_cycle(lr, chosen.start * lr, _cycle(config, chosen), decay_rate=chosen.decay_rate)
+        return lr_schedule.OneCycle(lr, chosen.start * lr, _cycle(config, chosen), chosen.decay_rate)
     if isinstance(chosen, LrRange):
-        return lr_schedule.lr_range(lr, chosen.every, rate=chosen.rate, stairs=chosen.stairs)
-    return lr_schedule.constant(lr)
+        return lr_schedule.LrRange(lr, chosen.every, chosen.rate, chosen.stairs)
+    return lr_schedule.linear_warmup(lr, 0)
 
 
 def _cycled_momentum(config: Settings) -> Schedule | None:
     chosen = config.schedule
     if not isinstance(chosen, OneCycle) or not chosen.momentum:
         return None
-    return lr_schedule.cycled_momentum(
-        chosen.momentum_min,
-        chosen.momentum_max,
-        _cycle(config, chosen),
-        decay_rate=chosen.momentum_decay_rate,
-        first=chosen.momentum_start,
-        steps=config.steps,
-    )
+    low, high, cycle = chosen.momentum_min, chosen.momentum_max, _cycle(config, chosen)
+    return lr_schedule.CycledMomentum(low, high, cycle, chosen.momentum_decay_rate, chosen.momentum_start)
 
 
 def _cycle(config: Settings, chosen: OneCycle) -> lr_schedule.Cycle:

@@ -1,12 +1,13 @@
 """Whatever the others left in the store, a rank that fails says one line that names the cause."""
 
+import sys
 import threading
 import time
 
 import pytest
 
 from zero.distributed import failure
-from zero.distributed.failure import Note, Notes, explain, field_difference, first_line
+from zero.distributed.failure import Note, Notes, explain, first_line
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
 STARTED = {3: "gather of h.0", 4: "gather of h.1"}
@@ -128,8 +129,22 @@ def test_who_is_missing_is_said_before_the_deadline_wherever_the_store_is(monkey
     store.mended.set()
 
 
-def test_equal_fields_have_no_difference():
-    assert field_difference([{"seed": "0"}, {"seed": "0"}]) == ""
+def test_the_note_of_a_process_that_ends_has_its_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    assert Note.of_ending() == ENDED
+    monkeypatch.setattr(sys, "last_value", ValueError("bad batch"), raising=False)
+    assert Note.of_ending() == RAISED
+    try:
+        try:
+            raise ValueError("bad batch")
+        except ValueError:
+            sys.exit(3)
+    except SystemExit:
+        assert Note.of_ending() == RAISED
+    try:
+        sys.exit(0)
+    except SystemExit:
+        assert Note.of_ending() == ENDED
 
 
 def test_a_network_librarys_decoration_is_left_out():

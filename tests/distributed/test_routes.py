@@ -123,15 +123,21 @@ def added_by_hand(nodes: int, ranks: int, number: int, dtype: torch.dtype, trave
     return total
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
+TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+"""Of gradients, and of node sums between nodes."""
+
+
 @pytest.mark.parametrize(
-    ("dtype", "travels"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ("shape", "types", "accumulate", "copies"),
+    [
+        (shape, types, (i + j) % 2 == 0, (i // 2 + j) % 2 == 0)
+        for i, shape in enumerate(SHAPES)
+        for j, types in enumerate(TYPES)
+    ],
 )
-@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
-def test_a_sum_by_node_adds_within_nodes_and_then_nodes(nodes, ranks, dtype, travels, accumulate, copies):
-    """Every copy gets the same."""
+def test_a_sum_by_node_adds_within_nodes_and_then_nodes(shape, types, accumulate, copies):
+    """Every copy gets the same. Any two of these four go together once."""
+    (nodes, ranks), (dtype, travels) = shape, types
     told = run_ranks(nodes * ranks, summed, dtype, travels, accumulate, copies, nodes=nodes)
     sharers = ranks if copies else nodes * ranks
     for number in range(2):

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
 from typing import ClassVar, Literal, Protocol
 
+import torch.distributed as dist
+
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
 GRACE_S = 1.0
@@ -74,15 +76,6 @@ class Note:
         return cls.of_leaving("its process came to its end") if error is None else cls.of_raise(error)
 
 
-class SharedStore(Protocol):
-    """The part of a c10d store that is needed here."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-
-
 class Notes:
     """The notes of all ranks, in a store.
 
@@ -92,7 +85,7 @@ class Notes:
         is_there: returns whether the store's host is there. A write to one that is gone makes torch log for pages.
     """
 
-    def __init__(self, store: SharedStore, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
         self.store = store
         self.is_there = is_there
         self.rank = rank

@@ -81,13 +81,6 @@ class World(contextlib.AbstractContextManager["World"]):
 
     keeps_default_group = False
 
-    def __new__(cls, *_: Any, **__: Any) -> "World":
-        if cls is World:
-            raise ConfigError(
-                "zero.World describes the ranks that torchrun started; write world = zero.World.from_env()"
-            )
-        return super().__new__(cls)
-
     def __init__(self, rank: int, size: int, *, device: torch.device | str, timeout_s: float) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} does not exist in a world of {size}")
@@ -158,8 +151,6 @@ class World(contextlib.AbstractContextManager["World"]):
             ConfigError: the environment is incomplete, or there is no such device.
             DeadlineError: the other ranks did not come.
         """
-        if not isinstance(timeout_s, int | float):
-            raise ConfigError(f"timeout_s={timeout_s!r}: it is a number of seconds; a device is device={timeout_s!r}")
         if device is not None and str(device).partition(":")[0] not in ("cpu", "cuda"):
             raise ConfigError(f'device={device}: it is cpu or cuda; write zero.World.from_env(device="cuda")')
         if env_int("WORLD_SIZE", "1") == 1:
@@ -299,19 +290,15 @@ class World(contextlib.AbstractContextManager["World"]):
         Raises:
             DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
         """
-        numel = torch.tensor([len(text.encode())], device="cpu")
-        self.broadcast(numel, source, what="the length of a text").wait()
-        body = _as_bytes(text) if self.rank == source else torch.empty(int(numel), dtype=torch.uint8, device="cpu")
-        self.broadcast(body, source, what="a text").wait()
-        return _as_text(body)
+        return self.gather_texts(text if self.rank == source else "", f"a text of rank {source}")[source]
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return every rank's `text`, on every rank."""
         numels = torch.empty(self.size, dtype=torch.int64, device="cpu")
-        self._gather(torch.tensor([len(text.encode())], device="cpu"), numels, _label("agree on lengths", what)).wait()
+        self._gather(torch.tensor([len(text.encode())], device="cpu"), numels, _label("lengths", what)).wait()
         padded_S = _as_bytes(text.encode().ljust(int(numels.max())).decode())
         texts = padded_S.new_empty(self.size, padded_S.numel())
-        self._gather(padded_S, texts.view(-1), _label("agree on fields", what)).wait()
+        self._gather(padded_S, texts.view(-1), _label("texts", what)).wait()
         return [_as_text(row[:n]) for row, n in zip(texts, numels.tolist(), strict=True)]
 
     def at(self, place: str) -> None:

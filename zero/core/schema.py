@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from zero.core import suggest
-from zero.errors import ConfigError, SettingError
+from zero.errors import SettingError
 
 
 class Section(BaseModel):
@@ -85,7 +85,8 @@ def sentence(model: type[Section], errors: ValidationError, raw: Mapping[str, An
         case "extra_forbidden":
             return unknown_key(model, key, at)
         case "model_type" | "model_attributes_type" | "dict_type":
-            return _section_given_a_value(model, key, value, at)
+            inside = [name for name in keys(model, at) if name.startswith(f"{key}.")]
+            return f"{key}={suggest.shown(value)}: {key} is a section of keys. Choose from {', '.join(inside)}."
         case "union_tag_not_found":
             return f"{key} needs {key}.name"
         case "union_tag_invalid":
@@ -170,21 +171,6 @@ def unknown_key(model: type[Section], key: str, at: str = "") -> str:
         section = key.split(".")[0]
         return f"{key} is not a key of the option chosen for {section}; see mode=explain explain.key={key}"
     return suggest.unknown(key, known)
-
-
-def _section_given_a_value(model: type[Section], key: str, value: object, at: str) -> str:
-    """Write the message for a value of a section, with the section's first key if that would take the value."""
-    inside = [name for name in keys(model, at) if name.startswith(f"{key}.")]
-    seen = f"{key}={suggest.shown(value)}: {key} is a section of keys"
-    nested: Any = value
-    for part in reversed(inside[0].removeprefix(f"{at}." if at else "").split(".")):
-        nested = {part: nested}
-    try:
-        model(**nested)
-    except ConfigError as error:
-        if str(error).startswith(inside[0]):
-            return f"{seen}. Choose from {', '.join(inside)}."
-    return f"{seen}. Did you mean {inside[0]}={suggest.shown(value)}?"
 
 
 def models_in(annotation: Any) -> Iterator[type[Section]]:

@@ -15,7 +15,6 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from hydra.core.config_store import ConfigStore
 
 from zero.store.workers import WorkerPool
 
@@ -47,16 +46,22 @@ def _stack(context: int = 0) -> list[inspect.FrameInfo]:
 
 inspect.stack = _stack
 
-# Hydra copies its store of option files whenever it composes, and each file again that it takes from there. The first
-# of the two copies was a quarter of the time of composing.
-ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
-
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers: a test would see another terminal than alone
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests start; many would spin for the same cores
 
 
 QUICK = ("core", "store", "distributed", "engine", "checkpoint", "test_losses.py", "test_house.py")
 """What `--quick` takes the first case of each test of: the laws of the library, in two minutes on two cores."""
+
+
+def pytest_configure() -> None:
+    """Keep Hydra from copying its store of option files, a quarter of the time of composing: it copies each file too.
+
+    Ranks that are processes import this file, and not Hydra.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

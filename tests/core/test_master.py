@@ -9,22 +9,26 @@ from zero.core.master import Master, SplitMaster, WholeMaster, join, low, rounde
 from zero.core.precision import Precision
 from zero.errors import ConfigError
 
-CHUNK = 2**18
-"""Patterns that are tried at a time: few enough for a cache."""
+HALF = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+EDGES = torch.tensor([0, 1, 0x3F, 0x7E, 0x7F], dtype=torch.int32)
 
 
 def test_every_pattern_comes_back_and_parameters_are_rounded_half_up():
-    """All 2^32 of them, against integers: normal and subnormal numbers, zeros, infinities, the largest finite ones."""
-    first = torch.arange(CHUNK, dtype=torch.int32)
-    for start in range(-(2**31), 2**31, CHUNK):
-        bits = first + start
-        values = bits.view(torch.float32)
+    """Against integers: every upper half with lower halves near ties and ends; of every sign and exponent those upper
+    halves that a carry changes, or that it leaves alone, with every lower half.
+    """
+    near = torch.cat([HALF[:32], HALF[-32:], HALF[2**15 - 32 : 2**15 + 32]]) & 0xFFFF
+    grids = [(part[:, None] << 16) + near for part in HALF.split(2048)]
+    grids += [(((exponent << 7) + EDGES)[:, None] << 16) + (HALF & 0xFFFF) for exponent in range(-256, 256)]
+    for grid in grids:
+        bits = grid.flatten()
+        values, start = bits.view(torch.float32), int(bits[0])
         param = rounded(values, torch.bfloat16)
         back, upper = join(param, low(values)).view(torch.int32), param.view(torch.int16)
-        if start >> 23 in (0xFF, -1):  # the exponent of infinities and of NaN
-            nan = values.isnan()
-            assert torch.equal(param.isnan(), nan)
-            assert torch.equal(back.view(torch.float32).isnan(), nan)
+        nan = values.isnan()
+        assert torch.equal(param.isnan(), nan)
+        assert torch.equal(back.view(torch.float32).isnan(), nan)
+        if nan.any():
             bits, back, upper = bits[~nan], back[~nan], upper[~nan]
         assert torch.equal(back, bits), hex(start)
         assert torch.equal(upper, (bits.add_(0x8000) >> 16).to(torch.int16)), hex(start)

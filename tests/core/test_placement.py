@@ -240,11 +240,6 @@ def test_more_memory_is_never_worse(case, more_device, more_host):
         assert all(new <= old for new, old in zip(speeds(after), speeds(before), strict=True))
 
 
-@given(CASES)
-def test_the_same_question_has_the_same_answer(case):
-    assert placed(case) == placed(case)
-
-
 def fits(offload: Offload, **case) -> Placement:
     sizes = {
         "param_bytes": 2 * GiB,

@@ -17,9 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.util import Finalize
-from typing import ClassVar, Literal, Protocol
-
-import torch.distributed as dist
+from typing import Any, ClassVar, Literal, Protocol
 
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
@@ -82,10 +80,11 @@ class Notes:
     The store may be gone, or its host stopped. So a thread makes every visit, and is left behind when it is late.
 
     Args:
+        store: c10d's.
         is_there: returns whether the store's host is there. A write to one that is gone makes torch log for pages.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, store: Any, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
         self.store = store
         self.is_there = is_there
         self.rank = rank

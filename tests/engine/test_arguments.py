@@ -165,9 +165,6 @@ CALLS = [
     (lambda run: zero.open_latest(run.world, ""), "zero.open_latest: the folder is ''. Write its path"),
     (lambda run: zero.open_checkpoint(run.world, ""), "zero.open_checkpoint: the folder is ''. Write its path"),
     (lambda run: zero.track(run.state, ""), "zero.track: the folder is ''. Write its path"),
-    (lambda run: zero.save(run.state), "zero.save needs root; write zero.save(state, folder)"),
-    (lambda run: zero.load(run.state), "zero.load needs checkpoint; write state = zero.load(state, checkpoint)"),
-    (lambda run: zero.open_latest(run.world), "write checkpoint, rejected = zero.open_latest(world, folder)"),
     (lambda run: zero.adam(1e-3, decay="all"), "decay='all': it must be a function of a parameter's name and shape"),
     (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, and this is a SoloWorld"),
     # an optimizer whose steps would change nothing

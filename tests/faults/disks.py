@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.platform.files import NAMELESS, READ, Files
+from zero.platform.files import READ, Files
 from zero.platform.handle import Done
 from zero.store.base import Page, Store, Ticket
 
@@ -121,7 +121,6 @@ class FaultyFiles(Files):
         on: choose every later call, too; otherwise only this one.
         only: names of the calls that count, separated by spaces, such as "pread pwrite"; empty for all.
         direct: "yes" if direct I/O works; "switch" or "transfer" if that call rejects it.
-        nameless: files without a name (O_TMPFILE) are supported.
         before: called with each call before it is made, in the same thread, for example for a delay.
 
     Attributes:
@@ -137,7 +136,6 @@ class FaultyFiles(Files):
         on: bool = False,
         only: str = "",
         direct: str = "yes",
-        nameless: bool = True,
         before: Callable[[Call], None] | None = None,
     ) -> None:
         self.count = 0
@@ -147,13 +145,9 @@ class FaultyFiles(Files):
         self._on = on
         self._only = only.split()
         self._refuses_direct = direct
-        self._nameless = nameless
         self._before = before
         self._direct: set[int] = set()
         self._lock = threading.Lock()
-
-    def stat(self, path: Path) -> os.stat_result:
-        return self._do("stat", super().stat, path)
 
     def free_bytes(self, path: Path) -> int:
         return self._do("free_bytes", super().free_bytes, path)
@@ -166,9 +160,6 @@ class FaultyFiles(Files):
 
     def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
         self._do("fallocate", super().fallocate, fd, offset, nbytes)
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        self._do("truncate", super().truncate, fd, nbytes)
 
     def direct(self, fd: int, on: bool) -> None:
         self._do("direct", self._really_direct, fd, on)
@@ -196,8 +187,6 @@ class FaultyFiles(Files):
             return self.count == self._at or (self._on and self.count > self._at)
 
     def _really_open(self, path: Path, flags: int) -> int:
-        if not self._nameless and flags & NAMELESS == NAMELESS:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         fd = super().open(path, flags)
         self.held.add(fd)
         return fd

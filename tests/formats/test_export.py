@@ -136,23 +136,6 @@ def test_the_newest_valid_checkpoint_of_a_run_is_taken_and_damage_is_named(train
         open_newest(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_folder_of_all_runs_is_answered_with_the_newest_that_saved(trained, tmp_path: Path, depth: int):
-    runs = tmp_path / "all"
-    made = [runs.joinpath(*["2026-11-23"][: depth - 1], name) for name in ("12-00-00", "11-00-00", "13-00-00")]
-    for seconds, run in enumerate(made):
-        run.mkdir(parents=True)
-        if run.name != "13-00-00":
-            shutil.copytree(trained[1].folder.parent, run / "checkpoints")
-            for step in (run / "checkpoints").iterdir():
-                os.utime(step, (seconds + 1, seconds + 1))
-        else:
-            (run / "checkpoints").mkdir()  # of a run that died before its first save
-    with pytest.raises(CheckpointError, match=f"a run or a folder of checkpoints, such as {made[1]}$"):
-        open_newest(runs)
-    assert open_newest(made[1])[0].folder.parent.parent == made[1]
-
-
 # -- what other libraries find -----------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.disks import FaultyFiles, fail
-from zero.platform.files import NAMELESS
 from zero.trainer import doctor
 from zero.trainer.config import read
 from zero.trainer.doctor import Check, Host, checks, exit_code, mount_of, report, within
@@ -72,7 +71,7 @@ def test_a_healthy_machine_is_well(tmp_path):
     assert {check.state for check in found} == {"ok"}, report(found)
     assert exit_code(found) == 0
     names = {"versions", "memory", "/dev/shm", "locked memory", "open files", "malloc", "CPU", "NUMA", "GPUs"}
-    names |= {"offload.path", "nameless files", "direct I/O", "reserving", "disk rate", "checkpoints", "W&B"}
+    names |= {"offload.path", "direct I/O", "reserving", "disk rate", "checkpoints", "W&B"}
     assert {check.name for check in found} == names
     assert [path.name for path in tmp_path.iterdir()] == ["root"], "something was left behind"
 
@@ -203,16 +202,10 @@ def test_the_current_folder_must_do_only_if_something_goes_there(tmp_path, monke
     assert (found["offload.path"].state, found["checkpoints"].state) == (state, "bad")
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "flag"),
-    [("nameless files", "open", NAMELESS), ("direct I/O", "direct", 0), ("reserving", "fallocate", 0)],
-)
-def test_what_a_file_system_refuses_is_named_with_what_follows(tmp_path, monkeypatch, name, call, flag):
-    def fault(given):
-        return fail(errno.EINVAL)(given) if not flag or given.args[1] & flag == flag else given.through()
-
+@pytest.mark.parametrize(("name", "call"), [("direct I/O", "direct"), ("reserving", "fallocate")])
+def test_what_a_file_system_refuses_is_named_with_what_follows(tmp_path, monkeypatch, name, call):
     host = Made(tmp_path / "root")
-    host.files = FaultyFiles(fault, only=call, on=True)
+    host.files = FaultyFiles(fail(errno.EINVAL), only=call, on=True)
     found = {check.name: check for check in checks(read({}), host)}
     assert found[name].state == "warn"
     assert "EINVAL" in found[name].finding

@@ -8,12 +8,11 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from zero.errors import CheckpointError
-from zero.platform import files
-from zero.platform.files import FILE_MODE, Files, Transfer
+from zero.platform.files import FILE_MODE, Files, move, naming
 
 FOLDER_MODE = 0o700
 
@@ -47,9 +46,7 @@ class Disk(Files):
 
     def forget(self, fd: int, nbytes: int) -> None:
         """Ask the page cache to drop the file's first `nbytes`, except pages that are not yet written."""
-        call = getattr(os, "posix_fadvise", None)
-        if call is not None:
-            call(fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a folder; raise FileExistsError if the new name exists.
@@ -79,16 +76,6 @@ class Disk(Files):
             raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
-def naming(path: Path, what: str) -> AbstractContextManager[None]:
-    """Turn an OSError into a CheckpointError that names the path, and the remedy if the disk is full."""
-    return files.naming(path, what, if_full="; free space there, or set checkpoint.dir to another disk")
-
-
-def move(call: Transfer, fd: int, block: memoryview, offset: int, path: Path, what: str) -> None:
-    """Call `pread` or `pwrite` until all of `block` is moved; an error names the path and the offset."""
-    files.move(call, fd, block, offset, lambda place: naming(path, f"{what} at offset {place}"))
-
-
 @contextmanager
 def closing(disk: Disk, fd: int) -> Iterator[int]:
     try:
@@ -100,7 +87,7 @@ def closing(disk: Disk, fd: int) -> Iterator[int]:
 def write_text(disk: Disk, path: Path, text: str) -> None:
     """Write a new file and synchronise it; an error names the path."""
     with naming(path, "writing it"), closing(disk, disk.create(path)) as fd:
-        move(disk.pwrite, fd, memoryview(text.encode()), 0, path, "writing")
+        move(disk.pwrite, fd, memoryview(text.encode()), 0)
         disk.fsync(fd)
 
 
@@ -111,5 +98,5 @@ def read_bytes(disk: Disk, path: Path, limit: int) -> bytes:
         if nbytes > limit:
             raise CheckpointError(f"{path}: has {nbytes} bytes, at most {limit} are read")
         memory = bytearray(nbytes)
-        move(disk.pread, fd, memoryview(memory), 0, path, "reading")
+        move(disk.pread, fd, memoryview(memory), 0)
     return bytes(memory)

@@ -30,7 +30,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.checkpoint.disk import Disk, closing, naming, read_bytes, write_text
+from zero.checkpoint.disk import Disk, closing, read_bytes, write_text
 from zero.checkpoint.manifest import (
     CAP_BYTES,
     File,
@@ -44,7 +44,7 @@ from zero.checkpoint.manifest import (
 )
 from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError
-from zero.platform.files import named
+from zero.platform.files import named, naming
 from zero.platform.step_folders import MANIFEST_NAME, step_of
 
 _ALL = slice(None)

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, check, flats
-from zero.checkpoint.disk import naming
 from zero.checkpoint.manifest import FORMAT, UNWRITTEN, File, Flat, Held, Index, Manifest, file_name, held, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
@@ -46,7 +45,7 @@ from zero.engine.takeover import buffers_of
 from zero.engine.unit_state import UnitState
 from zero.errors import CheckpointError, StoreError, if_it_fails
 from zero.platform.device import work_alone
-from zero.platform.files import memory_of
+from zero.platform.files import memory_of, naming
 from zero.platform.safetensors_files import header
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent

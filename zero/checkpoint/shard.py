@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from zero.checkpoint.disk import Disk, move, naming
+from zero.checkpoint.disk import Disk
 from zero.checkpoint.hashes import (
     BLOCK_BYTES,
     CRC_BYTES,
@@ -30,6 +30,7 @@ from zero.checkpoint.hashes import (
     joined,
 )
 from zero.errors import CheckpointError, if_it_fails
+from zero.platform.files import move, naming
 from zero.platform.safetensors_files import ALIGN_BYTES, Part, header, offsets
 
 REQUEST_BYTES = 4 * 2**20
@@ -166,7 +167,8 @@ class ShardWriter(_OpenFile):
         """Hash and write a block that ends at `end`. Runs in a thread."""
         with memoryview(block) as whole, whole[:nbytes] as view:
             hashes = hash_block(view)
-            move(self._pwrite, self._fd, view, end - nbytes, self._path, "writing")
+            with naming(self._path, f"writing at offset {end - nbytes}"):
+                move(self._pwrite, self._fd, view, end - nbytes)
         if not self._direct:
             self._forget(end)
         return hashes
@@ -285,7 +287,8 @@ class ShardReader(_OpenFile):
         return self._span
 
     def _load(self, span: int, into: memoryview) -> None:
-        move(self._disk.pread, self._fd, into, span * SPAN_BYTES, self._path, "reading")
+        with naming(self._path, f"reading at offset {span * SPAN_BYTES}"):
+            move(self._disk.pread, self._fd, into, span * SPAN_BYTES)
         expected = self._expected.crcs[span * CRC_BYTES : (span + 1) * CRC_BYTES]
         self._compare("CRC-32", *self._ends(span), crc_of(into), expected)
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from zero import checkpoint
 from zero.checkpoint import Checkpoint
-from zero.checkpoint.disk import naming
 from zero.checkpoint.json_values import from_json, to_json
 from zero.checkpoint.load import one_sided
 from zero.checkpoint.save import by_rank_0, tied_names
@@ -31,6 +30,7 @@ from zero.engine.full import full_state_dict, full_values, gathered, set_full
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, ConfigError
+from zero.platform.files import naming
 
 log = logging.getLogger("zero")
 

@@ -17,7 +17,6 @@ import torch
 import yaml
 from torch import nn
 
-from zero.checkpoint.disk import naming
 from zero.checkpoint.json_values import to_json
 from zero.checkpoint.save import by_rank_0
 from zero.deepspeed.optimizers import Optimizer, settings_of
@@ -25,6 +24,7 @@ from zero.distributed.process_group import default_group
 from zero.distributed.world import World
 from zero.engine.state import State
 from zero.engine.step import Metrics
+from zero.platform.files import naming
 from zero.settings import Settings
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
 from zero.tracker.earlier import earlier

@@ -11,7 +11,6 @@ import ctypes
 import mmap
 import re
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -312,11 +311,9 @@ def _advise(memory: mmap.mmap) -> None:
 
     Otherwise the first write after a fork, such as that of a data loader's worker, would move a page of this process.
     """
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        value = getattr(mmap, advice, None)  # Linux only
-        if value is not None:
-            with suppress(OSError):  # a kernel without large pages
-                memory.madvise(value)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(advice)
 
 
 def work_alone() -> None:
@@ -378,11 +375,7 @@ def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
 def host_peak_bytes() -> int:
     """Return the most resident host memory that this process ever had.
 
-    On Linux from /proc: `getrusage` also counts the memory of the parent at the start of this process.
+    `getrusage` also counts the memory of the parent at the start of this process.
     """
-    status = Path("/proc/self/status")
-    peak_kib = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE) if status.exists() else None
-    if peak_kib:
-        return int(peak_kib[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024)
+    peak_kib = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * (int(peak_kib[1]) if peak_kib else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -3,7 +3,7 @@
 `Files` is the only way to the file system, so a test can fail any call (`tests/faults`). `move` repeats a call until a
 whole buffer has moved. `ScratchFile` knows descriptors, alignment and request sizes; it does not know what a page is.
 
-The file never has a name, or loses it at once: nothing is left behind however the process ends, nothing of an earlier
+The file loses its name as soon as it is open: nothing is left behind however the process ends, nothing of an earlier
 run can be read by mistake, and two runs may share a folder. Transfers go past the page cache (`O_DIRECT`) where the
 file system agrees, so that state that was put on a disk does not come back as memory.
 """
@@ -15,11 +15,9 @@ import fcntl
 import mmap
 import os
 import secrets
-import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -38,11 +36,6 @@ FILE_MODE = 0o600
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """Never through a link, and never blocking: a checkpoint's folder may have been put there by anybody."""
 
-DIRECT = getattr(os, "O_DIRECT", 0)
-NAMELESS = getattr(os, "O_TMPFILE", 0)
-
-_NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
-_NO_RESERVING = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV, errno.EINVAL}
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 Transfer = Callable[[int, memoryview, int], int]
@@ -51,9 +44,6 @@ Transfer = Callable[[int, memoryview, int], int]
 
 class Files:
     """The calls themselves; each raises OSError as the system does, and moves as much as one call moves."""
-
-    def stat(self, path: Path) -> os.stat_result:
-        return os.stat(path)
 
     def free_bytes(self, path: Path) -> int:
         """Return the bytes that an ordinary user may still write there."""
@@ -69,19 +59,12 @@ class Files:
 
     def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
         """Give the file real blocks there."""
-        call = getattr(os, "posix_fallocate", None)
-        if call is None:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        call(fd, offset, nbytes)
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        """Set the length; new bytes read as zeros and have no blocks yet."""
-        os.ftruncate(fd, nbytes)
+        os.posix_fallocate(fd, offset, nbytes)
 
     def direct(self, fd: int, on: bool) -> None:
         """Let transfers go past the page cache or not; raises OSError, or the transfer does with EINVAL."""
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT if on else flags & ~DIRECT)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
 
     def pread(self, fd: int, view: memoryview, offset: int) -> int:
         return os.preadv(fd, [view[:MOST_BYTES]], offset)
@@ -94,42 +77,28 @@ class Files:
         os.close(fd)
 
 
-def move(
-    call: Transfer,
-    fd: int,
-    block: memoryview,
-    offset: int,
-    naming: Callable[[int], AbstractContextManager[None]] = lambda offset: contextlib.nullcontext(),
-) -> None:
+def move(call: Transfer, fd: int, block: memoryview, offset: int) -> None:
     """Repeat `call` until all of `block` has moved.
-
-    Args:
-        naming: a context for the call at an offset, so that an error names it.
 
     Raises:
         OSError: as the system says, or EIO at the end of the file.
     """
     done = 0
     while done < len(block):
-        with naming(offset + done):
-            count = call(fd, block[done:], offset + done)
-            if count <= 0:
-                raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
+        count = call(fd, block[done:], offset + done)
+        if count <= 0:
+            raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
         done += count
 
 
 @contextlib.contextmanager
-def naming(path: Path, what: str = "", *, if_full: str = "") -> Iterator[None]:
-    """Turn an OSError into a CheckpointError of one line that names the path.
-
-    Args:
-        what: the action, such as "writing".
-        if_full: advice where there is no space.
-    """
+def naming(path: Path, what: str = "") -> Iterator[None]:
+    """Turn an OSError of an action, such as "writing", into a CheckpointError of one line that names the path."""
     try:
         yield
     except OSError as error:
-        doing, advice = f" while {what}" if what else "", if_full if error.errno in NO_SPACE else ""
+        doing = f" while {what}" if what else ""
+        advice = "; free space there, or choose a folder on another disk" if error.errno in NO_SPACE else ""
         raise CheckpointError(f"{path}: {named(error)}{doing}{advice}") from error
 
 
@@ -157,7 +126,11 @@ class ScratchFile:
         self._users = 0
         self._closed = False
         self._bounce = threading.local()
-        self._fd = _open_scratch(folder, files)
+        self._direct = True
+        try:
+            self._fd = open_and_unlink(folder, files)
+        except OSError as error:
+            raise _refused(folder, "no file can be made", error) from error
         with if_it_fails(self.close):
             self._try_out()
 
@@ -176,7 +149,7 @@ class ScratchFile:
                 free_bytes = self._files.free_bytes(self._folder)
                 if more_bytes > free_bytes:
                     raise _no_space(self._folder, more_bytes, free_bytes)
-                self._fallocate(fd, end_bytes)
+                self._files.fallocate(fd, self.reserved_bytes, more_bytes)
             except OSError as error:
                 if error.errno in NO_SPACE:
                     raise _no_space(self._folder, more_bytes, free_bytes, error) from error
@@ -256,20 +229,16 @@ class ScratchFile:
         """Write and read one block, past the page cache if the file system agrees, so that a refusal shows now."""
         try:
             try:
-                self._direct = bool(DIRECT)
-                self._files.direct(self._fd, self._direct)
+                self._files.direct(self._fd, True)
                 self._check_first_block()
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno != errno.EINVAL:
                     raise
                 self._direct = False
                 self._files.direct(self._fd, False)
                 self._check_first_block()
-                warnings.warn(
-                    f"offload.path={self._folder}: direct I/O is refused here, pages go through the page cache (same "
-                    "bits)",
-                    stacklevel=4,
-                )
+                text = f"offload.path={self._folder}: direct I/O is refused here, pages go through the page cache"
+                warnings.warn(f"{text} (same bits)", stacklevel=4)
         except OSError as error:
             raise _refused(self._folder, "the first block cannot be written and read", error) from error
 
@@ -280,45 +249,6 @@ class ScratchFile:
         self.read(memoryview(block), 0)
         if block != pattern:
             raise StoreError(f"offload.path={self._folder}: the first block reads differently than it was written")
-
-    def _fallocate(self, fd: int, end_bytes: int) -> None:
-        try:
-            self._files.fallocate(fd, self.reserved_bytes, end_bytes - self.reserved_bytes)
-        except OSError as error:
-            if error.errno not in _NO_RESERVING:
-                raise
-            self._files.truncate(fd, end_bytes)
-            if not self.reserved_bytes:
-                warnings.warn(
-                    f"offload.path={self._folder}: this file system cannot reserve space ({named(error)}); should it "
-                    "fill up, the run ends with a StoreError",
-                    stacklevel=2,
-                )
-
-
-def _open_scratch(folder: Path, files: Files) -> int:
-    try:
-        if not stat.S_ISDIR(files.stat(folder).st_mode):
-            raise StoreError(f"offload.path={folder} is not a folder. Set offload.path to one on a local disk.")
-        try:
-            return open_nameless(folder, files)
-        except OSError as error:
-            if error.errno not in _NO_NAMELESS:
-                raise
-            return open_and_unlink(folder, files)
-    except FileNotFoundError:
-        raise StoreError(f"offload.path={folder} does not exist. Make it, or set offload.path.") from None
-    except OSError as error:
-        raise _refused(folder, "no file can be made", error) from error
-    except ValueError as error:
-        raise StoreError(f"offload.path={str(folder)!r} is not a path: {error}. Set offload.path.") from None
-
-
-def open_nameless(folder: Path, files: Files) -> int:
-    """Open a file that never has a name; OSError where the file system cannot do that."""
-    if not NAMELESS:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    return files.open(folder, os.O_RDWR | NAMELESS)
 
 
 def open_and_unlink(folder: Path, files: Files) -> int:

@@ -30,7 +30,7 @@ def missing(path: Path) -> str:
     """Return a message about a path without a checkpoint; "" for a step, a run or a folder of checkpoints."""
     if is_step(path) or any(step_of(folder.name) is not None for folder in root_at(path).glob("step-*")):
         return ""
-    return f"{path}: there is no checkpoint. Give a step, a run or a folder of checkpoints{_newest_run(path)}"
+    return f"{path}: there is no checkpoint. Give a step, a run or a folder of checkpoints"
 
 
 def last_save_s(root: Path) -> float:
@@ -40,10 +40,3 @@ def last_save_s(root: Path) -> float:
         with suppress(FileNotFoundError):  # the run may remove a checkpoint meanwhile
             last_s = max(last_s, path.lstat().st_mtime if step_of(path.name) is not None else 0.0)
     return last_s
-
-
-def _newest_run(path: Path) -> str:
-    """Return the end of the message for the folder of all runs: the run that saved last; "" if none did."""
-    saves_s = {root: last_save_s(root) for depth in ("*", "*/*") for root in path.glob(f"{depth}/{FOLDER}")}
-    newest = max(saves_s, key=lambda root: saves_s[root], default=None)
-    return f", such as {newest.parent}" if newest is not None and saves_s[newest] else ""

@@ -13,7 +13,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from zero.checkpoint.disk import naming
 from zero.checkpoint.save import by_rank_0
 from zero.core import suggest
 from zero.core.secret import refuse_secrets
@@ -23,6 +22,7 @@ from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.errors import ConfigError, MachineError, one_line, with_class
+from zero.platform.files import naming
 from zero.platform.timeline import Timeline
 from zero.tracker import RUNNING, Tracker, open_tracker, write_failure, write_summary
 from zero.tracker.earlier import earlier

@@ -27,7 +27,7 @@ from packaging.version import Version
 from zero.core.sizes import GiB, size_text
 from zero.errors import MachineError, StoreError, if_it_fails
 from zero.platform.device import memory_groups
-from zero.platform.files import Files, named, open_and_unlink, open_nameless
+from zero.platform.files import Files, named, open_and_unlink
 from zero.platform.installed import install
 from zero.platform.run_files import MEMORY, folders_of, mount_of, takes_files
 from zero.store.nvme import probe
@@ -363,9 +363,8 @@ def _file_system(host: Host, folder: Path) -> tuple[str, int]:
 def _calls(folder: Path, host: Host) -> Iterator[Check]:
     """Try the calls of a store on a file of one block."""
     for name, attempt, without in (
-        ("nameless files", open_nameless, "a file with a name is used, and unlinked at once"),
         ("direct I/O", _direct, "pages go through the page cache: state comes back as memory, and reads are slower"),
-        ("reserving", _reserved, "a disk that fills up is noticed in the middle of a run"),
+        ("reserving", _reserved, "offload=nvme cannot be used here"),
     ):
         try:
             host.files.close(attempt(folder, host.files))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from zero.checkpoint import Checkpoint, Root, Saving, begin, open_at, open_first, open_latest, snapshot_bytes
-from zero.checkpoint.disk import naming
 from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.sizes import size_text
@@ -27,6 +26,7 @@ from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError
 from zero.platform.device import free_host_bytes
+from zero.platform.files import naming
 from zero.platform.run_files import writing
 from zero.platform.step_folders import FOLDER, is_step, last_save_s, step_of
 from zero.progress import Progress

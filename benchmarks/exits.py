@@ -52,7 +52,7 @@ for _ in range(5):
 """
 SAVE = """
 from zero import checkpoint
-saving = checkpoint.begin(state, "checkpoints", behind=True)
+saving = checkpoint.Saving(state, "checkpoints", behind=True)
 """
 INITIALIZE = """
 config = {

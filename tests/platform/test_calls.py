@@ -150,7 +150,6 @@ def mapping_of(address: int) -> dict[str, str]:
     raise AssertionError
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux only")
 def test_an_arena_is_in_large_pages_and_there_when_it_is_pinned():
     """To register memory faults it in, by one thread; the threads of torch have done it by then."""
     nbytes, seen = 16 << 20, []

@@ -81,8 +81,7 @@ def trained(world: zero.World, steps: int = 3, width: int = 64, **settings) -> s
 # -- laws --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (2, "bf16")])
 def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision, tmp_path):
     asked = [{"stage": stage} for stage in range(4)]
     asked += [{"stage": 3, "preset": preset, "page_bytes": page} for preset in PRESETS[1:] for page in (4096, None)]
@@ -95,9 +94,7 @@ def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision
     assert len({bits for ranks_bits in told.values() for bits in ranks_bits}) == 1, told
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "accumulate"), [(1, 0, 2), (2, 0, 3), (1, 1, 3), (2, 1, 2), (1, 3, 2), (2, 3, 3)]
-)
+@pytest.mark.parametrize(("ranks", "stage", "accumulate"), [(2, 0, 3), (1, 1, 3), (1, 3, 2), (2, 3, 3)])
 def test_gradients_that_add_up_off_the_gpu_have_the_same_bits(ranks, stage, accumulate, tmp_path):
     """What travels is narrow until there is a sum, and no more of the last sum than a rank updates."""
     how = {"stage": stage, "accumulate": accumulate, "path": tmp_path, "layers": 6}  # more than there are buffers
@@ -121,10 +118,10 @@ def test_what_crosses_between_host_and_gpu_is_what_the_plan_says(ranks, accumula
         return world.compute.copied.nbytes - before, traffic(plan).of_step(accumulate).copy
 
     with simulated_gpu():
-        for stage, preset, precision in product(range(4), PRESETS, ("bf16", "fp32")):
+        for number, (stage, preset) in enumerate(product(range(4), PRESETS)):
             if preset == "infinity" and stage < 3:
                 continue
-            how = {"stage": stage, "preset": preset, "precision": precision}
+            how = {"stage": stage, "preset": preset, "precision": ("bf16", "fp32")[(number + stage + ranks) % 2]}
             for moved, planned in run_ranks(ranks, lambda world, how=how: crossed(world, **how)):
                 assert moved == planned, how
                 assert (moved > 0) is (preset != "none")
@@ -181,7 +178,7 @@ The model has three units in five page groups each. A change may only lower a nu
 @pytest.mark.parametrize(("preset", "moments"), LAUNCHES)
 def test_a_step_launches_no_more_than_it_did(preset, moments, tmp_path):
     plain = plain_launches(128)
-    for stage in range(3 if preset == "infinity" else 0, 4):
+    for stage in (3,) if preset == "infinity" else (0, 3):
         settings = {"stage": stage, "moments": moments, "page_bytes": 64 * 1024, "path": tmp_path}
         count, groups = launches(128, preset, **settings)
         assert groups == (0 if preset == "none" else 15)
@@ -347,7 +344,6 @@ def test_a_copy_is_behind_only_where_both_ends_keep_the_order_of_the_stream():
     assert gpu.copied.nbytes == 4, "between host memory and the GPU, and not within it"
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux only")
 def test_an_arena_that_a_gpu_reads_is_not_for_children_that_are_forked():
     arena = Arena(8 << 20, SimulatedGpu(GiB))
     address = arena.take(4096).data_ptr()

@@ -374,7 +374,7 @@ def test_compute_is_named_by_unit_and_direction():
 
 @pytest.mark.parametrize(
     ("ranks", "setting"),
-    [(1, PAGED), (2, PAGED.but(read_ahead=2)), (2, PLAIN.but(activations="remat")), (2, PLAIN.but(stage=0))],
+    [(2, PAGED.but(read_ahead=2)), (2, PLAIN.but(activations="remat")), (1, PLAIN.but(stage=0))],
 )
 def test_recording_changes_no_bit(ranks, setting):
     def rank_main(world, recording):

@@ -89,14 +89,14 @@ train()
 """
 
 SAVE = """
-from zero.checkpoint import begin
+from zero.checkpoint import Saving
 
 offload = zero.Offload("none")
 plan = zero.Plan(model, optimizer=zero.adamw(1e-3), stage=3, world=zero.World.from_env(), offload=offload)
 state = zero.init(plan, zero.open_store(plan))
 finite = sys.modules["zero.checkpoint.save"]._is_finite
 sys.modules["zero.checkpoint.save"]._is_finite = lambda tensor: (native(), finite(tensor))[1]
-saving = begin(state, "checkpoints", behind=True)
+saving = Saving(state, "checkpoints", behind=True)
 inside.wait()
 """
 

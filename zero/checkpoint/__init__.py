@@ -16,4 +16,4 @@ from zero.checkpoint.open import (
     weights_of as weights_of,
 )
 from zero.checkpoint.publish import Root as Root
-from zero.checkpoint.save import Saving as Saving, begin as begin, save as save, snapshot_bytes as snapshot_bytes
+from zero.checkpoint.save import Saving as Saving, save as save, snapshot_bytes as snapshot_bytes

@@ -35,8 +35,6 @@ def crc_of(view: memoryview | bytearray) -> bytes:
 
 def hash_block(block: memoryview) -> FileHash:
     """Hash one block, a MiB at a time, so that the second pass finds it in the cache. Releases the GIL."""
-    if block.nbytes > BLOCK_BYTES:
-        raise ValueError(f"a block of {block.nbytes} bytes; at most {BLOCK_BYTES}")
     digest = sha256()
     crcs = []
     with block.cast("B") as raw:

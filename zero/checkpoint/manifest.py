@@ -16,8 +16,8 @@ The offset of each byte is not written, because it follows (`held`): `Layout.of`
 it into equal parts, copies cut each of those again, and a rank's file has its part of every flat, once for each kind in
 alphabetical order, the widest dtype first.
 
-A hash finds damage; it does not stop somebody who recomputes it. So every value is validated: the text names no path,
-and a file must have the length and the header that follow from the list of tensors. This module opens no file.
+A hash finds damage; it does not stop somebody who recomputes it. So the type of every value is checked, the text names
+no path, and a file must have the length and the header that follow from the list of tensors. This module opens no file.
 """
 
 import json
@@ -45,6 +45,7 @@ ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in NAM
 """Each dtype that a checkpoint may hold -> bytes of one element."""
 
 _MAX_INT = 2**63 - 1
+_Digits = Annotated[str, Field(pattern="^[0-9a-f]*$")]
 _REPR = reprlib.Repr()
 _REPR.maxstring = 80
 
@@ -122,10 +123,6 @@ class File(NamedTuple):
 
     size: Annotated[int, Field(ge=LENGTH_BYTES, le=_MAX_INT)]
     index_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-UNWRITTEN = File(_MAX_INT, "0" * 64)
-"""A placeholder that takes as much room in a manifest as any file."""
 
 
 class Manifest(NamedTuple):
@@ -225,10 +222,16 @@ class _ManifestText(Schema):
     world: Annotated[int, Field(ge=1, le=99_999)]
 
 
+class _RandomText(Schema):
+    python: Annotated[list[int | list[int] | float | None], Field(min_length=3, max_length=3)]
+    torch: _Digits
+    cuda: _Digits | None
+
+
 class _IndexText(Schema):
-    crcs: Annotated[str, Field(pattern="^[0-9a-f]*$")]
-    digests: Annotated[str, Field(pattern="^[0-9a-f]*$")]
-    random: dict[str, JsonValue] | None
+    crcs: _Digits
+    digests: _Digits
+    random: _RandomText | None
 
 
 def to_text(manifest: Manifest) -> str:
@@ -280,7 +283,7 @@ def index_from_text(text: bytes, size: int) -> Index:
     """Read the index of a file of `size` bytes.
 
     Raises:
-        CheckpointError: the text is not an index. The state of the generators is not checked.
+        CheckpointError: the text is not an index.
     """
     body = checked(_IndexText, _parsed(text), "the index")
     for key, digits, nbytes, unit_bytes in (
@@ -289,7 +292,8 @@ def index_from_text(text: bytes, size: int) -> Index:
     ):
         if len(digits) != 2 * nbytes * -(-size // unit_bytes):
             raise CheckpointError(f"{key} of the index: {len(digits)} digits do not fit a file of {size} bytes")
-    return Index(FileHash(size, bytes.fromhex(body.digests), bytes.fromhex(body.crcs)), body.random)
+    hashes = FileHash(size, bytes.fromhex(body.digests), bytes.fromhex(body.crcs))
+    return Index(hashes, None if body.random is None else body.random.model_dump())
 
 
 def _flat_to_json(flat: Flat) -> dict[str, Any]:
@@ -298,20 +302,14 @@ def _flat_to_json(flat: Flat) -> dict[str, Any]:
 
 
 def _manifest_of(body: Any) -> Manifest:
-    """Validate the values of a manifest, each by itself and against the others."""
+    """Validate the values of a manifest."""
     text = checked(_ManifestText, body, "the manifest")
     if len(text.files) != text.world:
         raise CheckpointError(f"the manifest lists {len(text.files)} files for a world of {text.world}")
     flats = tuple(
         _flat_of(flat, f"flats.{number} of the manifest", text.world) for number, flat in enumerate(text.flats)
     )
-    manifest = Manifest(text.format, text.step, text.world, flats, tuple(text.files), text.finite, text.facts)
-    known = set[tuple[str, str]]()
-    for entry in manifest.entries:
-        if (entry.name, entry.kind) in known:
-            raise CheckpointError(f"the manifest lists the tensor {_short(entry.name)} ({entry.kind}) twice")
-        known.add((entry.name, entry.kind))
-    return manifest
+    return Manifest(text.format, text.step, text.world, flats, tuple(text.files), text.finite, text.facts)
 
 
 def _flat_of(flat: _FlatText, where: str, world: int) -> Flat:
@@ -320,9 +318,6 @@ def _flat_of(flat: _FlatText, where: str, world: int) -> Flat:
     shapes = {tensor.name: tensor.shape for tensor in flat.tensors}
     if len(shapes) < len(flat.tensors):
         raise CheckpointError(f"{where}: lists a tensor twice")
-    for name, shape in shapes.items():
-        if math.prod(shape) > _MAX_INT:
-            raise CheckpointError(f"{where}: the tensor {_short(name)} has more than {_MAX_INT} elements")
     return Flat(flat.kinds, Layout.of(shapes, world_size=flat.sharers), flat.copies)
 
 

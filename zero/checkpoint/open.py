@@ -101,8 +101,7 @@ def open_checkpoint(
     manifests: list[Manifest] = []
 
     def read() -> dict[str, Any]:
-        sized = slice(world.rank, None, world.size)  # the ranks share the files, or a resume would open W x W of them
-        manifest = Root(folder.parent, disk).read_manifest(folder, sized)
+        manifest = Root(folder.parent, disk).read_manifest(folder)
         numbers_of(folder, manifest)
         manifests.append(manifest)
         return {"files": sha256("".join(file.index_sha256 for file in manifest.files).encode()).hexdigest()}
@@ -188,13 +187,10 @@ def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | Non
     """Open a step's folder, or the newest valid checkpoint in `folder`, and with `below` in the folders of its tags."""
     if is_step(folder):
         return open_checkpoint(world, folder), []
-    checkpoint, rejected = open_latest(world, folder)
-    if checkpoint is not None or not below:
-        return checkpoint, rejected
 
     def newest_first() -> list[str]:
-        tags = [path for path in folder.glob("*") if path.is_dir()]
-        steps = [(step, str(tag / step_name(step))) for tag in tags for step in Root(tag).steps()]
+        roots = [folder, *(path for path in folder.glob("*") if path.is_dir())] if below else [folder]
+        steps = [(step, str(root / step_name(step))) for root in roots for step in Root(root).steps()]
         return [path for _, path in sorted(steps, reverse=True)]
 
     return open_first(world, [Path(path) for path in by_rank_0(world, newest_first)])
@@ -214,33 +210,31 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     count = sum(-(-file.size // BLOCK_BYTES) for file in files)
     begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
     mine = list(itertools.islice(blocks, begin, stop))
-    done = [0] * min(THREADS, len(mine))
-    errors: dict[int, CheckpointError] = {}  # by place in `mine`: the first damage is raised
+    cuts = [place * len(mine) // THREADS for place in range(THREADS + 1)]
+    done: list[int] = []
+    errors: dict[int, Exception] = {}
 
-    def compare(number: int) -> None:
+    def compare(start: int, stop: int) -> None:
         try:
-            for file, part in itertools.groupby(mine[number :: len(done)], key=lambda block: block[0]):
+            for file, part in itertools.groupby(mine[start:stop], key=lambda block: block[0]):
                 reader, _ = _opened(checkpoint, file)
                 with reader:
                     for _rank, block in part:
                         reader.check(block)
-                        done[number] += 1
-        except CheckpointError as error:
-            errors[number + done[number] * len(done)] = error
-        except Exception as error:  # the other ranks wait for this one
-            errors[number + done[number] * len(done)] = CheckpointError(f"{checkpoint.folder}: {error!r}")
+                        done.append(block)
+        except Exception as error:
+            errors[start] = error
 
-    def raise_error() -> dict[str, Any]:
+    def raise_first() -> None:
         if errors:
             raise errors[min(errors)]
-        return {}
 
-    threads = [threading.Thread(target=compare, args=(number,), daemon=True) for number in range(len(done))]
+    threads = [threading.Thread(target=compare, args=ends, daemon=True) for ends in itertools.pairwise(cuts)]
     for thread in threads:
         thread.start()
     what, total = f"verifying {checkpoint.folder.name}", len(mine) * BLOCK_BYTES
-    join(world, threads, lambda: progress(what, sum(done) * BLOCK_BYTES, total))
-    gather_reports(world, raise_error)
+    join(world, threads, lambda: progress(what, len(done) * BLOCK_BYTES, total))
+    gather_reports(world, raise_first)
 
 
 # -- its tensors -------------------------------------------------------------------------------------------------------
@@ -306,7 +300,7 @@ def index_of(checkpoint: Checkpoint, rank: int) -> Index:
     """Read the index of a rank's file.
 
     Raises:
-        CheckpointError: its hash is not that of the manifest, or it has values that no save writes.
+        CheckpointError: its hash is not that of the manifest, or it is not the text of an index.
     """
     manifest, file = checkpoint.manifest, checkpoint.manifest.files[rank]
     path = checkpoint.folder / index_name(rank, manifest.world)
@@ -314,14 +308,9 @@ def index_of(checkpoint: Checkpoint, rank: int) -> Index:
     if sha256(text).hexdigest() != file.index_sha256:
         raise CheckpointError(f"{path}: is damaged: it does not match the hash in the manifest")
     try:
-        index = index_from_text(text, file.size)
-        if index.random is not None:
-            set_random(index.random, random.Random(), torch.Generator())
+        return index_from_text(text, file.size)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: the state of the generators is not that of a save") from error
-    return index
 
 
 # -- other values ------------------------------------------------------------------------------------------------------
@@ -346,31 +335,16 @@ class Numbers(Schema):
 
 def numbers_of(folder: Path, manifest: Manifest) -> Numbers:
     """Validate and return the numbers of a manifest."""
-    try:
-        numbers = checked(Numbers, manifest.facts.get("state"), "the manifest's facts")
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-    scale, *counts = numbers.scale
-    sound = (
-        scale > 0
-        and min(counts) >= 0
-        and numbers.step + numbers.scale.skipped == manifest.step
-        and all(steps <= numbers.step for steps in numbers.rested.values())
-        and type(manifest.facts.get("given")) is dict
-    )
-    if not sound:
-        raise CheckpointError(f"{folder}: its manifest has step, skipped steps or facts that no save writes")
-    return numbers
+    return checked(Numbers, manifest.facts.get("state"), f"the facts of {folder}")
 
 
-def set_random(state: Mapping[str, Any], python: Any = random, host: torch.Generator | None = None) -> None:
-    """Set the random generators from `random_state`, or only `python` and `host` to try the values."""
+def set_random(state: Mapping[str, Any]) -> None:
+    """Set the random generators from `random_state`."""
     version, internal, following = state["python"]
-    python.setstate((version, tuple(internal), following))
-    (torch.default_generator if host is None else host).set_state(_octets(state["torch"]))
-    cuda = None if state["cuda"] is None else _octets(state["cuda"])
-    if cuda is not None and host is None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda)
+    random.setstate((version, tuple(internal), following))
+    torch.set_rng_state(_octets(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_octets(state["cuda"]))
 
 
 def _octets(text: str) -> Tensor:

@@ -30,7 +30,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.checkpoint.disk import Disk, closing, read_bytes, write_text
+from zero.checkpoint.disk import Disk, read_bytes, write_text
 from zero.checkpoint.manifest import (
     CAP_BYTES,
     File,
@@ -46,8 +46,6 @@ from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError
 from zero.platform.files import named, naming
 from zero.platform.step_folders import MANIFEST_NAME, step_of
-
-_ALL = slice(None)
 
 
 class _Aside(NamedTuple):
@@ -177,15 +175,14 @@ class Root:
         with naming(self.path, "removing old checkpoints"):
             self._discard(doomed)
 
-    def read_manifest(self, folder: Path, sized: slice = _ALL) -> Manifest:
+    def read_manifest(self, folder: Path) -> Manifest:
         """Read the manifest of a folder that holds exactly the files in it.
 
         Args:
             folder: under its published name or another, here or elsewhere. Links are not followed.
-            sized: ranks whose files are opened to compare their sizes.
 
         Raises:
-            CheckpointError: a file is missing, unknown, not regular or of another size, or the manifest is damaged.
+            CheckpointError: a file is missing or unknown, or the manifest is damaged.
         """
         with naming(folder, "listing it"):
             if not self._is_folder(folder):
@@ -210,12 +207,6 @@ class Root:
                 f"{folder}: holds step {manifest.step}; it was renamed or copied, give it its own name"
             )
         _check_names(folder, names, manifest.world)
-        for rank in range(manifest.world)[sized]:
-            path, size = folder / file_name(rank, manifest.world), manifest.files[rank].size
-            with naming(path, "asking for its size"), closing(self.disk, self.disk.open(path)) as fd:
-                nbytes = self.disk.size(fd)
-            if nbytes != size:
-                raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {size}")
         return manifest
 
     def _published(self) -> list[int]:

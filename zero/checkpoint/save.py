@@ -4,9 +4,8 @@ Deferred updates are applied first, so a checkpoint holds what the next forward 
 the writer, so a state larger than memory passes through a few buffers. With `behind`, the state is copied first, and a
 thread writes the copy during the next steps.
 
-Before the first byte is written, each rank makes the header of its file and rank 0 the manifest, so that a size over
-its limit is an error without litter. Ranks exchange their results before any of them returns: a save succeeds on all
-ranks, or fails on all of them and its files are removed.
+Ranks exchange their results before any of them returns: a save succeeds on all ranks, or fails on all of them and its
+files are removed.
 
 Source: Mohan et al. 2021, "CheckFreq", for what belongs to a state.
 """
@@ -31,22 +30,21 @@ import torch
 from torch import Tensor, nn
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, check, flats
-from zero.checkpoint.manifest import FORMAT, UNWRITTEN, File, Flat, Held, Index, Manifest, file_name, held, to_text
+from zero.checkpoint.manifest import FORMAT, File, Flat, Held, Index, Manifest, file_name, held, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
 from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
-from zero.distributed.failure import first_line, some_ranks
+from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_state
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.engine.unit_state import UnitState
-from zero.errors import CheckpointError, StoreError, if_it_fails
+from zero.errors import CheckpointError, if_it_fails, with_class
 from zero.platform.device import work_alone
 from zero.platform.files import memory_of, naming
-from zero.platform.safetensors_files import header
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
 from zero.store import Page, Ticket
@@ -75,30 +73,7 @@ def save(
     Raises:
         CheckpointError: on every rank, with the first failure. Nothing was published; older checkpoints are untouched.
     """
-    return begin(state, root, facts, progress=progress).finish()
-
-
-def begin(
-    state: State,
-    root: Root | str | Path,
-    facts: Mapping[str, Any] | None = None,
-    *,
-    behind: bool = False,
-    progress: Progress = silent,
-) -> "Saving":
-    """Begin a save; `Saving.finish` ends it. Collective.
-
-    Args:
-        behind: copy this rank's part in host memory and let a thread write the copy during the next steps.
-
-    Raises:
-        CheckpointError: no folder could be made.
-    """
-    check_state(state, "zero.save", "zero.save(state, folder)")
-    if not isinstance(root, Root):
-        check_folder(root, "zero.save", "zero.save(state, folder)")
-        root = Root(Path(root))
-    return Saving(state, root, facts or {}, behind=behind, progress=progress)
+    return Saving(state, root, facts, progress=progress).finish()
 
 
 def facts_of(
@@ -131,9 +106,29 @@ def snapshot_bytes(plan: Plan) -> int:
 
 
 class Saving:
-    """A save under way. Its arguments are those of `begin`."""
+    """A save under way; `finish` ends it. Creating one is collective.
 
-    def __init__(self, state: State, root: Root, facts: Mapping[str, Any], *, behind: bool, progress: Progress) -> None:
+    Args:
+        state, root, facts, progress: as of `save`.
+        behind: copy this rank's part in host memory and let a thread write the copy during the next steps.
+
+    Raises:
+        CheckpointError: no folder could be made, or a buffer has a dtype that no file holds.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        root: Root | str | Path,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        behind: bool = False,
+        progress: Progress = silent,
+    ) -> None:
+        check_state(state, "zero.save", "zero.save(state, folder)")
+        if not isinstance(root, Root):
+            check_folder(root, "zero.save", "zero.save(state, folder)")
+            root = Root(Path(root))
         state.runtime.tree.check()
         state.runtime.settle()
         plan, buffers = state.plan, buffers_of(state.model)
@@ -148,12 +143,12 @@ class Saving:
             step=state.tried,
             world=plan.world.size,
             flats=flats(plan, buffers),
-            files=(UNWRITTEN,) * plan.world.size,
+            files=(),
             finite=False,
-            facts={**numbers, "given": dict(facts)},
+            facts={**numbers, "given": dict(facts or {})},
         )
         self._held = held(self._manifest.flats, plan.world.rank)
-        gather_reports(self._world, partial(self._check, buffers))
+        gather_reports(self._world, lambda: check(buffers))
         self._folder = Path(by_rank_0(self._world, lambda: str(root.begin(state.tried))))
         with if_it_fails(self.abandon):
             self._random = random_state()
@@ -193,14 +188,6 @@ class Saving:
         manifest = self._manifest._replace(files=files, finite=all(report["finite"] for report in reports))
         return self._root.publish(self._folder, manifest.step, to_text(manifest))
 
-    def _check(self, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Raise errors that do not depend on values, before a folder is made."""
-        check(buffers)
-        header([piece.part for piece in self._held])
-        if self._world.rank == 0:
-            to_text(self._manifest)
-        return {}
-
     def _write_behind(self, copies: list[Tensor]) -> None:
         work_alone()
         self._write(copies, silent)
@@ -224,10 +211,8 @@ class Saving:
         """Keep any error for `finish`, which raises it on all ranks: one rank must not leave alone."""
         try:
             yield
-        except (CheckpointError, StoreError) as error:
-            self._report = {"error": str(error)}
         except Exception as error:
-            self._report = {"error": f"its file was not written: {type(error).__name__}: {first_line(error)}"}
+            self._report = {"error": with_class(error)}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -240,20 +225,20 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 # -- together ----------------------------------------------------------------------------------------------------------
 
 
-def gather_reports(world: World, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what `work` returned on every rank, in rank order. Collective.
+def gather_reports(world: World, work: Callable[[], dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """Return what `work` returned on every rank, in rank order; {} for None. Collective.
 
     Raises:
         CheckpointError: `work` failed on some rank.
     """
     try:
-        report = work()
-    except (CheckpointError, StoreError) as error:
-        report = {"error": str(error)}
+        report, cause = work() or {}, None
+    except Exception as error:  # the other ranks wait for this one
+        report, cause = {"error": with_class(error)}, error
     reports = [json.loads(text) for text in world.gather_texts(json.dumps(report), "reports of a checkpoint")]
     for rank, report in enumerate(reports):
         if "error" in report:
-            raise CheckpointError(f"rank {rank}: {report['error']}" if world.size > 1 else report["error"])
+            raise CheckpointError(f"rank {rank}: {report['error']}" if world.size > 1 else report["error"]) from cause
     return reports
 
 

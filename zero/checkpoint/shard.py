@@ -61,10 +61,6 @@ class _OpenFile:
             with contextlib.suppress(OSError):  # nothing was written, or the file is discarded
                 self._disk.close(fd)
 
-    def _check_open(self) -> None:
-        if self._fd == CLOSED:
-            raise CheckpointError(f"{self._path}: is closed")
-
 
 class ShardWriter(_OpenFile):
     """Writes a new file from its first to its last byte. Called by one thread.
@@ -103,7 +99,6 @@ class ShardWriter(_OpenFile):
 
     def write(self, view: memoryview) -> None:
         """Take the next bytes, contiguous, of any format and length. The view may be reused at once."""
-        self._check_open()
         with if_it_fails(self.close), view.cast("B") as octets:
             done = 0
             while done < len(octets):
@@ -124,7 +119,6 @@ class ShardWriter(_OpenFile):
         Returns:
             The hashes of the bytes. They are on the disk; the file's name is not until its folder is synchronised.
         """
-        self._check_open()
         with if_it_fails(self.close):
             if self._given != self._nbytes:
                 raise CheckpointError(f"{self._path}: {self._given} bytes came, {self._nbytes} belong in")
@@ -226,11 +220,8 @@ class ShardReader(_OpenFile):
         Raises:
             CheckpointError: damage, with its offset; then the contents of `into` are not valid.
         """
-        self._check_open()
         with into.cast("B") as octets:
             end = offset + len(octets)
-            if not 0 <= offset <= end <= self._expected.size:
-                raise CheckpointError(f"{self._path}: bytes {offset} to {end} are not in its {self._expected.size}")
             for span in range(offset // SPAN_BYTES, -(-end // SPAN_BYTES)):
                 start, stop = self._ends(span)
                 low, high = max(start, offset), min(stop, end)

@@ -235,7 +235,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         """Load the newest checkpoint, and log its folder. Collective.
 
         Without a `tag` the file `latest` in `load_dir` names the checkpoint. Without the file, or if that checkpoint is
-        damaged, load the valid one with the most steps: of `load_dir`, or else of all its tags.
+        damaged, load the valid one with the most steps, of `load_dir` and all its tags.
 
         Args:
             load_dir: a folder of checkpoints, or one checkpoint.

@@ -15,7 +15,7 @@ import torch
 
 from zero.checkpoint import Root
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, lone
-from zero.checkpoint.manifest import FORMAT, UNWRITTEN, Index, Manifest, file_name, held, step_name, to_text
+from zero.checkpoint.manifest import FORMAT, Index, Manifest, file_name, held, step_name, to_text
 from zero.checkpoint.save import facts_of
 from zero.checkpoint.shard import ShardWriter
 from zero.core.precision import Precision
@@ -26,7 +26,7 @@ from zero.formats.stream import Source, Stream, counted
 from zero.formats.torch_file import read as read_torch
 from zero.formats.universal import read as read_deepspeed
 from zero.platform.files import memory_of, naming
-from zero.platform.safetensors_files import NAMES, header
+from zero.platform.safetensors_files import NAMES
 from zero.progress import Progress, silent
 
 FORMATS = ("hf", "torch", "dcp", "deepspeed")
@@ -223,14 +223,12 @@ def _publish(
         step=number,
         world=1,
         flats=tuple(lone(name, kind, stream.dtype, stream.shape) for name, kind, stream in values),
-        files=(UNWRITTEN,),
+        files=(),
         finite=False,
         facts={**facts_of(step, scale, dynamic=False, ties=ties), "given": {}},
     )
     pieces = held(manifest.flats, 0)
     parts = [piece.part for piece in pieces]
-    header(parts)  # this and the next raise before the folder is made
-    to_text(manifest)
     folder = root.begin(number)
     with if_it_fails(partial(root.abandon, folder)):
         streams, finite = counted([values[piece.flat][2] for piece in pieces], "importing", progress), True

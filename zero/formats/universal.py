@@ -3,8 +3,7 @@
     zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt    {"param": values}, or at stage 3 the flat values alone
     *_model_states.pt                                          shapes, ties, buffers, frozen parameters, steps
 
-All are pickles, read as in `torch_file`. Without the second line's files, a tensor without moments may be a parameter,
-a frozen one or a buffer, and flat values stay flat.
+All are pickles, read as in `torch_file`.
 """
 
 import re
@@ -35,14 +34,13 @@ def read(folder: Path) -> Source:
         CheckpointError: no universal checkpoint, a file with other objects than tensors, or steps that differ.
     """
     homes = {path.parent.name: path.parent for path in sorted(folder.glob("zero/*/fp32.pt"))}
-    if not homes:
-        raise CheckpointError(
-            f"{folder}: has no zero/<name>/fp32.pt; convert with deepspeed.checkpoint.ds_to_universal first"
-        )
     states = _states(folder)
-    first: Mapping[str, Any] = states[0] if states else {}
+    if not homes or not states:
+        lacking = "*_model_states.pt" if homes else "zero/<name>/fp32.pt"
+        raise CheckpointError(f"{folder}: has no {lacking}; convert with deepspeed.checkpoint.ds_to_universal first")
+    first = states[0]
     try:
-        trained_shapes = _shapes(folder, *(first.get("param_shapes") or ()))
+        trained_shapes = _shapes(folder, *first["param_shapes"])
         frozen_shapes = _shapes(folder, first.get("frozen_param_shapes") or {})
         ties = {str(name): str(owner) for name, owner in (first.get("shared_params") or {}).items()}
         buffers = _buffers(folder, first)
@@ -54,22 +52,17 @@ def read(folder: Path) -> Source:
             raise ValueError(f"{skipped} of {steps} steps were skipped")
     except MALFORMED as error:
         raise CheckpointError(f"{folder}: its *_model_states.pt are not those of DeepSpeed 0.19") from error
-    shapes, known = {**frozen_shapes, **trained_shapes}, bool(first.get("param_shapes"))
-    trained = {
-        name: home
-        for name, home in homes.items()
-        if (name in trained_shapes if known else (home / "exp_avg.pt").is_file())
-    }
+    shapes = {**frozen_shapes, **trained_shapes}
+    trained = {name: home for name, home in homes.items() if name in trained_shapes}
     tensors, moments, kinds = {}, {}, {}
     for name, home in homes.items():
         if name not in ties and name not in buffers:
             tensors[name] = _stream(home / "fp32.pt", shapes.get(name))
-            if known:
-                kinds[name] = PARAMETER if name in trained else FROZEN
+            kinds[name] = PARAMETER if name in trained else FROZEN
     for name, home in trained.items():
         for kind, theirs in MOMENTS.items():
             if (home / f"{theirs}.pt").is_file():
-                moments[name, kind] = _stream(home / f"{theirs}.pt", shapes.get(name))
+                moments[name, kind] = _stream(home / f"{theirs}.pt", shapes[name])
     for kind, others in ((FROZEN, frozen), (BUFFER, buffers)):
         tensors.update({name: stream for name, stream in others.items() if name not in tensors})
         kinds.update(dict.fromkeys(others, kind))

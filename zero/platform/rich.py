@@ -2,27 +2,19 @@
 
 `rich.style` draws from Python's `random` as it is imported.
 """
+# ruff: noqa: E402
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+_state = random.getstate()
 
-@contextmanager
-def _generator_kept() -> Iterator[None]:
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
+from rich import progress as progress
+from rich.console import Console as Console, Group as Group, RenderableType as RenderableType
+from rich.control import Control as Control
+from rich.live import Live as Live
+from rich.progress_bar import ProgressBar as ProgressBar
+from rich.segment import ControlType as ControlType
+from rich.table import Table as Table
+from rich.text import Text as Text
 
-
-with _generator_kept():
-    from rich import progress as progress
-    from rich.console import Console as Console, Group as Group, RenderableType as RenderableType
-    from rich.control import Control as Control
-    from rich.live import Live as Live
-    from rich.progress_bar import ProgressBar as ProgressBar
-    from rich.segment import ControlType as ControlType
-    from rich.table import Table as Table
-    from rich.text import Text as Text
+random.setstate(_state)

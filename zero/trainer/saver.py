@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint import Checkpoint, Root, Saving, begin, open_at, open_first, open_latest, snapshot_bytes
+from zero.checkpoint import Checkpoint, Root, Saving, open_at, open_first, open_latest, snapshot_bytes
 from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.sizes import size_text
@@ -109,7 +109,7 @@ class Saver:
         state.runtime.settle()
         self.finish()
         with self._tolerating_failures():
-            self._under_way = begin(
+            self._under_way = Saving(
                 state, self.root, self._facts(), behind=self._fits_beside(state), progress=self._tracker.progress
             )
             if not self._keys.async_:

@@ -31,6 +31,11 @@ class Killed(BaseException):
     """The process was killed here. Its memory is lost; system calls that it had made are not."""
 
 
+def kill(call: object) -> Any:
+    """A fault for `FaultyDisk`: end the process instead of a call."""
+    raise Killed
+
+
 @dataclass(eq=False)
 class _File:
     synced: bytes = b""

@@ -1,6 +1,7 @@
 """A file system with chosen faults, and a store with a fixed bandwidth.
 
-`FaultyFiles` takes the place of the file system in a store. It counts calls and passes some of them to a `Fault`:
+`FaultyFiles` and `FaultyDisk` take the place of the file system in stores and checkpoints. They count calls and pass
+some of them to a `Fault`:
 
     store = NvmeStore(folder, files=FaultyFiles(fail(errno.EIO), at=7))                     # the 7th call, once
     store = NvmeStore(folder, files=FaultyFiles(drop(), at=2, only="pwrite", on=True))     # all writes from the 2nd
@@ -15,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero.platform.files import READ, Files
+from zero.checkpoint.disk import Disk
+from zero.platform.files import Files
 from zero.platform.handle import Done
 from zero.store.base import Page, Store, Ticket
 
@@ -112,11 +114,11 @@ def misplace(by_bytes: int) -> Fault:
     return fault
 
 
-class FaultyFiles(Files):
-    """The real file system, except for chosen calls.
+class _Faulty:
+    """A real file system, except for chosen calls.
 
     Args:
-        fault: takes the place of the chosen calls. None: every call is made and counted.
+        fault: takes the place of the chosen calls; every call is counted.
         at: number of the first chosen call, counted from 1 among the calls in `only`.
         on: choose every later call, too; otherwise only this one.
         only: names of the calls that count, separated by spaces, such as "pread pwrite"; empty for all.
@@ -125,94 +127,79 @@ class FaultyFiles(Files):
 
     Attributes:
         count: number of calls so far, of those in `only`.
+        calls: (name, arguments) of every call, with the length of a buffer in its place.
+        failed: names of the chosen calls.
         held: open descriptors.
     """
 
+    _base: type[Files]
+
     def __init__(
         self,
-        fault: Fault | None = None,
+        fault: Fault = Call.through,
         *,
         at: int = 1,
         on: bool = False,
         only: str = "",
         direct: str = "yes",
-        before: Callable[[Call], None] | None = None,
+        before: Callable[[Call], object] = lambda call: None,
     ) -> None:
         self.count = 0
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.failed: list[str] = []
         self.held: set[int] = set()
-        self._fault = fault
-        self._at = at
-        self._on = on
-        self._only = only.split()
-        self._refuses_direct = direct
-        self._before = before
-        self._direct: set[int] = set()
+        self._fault, self._at, self._on, self._only, self._before = fault, at, on, only.split(), before
+        self._refuses_direct, self._direct = direct, set[int]()
         self._lock = threading.Lock()
 
-    def free_bytes(self, path: Path) -> int:
-        return self._do("free_bytes", super().free_bytes, path)
-
-    def open(self, path: Path, flags: int = READ) -> int:
-        return self._do("open", self._really_open, path, flags)
-
-    def unlink(self, path: Path) -> None:
-        self._do("unlink", super().unlink, path)
-
-    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        self._do("fallocate", super().fallocate, fd, offset, nbytes)
-
-    def direct(self, fd: int, on: bool) -> None:
-        self._do("direct", self._really_direct, fd, on)
-
-    def pread(self, fd: int, view: memoryview, offset: int) -> int:
-        return self._do("pread", self._really_pread, fd, view, offset)
-
-    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
-        return self._do("pwrite", self._really_pwrite, fd, view, offset)
-
-    def close(self, fd: int) -> None:
-        self._do("close", self._really_close, fd)
-
-    def _do(self, name: str, make: Callable[..., Any], *args: Any) -> Any:
-        call = Call(name, args, make)
-        if self._before is not None:
-            self._before(call)
-        return self._fault(call) if self._chosen(name) and self._fault is not None else call.through()
-
-    def _chosen(self, name: str) -> bool:
-        if self._only and name not in self._only:
-            return False
+    def do(self, name: str, *args: Any) -> Any:
+        call = Call(name, args, partial(self._really, name))
+        self._before(call)
         with self._lock:
-            self.count += 1
-            return self.count == self._at or (self._on and self.count > self._at)
+            self.calls.append((name, tuple(len(arg) if isinstance(arg, memoryview) else arg for arg in args)))
+            counts = not self._only or name in self._only
+            self.count += counts
+            if not counts or self.count < self._at or (self.count > self._at and not self._on):
+                chosen = False
+            else:
+                chosen = True
+                self.failed.append(name)
+        return self._fault(call) if chosen else call.through()
 
-    def _really_open(self, path: Path, flags: int) -> int:
-        fd = super().open(path, flags)
-        self.held.add(fd)
-        return fd
-
-    def _really_direct(self, fd: int, on: bool) -> None:
-        if on and self._refuses_direct == "switch":
+    def _really(self, name: str, *args: Any) -> Any:
+        fd = args[0]
+        refuses = {
+            "direct": self._refuses_direct == "switch" and args[-1] is True,
+            "pread": fd in self._direct and self._refuses_direct == "transfer",
+            "pwrite": fd in self._direct and self._refuses_direct == "transfer",
+        }
+        if refuses.get(name):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        super().direct(fd, on)
-        (self._direct.add if on else self._direct.discard)(fd)
+        if name == "close":
+            self.held.discard(fd)
+            self._direct.discard(fd)
+        result = getattr(self._base, name)(self, *args)
+        if name == "direct":
+            (self._direct.add if args[1] else self._direct.discard)(fd)
+        if name in ("open", "create"):
+            self.held.add(result)
+        return result
 
-    def _really_pread(self, fd: int, view: memoryview, offset: int) -> int:
-        self._check_direct(fd)
-        return super().pread(fd, view, offset)
 
-    def _really_pwrite(self, fd: int, view: memoryview, offset: int) -> int:
-        self._check_direct(fd)
-        return super().pwrite(fd, view, offset)
+def _counted(name: str) -> Any:
+    return lambda self, *args: self.do(name, *args)
 
-    def _check_direct(self, fd: int) -> None:
-        if fd in self._direct and self._refuses_direct == "transfer":
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    def _really_close(self, fd: int) -> None:
-        self.held.discard(fd)
-        self._direct.discard(fd)
-        super().close(fd)
+def _faulty(base: type[Files]) -> Any:
+    calls = {name: _counted(name) for name in dir(base) if not name.startswith("_")}
+    return type(f"Faulty{base.__name__}", (_Faulty, base), {**calls, "_base": base})
+
+
+FaultyFiles = _faulty(Files)
+"""The file system of a store."""
+
+FaultyDisk = _faulty(Disk)
+"""The file system of checkpoints."""
 
 
 class ThrottledStore(Store):

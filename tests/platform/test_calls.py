@@ -65,8 +65,7 @@ print(dist.is_initialized())
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("group", ["own", "theirs"])
-@pytest.mark.parametrize("how", ["broken", "whole"])
+@pytest.mark.parametrize(("group", "how"), [("own", "broken"), ("theirs", "whole")])
 def test_a_world_that_broke_says_why_first_and_then_waits_for_no_kernel(group, how):
     """To destroy a group waits for kernels whose other half never comes; one that is aborted is gone already."""
     with socket.create_server(("127.0.0.1", 0)) as free:

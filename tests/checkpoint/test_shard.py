@@ -320,27 +320,6 @@ def test_only_a_regular_file_is_read(path, kind):
 
 # Damage.
 
-Damage = Callable[[bytes, random.Random], tuple[bytes, int]]
-"""What becomes of the file, and where the damage begins."""
-
-
-def flipped(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
-    spoiled, at = bytearray(whole), rng.randrange(len(whole))
-    spoiled[at] ^= 1 << rng.randrange(8)
-    return bytes(spoiled), at
-
-
-def cut_off_and_grown(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
-    at = rng.randrange(4096, len(whole) - 16)
-    return whole[:at].ljust(len(whole), b"\0"), at
-
-
-def zeroed(whole: bytes, rng: random.Random) -> tuple[bytes, int]:
-    at = rng.randrange(len(whole) // 512) * 512
-    if not any(whole[at : at + 512]):
-        return flipped(whole, rng)
-    return whole[:at] + bytes(512) + whole[at + 512 :], at
-
 
 def overwrite(path: Path, whole: bytes) -> None:
     with path.open("r+b") as opened:
@@ -364,11 +343,10 @@ def test_damage_raises_with_its_place(path):
     parts, data = [bytes_part(nbytes)], noise(nbytes, SEED)
     found = write(path, parts, data)
     whole = header(parts) + data
-    damages: list[Damage] = [flipped, cut_off_and_grown, zeroed]
-    for case in range(150):
-        damage = damages[case % len(damages)]
-        spoiled, at = damage(whole, rng)
-        note = f"ZERO_TEST_SEED={SEED}, case {case}: {damage.__name__} at {at}"
+    for case in range(100):
+        spoiled, at = bytearray(whole), rng.randrange(len(whole))
+        spoiled[at] ^= 1 << rng.randrange(8)
+        note = f"ZERO_TEST_SEED={SEED}, case {case}: a bit of byte {at}"
         start, end = rng.randint(0, at), rng.randint(at + 1, len(whole))
 
         def open_and_read(start: int = start, end: int = end) -> None:

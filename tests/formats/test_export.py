@@ -431,11 +431,6 @@ def crafted_torch(folder: Path, bad) -> Path:
     return folder / "model.pt"
 
 
-def crafted_raw(folder: Path, bad) -> Path:
-    (folder / "model.pt").write_bytes(pickle.dumps(bad))
-    return folder / "model.pt"
-
-
 def crafted_legacy(folder: Path, bad) -> Path:
     torch.save({"a": bad}, folder / "model.pt", _use_new_zipfile_serialization=False)
     return folder / "model.pt"
@@ -492,7 +487,6 @@ def crafted_step(folder: Path, bad) -> Path:
 
 CRAFTED = [
     ("torch", crafted_torch),
-    ("torch", crafted_raw),
     ("torch", crafted_legacy),
     ("dcp", crafted_metadata),
     ("dcp", crafted_inner_metadata),

@@ -16,148 +16,123 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 import zero.deepspeed as deepspeed
-from tests.deepspeed.test_engine import WIDTH, Net, config, net, rows
+from tests.deepspeed.harness import SGD, WIDTH, Net, close, config, engine_of, net, plain as plain_loop, rows, same, sgd
 from zero.engine.empty import is_meta
-from zero.engine.full import Source
 from zero.errors import ConfigError, OutsideUnitError
 from zero.testing import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", range(4))
-RANKS = pytest.mark.parametrize("ranks", [1, 2])
-SGD = {"type": "SGD", "params": {"lr": 0.1}}
+STAGES_AND_RANKS = pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 1), (2, 2), (3, 1), (3, 2)])
+whole = zero.full_state_dict
+taken = partial(engine_of, optimizer=SGD)
 
 
-def begin(world: zero.World, model: nn.Module, stage: int, **more):
-    engine, *_ = zero.initialize(model=model, config=config(stage=stage, optimizer=SGD, **more), world=world)
-    return engine
+def plain(*steps: int, **how) -> dict[str, Tensor]:
+    return plain_loop(*steps, make=sgd, **how)[1]
 
 
-def plain(steps: int = 2, model: nn.Module | None = None, change=lambda model: None) -> nn.Module:
-    """Plain torch on the whole batch; `change` is called between backward and step."""
-    model = net() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(torch.cat([rows(step, world) for world in [_One()]])).backward()
-        change(model)
-        optimizer.step()
-    return model
-
-
-class _One:
-    rank, size = 0, 1
-
-
-def train(engine: zero.Engine, model: nn.Module, steps: int = 2, change=lambda model: None) -> None:
+def train(engine: zero.Engine, *steps: int, change=lambda model: None) -> None:
     """By the model that was given, not by the engine."""
-    for step in range(steps):
-        engine.backward(model(rows(step, engine.plan.world)))
-        change(model)
+    for step in steps:
+        engine.backward(engine.module(rows(step, engine.plan.world)))
+        change(engine.module)
         engine.step()
 
 
-def whole(source: Source) -> dict[str, Tensor]:
-    return zero.full_state_dict(source)
+def read(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def close(found, wanted) -> None:
-    torch.testing.assert_close(dict(found), dict(wanted), rtol=1e-5, atol=1e-6)
-
-
-@STAGES
-@RANKS
-def test_the_given_model_is_the_one_that_trains(ranks, stage):
+@STAGES_AND_RANKS
+def test_the_given_model_is_the_one_that_trains(stage, ranks):
     """Its identity, class, names, parameters and their sizes; called by itself it computes and evaluates."""
-    expected = plain()
+    expected = net()
+    values = plain(0, 1, model=expected)
     evaluated = expected(torch.ones(2, WIDTH)).item()
 
     def rank_main(world):
         with world.exclusive():
             model = net(world.rank)
         names, held = [name for name, _ in model.named_modules()], dict(model.named_parameters())
-        engine = begin(world, model, stage)
-        assert engine.module is model
-        assert isinstance(model, Net)
-        assert type(model).__name__ == "Net"
-        assert [name for name, _ in model.named_modules()] == names
-        assert all(one is held[name] for name, one in model.named_parameters())
-        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in net().parameters())
-        train(engine, model)
-        model.eval()
-        with torch.no_grad():
-            assert model(torch.ones(2, WIDTH)).item() == pytest.approx(evaluated, rel=1e-5)
-        assert not engine.module.training
-        return {name: one.detach().clone() for name, one in model.named_parameters()}, model.state_dict()
+        with taken(model, world, stage=stage) as engine:
+            assert engine.module is model
+            assert isinstance(model, Net)
+            assert type(model).__name__ == "Net"
+            assert [name for name, _ in model.named_modules()] == names
+            assert all(parameter is held[name] for name, parameter in model.named_parameters())
+            assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in net().parameters())
+            train(engine, 0, 1)
+            model.eval()
+            with torch.no_grad():
+                assert model(torch.ones(2, WIDTH)).item() == pytest.approx(evaluated, rel=1e-5)
+            assert not engine.module.training
+            return read(model), model.state_dict()
 
-    for values, state_dict in run_ranks(ranks, rank_main):
-        close(values, {name: one.detach() for name, one in expected.named_parameters()})
-        close(state_dict, expected.state_dict())
-        assert all(type(one) is Tensor and one.untyped_storage().nbytes() == one.nbytes for one in state_dict.values())
+    for found, state_dict in run_ranks(ranks, rank_main):
+        close(found, values)
+        close(state_dict, values)
+        assert all(
+            type(value) is Tensor and value.untyped_storage().nbytes() == value.nbytes for value in found.values()
+        )
 
 
 @pytest.mark.parametrize("stage", range(3))
 def test_one_rank_alone_reads_saves_and_evaluates_where_parameters_are_whole(stage):
     """`if rank == 0: torch.save(model.state_dict())`, as scripts for stages 0 to 2 do; the others go on, or end."""
-    expected = plain()
 
     def rank_main(world):
-        with world.exclusive():
-            model = net(world.rank)
-        engine = begin(world, model, stage)
-        train(engine, model, 1)
-        if world.rank == 1:
-            with torch.no_grad():
-                model(torch.ones(2, WIDTH))
-        engine.backward(model(rows(1, world)))
-        engine.step()
-        world.barrier()  # nobody helps from here on
-        return model.state_dict() if world.rank == 0 else None
+        with taken(lambda: net(world.rank), world, stage=stage) as engine:
+            train(engine, 0)
+            if world.rank == 1:
+                with torch.no_grad():
+                    engine.module(torch.ones(2, WIDTH))
+            train(engine, 1)
+            world.barrier()  # nobody helps from here on
+            saved = engine.module.state_dict() if world.rank == 0 else None
+            world.barrier()
+            return saved
 
-    close(run_ranks(2, rank_main)[0], expected.state_dict())
+    close(run_ranks(2, rank_main)[0], plain(0, 1))
 
 
 @STAGES
 def test_a_saved_state_dict_is_loaded_by_plain_torch_and_back(stage, tmp_path: Path):
-    world, model = zero.World.from_env(), net()
-    engine = begin(world, model, stage)
-    train(engine, model)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    torch.save({"first": model.first.weight}, tmp_path / "one.pt")
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    bare = net(1)
-    bare.load_state_dict(saved)
-    close(bare.state_dict(), plain().state_dict())
-    assert torch.equal(torch.load(tmp_path / "one.pt", weights_only=True)["first"], saved["first.weight"])
-    train(engine, model)
-    other = net(7).state_dict()
-    assert model.load_state_dict(other).missing_keys == []
-    close(whole(engine), other)
-    with pytest.raises(ConfigError, match=r"missing first\.weight.*unknown more"):
-        model.load_state_dict({**{k: v for k, v in other.items() if k != "first.weight"}, "more": torch.ones(1)})
-    told = engine.load_module_state_dict({"last.bias": torch.full((1,), 5.0), "more": torch.ones(1)}, strict=False)
-    assert told.unexpected_keys == ["more"]
-    assert float(whole(engine)["last.bias"]) == 5.0
-    engine.destroy()
+    with taken(stage=stage) as engine:
+        model = engine.module
+        train(engine, 0, 1)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        torch.save({"first": model.first.weight}, tmp_path / "one.pt")
+        saved = torch.load(tmp_path / "model.pt", weights_only=True)
+        bare = net(1)
+        bare.load_state_dict(saved)
+        close(bare.state_dict(), plain(0, 1))
+        assert torch.equal(torch.load(tmp_path / "one.pt", weights_only=True)["first"], saved["first.weight"])
+        other = net(7).state_dict()
+        assert model.load_state_dict(other).missing_keys == []
+        same(whole(engine), other)
+        with pytest.raises(ConfigError, match=r"missing first\.weight.*unknown more"):
+            model.load_state_dict({**{k: v for k, v in other.items() if k != "first.weight"}, "more": torch.ones(1)})
+        told = engine.load_module_state_dict({"last.bias": torch.full((1,), 5.0), "more": torch.ones(1)}, strict=False)
+        assert told.unexpected_keys == ["more"]
+        assert float(whole(engine)["last.bias"]) == 5.0
 
 
 @STAGES
 def test_hooks_and_flags_that_are_set_on_it_later_count(stage):
-    world, model, seen = zero.World.from_env(), net(), []
-    engine = begin(world, model, stage)
-    model.register_forward_hook(lambda module, args, output: seen.append("model"))
-    model.blocks[1].register_forward_hook(lambda module, args, output: seen.append("block"))
-    model.last.weight.register_hook(lambda grad: grad * 0)
-    train(engine, model, 1)
-    assert seen == ["block", "model"]
-    before = net().state_dict()
-    assert torch.equal(model.last.weight, before["last.weight"])
-    assert not torch.equal(model.last.bias, before["last.bias"])
-    engine.destroy()
+    model, seen = net(), []
+    with taken(model, stage=stage) as engine:
+        model.register_forward_hook(lambda module, args, output: seen.append("model"))
+        model.blocks[1].register_forward_hook(lambda module, args, output: seen.append("block"))
+        model.last.weight.register_hook(lambda grad: grad * 0)
+        train(engine, 0)
+        assert seen == ["block", "model"]
+        before = net().state_dict()
+        assert torch.equal(model.last.weight, before["last.weight"])
+        assert not torch.equal(model.last.bias, before["last.bias"])
 
 
-@STAGES
-@RANKS
-def test_grad_is_the_gradient_below_stage_2_and_a_named_answer_from_there(ranks, stage):
+@STAGES_AND_RANKS
+def test_grad_is_the_gradient_below_stage_2_and_a_named_answer_from_there(stage, ranks):
     """The mean over the global batch; what is written into it counts."""
 
     def bound(model: nn.Module) -> None:
@@ -165,38 +140,25 @@ def test_grad_is_the_gradient_below_stage_2_and_a_named_answer_from_there(ranks,
             parameter.grad.clamp_(-0.01, 0.01)
             parameter.grad.data.mul_(3)
 
-    expected = plain(change=bound)
-
     def rank_main(world):
-        with world.exclusive():
-            model = net()
-        engine = begin(world, model, stage)
-        assert model.first.weight.grad is None
-        if stage >= 2:
-            engine.backward(model(rows(0, world)))
-            with pytest.raises(ConfigError, match=rf"first\.weight\.grad: stage {stage} shards gradients.*get_full"):
-                _ = model.first.weight.grad
-            engine.step()
-        else:
-            train(engine, model, change=bound)
-            close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
-        assert model.first.weight.grad is None
-        return True
+        with taken(world=world, stage=stage) as engine:
+            weight = engine.module.first.weight
+            assert weight.grad is None
+            engine.backward(engine.module(rows(5, world)))
+            engine.module.zero_grad()  # drops what has arrived
+            assert weight.grad is None
+            if stage >= 2:
+                engine.backward(engine.module(rows(0, world)))
+                with pytest.raises(ConfigError, match=rf"first\.weight\.grad: stage {stage} shards grad.*get_full"):
+                    _ = weight.grad
+                engine.step()
+                close(whole(engine), plain(0))
+            else:
+                train(engine, 0, 1, change=bound)
+                close(whole(engine), plain(0, 1, change=bound))
+            assert weight.grad is None
 
     run_ranks(ranks, rank_main)
-
-
-@STAGES
-def test_zero_grad_of_the_model_drops_what_has_arrived(stage):
-    world, model = zero.World.from_env(), net()
-    engine = begin(world, model, stage, gradient_accumulation_steps=1)
-    engine.backward(model(rows(5, world)))
-    model.zero_grad()
-    assert model.first.weight.grad is None
-    engine.backward(model(rows(0, world)))
-    engine.step()
-    close(whole(engine), {name: one.detach() for name, one in plain(1).named_parameters()})
-    engine.destroy()
 
 
 class Encoder(Net):
@@ -206,82 +168,68 @@ class Encoder(Net):
 
 @STAGES
 def test_a_method_that_is_not_forward_trains(stage):
-    torch.manual_seed(0)
-    world, model = zero.World.from_env(), Encoder()
-    expected = copy.deepcopy(model)
-    engine = begin(world, model, stage)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        expected.encode(rows(step, world)).backward()
-        optimizer.step()
-        engine.backward(model.encode(rows(step, world)))
-        engine.step()
-    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
-    engine.destroy()
+    with taken(net(0, Encoder), stage=stage) as engine:
+        for step in (0, 1):
+            engine.backward(engine.module.encode(rows(step)))
+            engine.step()
+        close(whole(engine), plain(0, 1, model=net(0, Encoder), loss=lambda model, batch: model.encode(batch)))
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_to_where_it_is_is_nothing_and_anywhere_else_is_refused(bf16):
-    world, model = zero.World.from_env(), net()
-    engine = begin(world, model, 3, bf16={"enabled": bf16})
-    assert model.to("cpu") is model
-    assert (model.bfloat16() if bf16 else model.float()) is model
-    for move in (model.half, model.double, lambda: model.to("meta"), lambda: model.first.half()):
-        with pytest.raises((ConfigError, OutsideUnitError), match=r"Leave out \.to\(\)|first\.weight was written to"):
-            move()
-    engine.destroy()
-
-
-def test_values_of_one_parameter_can_be_copied():
-    model = net()
-    engine = begin(zero.World.from_env(), model, 3)
-    copied = copy.deepcopy(model.first.weight)
-    assert isinstance(copied, nn.Parameter)
-    close([("w", copied.detach())], [("w", net().first.weight.detach())])
-    engine.destroy()
+    with taken(bf16={"enabled": bf16}) as engine:
+        model = engine.module
+        assert model.to("cpu") is model
+        assert (model.bfloat16() if bf16 else model.float()) is model
+        for move in (model.half, model.double, lambda: model.to("meta"), lambda: model.first.half()):
+            with pytest.raises(
+                (ConfigError, OutsideUnitError), match=r"Leave out \.to\(\)|first\.weight was written to"
+            ):
+                move()
 
 
 def test_an_engine_that_is_dropped_is_not_kept_alive_by_the_model():
     model = net()
-    engine = begin(zero.World.from_env(), model, 3)
+    engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
     gone = weakref.ref(engine)
-    del engine
+    del engine, _
     gc.collect()
     assert gone() is None
     with pytest.raises(ConfigError, match="the engine of this model was garbage-collected"):
         model(torch.ones(2, WIDTH))
 
 
-@pytest.mark.parametrize(
-    "placed", [{}, {"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}, {"offload_param": "nvme"}]
-)
 @pytest.mark.parametrize("frozen", [False, True])
-@STAGES
-def test_an_engine_that_does_not_train_runs(stage, frozen, placed, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("stage", "placed"),
+    [
+        *((stage, {}) for stage in range(4)),
+        (1, {"offload_optimizer": "cpu"}),
+        (3, {"offload_optimizer": "nvme"}),
+        (3, {"offload_param": "nvme"}),
+    ],
+    ids=str,
+)
+def test_an_engine_that_does_not_train_runs(stage, placed, frozen, tmp_path: Path):
     """A reference model: no optimizer, or one whose parameters are all frozen. Its gradient goes to the input."""
-    if stage < 3 and "offload_param" in placed:
-        pytest.skip("parameters leave at stage 3 only")
-    how = {kind: {"device": device, "nvme_path": str(tmp_path)} for kind, device in placed.items()}
-    settings = {"train_batch_size": 2, "zero_optimization": {"stage": stage, **how}}
+    places = {kind: {"device": device, "nvme_path": str(tmp_path)} for kind, device in placed.items()}
+    how = {"zero_optimization": {"stage": stage, **places}, "optimizer": None}
     x = torch.ones(2, WIDTH, requires_grad=True)
     expected = net()(x)
     (slope,) = torch.autograd.grad(expected, x)
 
+    def optimizer(model):
+        return {"optimizer": torch.optim.AdamW(model.requires_grad_(False).parameters())} if frozen else {}
+
     def rank_main(world):
-        with world.exclusive():
-            model = net()
-        given = {"optimizer": torch.optim.AdamW(model.requires_grad_(False).parameters())} if frozen else {}
-        engine, optimizer, _, _ = zero.initialize(model=model, config=settings, world=world, **given)
-        assert (optimizer is not None) == frozen
-        mine = x.detach().clone().requires_grad_()
-        with torch.no_grad():
-            found = [engine(mine), model(mine)]
-        engine(mine).backward()
-        with pytest.raises(ConfigError, match=r"engine\.step\(\): no optimizer holds a parameter"):
-            engine.step()
-        close(enumerate([*found, mine.grad]), enumerate([expected.detach(), expected.detach(), slope]))
-        engine.destroy()
+        with taken(world=world, prepare=optimizer, **how) as engine:
+            mine = x.detach().clone().requires_grad_()
+            with torch.no_grad():
+                found = [engine(mine), engine.module(mine)]
+            engine(mine).backward()
+            with pytest.raises(ConfigError, match=r"engine\.step\(\): no optimizer holds a parameter"):
+                engine.step()
+            close(enumerate([*found, mine.grad]), enumerate([expected.detach(), expected.detach(), slope]))
 
     run_ranks(2, rank_main)
 
@@ -322,53 +270,53 @@ def renormalised(model: nn.Module) -> None:
         nn.functional.embedding(torch.tensor([0]), model.first.weight, max_norm=0.01)
 
 
+WRITES = [row, view, row_with_history, rows_in_turn, list_of_them, overload, in_place, renormalised]
+
+
 @STAGES
-@pytest.mark.parametrize(
-    "write", [row, view, row_with_history, rows_in_turn, list_of_them, overload, in_place, renormalised]
-)
-def test_what_would_write_past_an_absent_parameter_is_refused_by_name(write, stage):
+def test_what_would_write_past_an_absent_parameter_is_refused_by_name(stage):
     """Into a view of it, or by a function that does not say so: the write would be lost."""
 
     def rank_main(world):
-        with world.exclusive():
-            model = net()
-        engine = begin(world, model, stage)
-        train(engine, model, 1)
-        with pytest.raises(OutsideUnitError, match=r"parameter first\.weight was written to by.*zero\.gathered"):
-            write(model)
-        return True
+        with taken(world=world, stage=stage) as engine:
+            train(engine, 0)
+            for write in WRITES:
+                with pytest.raises(
+                    OutsideUnitError, match=r"parameter first\.weight was written to by.*zero\.gathered"
+                ):
+                    write(engine.module)
 
-    assert run_ranks(2, rank_main) == [True, True]
+    run_ranks(2, rank_main)
 
 
 def test_what_was_read_is_read_as_any_tensor_and_a_clone_is_written_to():
-    model = net()
-    engine = begin(zero.World.from_env(), model, 3)
-    row, wanted = model.first.weight.data[0], net().first.weight.detach()
-    for one in (row, copy.deepcopy(row), pickle.loads(pickle.dumps(row)), row.clone().mul_(1)):
-        assert torch.equal(one, wanted[0])
-    assert type(copy.deepcopy(row)) is type(pickle.loads(pickle.dumps(row))) is type(row + 1) is Tensor
-    with pytest.raises(ValueError, match="read-only"):
-        model.first.weight.detach().numpy()[0] = 0
-    with pytest.raises(OutsideUnitError, match=r"first\.weight was written to by mul_"):
-        row.view(-1).mul_(2)
-    model.first.weight[:2].square().sum().backward()
-    engine.step()
-    assert torch.allclose(model.first.weight[0], wanted[0] * 0.8)
-    engine.destroy()
+    with taken() as engine:
+        weight, expected = engine.module.first.weight, net().first.weight.detach()
+        copied, row = copy.deepcopy(weight), weight.data[0]
+        assert isinstance(copied, nn.Parameter)
+        assert torch.equal(copied, expected)
+        for read_row in (row, copy.deepcopy(row), pickle.loads(pickle.dumps(row)), row.clone().mul_(1)):
+            assert torch.equal(read_row, expected[0])
+        assert type(copy.deepcopy(row)) is type(pickle.loads(pickle.dumps(row))) is type(row + 1) is Tensor
+        with pytest.raises(ValueError, match="read-only"):
+            weight.detach().numpy()[0] = 0
+        with pytest.raises(OutsideUnitError, match=r"first\.weight was written to by mul_"):
+            row.view(-1).mul_(2)
+        weight[:2].square().sum().backward()
+        engine.step()
+        assert torch.allclose(weight[0], expected[0] * 0.8)
 
 
-@pytest.mark.parametrize("make", [lambda w: w.detach().requires_grad_(), lambda w: nn.Parameter(w.data)])
-def test_a_constant_does_not_get_a_gradient_of_its_own(make):
+def test_a_constant_does_not_get_a_gradient_of_its_own():
     """Its gradient would arrive in the model."""
-    model = net()
-    engine = begin(zero.World.from_env(), model, 3)
-    with pytest.raises(OutsideUnitError, match=r"first\.weight without its history.*clone\(\)\.requires_grad_"):
-        make(model.first.weight)
-    assert nn.Parameter(model.first.weight.detach().clone()).requires_grad
-    with pytest.raises(OutsideUnitError, match=r"torch\.autograd\.grad by first\.weight"):
-        torch.autograd.grad(model(torch.ones(2, WIDTH)), [model.last.bias.detach().clone(), model.first.weight])
-    engine.destroy()
+    with taken() as engine:
+        weight, bias = engine.module.first.weight, engine.module.last.bias
+        for make in (lambda w: w.detach().requires_grad_(), lambda w: nn.Parameter(w.data)):
+            with pytest.raises(OutsideUnitError, match=r"first\.weight without its history.*clone\(\)\.requires_grad_"):
+                make(weight)
+        assert nn.Parameter(weight.detach().clone()).requires_grad
+        with pytest.raises(OutsideUnitError, match=r"torch\.autograd\.grad by first\.weight"):
+            torch.autograd.grad(engine.module(torch.ones(2, WIDTH)), [bias.detach().clone(), weight])
 
 
 class Nested(Net):
@@ -396,11 +344,6 @@ def without(model: nn.Module) -> None:
     model.blocks[0][0].bias = None
 
 
-def nested() -> nn.Module:
-    torch.manual_seed(0)
-    return Nested()
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -411,121 +354,96 @@ def nested() -> nn.Module:
 )
 def test_another_parameter_that_is_put_into_a_unit_later_is_named_by_step_and_save(change, said, tmp_path):
     """The new parameter would not train, and a checkpoint would hold the old one."""
-    model = nested()
-    engine = begin(zero.World.from_env(), model, 3)
-    change(model)
-    for call in (
-        lambda: train(engine, model, 1),
-        lambda: engine.save_checkpoint(tmp_path),
-        lambda: engine.module_state_dict(),
-    ):
+    engine, *_ = zero.initialize(model=net(0, Nested), config=config(), world=zero.World.from_env())
+    change(engine.module)
+    for call in (lambda: train(engine, 0), lambda: engine.save_checkpoint(tmp_path), engine.module_state_dict):
         with pytest.raises(ConfigError, match=rf"^the model was changed after zero took it over: {said}"):
             call()
     engine.destroy()
 
 
-@STAGES
-@RANKS
-def test_a_module_that_moves_within_a_unit_later_counts(ranks, stage):
-    expected = nested()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+@STAGES_AND_RANKS
+def test_a_module_that_moves_within_a_unit_later_counts(stage, ranks):
+    expected = net(0, Nested)
     another_place(expected)
-    for step in range(2):
-        optimizer.zero_grad()
-        expected(rows(step, _One())).backward()
-        optimizer.step()
+    values = plain(0, 1, model=expected)
 
     def rank_main(world):
-        with world.exclusive():
-            model = nested()
-        engine = begin(world, model, stage, activation_checkpointing={"partition_activations": True})
-        with world.exclusive():
-            another_place(model)
-        world.barrier()  # recomputation takes torch's generator back, and the other rank may be drawing
-        train(engine, model)
-        return {name: one.detach().clone() for name, one in model.named_parameters()}
+        remat = {"partition_activations": True}
+        with taken(lambda: net(0, Nested), world, stage=stage, activation_checkpointing=remat) as engine:
+            with world.exclusive():
+                another_place(engine.module)
+            world.barrier()  # recomputation takes torch's generator back, and the other rank may be drawing
+            train(engine, 0, 1)
+            return read(engine.module)
 
-    for values in run_ranks(ranks, rank_main):
-        close(values, {name: one.detach() for name, one in expected.named_parameters()})
+    for found in run_ranks(ranks, rank_main):
+        close(found, values)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@RANKS
-def test_grad_that_was_read_is_read_again_after_another_backward(ranks, stage):
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2)])
+def test_grad_that_was_read_is_read_again_after_another_backward(stage, ranks):
     """By `loss.backward()` of torch, which tells nobody."""
     expected = net()
-    (expected(rows(0, _One())) + expected(rows(1, _One()))).backward()
+    (expected(rows(0)) + expected(rows(1))).backward()
 
     def rank_main(world):
-        with world.exclusive():
-            model = net()
-        engine = begin(world, model, stage)
-        losses = [model(rows(step, world)) for step in range(2)]
-        losses[0].backward()
-        outdated = model.first.weight.grad
-        assert outdated is model.first.weight.grad
-        losses[1].backward()
-        close([("g", model.first.weight.grad)], [("g", expected.first.weight.grad)])
-        outdated.mul_(2)
-        with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited after another backward"):
-            engine.step()
-        engine.zero_grad()
-        losses = [model(rows(step, world)) for step in range(2)]
-        losses[0].backward()
-        model.first.weight.grad.mul_(2)
-        with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited, and loss"):
+        with taken(world=world, stage=stage) as engine:
+            model, weight = engine.module, engine.module.first.weight
+            losses = [model(rows(step, world)) for step in range(2)]
+            losses[0].backward()
+            outdated = weight.grad
+            assert outdated is weight.grad
             losses[1].backward()
-        return True
+            close([("g", weight.grad)], [("g", expected.first.weight.grad)])
+            outdated.mul_(2)
+            with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited after another backward"):
+                engine.step()
+            engine.zero_grad()
+            losses = [model(rows(step, world)) for step in range(2)]
+            losses[0].backward()
+            weight.grad.mul_(2)
+            with pytest.raises(ConfigError, match=r"first\.weight\.grad was edited, and loss"):
+                losses[1].backward()
 
     run_ranks(ranks, rank_main)
 
 
-@STAGES
-def test_what_is_frozen_between_forward_and_backward_is_refused(stage):
-    """Torch would drop its gradient, and update it or not by what else there is."""
-    model = net()
-    engine = begin(zero.World.from_env(), model, stage)
-    loss = model(rows(0, engine.plan.world))
-    model.requires_grad_(False)
-    with pytest.raises(zero.ZeroError, match="was frozen between this graph's forward and its backward"):
-        engine.backward(loss)
-    engine.destroy()
-
-
 @pytest.mark.parametrize("way", ["engine", "part of another"])
 def test_a_model_that_was_taken_over_is_taken_over_again_after_destroy_and_not_before(way):
-    world, model = zero.World.from_env(), nn.Linear(WIDTH, WIDTH, bias=False)
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
     values = model.weight.detach().clone()
-    engine = begin(world, model, 3)
     given = nn.Sequential(model) if way == "part of another" else model
-    with pytest.raises(ConfigError, match=r"zero\.initialize has taken it over\. Write copy\.deepcopy\(model\) before"):
-        begin(world, given, 3)
-    engine.destroy()
+    again = pytest.raises(
+        ConfigError, match=r"zero\.initialize has taken it over\. Write copy\.deepcopy\(model\) before"
+    )
+    with taken(model), again, taken(given):
+        pass
     assert torch.equal(model.weight, values)
-    engine = begin(world, given, 3)
-    assert torch.equal(zero.get_full(engine, next(iter(dict(given.named_parameters())))), values)
-    engine.destroy()
+    with taken(given) as engine:
+        assert torch.equal(next(iter(whole(engine).values())), values)
 
 
 @STAGES
 def test_what_is_frozen_for_a_while_is_trained_through_and_not_trained(stage):
-    """As the teacher of another model, in eval mode, where no microbatch of its own begins."""
-    model, other = net(), nn.Linear(WIDTH, WIDTH)
-    expected = net()
-    engine = begin(zero.World.from_env(), model, stage)
-    train(engine, model, 1)
-    model.eval().requires_grad_(False)
-    model(other(rows(0, _One()))).backward()
-    assert other.weight.grad is not None
-    model.train().requires_grad_(True)
-    for step in (0, 0):
-        optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-        optimizer.zero_grad()
-        expected(rows(step, _One())).backward()
-        optimizer.step()
-    train(engine, model, 1)
-    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
-    engine.destroy()
+    """As the teacher of another model, in eval mode, where no microbatch of its own begins.
+
+    Between a forward and its backward torch would drop its gradient, and update it or not by what else there is.
+    """
+    other = nn.Linear(WIDTH, WIDTH)
+    with taken(stage=stage) as engine:
+        model = engine.module
+        train(engine, 0)
+        model.eval().requires_grad_(False)
+        model(other(rows(0))).backward()
+        assert other.weight.grad is not None
+        model.train().requires_grad_(True)
+        train(engine, 0)
+        close(whole(engine), plain(0, 0))
+        loss = model(rows(0))
+        model.requires_grad_(False)
+        with pytest.raises(zero.ZeroError, match="was frozen between this graph's forward and its backward"):
+            engine.backward(loss)
 
 
 class ByClass(Net):
@@ -541,15 +459,11 @@ class ByClass(Net):
 
 @STAGES
 def test_a_class_is_what_it_was_to_whoever_compares(stage):
-    torch.manual_seed(0)
-    expected = ByClass()
-    model = copy.deepcopy(expected)
-    engine = begin(zero.World.from_env(), model, stage)
-    train(engine, model, 2)
-    close(whole(engine), {name: one.detach() for name, one in plain(2, expected).named_parameters()})
-    assert type(model) == ByClass  # noqa: E721
-    assert type(model) != Net  # noqa: E721
-    engine.destroy()
+    with taken(net(0, ByClass), stage=stage) as engine:
+        train(engine, 0, 1)
+        close(whole(engine), plain(0, 1, model=net(0, ByClass)))
+        assert type(engine.module) == ByClass  # noqa: E721
+        assert type(engine.module) != Net  # noqa: E721
 
 
 class Recomputed(Net):
@@ -569,24 +483,22 @@ class Recomputed(Net):
 @STAGES
 def test_a_state_dict_and_a_log_between_steps_leave_gradients_whole(stage):
     """They read parameters, and no backward comes by what they have read."""
-    torch.manual_seed(0)
-    model = Recomputed()
-    expected = copy.deepcopy(model)
-    engine = begin(zero.World.from_env(), model, stage)
-    assert model.load_state_dict(model.state_dict()).missing_keys == []
-    for step in range(2):
-        model.state_dict()
-        assert sum(one.norm() for one in model.parameters()).item() > 0
-        loss = model(rows(step, _One()))
-        engine.backward(loss)
-        full = zero.get_full(engine, "blocks.0.0.weight", kind="grad")
-        expected.zero_grad()
-        expected(rows(step, _One())).backward()
-        close([("grad", full)], [("grad", expected.blocks[0][0].weight.grad)])
-        engine.step()
-        torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    close(whole(engine), {name: one.detach() for name, one in expected.named_parameters()})
-    engine.destroy()
+    expected = net(0, Recomputed)
+    optimizer = sgd(expected)
+    with taken(net(0, Recomputed), stage=stage) as engine:
+        model = engine.module
+        assert model.load_state_dict(model.state_dict()).missing_keys == []
+        for step in range(2):
+            model.state_dict()
+            assert sum(parameter.norm() for parameter in model.parameters()).item() > 0
+            engine.backward(model(rows(step)))
+            full = zero.get_full(engine, "blocks.0.0.weight", kind="grad")
+            optimizer.zero_grad()
+            expected(rows(step)).backward()
+            close([("grad", full)], [("grad", expected.blocks[0][0].weight.grad)])
+            engine.step()
+            optimizer.step()
+        close(whole(engine), read(expected))
 
 
 # -- compiled before ---------------------------------------------------------------------------------------------------
@@ -626,31 +538,36 @@ def test_a_model_that_was_compiled_before_is_taken_over_and_its_units_are_compil
 
     inner = net()
     model = compiled(inner, backend)
-    engine = begin(zero.World.from_env(), model, stage)
-    assert engine.module is inner
-    for module in model.modules():  # torch's compiler is asked for units alone, and not for what gathers them
-        assert module._compiled_call_impl is None
-        assert "torch" not in module.forward.__module__ or type(module).__name__ != "OptimizedModule"
-    train(engine, model)
-    assert made
-    values = {name.replace("_orig_mod.", ""): one for name, one in whole(engine).items()}
-    close(values, plain().state_dict())
-    engine.destroy()
+    with taken(model, stage=stage) as engine:
+        assert engine.module is inner
+        for module in model.modules():  # torch's compiler is asked for units alone, and not for what gathers them
+            assert module._compiled_call_impl is None
+            assert "torch" not in module.forward.__module__ or type(module).__name__ != "OptimizedModule"
+        train(engine, 0, 1)
+        assert made
+        close({name.replace("_orig_mod.", ""): value for name, value in whole(engine).items()}, plain(0, 1))
 
 
-@pytest.mark.parametrize("part", [lambda engine: engine, lambda engine: engine.module])
-def test_what_is_compiled_too_late_says_when_to_compile(part):
-    engine = begin(zero.World.from_env(), net(), 3)
-    with pytest.raises(ConfigError, match=r"Write zero\.initialize\(model=torch\.compile\(model\)"):
-        torch.compile(part(engine), backend="eager")(rows(0, engine.plan.world))
-    engine.destroy()
+def test_what_is_compiled_too_late_says_when_to_compile():
+    for compile_late in (
+        lambda engine: torch.compile(engine, backend="eager"),
+        lambda engine: torch.compile(engine.module, backend="eager"),
+        lambda engine: engine.compile(backend="eager") or engine,
+    ):
+        with taken() as engine:
+            late = compile_late(engine)
+            with pytest.raises(ConfigError, match=r"Write zero\.initialize\(model=torch\.compile\(model\)"):
+                late(rows(0))
 
 
 def test_a_compiled_model_that_is_refused_is_left_compiled():
     model = torch.compile(net(), backend="eager")
     forward = model.forward
-    with pytest.raises(ConfigError, match="no module of class Missing"):
-        begin(zero.World.from_env(), model, 3, zero_optimization={"stage": 3, "units": ["Missing"]})
+    with (
+        pytest.raises(ConfigError, match="no module of class Missing"),
+        taken(model, zero_optimization={"stage": 3, "units": ["Missing"]}),
+    ):
+        pass
     assert model.forward is forward
 
 
@@ -706,21 +623,20 @@ def test_under_init_training_begins_with_what_rank_0_wrote(write, stage):
         write(model, rank)
         return model
 
-    plain, drawn = built(0), torch.get_rng_state()
+    expected, drawn = built(0), torch.get_rng_state()
 
     def rank_main(world):
         with world.exclusive():
             model = built(world.rank, partial(deepspeed.zero.Init, world=world, config_dict_or_path={}))
             generator = torch.get_rng_state()
-        engine = begin(world, model, stage)
-        values, buffer = whole(engine), model.before.clone()
-        train(engine, model, 1)
-        engine.destroy()
-        return values, buffer, generator
+        with taken(model, world, stage=stage) as engine:
+            values, buffer = whole(engine), model.before.clone()
+            train(engine, 0)
+            return values, buffer, generator
 
     for values, buffer, generator in run_ranks(2, rank_main):
-        assert all(torch.equal(values[name], value) for name, value in plain.named_parameters())
-        assert torch.equal(buffer, plain.before)
+        same(values, dict(expected.named_parameters()))
+        assert torch.equal(buffer, expected.before)
         assert torch.equal(generator, drawn)
 
 
@@ -743,15 +659,14 @@ def test_under_init_other_ranks_hold_no_values_and_say_so():
 def test_initialize_may_be_called_within_init_and_init_with_a_module():
     def rank_main(world):
         with world.exclusive(), deepspeed.zero.Init(world=world):
-            torch.manual_seed(5)
-            model = net()
+            model = net(5)
             deepspeed.zero.Init(module=model, world=world)
-            engine = begin(world, model, 3)
-        train(engine, model)
+            engine, *_ = zero.initialize(model=model, config=config(optimizer=SGD), world=world)
+        train(engine, 0, 1)
         return whole(engine)
 
     (values,) = run_ranks(1, rank_main)
-    close(values, dict(plain().named_parameters()))
+    close(values, plain(0, 1, model=net(5)))
 
 
 def test_from_pretrained_under_init_trains_the_files_values(tmp_path: Path):
@@ -763,10 +678,11 @@ def test_from_pretrained_under_init_trains_the_files_values(tmp_path: Path):
     def rank_main(world):
         with world.exclusive(), deepspeed.zero.Init(world=world):
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        return whole(begin(world, model, 3))
+        with taken(model, world) as engine:
+            return whole(engine)
 
     for values in run_ranks(2, rank_main):
-        assert all(torch.equal(values[name], value) for name, value in saved.named_parameters())
+        same(values, dict(saved.named_parameters()))
 
 
 # -- edits in a block of GatheredParameters ----------------------------------------------------------------------------
@@ -784,70 +700,34 @@ def test_whatever_reads_within_the_block_reads_the_edit(stage, bf16, tmp_path: P
     expected = swapped(torch.ones(2, WIDTH, dtype=dtype))
 
     def rank_main(world):
-        with world.exclusive():
-            model = net()
-        engine = begin(world, model, stage, bf16={"enabled": bf16})
-        train(engine, model, 1)
-        raw = whole(engine)
-        with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0):
-            if world.rank == 0:
-                for name, parameter in model.named_parameters():
-                    parameter.data.copy_(average[name])
-                with torch.no_grad():
-                    assert torch.equal(model(torch.ones(2, WIDTH)), expected)
-                assert bool((copy.deepcopy(model.first.weight) == 0.125).all())
-                read = model.state_dict()
-                assert all(torch.equal(read[name], value) for name, value in swapped.state_dict().items())
-            path = engine.save_16bit_model(tmp_path)
-            assert all(bool((value == 0.125).all()) for value in whole(engine).values())
-            if world.rank == 0:
-                assert all(bool((value == 0.125).all()) for value in load_file(path).values())
-                assert model.load_state_dict(raw)
-        assert all(torch.equal(value, raw[name]) for name, value in whole(engine).items())
-        train(engine, model, 1)
-        engine.destroy()
+        with taken(world=world, stage=stage, bf16={"enabled": bf16}) as engine:
+            model = engine.module
+            train(engine, 0)
+            raw = whole(engine)
+            with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0):
+                if world.rank == 0:
+                    for name, parameter in model.named_parameters():
+                        parameter.data.copy_(average[name])
+                    with torch.no_grad():
+                        assert torch.equal(model(torch.ones(2, WIDTH)), expected)
+                    assert bool((copy.deepcopy(model.first.weight) == 0.125).all())
+                    same(model.state_dict(), swapped.state_dict())
+                path = engine.save_16bit_model(tmp_path)
+                assert all(bool((value == 0.125).all()) for value in whole(engine).values())
+                if world.rank == 0:
+                    assert all(bool((value == 0.125).all()) for value in load_file(path).values())
+                    assert model.load_state_dict(raw)
+            same(whole(engine), raw)
+            train(engine, 1)
 
     run_ranks(2, rank_main)
 
 
-@STAGES
-def test_one_rank_may_load_a_state_dict_within_the_block(stage):
-    def rank_main(world):
-        with world.exclusive():
-            model, other = net(), net(3)
-        engine = begin(world, model, stage)
-        with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0):
-            if world.rank == 0:
-                model.load_state_dict(other.state_dict())
-        values = whole(engine)
-        engine.destroy()
-        return values
-
-    for values in run_ranks(2, rank_main):
-        assert all(torch.equal(values[name], value) for name, value in net(3).named_parameters())
-
-
-@pytest.mark.parametrize("build", [contextlib.nullcontext, deepspeed.zero.Init, zero.empty])
-def test_a_write_in_a_block_without_modifier_rank_raises_before_initialize_too(build):
-    with build():
-        model = net()
-    weight = next(model.parameters())
-    with (
-        pytest.raises(ConfigError, match="Pass modifier_rank=0"),
-        deepspeed.zero.GatheredParameters([weight]),
-        torch.no_grad(),
-    ):
-        weight.add_(1.0)
-    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
-        weight.add_(1.0)
-
-
 def test_what_a_block_cannot_do_is_said():
-    model = net()
-    engine = begin(zero.World.from_env(), model, 3)
-    block = partial(deepspeed.zero.GatheredParameters, list(model.parameters()), modifier_rank=0)
-    with pytest.raises(OutsideUnitError, match=r"used with gradients on while its values may be edited"), block():
-        model(torch.ones(2, WIDTH))
-    with block(), pytest.raises(ConfigError, match="is in a block of GatheredParameters already; leave it out"):
-        block().__enter__()
-    engine.destroy()
+    with taken() as engine:
+        model = engine.module
+        block = partial(deepspeed.zero.GatheredParameters, list(model.parameters()), modifier_rank=0)
+        with pytest.raises(OutsideUnitError, match=r"used with gradients on while its values may be edited"), block():
+            model(torch.ones(2, WIDTH))
+        with block(), pytest.raises(ConfigError, match="is in a block of GatheredParameters already; leave it out"):
+            block().__enter__()

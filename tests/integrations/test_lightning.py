@@ -6,8 +6,10 @@ Clipping divides by a number where torch multiplies, microbatches are divided af
 in their order: 1e-6 of a loss.
 """
 
+import functools
 import inspect
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,13 @@ def without_dropout():
     return Regression(dropout=0.0)
 
 
+@functools.cache
+def plain(make=Regression, **changes):
+    """What the Trainer without a strategy has trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        return fitted(folder, None, make, **changes)
+
+
 def losses(made):
     return made.lightning_module.losses
 
@@ -146,12 +155,12 @@ def same(one, other):
 
 def test_one_microbatch_without_clipping_has_every_bit_of_the_plain_trainer(tmp_path):
     """Dropout, the order of the rows, the schedule and logged values included."""
-    plain, ours = fitted(tmp_path), fitted(tmp_path, {"stage": 3})
+    ours = fitted(tmp_path, {"stage": 3})
     assert len(losses(ours)) == 20
-    assert losses(ours) == losses(plain)
-    assert ours.lightning_module.rates == plain.lightning_module.rates
-    assert logged(ours) == logged(plain)
-    assert same(values(ours), values(plain))
+    assert losses(ours) == losses(plain())
+    assert ours.lightning_module.rates == plain().lightning_module.rates
+    assert logged(ours) == logged(plain())
+    assert same(values(ours), values(plain()))
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
@@ -162,13 +171,13 @@ def test_accumulation_clipping_schedule_and_decay_groups_are_those_of_the_plain_
         return Regression(fused=False, interval=interval)
 
     how = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
-    plain = fitted(tmp_path, make=make, **how)
+    expected = plain(make, **how)
     ours = fitted(tmp_path, {"stage": 2}, make, **how)
-    assert ours.global_step == plain.global_step == 8
-    assert ours.lightning_module.rates == plain.lightning_module.rates
-    assert losses(ours) == pytest.approx(losses(plain), rel=CLOSE)
-    assert logged(ours) == pytest.approx(logged(plain), rel=CLOSE)
-    for name, value in values(plain).items():
+    assert ours.global_step == expected.global_step == 8
+    assert ours.lightning_module.rates == expected.lightning_module.rates
+    assert losses(ours) == pytest.approx(losses(expected), rel=CLOSE)
+    assert logged(ours) == pytest.approx(logged(expected), rel=CLOSE)
+    for name, value in values(expected).items():
         torch.testing.assert_close(values(ours)[name], value, rtol=1e-5, atol=1e-5)
 
 
@@ -188,13 +197,13 @@ def test_stages_and_tiers_change_no_bit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bf16_computes_in_bf16_beside_an_fp32_master(precision, tmp_path):
-    plain = fitted(tmp_path, make=without_dropout, precision="bf16-mixed")
+    expected = plain(without_dropout, precision="bf16-mixed")
     ours = fitted(tmp_path, {"stage": 3}, without_dropout, precision=precision)
     assert ours.strategy.engine.plan.precision.compute == torch.bfloat16
     assert ours.lightning_module.head.weight.dtype == torch.bfloat16
     assert {one.dtype for one in values(ours).values()} == {torch.float32}
-    assert losses(ours) == pytest.approx(losses(plain), abs=0.02)
-    assert losses(ours) != losses(plain)
+    assert losses(ours) == pytest.approx(losses(expected), abs=0.02)
+    assert losses(ours) != losses(expected)
 
 
 @pytest.mark.parametrize("power", [10, 24])
@@ -206,7 +215,7 @@ def test_fp16_scales_its_losses_and_skips_what_overflows(power, tmp_path):
     skipped = 20 - ours.strategy.engine.state.step
     assert ours.strategy.engine.loss_scale == 2.0 ** (power - skipped)
     if power == 10:
-        assert losses(ours) == pytest.approx(losses(fitted(tmp_path, make=without_dropout)), abs=0.01)
+        assert losses(ours) == pytest.approx(losses(plain(without_dropout)), abs=0.01)
     assert 0 < skipped < 20 or power == 10
 
 
@@ -233,9 +242,9 @@ def test_callbacks_and_hooks_are_called_as_by_the_plain_trainer(tmp_path):
         written = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
         return watch.seen, made.global_step, [line.split(",")[:2] for line in written]
 
-    ours, plain = run({"stage": 1}), run(None)
-    assert ours[0] == pytest.approx(plain[0], rel=1e-5)
-    assert ours[1:] == plain[1:]
+    ours, expected = run({"stage": 1}), run(None)
+    assert ours[0] == pytest.approx(expected[0], rel=1e-5)
+    assert ours[1:] == expected[1:]
 
 
 def test_a_warm_up_in_the_modules_own_optimizer_step_is_kept(tmp_path):
@@ -248,9 +257,9 @@ def test_a_warm_up_in_the_modules_own_optimizer_step_is_kept(tmp_path):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
-    plain, ours = fitted(tmp_path, make=Warm), fitted(tmp_path, {"stage": 3}, Warm)
-    assert losses(ours) == losses(plain)
-    assert ours.lightning_module.rates == plain.lightning_module.rates
+    ours = fitted(tmp_path, {"stage": 3}, Warm)
+    assert losses(ours) == losses(plain(Warm))
+    assert ours.lightning_module.rates == plain(Warm).lightning_module.rates
 
 
 def test_a_training_step_that_returns_none_updates_nothing(tmp_path):
@@ -259,10 +268,9 @@ def test_a_training_step_that_returns_none_updates_nothing(tmp_path):
             result = super().training_step(batch, number)
             return None if number % 3 == 1 else result
 
-    plain = fitted(tmp_path, make=Skipping)
     ours = fitted(tmp_path, {"stage": 3}, Skipping)
-    assert losses(ours) == losses(plain)
-    assert same(values(ours), values(plain))
+    assert losses(ours) == losses(plain(Skipping))
+    assert same(values(ours), values(plain(Skipping)))
 
 
 def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tmp_path):
@@ -311,10 +319,10 @@ def test_gradients_are_kept_and_dropped_where_the_plain_trainer_keeps_and_drops_
     def make():
         return model(dropout=0.0, fused=False)
 
-    plain = fitted(tmp_path, make=make, accumulate_grad_batches=count)
+    expected = plain(make, accumulate_grad_batches=count)
     ours = fitted(tmp_path, {"stage": 3}, make, accumulate_grad_batches=count)
-    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
-    assert logged(ours) == pytest.approx(logged(plain), rel=1e-5)
+    assert losses(ours) == pytest.approx(losses(expected), rel=1e-5)
+    assert logged(ours) == pytest.approx(logged(expected), rel=1e-5)
 
 
 def test_testing_and_predicting_without_fit_have_no_optimizer(tmp_path):
@@ -349,7 +357,7 @@ def test_a_model_made_without_memory_gets_its_values_from_weights(tmp_path):
     lightning.seed_everything(0, verbose=False)
     weights = {name: one.detach() for name, one in Regression().named_parameters()}
     ours = fitted(tmp_path, {"stage": 3, "weights": weights}, Lazily)
-    assert losses(ours) == losses(fitted(tmp_path))
+    assert losses(ours) == losses(plain())
     with trainer(tmp_path, {"stage": 3}).init_module(empty_init=True):
         assert all(is_meta(parameter) for parameter in Regression().parameters())
 
@@ -394,10 +402,10 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_does_what_the_plain_one_does(tm
 
     for settings in (None, {"stage": 3}):
         run(settings)
-    ours, plain = (run(one, tmp_path / f"{one}/step=3.ckpt") for one in ({"stage": 3}, None))
-    assert ours.global_step == plain.global_step == 8
-    assert losses(ours) == pytest.approx(losses(plain), rel=CLOSE)
-    assert ours.lightning_module.rates == plain.lightning_module.rates
+    ours, expected = (run(settings, tmp_path / f"{settings}/step=3.ckpt") for settings in ({"stage": 3}, None))
+    assert ours.global_step == expected.global_step == 8
+    assert losses(ours) == pytest.approx(losses(expected), rel=CLOSE)
+    assert ours.lightning_module.rates == expected.lightning_module.rates
 
 
 def test_the_best_checkpoint_is_tested_and_the_worse_ones_are_removed(tmp_path):
@@ -425,28 +433,22 @@ def test_a_checkpoint_is_replaced_by_one_of_fewer_steps_once_that_is_whole(tmp_p
     assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_a_checkpoint_of_weights_is_a_file_that_lightning_loads(tmp_path):
-    ours = fitted(tmp_path, {"stage": 3})
-    ours.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    loaded = Regression.load_from_checkpoint(tmp_path / "weights.ckpt")
-    assert same(loaded.state_dict(), values(ours))
-    assert loaded.hparams == ours.lightning_module.hparams
-    wanted = trainer(tmp_path).test(loaded, batches(), verbose=False)
-    assert ours.test(ours.lightning_module, batches(), verbose=False) == wanted
-    again = trainer(tmp_path, {"stage": 3})
-    assert again.test(Regression(), batches(), ckpt_path=tmp_path / "weights.ckpt", verbose=False) == wanted
-
-
-def test_a_training_state_is_written_to_a_disk_and_weights_anywhere(tmp_path, monkeypatch):
+def test_a_checkpoint_of_weights_is_a_file_that_lightning_loads_and_is_written_anywhere(tmp_path, monkeypatch):
+    """A training state is written to a disk."""
     monkeypatch.chdir(tmp_path)
     ours = fitted(tmp_path, {"stage": 3})
     with pytest.raises(CheckpointError, match=r"memory://kept/a.ckpt: the training state is written to a disk"):
         ours.save_checkpoint("memory://kept/a.ckpt")
-    ours.save_checkpoint("memory://kept/weights.ckpt", weights_only=True)
     wanted = ours.test(ours.lightning_module, batches(), verbose=False)
-    again = trainer(tmp_path, {"stage": 3})
-    assert again.test(Regression(), batches(), ckpt_path="memory://kept/weights.ckpt", verbose=False) == wanted
-    assert not list(tmp_path.iterdir())
+    for place in ("memory://kept/weights.ckpt", tmp_path / "weights.ckpt"):
+        ours.save_checkpoint(place, weights_only=True)
+        again = trainer(tmp_path, {"stage": 3})
+        assert again.test(Regression(), batches(), ckpt_path=place, verbose=False) == wanted
+    loaded = Regression.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert same(loaded.state_dict(), values(ours))
+    assert loaded.hparams == ours.lightning_module.hparams
+    assert trainer(tmp_path).test(loaded, batches(), verbose=False) == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.ckpt"]
 
 
 def test_a_checkpoint_of_another_strategy_is_tested_and_not_trained_on(tmp_path):
@@ -502,64 +504,39 @@ class Keeping(Regression):
         pass
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "changes", "line"),
-    [
-        (Regression, {"stge": 3}, {}, r"ZeroStrategy\(stge=...\) is no setting of the engine. Did you mean stage\?"),
-        (Regression, {"accumulate": 2}, {}, "Trainer says the rest"),
-        (
-            Regression,
-            {},
-            {"precision": "64-true"},
-            r"precision='64-true'\), DoublePrecision, .*; known are 32-true, bf16-mixed",
-        ),
-        (Regression, {}, {"precision": "16-true"}, r"precision='16-true'\), HalfPrecision, .*16-mixed$"),
-        (Regression, {}, {"sync_batchnorm": True}, r"sync_batchnorm=True\): .*leave it out"),
-        (ByEpoch, {}, {"callbacks": [StochasticWeightAveraging(1e-3)]}, r"StochasticWeightAveraging.*leave it out"),
-        (Regression, {"precision": "fp16"}, {"precision": "bf16-mixed"}, "'fp16'.*leave out one of them"),
-        (
-            Regression,
-            {},
-            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-            "the norm is clipped here; leave it out",
-        ),
-        (Manual, {}, {}, "automatic_optimization=False: return the loss from training_step"),
-        (LBFGS, {}, {}, "optimizer=LBFGS has no counterpart here; use torch.optim.Adagrad,"),
-        (Backward, {}, {}, "LightningModule.backward is overridden: leave it out"),
-        (Clipping, {}, {}, r"clip_gradients\(0.25, 'norm'\): .*Write Trainer\(gradient_clip_val=0.25\)"),
-        (
-            ClippingLater,
-            {},
-            {"gradient_clip_val": 0.3},
-            r"did not call clip_gradients: each step clips by the norm 0.3",
-        ),
-        (Keeping, {}, {}, r"optimizer_zero_grad is overridden and did not call optimizer.zero_grad\(\)"),
-        (Regression, {}, {"plugins": [AsyncCheckpointIO()]}, "AsyncCheckpointIO would write nothing but weights"),
-        (lambda: torch.compile(Regression()), {}, {}, r"torch.compile: .*ZeroStrategy\(compile=True\)"),
-    ],
-    ids=[
-        "an unknown setting",
-        "a setting of the Trainer",
-        "double precision",
-        "true half precision",
-        "SyncBatchNorm",
-        "averaged weights",
-        "two precisions",
-        "clipping by value",
-        "manual optimization",
-        "an unknown optimizer",
-        "an own backward",
-        "clipping by hand",
-        "clipping now and then",
-        "gradients kept after an update",
-        "other files",
-        "a compiled module",
-    ],
-)
-def test_what_cannot_be_kept_is_refused_in_one_line(model, settings, changes, line, tmp_path):
+CLIPPED = {"gradient_clip_val": 0.3}
+AVERAGED = {"callbacks": [StochasticWeightAveraging(1e-3)]}
+REFUSED = [
+    (
+        Regression,
+        {"precision": "64-true"},
+        r"precision='64-true'\), DoublePrecision, .*; known are 32-true, bf16-mixed",
+    ),
+    (Regression, {"precision": "16-true"}, r"precision='16-true'\), HalfPrecision, .*16-mixed$"),
+    (Regression, {"sync_batchnorm": True}, r"sync_batchnorm=True\): .*leave it out"),
+    (ByEpoch, AVERAGED, r"StochasticWeightAveraging.*leave it out"),
+    (Regression, CLIPPED | {"gradient_clip_algorithm": "value"}, "the norm is clipped here; leave it out"),
+    (Manual, {}, "automatic_optimization=False: return the loss from training_step"),
+    (LBFGS, {}, "optimizer=LBFGS has no counterpart here; use torch.optim.Adagrad,"),
+    (Backward, {}, "LightningModule.backward is overridden: leave it out"),
+    (Clipping, {}, r"clip_gradients\(0.25, 'norm'\): .*Write Trainer\(gradient_clip_val=0.25\)"),
+    (ClippingLater, CLIPPED, r"did not call clip_gradients: each step clips by the norm 0.3"),
+    (Keeping, {}, r"optimizer_zero_grad is overridden and did not call optimizer.zero_grad\(\)"),
+    (Regression, {"plugins": [AsyncCheckpointIO()]}, "AsyncCheckpointIO would write nothing but weights"),
+    (lambda: torch.compile(Regression()), {}, r"torch.compile: .*ZeroStrategy\(compile=True\)"),
+]
+
+
+@pytest.mark.parametrize(("model", "changes", "line"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_kept_is_refused_in_one_line(model, changes, line, tmp_path):
     with pytest.raises(ConfigError, match=line) as caught:
-        fitted(tmp_path, settings, model, **changes)
+        fitted(tmp_path, {}, model, **changes)
     assert "\n" not in str(caught.value)
+
+
+def test_two_precisions_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"'fp16'.*leave out one of them"):
+        fitted(tmp_path, {"precision": "fp16"}, precision="bf16-mixed")
 
 
 def test_a_model_has_one_engine(tmp_path):
@@ -614,7 +591,7 @@ def test_two_processes_learn_what_ddp_learns_in_two(tmp_path):
 def test_every_setting_of_the_engine_is_a_named_argument():
     of_plan, of_strategy = (inspect.signature(made).parameters for made in (zero.Plan, ZeroStrategy))
     settings = set(PLAN_SETTINGS) - {"precision", "weights"}
-    assert settings | {"precision", "weights", "timeout", "unknown"} == set(of_strategy)
+    assert settings | {"precision", "weights", "timeout"} == set(of_strategy)
     assert {name: of_strategy[name].default for name in settings} == {name: of_plan[name].default for name in settings}
 
 

@@ -36,11 +36,11 @@ def _quiet():
     transformers.utils.logging.set_verbosity_error()
 
 
-def gpt2(dropout: float = 0.1, tied: bool = True) -> nn.Module:
+def gpt2(dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(0)
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM", "tie_word_embeddings": tied}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, **ids))
 
 
@@ -107,10 +107,8 @@ def test_one_microbatch_without_clipping_has_every_bit_of_the_plain_trainer(tmp_
     assert told(ours, "grad_norm") == pytest.approx(told(plain, "grad_norm"), rel=1e-6)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_accumulation_clipping_schedule_and_decay_groups_are_those_of_the_plain_trainer(tied, tmp_path):
-    plain = trained(tmp_path, model=gpt2(tied=tied))
-    ours = trained(tmp_path, {"stage": 2}, model=gpt2(tied=tied))
+def test_accumulation_clipping_schedule_and_decay_groups_are_those_of_the_plain_trainer(tmp_path):
+    plain, ours = trained(tmp_path), trained(tmp_path, {"stage": 2})
     assert len(told(ours)) == STEPS
     assert told(ours, "learning_rate") == told(plain, "learning_rate")
     for key in ("loss", "grad_norm", "eval_loss"):
@@ -124,7 +122,7 @@ def test_accumulation_clipping_schedule_and_decay_groups_are_those_of_the_plain_
         torch.testing.assert_close(values(ours)[name], value, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw_torch", "sgd", "adagrad"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_other_optimizers_of_torch_are_theirs(name, tmp_path):
     how = {"optim": name, "max_steps": 3, "eval_strategy": "no"}
     plain, ours = trained(tmp_path, **how), trained(tmp_path, {"stage": 3}, **how)
@@ -133,13 +131,13 @@ def test_other_optimizers_of_torch_are_theirs(name, tmp_path):
 
 def test_stages_and_tiers_change_no_bit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = trained(tmp_path, {"stage": 0})
+    first = trained(tmp_path, {"stage": 0}, max_steps=4)
     for settings in (
         {"stage": 1, "offload": "cpu"},
         {"stage": 3, "offload": "nvme"},
         {"stage": 3, "offload": zero.Offload("infinity", path=".", page_bytes=4096)},
     ):
-        ours = trained(tmp_path, settings)
+        ours = trained(tmp_path, settings, max_steps=4)
         assert (told(ours), told(ours, "eval_loss")) == (told(first), told(first, "eval_loss")), settings
         assert same(values(ours), values(first)), settings
         ours.engine.destroy()
@@ -235,17 +233,15 @@ def test_bf16_is_the_precision_of_the_engine_and_counts_of_tokens_keep_their_dig
 def test_the_precision_of_accelerate_launch_is_the_engines(tmp_path, monkeypatch):
     """Which it says in the environment; the plain Trainer follows it, too."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    ours = trained(tmp_path, {}, max_steps=2)
-    assert ours.engine.plan.precision.compute == torch.bfloat16
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    assert told(ours) == told(trained(tmp_path, {}, bf16=True, max_steps=2))
+    assert trainer(tmp_path, {}).open_engine().plan.precision.compute == torch.bfloat16
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
 def test_evaluation_and_prediction_before_and_after_training_are_those_of_the_plain_trainer(tmp_path):
-    plain, ours = trainer(tmp_path, model=gpt2(0.0)), trainer(tmp_path, {"stage": 3}, gpt2(0.0))
+    how = {"max_steps": 4}
+    plain, ours = trainer(tmp_path, model=gpt2(0.0), **how), trainer(tmp_path, {"stage": 3}, gpt2(0.0), **how)
     for _ in range(2):
         assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=CLOSE)
         one, other = ours.predict(rows()[:5]), plain.predict(rows()[:5])
@@ -347,10 +343,9 @@ def test_a_second_run_into_the_same_folder_replaces_the_first(tmp_path):
     assert same(values(resumed), values(second))
 
 
-@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 3, "precision": "bf16"}], ids=["fp32", "bf16"])
-def test_a_saved_model_is_loaded_by_from_pretrained_with_the_same_values(settings, tmp_path):
+def test_a_saved_model_is_loaded_by_from_pretrained_with_the_same_values(tmp_path):
     """In the dtype that it came in, which is what the plain Trainer saves too."""
-    ours = trained(tmp_path, settings, max_steps=2)
+    ours = trained(tmp_path, {"stage": 3, "precision": "bf16"}, max_steps=2)
     ours.save_model(str(tmp_path / "saved"))
     again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(report.values()), report
@@ -474,7 +469,6 @@ def test_frozen_parameters_that_peft_saves_are_saved(make, tmp_path):
     [
         ({"stge": 3}, {}, r"zero=\{'stge': ...\} is no setting of the engine. Did you mean stage\?"),
         ({"accumulate": 2}, {}, "TrainingArguments say the rest"),
-        ({}, {"optim": "adafactor"}, r"TrainingArguments\(optim='adafactor'\).*set optim to one of adamw_torch,"),
         ({}, {"torch_compile": True}, r"TrainingArguments\(torch_compile=...\): write zero=\{'compile': True\}"),
         ({}, {"auto_find_batch_size": True}, "set per_device_train_batch_size"),
         ({}, {"bf16_full_eval": True}, r"write zero=\{'precision': 'bf16'\}"),
@@ -494,7 +488,7 @@ def test_what_cannot_be_kept_is_refused_in_one_line(settings, changes, line, tmp
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("ACCELERATE_DYNAMO_BACKEND", "inductor", r"told to compile: .*write zero=\{'compile': True\}"),
+        ("ACCELERATE_DYNAMO_BACKEND", "inductor", r"a compiler: .*zero=\{'compile': True\} compiles"),
         ("ACCELERATE_MIXED_PRECISION", "bf16", r"accelerate launch, and zero=\{'precision': 'fp32'\}: leave out one"),
     ],
 )
@@ -509,7 +503,7 @@ def test_accelerates_own_configuration_of_fsdp_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(
         "accelerate.Accelerator.__init__", fsdp_by_environment(transformers.trainer.Accelerator.__init__)
     )
-    with pytest.raises(ConfigError, match="accelerate launch was told to use DeepSpeed or FSDP"):
+    with pytest.raises(ConfigError, match="accelerate launch was told to use DeepSpeed, FSDP"):
         Trainer(model=gpt2(), args=args, train_dataset=rows(), eval_dataset=rows())
 
 
@@ -524,19 +518,14 @@ def fsdp_by_environment(made):
     return init
 
 
-def test_another_clipping_after_the_engine_was_made_is_refused(tmp_path):
+def test_what_comes_too_late_or_without_moments_is_refused(tmp_path):
     ours = trained(tmp_path, {}, max_steps=1)
+    for call in (ours.accelerator.save_state, ours.accelerator.load_state):
+        with pytest.raises(ConfigError, match=r"leave out moments.*trainer.engine.save_checkpoint\(folder\)"):
+            call(str(tmp_path / "state"))
     ours.args.max_grad_norm = 0.25
     with pytest.raises(ConfigError, match=r"max_norm=0.25.*made with max_grad_norm=0.5"):
         ours.train()
-
-
-def test_a_state_of_accelerate_which_would_have_no_moments_is_refused(tmp_path):
-    ours = trained(tmp_path, {}, max_steps=1)
-    with pytest.raises(ConfigError, match=r"accelerator.save_state: .*trainer.engine.save_checkpoint\(folder\)"):
-        ours.accelerator.save_state(str(tmp_path / "state"))
-    with pytest.raises(ConfigError, match=r"accelerator.load_state: .*resume_from_checkpoint"):
-        ours.accelerator.load_state(str(tmp_path / "state"))
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------

@@ -8,16 +8,9 @@ from typing import Any
 import psutil
 import torch
 
-_ZERO_ON_CPU = frozenset(
-    {
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-        "reset_peak_memory_stats",
-        "reset_max_memory_allocated",
-        "empty_cache",
-    }
+_ZERO_ON_CPU = (
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache"),
+    *("reset_peak_memory_stats", "reset_max_memory_allocated"),
 )
 
 

@@ -22,7 +22,7 @@ from zero.checkpoint.json_values import from_json, to_json
 from zero.checkpoint.load import one_sided
 from zero.checkpoint.save import by_rank_0, tied_names
 from zero.core.suggest import some
-from zero.deepspeed.metrics import EngineInfo, RunLog, make_folder
+from zero.deepspeed.metrics import EngineInfo, make_folder
 from zero.deepspeed.optimizers import check_group_count, restore, settings_of
 from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.distributed.world import World
@@ -70,7 +70,6 @@ class EngineCheckpoints(EngineInfo, ABC):
 
     lr_scheduler: Scheduler | None
     micro_steps: int
-    _run_log: RunLog | None
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return every parameter in fp32 and every buffer, by all their names, on every rank's CPU. Collective.
@@ -143,8 +142,6 @@ class EngineCheckpoints(EngineInfo, ABC):
 
         by_rank_0(self.plan.world, write)
         return path
-
-    save_fp16_model = save_16bit_model
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return True: a full model can always be saved."""
@@ -294,11 +291,6 @@ class EngineCheckpoints(EngineInfo, ABC):
             self._run_log.start_from(self.global_steps, self.skipped_steps, self.global_samples)
             if moments:
                 self._run_log.continue_run(opened.facts.get("wandb"))
-
-    @property
-    @abstractmethod
-    def state(self) -> State:
-        """The state; reading it after `destroy` raises."""
 
     @abstractmethod
     def _abort(self) -> None:

@@ -30,7 +30,7 @@ class Translation:
         settings: nested, for `Settings.read`; only settings that the configuration has. Without an `optimizer` and a
             `scheduler` there is no `schedule`, and `optim` has only a name and a clip.
         keys: the keys of the configuration.
-        notes: one line for each reason to ignore keys, and for each default that may surprise.
+        notes: one line with the keys that are ignored, and for each default that may surprise.
         scheduler: type and arguments of one of `lr_schedules.SCHEDULES`; None if there is none or `settings` have it.
     """
 
@@ -296,25 +296,3 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
     flat = schema.flat(settings)
     options = [f"{key.removesuffix('.name')}={value}" for key, value in flat.items() if key.endswith(".name")]
     return options + [f"{key}={suggest.word(value)}" for key, value in flat.items() if not key.endswith(".name")]
-
-
-def differing(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that differ from the defaults of the chosen options."""
-    kept, usual = {}, Settings().plain()
-    for section, values in settings.items():
-        defaults = usual[section]
-        if "name" in values:
-            defaults = Settings.read({section: {"name": values["name"]}}).plain()[section]
-            defaults["name"] = usual[section]["name"]
-        if changed := _unlike(values, defaults):
-            kept[section] = changed
-    return kept
-
-
-def _unlike(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    unlike = {}
-    for key, value in values.items():
-        changed = _unlike(value, defaults[key]) if isinstance(value, Mapping) else value
-        if changed != ({} if isinstance(value, Mapping) else defaults[key]):
-            unlike[key] = changed
-    return unlike

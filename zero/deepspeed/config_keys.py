@@ -321,60 +321,38 @@ SCHEDULERS: Mapping[str, type[Schedule]] = {
 
 # Names without a meaning
 
-_UNITS = "zero.units and zero.prefetch set what is gathered and reduced together"
-_PAGES = "offload.page and offload.threads set how pages travel"
-_EXACT = "sums, master copy and moments are fp32"
-_ANY_WORLD = "a checkpoint has fp32 values and loads into any world and stage"
-_PRINTED = "metrics.jsonl has times and memory in every row"
-_NO_EFFECT = "it changes no number"
-
-IGNORED: Mapping[str, str] = {
-    f"{section}{name}": why
-    for section, why, names in (
-        ("", _PRINTED, "wall_clock_breakdown memory_breakdown dump_state tensorboard.output_path tensorboard.job_name"),
-        ("", _PRINTED, "csv_monitor comet flops_profiler comms_logger autotuning"),
-        ("", _EXACT, "prescale_gradients gradient_predivide_factor data_types.grad_accum_dtype"),
-        ("", _ANY_WORLD, "elasticity nebula datastates_ckpt hybrid_engine"),
-        (
-            "",
-            _NO_EFFECT,
-            "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer sparse_gradients disable_allgather",
-        ),
-        ("", _NO_EFFECT, "compile optimizer.params.fused optimizer.params.foreach optimizer.params.set_grad_none"),
-        ("", _NO_EFFECT, "optimizer.params.fp32_optimizer_states scheduler.params.last_batch_iteration"),
-        ("fp16.", _EXACT, "fp16_master_weights_and_grads fused_mode consecutive_hysteresis"),
-        ("bf16.", _EXACT, "immediate_grad_update check_grad_overflow"),
-        ("aio.", _PAGES, "block_size queue_depth single_submit overlap_events use_gds"),
-        ("activation_checkpointing.", _NO_EFFECT, "profile synchronize_checkpoint_boundary"),
-        ("checkpoint.", _ANY_WORLD, "tag_validation load_universal parallel_write use_node_local_storage writer"),
-        (
-            "zero_optimization.",
-            _UNITS,
-            "reduce_bucket_size allgather_bucket_size allgather_partitions leaf_module.names",
-        ),
-        ("zero_optimization.", _UNITS, "round_robin_gradients memory_efficient_linear mics_shard_size overlap_comm"),
-        ("zero_optimization.", _UNITS, "mics_hierarchical_params_gather zero_hpz_partition_size reduce_scatter"),
-        ("zero_optimization.", _UNITS, "contiguous_gradients ignore_unused_parameters module_granularity_threshold"),
-        ("zero_optimization.", _ANY_WORLD, "load_from_fp32_weights elastic_checkpoint"),
-        ("zero_optimization.", _EXACT, "zero_quantized_weights zero_quantized_nontrainable_weights zeropp_loco_param"),
-        ("zero_optimization.", _EXACT, "zero_quantized_gradients zenflow"),
-        ("zero_optimization.", _PAGES, "sub_group_size cpu_offload_use_pin_memory"),
-        ("zero_optimization.offload_param.", _PAGES, "buffer_count buffer_size max_in_cpu"),
-        ("zero_optimization.offload_optimizer.", _PAGES, "buffer_count buffer_size pipeline_read pipeline_write ratio"),
-        ("zero_optimization.offload_optimizer.", _PAGES, "fast_init pipeline super_offload"),
-        *(
-            (f"zero_optimization.{prefix}", why, names)
-            for prefix in ("stage3_", "")
-            for why, names in (
-                (_UNITS, "prefetch_bucket_size param_persistence_threshold model_persistence_threshold"),
-                (_UNITS, "max_live_parameters max_reuse_distance allgather_sequential"),
-                (_ANY_WORLD, "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save"),
-            )
-        ),
-    )
-    for name in names.split()
+_IGNORED = {
+    "": "wall_clock_breakdown memory_breakdown dump_state csv_monitor comet flops_profiler comms_logger autotuning "
+    "prescale_gradients gradient_predivide_factor elasticity nebula datastates_ckpt hybrid_engine compile "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer sparse_gradients disable_allgather",
+    "tensorboard.": "output_path job_name",
+    "data_types.": "grad_accum_dtype",
+    "optimizer.params.": "fused foreach set_grad_none fp32_optimizer_states",
+    "scheduler.params.": "last_batch_iteration",
+    "fp16.": "fp16_master_weights_and_grads fused_mode consecutive_hysteresis",
+    "bf16.": "immediate_grad_update check_grad_overflow",
+    "aio.": "block_size queue_depth single_submit overlap_events use_gds",
+    "activation_checkpointing.": "profile synchronize_checkpoint_boundary",
+    "checkpoint.": "tag_validation load_universal parallel_write use_node_local_storage writer",
+    "zero_optimization.": "reduce_bucket_size allgather_bucket_size allgather_partitions leaf_module.names "
+    "overlap_comm round_robin_gradients memory_efficient_linear mics_shard_size mics_hierarchical_params_gather "
+    "reduce_scatter zero_hpz_partition_size contiguous_gradients ignore_unused_parameters module_granularity_threshold "
+    "load_from_fp32_weights elastic_checkpoint zero_quantized_weights zero_quantized_nontrainable_weights "
+    "zero_quantized_gradients zeropp_loco_param zenflow sub_group_size cpu_offload_use_pin_memory",
+    "zero_optimization.offload_param.": "buffer_count buffer_size max_in_cpu",
+    "zero_optimization.offload_optimizer.": "buffer_count buffer_size pipeline_read pipeline_write pipeline fast_init "
+    "ratio super_offload",
 }
-"""Keys and sections that only set how bytes move or what is printed -> the reason. Their values are not checked."""
+_STAGE3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance allgather_sequential gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save"
+)
+IGNORED = frozenset(
+    f"{section}{name}"
+    for section, names in (*_IGNORED.items(), ("zero_optimization.", _STAGE3), ("zero_optimization.stage3_", _STAGE3))
+    for name in names.split()
+)
+"""Keys and sections that only set how bytes move or what is printed. Their values are not checked."""
 
 _ABSENT = "there is no such feature, and leaving it out would change numbers"
 

@@ -31,7 +31,7 @@ class CheckedConfig:
         keys: their values.
         optimizer, scheduler: `params` of the types; None without a type.
         autos: dotted keys whose value is "auto", and which have the default.
-        notes: lines for the user, such as one for each reason to ignore keys.
+        notes: lines for the user, such as one with the keys that are ignored.
     """
 
     keys: Keys
@@ -47,17 +47,17 @@ def check(written: Mapping[str, Any]) -> CheckedConfig:
     Raises:
         ConfigError: an unknown key, a value that its key does not take, or a key that would change numbers.
     """
-    autos, ignored = set[str](), dict[str, list[str]]()
+    autos, ignored = set[str](), list[str]()
     keys = Keys(**_known(written, "", autos, ignored))
     optimizer = _params("optimizer", keys.optimizer, OPTIMIZERS)
     scheduler = _params("scheduler", keys.scheduler, SCHEDULERS)
     if scheduler is not None:
         scheduler.check(autos)
-    notes = [f"ignored, because {why}: {', '.join(names)}" for why, names in ignored.items()]
+    notes = [f"ignored, because they set how bytes move or what is printed: {', '.join(ignored)}"] if ignored else []
     return CheckedConfig(keys, optimizer, scheduler, autos, notes)
 
 
-def _known(node: Mapping[str, Any], prefix: str, autos: set[str], ignored: dict[str, list[str]]) -> dict[str, Any]:
+def _known(node: Mapping[str, Any], prefix: str, autos: set[str], ignored: list[str]) -> dict[str, Any]:
     """Return a section without comments, nulls and keys that are ignored or "auto", which are noted."""
     kept: dict[str, Any] = {}
     for key, value in node.items():
@@ -70,7 +70,7 @@ def _known(node: Mapping[str, Any], prefix: str, autos: set[str], ignored: dict[
                 continue
             if name in REJECTED:
                 raise ConfigError(f"{name} is not supported: {REJECTED[name]}")
-            ignored.setdefault(IGNORED[name], []).append(name)
+            ignored.append(name)
         elif name not in _KNOWN:
             raise ConfigError(suggest.unknown(name, _KNOWN))
         elif value == AUTO:

@@ -8,16 +8,15 @@ The engine takes the model over: calls of the model become calls of the engine.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from zero.core.tree import replaced, tensors_in
-from zero.deepspeed import MONITOR, PIPELINE
 from zero.deepspeed.checkpoints import EngineCheckpoints
 from zero.deepspeed.grads import Grads
 from zero.deepspeed.metrics import RunLog, Throughput
@@ -29,22 +28,7 @@ from zero.engine.state import State
 from zero.engine.step import Step
 from zero.engine.takeover import call_through
 from zero.errors import ConfigError, if_it_fails
-from zero.platform.threads import Beside
 from zero.settings import Settings
-from zero.store import PrefetchStore
-
-MANY_FORWARDS = 64
-"""Forwards of one microbatch after which a forgotten `step()` is suspected."""
-
-ABSENT = {
-    "train_batch": PIPELINE,
-    "eval_batch": "there is no pipeline parallelism; write engine.eval() and engine(batch)",
-    "set_train_batch_size": "the plan fixes it; save, and initialize again with another config",
-    "offload_states": "use offload_optimizer and offload_param in the config",
-    "deepspeed_io": "use the loader that zero.initialize(training_data=...) returns",
-    "monitor": MONITOR,
-}
-"""Methods of DeepSpeed's engine that scripts call and that are absent here -> what to do."""
 
 
 class Engine(EngineCheckpoints):
@@ -59,11 +43,9 @@ class Engine(EngineCheckpoints):
         micro_steps: calls of `step()`.
         training_dataloader: the loader that `initialize` made, or None.
         tput_timer: rows a second, from each step's first forward to its end.
-        mpu: None: there is no model parallelism.
     """
 
     training_dataloader: Iterable[Any] | None = None
-    mpu = None
 
     def __init__(
         self,
@@ -78,13 +60,12 @@ class Engine(EngineCheckpoints):
         run_log: RunLog | None,
         opened: World | None = None,
     ) -> None:
-        super().__init__(config, state, optimizer)
+        super().__init__(config, state, optimizer, run_log)
         self.lr_scheduler, self._managed, self._casts_inputs = lr_scheduler, managed, casts_inputs
-        self._passed, self._run_log, self._opened = passed, run_log, opened
+        self._passed, self._opened = passed, opened
         self.client_optimizer = None if passed is None else passed.optimizer
         self._step: Step | None = None
-        self._in_microbatch = self._in_no_sync = self._applied = False
-        self._forwards = 0  # in this microbatch
+        self._in_microbatch = self._applied = False
         self._backwards = 0  # since the last update
         self.tput_timer = Throughput(self.train_batch_size())
         self._boundary: bool | None = None
@@ -93,11 +74,9 @@ class Engine(EngineCheckpoints):
         optimizer.engine = self
         self._call = state.model._call_impl
         self._give_back = _take_over(state.model, weakref.ref(self))
-        state.runtime.gatherer.entering = _entering(weakref.ref(self))
+        state.runtime.gatherer.entering = partial(_enter, weakref.ref(self))
         self._grads = Grads(self)
         state.runtime.gatherer.arriving = self._grads.arriving
-        self._closing = weakref.finalize(self, _close_in_thread, state.runtime.store, run_log)
-        self._closing.atexit = False
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -114,10 +93,16 @@ class Engine(EngineCheckpoints):
             The result of the model.
 
         Raises:
-            ConfigError: the engine was destroyed.
+            ConfigError: the engine was destroyed, or it or its model was given to `torch.compile`.
         """
         state = self.state
-        if self.plan.trains and torch.is_grad_enabled() and self.module.training:
+        # the compiler gives up on a frame that raises, and runs it as it is written
+        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
+            raise ConfigError(
+                "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
+                "zero.initialize(model=torch.compile(model), ...)."
+            )
+        if self.trains_now:
             self._begin_microbatch()
         elif self._step is None:
             state.runtime.gatherer.begin()
@@ -185,13 +170,11 @@ class Engine(EngineCheckpoints):
             lr_kwargs: arguments for the scheduler's `step`, such as the metrics of ReduceLROnPlateau.
 
         Raises:
-            ConfigError: there was no forward, or no rank has made a backward; it is called inside `no_sync`; or a
-                backward by hand in fp16 was made without `scale`.
+            ConfigError: there was no forward, no rank has made a backward, or a backward by hand in fp16 was made
+                without `scale`.
         """
         if not self._in_microbatch:
             raise self._no_forward("step", since="one")
-        if self._in_no_sync:
-            raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise. Leave the block first.")
         ends = self.is_gradient_accumulation_boundary()
         self._in_microbatch = self._applied = False
         self.micro_steps += 1
@@ -213,14 +196,9 @@ class Engine(EngineCheckpoints):
         if self._step is not None:
             self._step.forget()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let `step()` raise inside the block. Gradients are added up in any case, so nothing else changes."""
-        before, self._in_no_sync = self._in_no_sync, True
-        try:
-            yield
-        finally:
-            self._in_no_sync = before
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a block that changes nothing, because gradients are added up in any case."""
+        return nullcontext()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters."""
@@ -242,35 +220,22 @@ class Engine(EngineCheckpoints):
         return self._applied
 
     @property
+    def trains_now(self) -> bool:
+        """Whether a forward belongs to a step: in training mode, with gradients."""
+        return self.plan.trains and torch.is_grad_enabled() and self.module.training
+
+    @property
     def has_loss(self) -> bool:
         """Whether a loss went backward since the last update or `zero_grad`."""
         return self._step is not None and self._step.has_loss
 
-    @property
-    def state(self) -> State:
-        """The state, for `zero.get_full` and its like.
-
-        Raises:
-            ConfigError: the engine was destroyed.
-        """
-        if not self._closing.alive:
-            raise ConfigError("this engine was destroyed. Make another with zero.initialize.")
-        return self._state
-
-    @property
-    def _torchdynamo_orig_callable(self) -> NoReturn:
-        _refuse_compiler()
-
     def __getattr__(self, name: str) -> Any:
-        with suppress(AttributeError):
+        try:
             return super().__getattr__(name)
-        if name.startswith("_"):
-            raise AttributeError(name)
-        with suppress(AttributeError):
-            return getattr(self.module, name)
-        if name in ABSENT:
-            raise AttributeError(f"engine.{name} does not exist: {ABSENT[name]}.")
-        raise AttributeError(f"neither the engine nor its model, a {type(self.module).__name__}, has {name!r}")
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+        return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter | nn.Module) and name != "module":
@@ -279,10 +244,6 @@ class Engine(EngineCheckpoints):
                 "engine.module before zero.initialize."
             )
         super().__setattr__(name, value)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ConfigError, because torch's compiler would trace how parameters are gathered."""
-        raise ConfigError("engine.compile(): not supported. Call model.compile() before zero.initialize.")
 
     # -- what the optimizer calls --------------------------------------------------------------------------------------
 
@@ -366,13 +327,7 @@ class Engine(EngineCheckpoints):
             self._step.read_groups()
         else:
             self._step.microbatch()
-            self._in_microbatch, self._forwards = True, 0
-        self._forwards += 1
-        is_intended = self._boundary is not None or self._in_no_sync
-        if self._forwards == MANY_FORWARDS and self._managed and not is_intended:
-            self._warn_once(
-                f"{MANY_FORWARDS} forwards since the last engine.step(), which has to be called after each microbatch"
-            )
+            self._in_microbatch = True
 
     def _gather_ahead(self) -> None:
         """Start to gather resident parameters, unless threads still update them.
@@ -455,9 +410,6 @@ def _take_over(model: nn.Module, engine: "weakref.ref[Engine]") -> Callable[[], 
     }
 
     def call(args: Any, kwargs: Any) -> Any:
-        # the compiler gives up on a frame that raises, and runs it as it is written
-        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
-            _refuse_compiler()
         return living().forward(*args, **kwargs)
 
     for name, parameter in model.named_parameters():
@@ -475,35 +427,8 @@ def _take_over(model: nn.Module, engine: "weakref.ref[Engine]") -> Callable[[], 
     return give_back
 
 
-def _refuse_compiler() -> NoReturn:
-    """Raise ConfigError for an engine or its model that was given to `torch.compile`."""
-    raise ConfigError(
-        "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
-        "zero.initialize(model=torch.compile(model), ...)."
-    )
-
-
-def _entering(held: "weakref.ref[Engine]") -> Callable[[], None]:
+def _enter(held: "weakref.ref[Engine]") -> None:
     """Begin a microbatch at the first read of parameters in training, by a method of the model or by the loss."""
-
-    def entering() -> None:
-        engine = held()
-        if engine is None or engine._in_microbatch or not engine.plan.trains:
-            return
-        if torch.is_grad_enabled() and engine.module.training:
-            engine._begin_microbatch()
-
-    return entering
-
-
-def _close(store: PrefetchStore, run_log: RunLog | None) -> None:
-    try:
-        if run_log is not None:
-            run_log.close(None)
-    finally:
-        store.close()
-
-
-def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
-    # Python may collect an engine anywhere, in the store's threads and under the store's lock too
-    Beside(partial(_close, store, run_log), name="closing").start()
+    engine = held()
+    if engine is not None and not engine._in_microbatch and engine.trains_now:
+        engine._begin_microbatch()

@@ -57,7 +57,10 @@ def initialize(
     seed: int = 0,
     folder: str | PathLike[str] | None = None,
     tokens_per_row: int = 1,
-    **others: Any,
+    mpu: None = None,
+    mesh_param: None = None,
+    dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Scheduler | None]:
     """Make an engine for `model`, the optimizer whose groups it reads, a loader and a scheduler. Collective.
 
@@ -87,7 +90,8 @@ def initialize(
             of that run is loaded, `run-2` and so on below it. None: no files, or `runs/DATE/TIME` if the config has
             W&B.
         tokens_per_row: tokens of a row of the batch, for speeds; 1 counts rows.
-        others: `dist_init_required` and `distributed_port` have no effect; `mpu` and `mesh_param` must be None.
+        mpu, mesh_param: must be None.
+        dist_init_required, distributed_port: for old calls; they have no effect.
 
     Returns:
         (engine, optimizer, loader, scheduler); each of the last three may be None.
@@ -97,8 +101,8 @@ def initialize(
     """
     if model is None:
         raise ConfigError("zero.initialize needs model=")
-    for key, value in others.items():
-        _check_argument(key, value)
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("zero.initialize(mpu=..., mesh_param=...): there is no model parallelism. Leave it out.")
     compiled, model = model, uncompiled(model)
     with contextlib.ExitStack() as undo:
         opened = None
@@ -170,26 +174,15 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 # Arguments
 
 
-def _check_argument(key: str, value: Any) -> None:
-    if key in ("dist_init_required", "distributed_port"):
-        return
-    if key not in ("mpu", "mesh_param"):
-        raise ConfigError(f"zero.initialize has no argument {key}")
-    if value is not None:
-        raise ConfigError(f"zero.initialize({key}=...): there is no model parallelism. Leave it out.")
-
-
 def _only_config(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
-    sources = {
-        "config=": config,
-        "config_params=": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    passed = {name: value for name, value in sources.items() if value is not None}
+    sources = (config, config_params, getattr(args, "deepspeed_config", None))
+    passed = [source for source in sources if source is not None]
     if len(passed) != 1:
-        names = "; ".join(passed) or "none"
-        raise ConfigError(f"zero.initialize takes one config, and got {names}. Pass config='ds_config.json'.")
-    return next(iter(passed.values()))
+        raise ConfigError(
+            f"zero.initialize takes one config, and got {len(passed)} in config=, config_params= and "
+            "args.deepspeed_config. Pass config='ds_config.json'."
+        )
+    return passed[0]
 
 
 def _settings(translation: Translation, world: World) -> Settings:
@@ -208,7 +201,7 @@ def _settings(translation: Translation, world: World) -> Settings:
 
 def _units(keys: ZeroOptimization, model: nn.Module) -> list[str]:
     """Return the classes of units by the JSON, and of leaf modules; none for the default policy."""
-    flag_leaf_modules(model, keys.leaf_module.classes, True)
+    flag_leaf_modules(model, keys.leaf_module.classes)
     leaves = {type(module).__name__ for module in get_z3_leaf_modules(model)}
     usual = ("auto",) if leaves else ()
     return [*(usual if keys.units is None else keys.units), *sorted(leaves)]

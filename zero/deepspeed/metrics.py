@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,11 @@ from zero.distributed.process_group import default_group
 from zero.distributed.world import World
 from zero.engine.state import State
 from zero.engine.step import Metrics
+from zero.errors import ConfigError
 from zero.platform.files import naming
+from zero.platform.threads import Beside
 from zero.settings import Settings
+from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
 from zero.tracker.earlier import earlier
 from zero.tracker.jsonl import unused_folder
@@ -54,8 +58,9 @@ class EngineInfo(nn.Module):
         loss_scale: the factor on the next loss; 1 except in fp16.
     """
 
-    def __init__(self, config: Settings, state: State, optimizer: Optimizer) -> None:
+    def __init__(self, config: Settings, state: State, optimizer: Optimizer, run_log: "RunLog | None") -> None:
         super().__init__()
+        self._run_log = run_log
         self.config, self.plan, self.optimizer = config, state.plan, optimizer
         self.module, world = state.model, self.plan.world
         self.device, self.global_rank = world.device, world.rank
@@ -65,11 +70,24 @@ class EngineInfo(nn.Module):
         self._steps_before = self.global_samples = 0
         self._keep(state)
         self._warned: set[str] = set()
+        self._closing = weakref.finalize(self, _close_in_thread, state.runtime.store, run_log)
+        self._closing.atexit = False
 
     def _keep(self, state: State) -> None:
         """Keep a new state, and its counts, which can be read after `destroy` too."""
         self._state, self.loss_scale = state, state.scale.scale
         self.global_steps, self.skipped_steps = self._steps_before + state.tried, state.skipped
+
+    @property
+    def state(self) -> State:
+        """The state, for `zero.get_full` and its like.
+
+        Raises:
+            ConfigError: the engine was destroyed.
+        """
+        if not self._closing.alive:
+            raise ConfigError("this engine was destroyed. Make another with zero.initialize.")
+        return self._state
 
     @property
     def overflow(self) -> bool:
@@ -93,10 +111,6 @@ class EngineInfo(nn.Module):
         """Return the rows of a step on all ranks."""
         return self.config.batch.numbers()[0]
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the rows of a step, the rows of a microbatch on one rank, and the microbatches of a step."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's mean gradient before clipping; None before the first step."""
         return self.metrics.grad_norm if self.metrics is not None else None
@@ -118,15 +132,6 @@ class EngineInfo(nn.Module):
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-
-    def steps_per_print(self) -> int:
-        """Return the number of steps from one row to the next."""
-        return self.config.tracker.every
-
-    def get_mom(self) -> list[Any]:
-        """Return the betas, or else the momentum, of each group."""
-        groups = self.optimizer.param_groups
-        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
 
     def zero_optimization_stage(self) -> int:
         """Return the stage, 0 to 3."""
@@ -155,10 +160,6 @@ class EngineInfo(nn.Module):
     def zero_optimization_partition_weights(self) -> bool:
         """Return whether parameters are sharded: stage 3."""
         return self.plan.stage.parameters
-
-    def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale changes during training."""
-        return self.plan.precision.scale.static is None
 
     def empty_partition_cache(self) -> None:
         """Do nothing: no gathered parameter outlives its use."""
@@ -301,6 +302,19 @@ class RunLog:
     def _write_summary(self, status: str) -> None:
         if self._folder is not None:
             write_summary(self._folder, self.meter.summary("", status)._asdict())
+
+
+def _close(store: PrefetchStore, run_log: RunLog | None) -> None:
+    try:
+        if run_log is not None:
+            run_log.close(None)
+    finally:
+        store.close()
+
+
+def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
+    # Python may collect an engine anywhere, in the store's threads and under the store's lock too
+    Beside(partial(_close, store, run_log), name="closing").start()
 
 
 def make_folder(world: World, folder: Path | None) -> None:

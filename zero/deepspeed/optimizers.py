@@ -5,10 +5,9 @@ of a torch optimizer it shares that one's groups, so a scheduler that holds eith
 """
 
 import inspect
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -19,8 +18,6 @@ from zero.core.optim import Transform
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_optimizer
-
-log = logging.getLogger("zero")
 
 NO_STATE_DICT = (
     "the optimizer's state dict: moments are sharded over ranks. Call engine.save_checkpoint(folder) and "
@@ -145,19 +142,6 @@ class Optimizer(torch.optim.Optimizer):
     def overflow(self) -> bool:
         """Whether the last update was skipped because a gradient was not finite."""
         return self._engine().overflow
-
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group before `zero.initialize`.
-
-        Args:
-            param_group: a dict as torch's optimizers take it.
-
-        Raises:
-            ConfigError: the optimizer belongs to an engine.
-        """
-        if self.engine is not None:
-            raise ConfigError("add_param_group: training has begun. Pass all groups to zero.initialize.")
-        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current step; after a step there are none.
@@ -311,20 +295,7 @@ def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int)
             f"{thawed} was frozen in zero.initialize and has no optimizer state. Let it require a gradient there, and "
             "freeze it, in a group of its own, before the first step."
         )
-    resting = [name for name, parameter in held.items() if not parameter.requires_grad]
-    trains = len(resting) < len(held)
-    for name in resting if trains else ():
-        _warn_frozen(name)
-    return trains
-
-
-@cache
-def _warn_frozen(name: str) -> None:
-    log.warning(
-        "%s was frozen, and others of its optimizer group were not: its gradient is zero, weight decay and momentum "
-        "still change it, as in DeepSpeed. Put it into a group of its own to keep its value.",
-        name,
-    )
+    return any(parameter.requires_grad for parameter in held.values())
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

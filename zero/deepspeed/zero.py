@@ -71,7 +71,7 @@ def GatheredParameters(
         enabled: False has no effect.
 
     Raises:
-        ConfigError: a write without `modifier_rank`, or parameters of a block around this one.
+        ConfigError: a write without `modifier_rank` after `zero.initialize`, or parameters of a block around this one.
     """
     tensors = [params] if isinstance(params, Tensor) else list(params)
     if enabled and modifier_rank and any(isinstance(tensor, Unmade) for tensor in tensors):
@@ -80,12 +80,7 @@ def GatheredParameters(
         )
     held = [tensor for tensor in tensors if isinstance(tensor, ParameterPlaceholder)]
     if not enabled or not held:
-        before = [_writes(parameter) for parameter in tensors]
         yield
-        if enabled and modifier_rank is None and before != [_writes(parameter) for parameter in tensors]:
-            raise ConfigError(
-                "GatheredParameters: a parameter was written in the block. Pass modifier_rank=0 to keep it."
-            )
         return
     if outer := [placeholder.full_name for placeholder in held if placeholder.full_value is not None]:
         raise ConfigError(f"{outer[0]} is in a block of GatheredParameters already; leave it out of the inner one")
@@ -99,11 +94,6 @@ def GatheredParameters(
             for placeholder in of_engine:
                 placeholder.full_value, placeholder.may_be_edited = full[placeholder.full_name], modify is not False
         yield
-
-
-def _writes(parameter: Tensor) -> int:
-    """Count the writes to a parameter of no engine."""
-    return len(parameter.recipe.root.writes) if isinstance(parameter, Unmade) else parameter._version
 
 
 def _close_full(placeholders: Iterable[ParameterPlaceholder]) -> None:
@@ -171,36 +161,26 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.
         ConfigError: the model has none.
     """
     classes = list(leaf_module_classes)
-    leaves = flag_leaf_modules(model, classes, True)
+    leaves = flag_leaf_modules(model, classes)
     if not leaves:
         names = ", ".join(str(getattr(item, "__name__", item)) for item in classes)
         raise ConfigError(f"set_z3_leaf_modules: the model has no module {names}")
     return leaves
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules`, which has the same arguments, and return the modules."""
-    return flag_leaf_modules(model, leaf_module_classes, False)
-
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether the module is a leaf."""
-    return vars(model).get("_z3_leaf", False)
-
-
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Return the leaves in `model`."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
+    return [module for module in model.modules() if vars(module).get("_z3_leaf", False)]
 
 
-def flag_leaf_modules(model: nn.Module, classes: Iterable[type[nn.Module] | str], is_leaf: bool) -> list[nn.Module]:
+def flag_leaf_modules(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
     """Mark the modules of these classes, of which there may be none, and return them."""
     items = list(classes)
     types = tuple(item for item in items if isinstance(item, type))
     names = {item for item in items if isinstance(item, str)}
     leaves = [module for module in model.modules() if isinstance(module, types) or names & _class_names(module)]
     for module in leaves:
-        module.__dict__["_z3_leaf"] = is_leaf
+        module.__dict__["_z3_leaf"] = True
     return leaves
 
 

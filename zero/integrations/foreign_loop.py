@@ -8,7 +8,6 @@ from torch import nn
 
 from zero.core.optim import Transform
 from zero.core.precision import Precision
-from zero.core.suggest import meant
 from zero.deepspeed.engine import Engine
 from zero.deepspeed.initialization import shard
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
@@ -24,22 +23,6 @@ PLAN_SETTINGS = (
     *("stage", "precision", "offload", "units", "prefetch", "activations", "compile", "update"),
     *("gather", "reduce", "shard", "weights"),
 )
-
-
-def check_settings(settings: Mapping[str, Any], written: str, others: str) -> None:
-    """Raise ConfigError for settings that are not in `PLAN_SETTINGS`.
-
-    Args:
-        settings: the user's.
-        written: the form in which they are written, with `{}` for the name.
-        others: the beginning of a sentence about other settings.
-    """
-    for key in settings:
-        if key not in PLAN_SETTINGS:
-            raise ConfigError(
-                f"{written.format(key)} is no setting of the engine{meant(key, PLAN_SETTINGS) or '.'} There are "
-                f"{', '.join(PLAN_SETTINGS)}, and {others} the rest"
-            )
 
 
 def check_precision(loop: str, settings: Mapping[str, Any], names: tuple[str, str]) -> None:

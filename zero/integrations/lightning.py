@@ -39,7 +39,7 @@ from zero.engine.empty import empty
 from zero.engine.first_values import Weights
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.errors import CheckpointError, ConfigError
-from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, check_settings, new_engine
+from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, new_engine
 
 LOOP_FILE = "lightning.ckpt"
 """The file in each checkpoint that has Lightning's part of it."""
@@ -64,7 +64,7 @@ class ZeroStrategy(DDPStrategy):
             memory and disk.
 
     Raises:
-        ConfigError: an unknown setting; by `fit`, an unsupported feature of Lightning.
+        ConfigError: by `fit`, an unsupported feature of Lightning.
     """
 
     engine: Engine | None = None
@@ -90,9 +90,7 @@ class ZeroStrategy(DDPStrategy):
         shard: str = "world",
         weights: Weights = None,
         timeout: timedelta = timedelta(minutes=30),
-        **unknown: Any,
     ) -> None:
-        check_settings(unknown, "ZeroStrategy({}=...)", "Trainer says")
         super().__init__(timeout=timeout)
         self._settings: dict[str, Any] = {
             "stage": stage, "offload": offload, "units": units, "prefetch": prefetch, "activations": activations,

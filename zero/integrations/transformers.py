@@ -23,12 +23,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
+from zero.core.suggest import meant
 from zero.deepspeed.engine import Engine
 from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
-from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, check_settings, new_engine
-
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad")
+from zero.integrations.foreign_loop import PLAN_SETTINGS, STATE_FOLDER, check_precision, new_engine
 
 UNSUPPORTED = {
     "deepspeed": "the engine is zero's: leave it out, and write zero={'stage': 3, 'offload': 'cpu'}",
@@ -77,23 +76,23 @@ class ZeroTrainerMixin(_Base):
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._plan_settings = dict(zero or {})
-        check_settings(self._plan_settings, "zero={{{!r}: ...}}", "TrainingArguments say")
+        for key in self._plan_settings:
+            if key not in PLAN_SETTINGS:
+                raise ConfigError(
+                    f"zero={{{key!r}: ...}} is no setting of the engine{meant(key, PLAN_SETTINGS) or '.'} There are "
+                    f"{', '.join(PLAN_SETTINGS)}, and TrainingArguments say the rest"
+                )
         super().__init__(*args, **kwargs)
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self.args.optim not in OPTIMIZERS:
-            raise ConfigError(
-                f"TrainingArguments(optim={self.args.optim.value!r}) has no counterpart here: set optim to one of "
-                f"{', '.join(OPTIMIZERS)}"
-            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator, and turn it into one that prepares engines."""
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # by its configuration, without an argument of Trainer
-            raise ConfigError("accelerate launch was told to use DeepSpeed or FSDP: start with torchrun, zero shards")
-        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        compiles = self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled or compiles:  # without an argument of Trainer
             raise ConfigError(
-                f"accelerate launch was told to compile: leave it out, and {UNSUPPORTED['torch_compile']}"
+                "accelerate launch was told to use DeepSpeed, FSDP or a compiler: start with torchrun, because zero "
+                "shards, and zero={'compile': True} compiles"
             )
         _check_precision(self.accelerator.mixed_precision, self._plan_settings)
         self.accelerator.__class__ = TrainerAccelerator  # Trainer made it, with all its arguments
@@ -248,16 +247,11 @@ class TrainerAccelerator(Accelerator):
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         """Raise ConfigError, because Accelerate's file of the optimizer would have no moments."""
         raise ConfigError(
-            "accelerator.save_state: moments are in shards and would be left out. Set save_steps, or call "
-            "trainer.engine.save_checkpoint(folder)."
+            "accelerator.save_state and load_state leave out moments, which are in shards. Set save_steps and call "
+            "trainer.train(resume_from_checkpoint=...), or call trainer.engine.save_checkpoint(folder)."
         )
 
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ConfigError, because moments would not be loaded."""
-        raise ConfigError(
-            "accelerator.load_state: moments are in shards and would not be loaded. Call "
-            "trainer.train(resume_from_checkpoint=...), or trainer.engine.load_checkpoint(folder)."
-        )
+    load_state = save_state
 
 
 class EngineOptimizer(AcceleratedOptimizer):
@@ -276,10 +270,8 @@ class EngineOptimizer(AcceleratedOptimizer):
         """Update all parameters at the end of a step; do nothing before. Collective.
 
         Raises:
-            ConfigError: a backward was not Accelerate's, or there is a closure.
+            ConfigError: a backward was not Accelerate's.
         """
-        if closure is not None:
-            raise ConfigError("optimizer.step(closure): a closure is not supported. Call backward, then step().")
         if not self.gradient_state.sync_gradients:
             return
         if not self.backwards:  # its gradient would be divided by the microbatches once more

@@ -37,12 +37,13 @@ class FusedAdam(torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _check_bias_correction(bias_correction)
+        if not bias_correction:
+            raise ConfigError("bias_correction=False: Adam corrects the bias of its first steps here. Leave it out.")
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
-    """`FusedAdam`, with its arguments in another order.
+class DeepSpeedCPUAdam(FusedAdam):
+    """`FusedAdam`, with its arguments in another order and other words.
 
     Args:
         model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode: as `FusedAdam`'s.
@@ -64,10 +65,4 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _check_bias_correction(bias_correction)
-        super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adamw_mode)
-
-
-def _check_bias_correction(bias_correction: bool) -> None:
-    if not bias_correction:
-        raise ConfigError("bias_correction=False: Adam corrects the bias of its first steps here. Leave it out.")
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

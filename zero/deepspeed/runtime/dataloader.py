@@ -13,7 +13,7 @@ from zero.distributed.world import World
 log = logging.getLogger("zero")
 
 
-class Loader:
+class Loader(DataLoader[Any]):
     """The microbatches of this rank. Each `iter` is an epoch, shuffled by (seed, epoch) alike on all ranks.
 
     If the number of ranks does not divide the rows, the first rows of the epoch are used twice.
@@ -30,7 +30,6 @@ class Loader:
 
     Attributes:
         epoch: number of the epoch that the next `iter` runs through, from 0; set it to go on from an epoch.
-        batches: the torch loader inside.
     """
 
     def __init__(
@@ -39,33 +38,27 @@ class Loader:
         world: World,
         *,
         rows: int,
-        seed: int = 0,
-        collate: Callable[[list[Any]], Any] | None = None,
-        drop_last: bool = False,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None,
+        drop_last: bool,
     ) -> None:
         self.epoch = 0
-        self._sampler: DistributedSampler[Any] | None = None
+        sampler: DistributedSampler[Any] | None = None
         if not isinstance(data, IterableDataset):
-            self._sampler = DistributedSampler(data, world.size, world.rank, shuffle=True, seed=seed)
+            sampler = DistributedSampler(data, world.size, world.rank, shuffle=True, seed=seed)
         elif world.size > 1 and world.rank == 0:
             log.warning("training_data is an IterableDataset: it has to give each rank its own rows")
-        self.batches: DataLoader[Any] = DataLoader(
-            data,
-            batch_size=rows,
-            sampler=self._sampler,
-            collate_fn=collate,
-            drop_last=drop_last,
-            generator=torch.Generator().manual_seed(seed),  # None: each epoch would draw from the global generator
+        # without a generator of its own each epoch would draw from the global one
+        generator = torch.Generator().manual_seed(seed)
+        super().__init__(
+            data, batch_size=rows, sampler=sampler, collate_fn=collate, drop_last=drop_last, generator=generator
         )
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._sampler is not None:
-            self._sampler.set_epoch(self.epoch)
+    def __iter__(self) -> Any:
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(self.epoch)
         self.epoch += 1
-        return iter(self.batches)
+        return super().__iter__()
 
 
 class RepeatingLoader:

@@ -11,6 +11,4 @@ from zero.deepspeed.zero import (
     safe_set_full_grad as safe_set_full_grad,
     safe_set_full_optimizer_state as safe_set_full_optimizer_state,
     set_z3_leaf_modules as set_z3_leaf_modules,
-    unset_z3_leaf_modules as unset_z3_leaf_modules,
-    z3_leaf_module as z3_leaf_module,
 )

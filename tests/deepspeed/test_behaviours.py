@@ -11,7 +11,7 @@ import itertools
 import os
 import tempfile
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from tests.deepspeed import harness
 from tests.engine.test_gather import live_tensors
 from zero.testing import run_ranks
 
@@ -28,7 +29,7 @@ User = Callable[[Any, Tensor], None]
 """What user code does with a model, be it an engine or a module, and a microbatch: any forwards, any backwards."""
 
 stages = pytest.mark.parametrize("stage", range(4))
-tiers = pytest.mark.parametrize("tier", ["none", "nvme"])
+places = pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (1, "nvme"), (2, "none"), (3, "none"), (3, "nvme")])
 
 
 class Block(nn.Module):
@@ -86,26 +87,23 @@ def config(stage: int, accumulate: int = 1, tier: str = "none", **more: Any) -> 
     offload = {"device": tier, "nvme_path": tempfile.gettempdir()}
     kinds = () if tier == "none" else ("offload_optimizer", "offload_param")[: 1 + (stage == 3)]
     return {
+        "train_batch_size": None,
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": MOMENTUM}},
         **more,
         "zero_optimization": {"stage": stage, **dict.fromkeys(kinds, offload), **more.get("zero_optimization", {})},
     }
 
 
-@contextlib.contextmanager
 def engine_of(
-    world: zero.World, model: Callable[[], nn.Module] = Net, *, prepare: Any = lambda model: {}, **settings: Any
-) -> Iterator[zero.Engine]:
-    with world.exclusive():
-        made = filled(model())
-    engine, *_ = zero.initialize(model=made, config=config(**settings), world=world, **prepare(made))
-    try:
-        yield engine
-    finally:
-        engine.destroy()
+    world: zero.World,
+    model: Callable[[], nn.Module] = Net,
+    *,
+    prepare: Any = harness.no_arguments,
+    **settings: Any,
+) -> contextlib.AbstractContextManager[zero.Engine]:
+    return harness.engine_of(lambda: filled(model()), world, prepare=prepare, **config(**settings))
 
 
 def by_zero(
@@ -145,21 +143,20 @@ def by_torch(
     ranks: int = 2,
     steps: int = STEPS,
     accumulate: int = 1,
-    mean: bool = True,
 ) -> dict[str, Tensor]:
     """The same in plain torch and fp64, rank after rank. Gradients begin as zeros: an unused parameter has one."""
     made = filled(model()).double()
-    trained = [one for one in made.parameters() if one.requires_grad]
+    trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=LR, momentum=MOMENTUM)
     for step in range(steps):
-        for one in trained:
-            one.grad = torch.zeros_like(one)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
         for rank, micro in itertools.product(range(ranks), range(accumulate)):
             user(made, rows(step, rank, micro).double())
-        for one in trained:
-            one.grad /= ranks * accumulate if mean else 1
+        for parameter in trained:
+            parameter.grad /= ranks * accumulate
         optimizer.step()
-    return {name: one.detach() for name, one in made.named_parameters()}
+    return {name: parameter.detach() for name, parameter in made.named_parameters()}
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -168,8 +165,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name].double(), value.double()), name
 
 
-@tiers
-@stages
+@places
 def test_plain_backward_gives_the_gradients_of_ddp(stage, tier):
     """Those are the mean over ranks."""
 
@@ -185,8 +181,7 @@ def test_plain_backward_gives_the_gradients_of_ddp(stage, tier):
         same(found, {name: one.grad for name, one in model.named_parameters()})
 
 
-@tiers
-@stages
+@places
 def test_microbatches_accumulate_exactly(stage, tier):
     """Four microbatches of two ranks are one batch of plain torch."""
 
@@ -225,8 +220,7 @@ def test_one_loss_trains_several_models(stage):
             same(found, {name: one.detach() for name, one in model.named_parameters()})
 
 
-@tiers
-@stages
+@places
 def test_the_caller_chooses_the_number_of_backwards(stage, tier):
     """Other numbers of microbatches than the config has, and of backwards in each; gradients are divided as it says."""
     backwards = [[3, 1, 2], [2]]
@@ -322,8 +316,7 @@ class Single(nn.Module):
         return x * (self.one + 1)
 
 
-@tiers
-@stages
+@places
 def test_empty_groups_and_ranks_that_own_nothing(stage, tier):
     def prepare(model):
         groups = [{"params": []}, {"params": [model.one]}, {"params": [model.nothing], "lr": 1.0}]
@@ -363,8 +356,7 @@ class Experts(nn.Module):
         return self.experts[1](torch.relu(self.experts[1](x))) if rank == 1 else self.experts[rank](x)
 
 
-@tiers
-@stages
+@places
 def test_experts_that_differ_by_rank_finish(stage, tier):
     model = functools.partial(ByRank, Experts)
     same(by_zero(model=model, ranks=4, stage=stage, tier=tier), by_torch(model=model, ranks=4))

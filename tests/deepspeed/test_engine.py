@@ -364,17 +364,6 @@ def test_a_peak_in_the_json_is_every_groups_and_without_one_each_keeps_its_own()
     assert rates() == [1e-2, 3e-3]
 
 
-def test_what_a_scheduler_wants_to_be_told_is_passed_on():
-    def plateau(optimizer):
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-
-    with engine_of(arguments={"lr_scheduler": plateau}) as engine:
-        for loss in (1.0, 2.0):
-            engine.backward(engine(rows(0)))
-            engine.step(lr_kwargs={"metrics": loss})
-        assert engine.get_lr() == [5e-3]
-
-
 def test_groups_that_come_too_late_are_refused():
     for whose in ("client_optimizer", "optimizer"):
         with engine_of(prepare=lambda m: {"optimizer": TORCH["AdamW"](m)}) as engine:

@@ -5,7 +5,6 @@ import json
 import random
 import subprocess
 import sys
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -111,6 +110,9 @@ def test_their_classes_of_optimizers_and_subclasses_train(make, kind):
     model = net()
     made = make(list(model.parameters()))
     assert isinstance(made, torch.optim.Optimizer)
+    if type(made) in (deepspeed.ops.lion.FusedLion, deepspeed.ops.lion.DeepSpeedCPULion):  # as DeepSpeed 0.19.8
+        defaults = {key: made.defaults[key] for key in ("lr", "betas", "weight_decay")}
+        assert defaults == {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     with engine_of(model, arguments={"optimizer": made}) as engine:
         assert engine.optimizer.kind == kind
         train(engine, 0)
@@ -127,54 +129,6 @@ def test_a_subclass_with_an_update_of_its_own_is_refused(make):
 
     with pytest.raises(ConfigError, match="Signed has no counterpart here"):
         trained(zero.World.from_env(), prepare=lambda model: {"optimizer": Signed(model.parameters())})
-
-
-@pytest.mark.parametrize("make", [deepspeed.ops.lion.FusedLion, deepspeed.ops.lion.DeepSpeedCPULion])
-def test_their_lion_has_the_defaults_of_deepspeed_0_19_8(make):
-    defaults = make([nn.Parameter(torch.zeros(1))]).defaults
-    assert {key: defaults[key] for key in ("lr", "betas", "weight_decay")} == {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "weight_decay": 0.0,
-    }
-
-
-SCHEDULERS = {
-    "WarmupLR": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.2, "warmup_num_steps": 4},
-    "WarmupDecayLR": {"total_num_steps": 8, "warmup_max_lr": 0.2, "warmup_num_steps": 3, "warmup_type": "linear"},
-    "WarmupCosineLR": {"total_num_steps": 8, "warmup_min_ratio": 0.1, "warmup_num_steps": 3},
-    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 3},
-    "LRRangeTest": {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2},
-}
-
-
-@pytest.mark.parametrize("where", ["given", "called"])
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_their_schedulers_as_objects_are_those_of_the_json(kind, where):
-    """Learning rates, momenta and weights; tests/deepspeed/test_config.py has the formulas."""
-    params = SCHEDULERS[kind]
-    adam = {"type": "Adam", "params": {"lr": 0.2, "weight_decay": 0.01}}
-
-    def of_objects(model):
-        optimizer = deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.2, weight_decay=0.01)
-        scheduler = partial(getattr(lr_schedules, kind), **params)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer) if where == "given" else scheduler}
-
-    def run(**how):
-        rates = []
-        with engine_of(**how) as engine:
-            for step in range(6):
-                groups = engine.optimizer.param_groups
-                rates.append([(group["lr"], group["betas"]) for group in groups])
-                train(engine, step)
-            assert engine.lr_scheduler.get_last_lr() == engine.get_lr()
-            return rates, zero.full_state_dict(engine)
-
-    rates, values = run(scheduler={"type": kind, "params": params}, optimizer=adam)
-    found, values_of_objects = run(prepare=of_objects)
-    assert found == rates
-    assert len({str(rate) for rate in rates}) > 3
-    same(values_of_objects, values)
 
 
 def test_a_scheduler_goes_on_from_an_iteration_and_rejects_what_deepspeeds_does():
@@ -348,31 +302,6 @@ def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp
         convert.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "more", max_shard_size="1GB")
     with pytest.raises(zero.ZeroError, match="there is no checkpoint"):
         convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="worst")
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("bf16", [False, True])
-def test_gathered_parameters_are_whole_inside_and_edits_of_one_rank_count(stage, bf16):
-    """They are read and written by name or through .data, and outside the block reads return the edit."""
-
-    def rank_main(world):
-        with engine_of(world=world, stage=stage, optimizer=SGD, bf16={"enabled": bf16}) as engine:
-            weight, bias = engine.module.first.weight, engine.module.first.bias
-            with deepspeed.zero.GatheredParameters([weight, bias], modifier_rank=0):
-                if world.rank == 0:
-                    nn.init.ones_(weight)
-                    bias.data[0] = 5.0
-                    bias.data.mul_(2)
-                    assert float(weight.sum()) == weight.numel()
-            with deepspeed.zero.GatheredParameters(weight):
-                assert bool((weight == 1).all())
-            edited = pytest.raises(ConfigError, match=r"was edited, but it is a copy; .* modifier_rank=0 to Gath")
-            with edited, deepspeed.zero.GatheredParameters(weight), torch.no_grad():
-                weight.zero_()
-            assert bool((weight == 1).all())
-            assert bias.detach()[0].item() == 10.0
-
-    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -731,3 +731,12 @@ def test_what_a_block_cannot_do_is_said():
             model(torch.ones(2, WIDTH))
         with block(), pytest.raises(ConfigError, match="is in a block of GatheredParameters already; leave it out"):
             block().__enter__()
+        weight = model.first.weight
+        edited = pytest.raises(ConfigError, match=r"was edited, but it is a copy; .* modifier_rank=0 to Gath")
+        with edited, deepspeed.zero.GatheredParameters(weight), torch.no_grad():
+            weight.zero_()
+        assert torch.equal(weight, net().first.weight)
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            nn.init.ones_(weight)
+            weight.data[0].mul_(2)
+        assert float(weight.detach().sum()) == weight.numel() + WIDTH

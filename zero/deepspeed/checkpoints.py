@@ -81,18 +81,10 @@ class EngineCheckpoints(EngineInfo, ABC):
         frozen = self._frozen(exclude_frozen_parameters)
         return {name: value for name, value in values.items() if name not in frozen}
 
-    def state_dict(
-        self,
-        *,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        exclude_frozen_parameters: bool = False,
-        **_: Any,
-    ) -> Any:
+    def state_dict(self, *, destination: dict[str, Any] | None = None, prefix: str = "", **_: Any) -> Any:
         """Return `module_state_dict`, in `destination` with `prefix` before each name, as torch's for a part."""
         values = {} if destination is None else destination
-        full = self.module_state_dict(exclude_frozen_parameters)
-        values.update({f"{prefix}{name}": value for name, value in full.items()})
+        values.update({f"{prefix}{name}": value for name, value in self.module_state_dict().items()})
         return values
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
@@ -288,9 +280,9 @@ class EngineCheckpoints(EngineInfo, ABC):
         counted = saved.global_samples if counts else 0
         self.global_samples = self.global_steps * self.train_batch_size() if counted is None else counted
         if self._run_log is not None:
-            self._run_log.start_from(self.global_steps, self.skipped_steps, self.global_samples)
-            if moments:
-                self._run_log.continue_run(opened.facts.get("wandb"))
+            run_id = opened.facts.get("wandb") if moments else None
+            counts_now = self.global_steps, self.skipped_steps, self.global_samples
+            self._run_log.start_from(*counts_now, continues=moments, run_id=run_id)
 
     @abstractmethod
     def _abort(self) -> None:

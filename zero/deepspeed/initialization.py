@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
@@ -270,30 +270,21 @@ def shard(
         clip: the largest gradient norm; None for none.
         world, weights, seed: as of `initialize`.
     """
-    with contextlib.ExitStack() as undo:
-        with _others_frozen(model, trained(optimizer)):
-            _allocate_absent_buffers(model)
-            plan = make_plan(transform(optimizer, names_of(model), clip))
-            store = open_store(plan)
-            undo.callback(store.close)
-            first = _values_of_rank_0(model, world) if weights is None else weights
-            state = init(plan, store, seed=seed, weights=first)
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as frozen:
+        held = trained(optimizer)
+        for parameter in model.parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                frozen.callback(parameter.requires_grad_, True)
+                parameter.requires_grad_(False)
+        _allocate_absent_buffers(model)
+        plan = make_plan(transform(optimizer, names_of(model), clip))
+        store = open_store(plan)
+        undo.callback(store.close)
+        first = _values_of_rank_0(model, world) if weights is None else weights
+        state = init(plan, store, seed=seed, weights=first)
         _broadcast_buffers(state.model, world)
         undo.pop_all()
     return state
-
-
-@contextlib.contextmanager
-def _others_frozen(model: nn.Module, chosen: set[int]) -> Iterator[None]:
-    """Let parameters that no optimizer holds require no gradient inside the block."""
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in chosen]
-    for parameter in others:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(True)
 
 
 def _values_of_rank_0(model: nn.Module, world: World) -> Weights:

@@ -228,8 +228,7 @@ class RunLog:
         self._tokens_per_row = tokens_per_row
         tokens = config.batch.numbers()[0] * tokens_per_row
         self._meter = partial(Meter, plan.world, plan, tokens_per_step=tokens, traffic=lambda: store.traffic)
-        self._run_id: str | None = None
-        self._has_begun = self._continues = False
+        self._has_begun = False
         self.start_from(0, 0, 0)
         make_folder(plan.world, self._folder)
         self.tracker = Tracker()
@@ -240,15 +239,19 @@ class RunLog:
         self._begin()
         return self.tracker.run_id
 
-    def start_from(self, steps: int, skipped: int, rows: int) -> None:
-        """Set the numbers of steps, of skipped steps and of rows on all ranks."""
+    def start_from(
+        self, steps: int, skipped: int, rows: int, *, continues: bool = False, run_id: str | None = None
+    ) -> None:
+        """Set the numbers of steps, of skipped steps and of rows on all ranks.
+
+        Args:
+            continues: append to the run of a loaded checkpoint.
+            run_id: W&B's name of that run.
+        """
+        self._continues, self._run_id = continues, run_id
         self.meter = self._meter(steps=steps, tokens=rows * self._tokens_per_row, skipped=skipped)
         if self._has_begun:
             self._look_back()
-
-    def continue_run(self, run_id: str | None) -> None:
-        """Append to the run of a loaded checkpoint; `run_id` is W&B's name of it."""
-        self._continues, self._run_id = True, run_id
 
     def log_step(self, metrics: Metrics, *, has_loss: bool, rows: int) -> None:
         """Count a step of `rows` on all ranks, and write a row of metrics every `tracker.every` steps."""

@@ -269,9 +269,6 @@ def test_comments_and_commas_are_read_with_hjson_and_the_line_names_it(tmp_path,
     path = tmp_path / "ds_config.json"
     path.write_text(text)
     assert translate(path).settings == translate({"train_batch_size": 8, "bf16": {"enabled": True}}).settings
-    path.write_text('{"bf16": {}, /* again */ "bf16": {}}')
-    with pytest.raises(ConfigError, match="the key bf16 appears twice"):
-        translate(path)
 
 
 def nested(name: str, value: object) -> dict:
@@ -342,10 +339,10 @@ MISTAKES = [
     # no value of this kind
     (of(zero_optimization={"stage": 4}), "zero_optimization.stage=4: must be at most 3"),
     (of(zero_optimization={"stage": "3"}), "zero_optimization.stage=3: must be a whole number"),
-    (of(zero_optimization=2), "Did you mean zero_optimization.stage=2?"),
+    (of(zero_optimization=2), "zero_optimization is a section of keys. Choose from"),
     (of(zero_optimization={"offload_optimizer": True}), "offload_optimizer is a section of keys. Choose"),
-    (of(bf16=True), "bf16 is a section of keys. Did you mean bf16.enabled=true?"),
-    (of(optimizer="AdamW"), "optimizer is a section of keys. Did you mean optimizer.type=AdamW?"),
+    (of(bf16=True), "bf16 is a section of keys. Choose from bf16.enabled"),
+    (of(optimizer="AdamW"), "optimizer is a section of keys. Choose from optimizer.type"),
     (of(train_batch_size=0), "train_batch_size=0: must be a whole number from 1"),
     (of(train_batch_size=1.5), "train_batch_size=1.5: must be a whole number from 1"),
     (of(gradient_clipping=-1), "gradient_clipping=-1: must be at least 0"),
@@ -380,8 +377,6 @@ MISTAKES = [
     (of(zero_optimization={"legacy_stage1": True}), "legacy_stage1 is not supported"),
     # no configuration at all
     ("nowhere.json", "ds_config=nowhere.json is not a file"),
-    ('{"train_batch_size": 8, "train_batch_size": 8}', "the key train_batch_size appears twice in one section"),
-    ('{"fp16": {"enabled": true, "enabled": false}}', "the key enabled appears twice in one section"),
     ('{"train_batch_size": 8', "ds_config: not JSON: "),
     ('{"train_batch_size": 1' + "0" * 5000 + "}", "ds_config: not JSON: "),
     ('{"train_batch_size": 1' + "0" * 400 + "}", "must be at most"),
@@ -486,16 +481,12 @@ def test_words_are_read_back_as_they_were():
     assert composed["offload"]["path"] == "/a b=c"
 
 
-def test_leaf_modules_are_units_beside_those_of_the_default_policy():
+def test_units_and_ways_between_nodes_are_said_in_the_section_of_zero():
     leaves = {"stage": 3, "leaf_module": {"classes": ["models.moe.Experts"]}}
     assert translate(of(zero_optimization=leaves)).settings["zero"]["units"] == ["auto", "Experts"]
-    assert translate(of(zero_optimization={"stage": 3, "units": ["Block"]})).settings["zero"]["units"] == ("Block",)
-
-
-def test_ways_between_nodes_are_said_in_the_section_of_zero():
     ways = {"gather": "world", "reduce": "node", "shard": "node"}
-    told = translate(of(zero_optimization={"stage": 3, **ways})).settings["zero"]
-    assert {key: told[key] for key in ways} == ways
+    told = translate(of(zero_optimization={"stage": 3, "units": ["Block"], **ways})).settings["zero"]
+    assert told == {"stage": 3, "units": ("Block",), **ways}
 
 
 def test_the_script_refuses_in_one_line(script, capsys, monkeypatch):

@@ -119,7 +119,7 @@ def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[str, M
     """Return the configuration's name in messages, and its keys as they were written.
 
     Raises:
-        ConfigError: it is not a file, not JSON or not an object, or a key appears twice in a section.
+        ConfigError: it is not a file, not JSON or not an object.
     """
     if isinstance(raw, Mapping):
         return "ds_config", raw
@@ -139,24 +139,14 @@ def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[str, M
 def _parsed(name: str, text: str) -> tuple[str, Mapping[str, Any]]:
     try:
         try:
-            settings = json.loads(text, object_pairs_hook=_section)
+            settings = json.loads(text)
         except json.JSONDecodeError:
             if find_spec("hjson") is None:
                 raise
-            settings = import_module("hjson").loads(text, object_pairs_hook=_section)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+            settings = import_module("hjson").loads(text)
     except ValueError as error:
         hint = "" if find_spec("hjson") else "; comments and trailing commas need hjson: pip install hjson"
         raise ConfigError(f"{name}: not JSON: {error}{hint}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{name}: holds {suggest.shown(settings)}; it must be an object of keys, {{...}}")
     return name, settings
-
-
-def _section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    section = dict(pairs)
-    if len(section) < len(pairs):
-        twin = next(key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1)
-        raise ConfigError(f"the key {suggest.shown(twin)} appears twice in one section. Remove one.")
-    return section

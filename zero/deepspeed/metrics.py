@@ -21,7 +21,6 @@ from torch import nn
 from zero.checkpoint.json_values import to_json
 from zero.checkpoint.save import by_rank_0
 from zero.deepspeed.optimizers import Optimizer, settings_of
-from zero.distributed.process_group import default_group
 from zero.distributed.world import World
 from zero.engine.state import State
 from zero.engine.step import Metrics
@@ -93,11 +92,6 @@ class EngineInfo(nn.Module):
     def overflow(self) -> bool:
         """Whether the last update was skipped because a gradient was not finite."""
         return self.metrics is not None and self.metrics.skipped
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """Torch's group of all ranks; None where `torch.distributed` is not open."""
-        return default_group()
 
     def gradient_accumulation_steps(self) -> int:
         """Return the number of microbatches of a step."""

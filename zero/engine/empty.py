@@ -8,8 +8,7 @@ A value that a parameter is registered with, as by `from_pretrained`, takes its 
 """
 
 import itertools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -59,7 +58,7 @@ def _unmade(*, kept: bool) -> Iterator[None]:
         if type(parameter) is not nn.Parameter:
             return
         begin = parameter.detach() if kept and not is_meta(parameter) and empties.has_value(parameter) else None
-        unmade = Unmade.of(torch.empty_like(parameter, device="meta"), Recipe(Root(parameter.shape, kept, begin)))
+        unmade = Unmade.of(torch.empty_like(parameter, device="meta"), Recipe.of(Root(parameter.shape, kept, begin)))
         unmade._is_param = True  # it is an nn.Parameter to isinstance
         vars(unmade).update(vars(parameter))
         try:
@@ -134,6 +133,9 @@ def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
+_count = itertools.count()
+
+
 @dataclass(eq=False)
 class Root:
     """Memory that does not exist yet.
@@ -142,101 +144,64 @@ class Root:
         shape: of the parameter that it is the memory of, or of an operation's result.
         kept: operations on it are recorded.
         begin: the value that the parameter was registered with.
-        maker: the operation whose result it is, and the number of the tensor in it; None for a parameter.
-        writes: operations that wrote into it, in order.
+        number: of the tensor that is all of it, among all recorded tensors.
+        is_made: it is the memory of an operation's result, not of a parameter.
+        operations: those that make it, view it and write into it, in order.
+        writes: the number of those that write into it.
     """
 
     shape: torch.Size
     kept: bool = True
     begin: Tensor | None = None
-    maker: "tuple[Operation, int] | None" = None
-    writes: "list[Operation]" = field(default_factory=list)
-
-    @property
-    def operations(self) -> "list[Operation]":
-        return [*([self.maker[0]] if self.maker is not None else []), *self.writes]
+    is_made: bool = False
+    number: int = field(default_factory=lambda: next(_count))
+    operations: "list[Operation]" = field(default_factory=list)
+    writes: int = 0
 
     @property
     def is_written(self) -> bool:
-        return self.begin is not None or bool(self.operations)
+        return self.begin is not None or self.is_made or self.writes > 0
+
+
+class Recipe(NamedTuple):
+    """A recorded tensor: the memory that it is a view of, and its number among all of them."""
+
+    root: Root
+    number: int
+
+    @classmethod
+    def of(cls, root: Root) -> "Recipe":
+        return cls(root, root.number)
 
 
 class Operation:
     """One recorded call of a torch function.
 
     Args:
-        target: the memory that it writes into, which refers to it; None: it makes tensors of its own.
+        within: the memory that it writes into or views, which refers to it; None: it makes tensors of its own.
 
     Attributes:
         number: its place in the order of all recorded calls.
+        reads: the memory that the call reads, except `within`.
+        made: the places in its result of tensors that are recorded -> their numbers.
     """
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, target: Root | None = None) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, within: Root | None = None) -> None:
         self.number, self._func = next(_count), func
-        self._target = None if target is None else weakref.ref(target)
         tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-        unmade = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Unmade)}
-        meta = {key: _plainly(tensor.detach) for key, tensor in unmade.items()}
-        others = {key: tensor.detach().clone() for key, tensor in tensors.items() if key not in unmade}
+        unmade = [tensor for tensor in tensors.values() if isinstance(tensor, Unmade)]
+        meta = {id(tensor): _plainly(tensor.detach) for tensor in unmade}
+        others = {key: tensor.detach().clone() for key, tensor in tensors.items() if key not in meta}
         self._call = replaced((args, kwargs), meta | others)
-        self._held = [_Held.of(meta[key], tensor.recipe, target) for key, tensor in unmade.items()]
+        self._numbers = {id(meta[id(tensor)]): tensor.recipe.number for tensor in unmade}
+        self.reads = [tensor.recipe.root for tensor in unmade if tensor.recipe.root is not within]
+        self.made: dict[int, int] = {}
 
-    @property
-    def roots(self) -> list[Root]:
-        """The memory that the call reads, except its target."""
-        return [held.root for held in self._held if held.root is not None]
-
-    def run(self, values: dict[Root, Tensor]) -> Any:
-        """Make the call with values in place of parameters; returns its result."""
-        target = None if self._target is None else self._target()
-        tensors = {}
-        for meta, root, views in self._held:
-            root = root or target
-            assert root is not None
-            tensors[id(meta)] = Recipe(root, views).of(values)
-        return self._called(tensors)
-
-    def view(self, of: "Recipe", number: int) -> Callable[[Tensor], Tensor]:
-        """The call as a view of its argument `of`: the tensor `number` of the result."""
-        key = next(id(held.meta) for held in self._held if held.root is of.root and held.views is of.views)
-        return lambda tensor: tensors_in(self._called({key: tensor}))[number]
-
-    def _called(self, tensors: dict[int, Tensor]) -> Any:
-        args, kwargs = replaced(self._call, tensors)
-        return self._func(*args, **kwargs)
-
-
-Views = tuple[Callable[[Tensor], Tensor], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Recipe:
-    """A root, and the views of it that lead to a tensor."""
-
-    root: Root
-    views: Views = ()
-
-    def of(self, values: dict[Root, Tensor]) -> Tensor:
-        """Return the tensor: the views of its root, one after the other."""
-        tensor = values[self.root]
-        for view in self.views:
-            tensor = view(tensor)
-        return tensor
-
-
-class _Held(NamedTuple):
-    """A tensor among an operation's arguments; no root: its target."""
-
-    meta: Tensor
-    root: Root | None
-    views: Views
-
-    @classmethod
-    def of(cls, meta: Tensor, recipe: Recipe, target: Root | None) -> "_Held":
-        return cls(meta, None if recipe.root is target else recipe.root, recipe.views)
-
-
-_count = itertools.count()
+    def run(self, values: dict[int, Tensor]) -> None:
+        """Make the call on `values`, by number, and add to them what it makes."""
+        args, kwargs = replaced(self._call, {key: values[number] for key, number in self._numbers.items()})
+        result = tensors_in(self._func(*args, **kwargs))
+        values.update({number: result[place] for place, number in self.made.items()})
 
 
 class Unmade(Tensor):
@@ -293,7 +258,7 @@ _ITS_OWN = frozenset(
 """Names that concern the tensor on meta itself."""
 
 _VIEWS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
-"""Operations that change only how a tensor looks at its memory."""
+"""Operations that change only the view that a tensor is of its memory."""
 
 _DRAWS = frozenset(
     {"normal", "uniform", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric"}
@@ -319,11 +284,11 @@ def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _rebind(tensor: Unmade, value: Tensor) -> None:
     """Set `tensor.data` to `value`."""
-    root = tensor.recipe.root
+    kept = tensor.recipe.root.kept
     if isinstance(value, Unmade):
-        tensor.recipe = value.recipe
+        tensor.recipe = value.detach().recipe  # type: ignore[attr-defined]
     else:
-        tensor.recipe = Recipe(Root(value.shape, root.kept, value.detach() if root.kept else None))
+        tensor.recipe = Recipe.of(Root(value.shape, kept, value.detach() if kept else None))
     _plainly(Tensor.data.__set__, tensor, value if is_meta(value) else torch.empty_like(value, device="meta"))  # type: ignore[attr-defined]
 
 
@@ -336,9 +301,8 @@ def _only_dtype(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
     name, root = requested(func)[0], target.recipe.root
     if name in _VIEWS:
-        operation = Operation(getattr(Tensor, name.removesuffix("_")), args, kwargs)
+        root.operations.append(Operation(func, args, kwargs, root))
         _plainly(func, *args, **kwargs)
-        target.recipe = Recipe(root, (*target.recipe.views, operation.view(target.recipe, 0)))
         return
     if name.startswith("resize_"):
         raise OutsideUnitError(f"{name} of a parameter without values: write parameter.data = value instead")
@@ -346,7 +310,8 @@ def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
         _plainly(func, *args, **kwargs)  # compares shapes
     root.kept = all(tensor.recipe.root.kept for tensor in _unmade_in(args, kwargs))
     if root.kept:
-        root.writes.append(Operation(func, args, kwargs, root))
+        root.operations.append(Operation(func, args, kwargs, root))
+        root.writes += 1
     else:
         _draw_alike(func, args, kwargs)
 
@@ -376,20 +341,23 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
     known = {id(tensor) for tensor in tensors_in((args, kwargs))}
     if not any(is_meta(tensor) and id(tensor) not in known for tensor in tensors_in(result)):
         return result
-    recipes = {tensor.untyped_storage()._cdata: tensor.recipe for tensor in unmade}
     kept = all(tensor.recipe.root.kept for tensor in unmade)
     if not kept:
         _draw_alike(func, args, kwargs)
-    operation = Operation(func, args, kwargs)
+    roots = {tensor.untyped_storage()._cdata: tensor.recipe.root for tensor in unmade}
+    made = [tensor for tensor in tensors_in(result) if is_meta(tensor) and id(tensor) not in known]
+    viewed = {roots.get(tensor.untyped_storage()._cdata) for tensor in made}
+    operation = Operation(func, args, kwargs, viewed.pop() if len(viewed) == 1 else None)
     new: dict[int, Tensor] = {}
-    for number, tensor in enumerate(tensors_in(result)):
+    for place, tensor in enumerate(tensors_in(result)):
         if not is_meta(tensor) or id(tensor) in known:
             continue
-        source = recipes.get(tensor.untyped_storage()._cdata)
-        if source is not None:
-            recipe = Recipe(source.root, (*source.views, operation.view(source, number)))
-        else:
-            recipe = Recipe(Root(tensor.shape, kept, maker=(operation, number) if kept else None))
+        source = roots.get(tensor.untyped_storage()._cdata)
+        root = source or Root(tensor.shape, kept, is_made=kept)
+        recipe = Recipe.of(root) if source is None else Recipe(root, next(_count))
+        operation.made[place] = recipe.number
+        if kept and operation not in root.operations[-1:]:
+            root.operations.append(operation)
         new[id(tensor)] = Unmade.of(tensor, recipe)
     return replaced(result, new)
 

@@ -28,9 +28,8 @@ from torch.overrides import TorchFunctionMode
 from zero.core.layout import Layout, pages
 from zero.core.master import rounded
 from zero.core.suggest import meant, some
-from zero.core.tree import tensors_in
 from zero.distributed.world import World
-from zero.engine.empty import Operation, Recipe, Root, is_meta
+from zero.engine.empty import Recipe, Root, is_meta
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
@@ -253,7 +252,7 @@ class _Made:
                 self._owner_of[name] = owner
                 placeholder = model.get_submodule(owner.path)._parameters[local]
                 assert isinstance(placeholder, ParameterPlaceholder)
-                recipe = placeholder.recipe or Recipe(Root(placeholder.shape, begin=built.get(name)))
+                recipe = placeholder.recipe or Recipe.of(Root(placeholder.shape, begin=built.get(name)))
                 self._recipes[name] = recipe
                 self._assign(recipe.root, owner.path)
         for root, path in list(self._path_of.items()):
@@ -281,25 +280,24 @@ class _Made:
         paths = {owner.path}
         while further := {self._path_of[root] for path in paths for root in _reached(self._roots_of[path])} - paths:
             paths |= further
-        values = {root: _begun(root) for path in paths for root in self._roots_of[path] if root.maker is None}
+        values = {root.number: _begun(root) for path in paths for root in self._roots_of[path] if not root.is_made}
+        operations = {
+            operation: path for path in paths for root in self._roots_of[path] for operation in root.operations
+        }
         generators = {path: self._generator(path) for path in paths}
         module = self._model.get_submodule(owner.path)
         recipes = {name: self._recipes[name] for _, name in owner.slots if self._owner_of[name] is owner}
-        if not all(recipe.root.is_written for recipe in recipes.values()):
+        if unwritten := {recipe.root for recipe in recipes.values() if not recipe.root.is_written}:
+            for view in [operation for root in unwritten for operation in root.operations]:
+                view.run(values)
+                del operations[view]
             with _drawing(generators, owner.path):
-                _reset(module, owner, self._model, {name: recipe.of(values) for name, recipe in recipes.items()})
-        operations: dict[Operation, str] = {}
-        made_by: dict[Operation, list[tuple[Root, int]]] = {}
-        for path in paths:
-            for root in self._roots_of[path]:
-                operations |= dict.fromkeys(root.operations, path)
-                if root.maker is not None:
-                    made_by.setdefault(root.maker[0], []).append((root, root.maker[1]))
+                begun = {name: values[recipe.number] for name, recipe in recipes.items() if recipe.number in values}
+                _reset(module, owner, self._model, begun)
         for operation, path in sorted(operations.items(), key=lambda each: each[0].number):
             with _drawing(generators, path):
-                result = tensors_in(operation.run(values))
-            values.update({root: result[number] for root, number in made_by.get(operation, ())})
-        made = {name: recipe.of(values).detach() for name, recipe in recipes.items()}
+                operation.run(values)
+        made = {name: values[recipe.number].detach() for name, recipe in recipes.items()}
         _refuse_left_out(module, owner, self._model, made)
         return made
 
@@ -315,7 +313,7 @@ def _reached(roots: Iterable[Root]) -> Iterable[Root]:
     waiting = list(reached)
     while waiting:
         for operation in waiting.pop().operations:
-            new = [root for root in operation.roots if root not in reached]
+            new = [root for root in operation.reads if root not in reached]
             reached.update(dict.fromkeys(new))
             waiting += new
     return reached

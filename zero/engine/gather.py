@@ -15,10 +15,8 @@ A buffer is pinned:
     ... with none to come    until backward uses another unit, or ends (frozen units, gradients of inputs only)
     gathered ahead           until it is used, or the pass ends
 
-Under a `torch.func` transform (grad, vmap, jacrev) torch forbids such hooks. Gathering steps outside of the transform,
-which then sees parameters as constants with a history: gradients taken inside are right, and a backward outside still
-reaches the parameters. If the transform keeps memory of a buffer, the buffer gets fresh memory. Parameters that the
-user put in place with `torch.func.functional_call` are used as they are, in every place of a tied one.
+`torch.func` transforms (grad, vmap, jacrev) forbid such hooks, so a site raises under one. Tensors that the user put
+in place with `torch.func.functional_call` are used as they are.
 
 Every decision about a collective depends on the order of calls alone, so all ranks decide alike.
 
@@ -42,11 +40,9 @@ from zero.engine.graph import (
     RUN_FIRST,
     Arrive,
     Gather,
-    beneath_transforms,
     check_same_parameters,
     nodes_of,
     reaching,
-    untransformed,
     views,
 )
 from zero.engine.placeholder import ParameterPlaceholder, in_backward
@@ -127,9 +123,7 @@ class Gatherer:
         self._compiler = Compiler(plan.compile) if plan.compile else None
         self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
-        # places of parameters in the model, by unit, trainable or frozen, and number; and by path of a site
-        self._places: dict[tuple[int, bool, int], list[Place]] = {}
-        self._places_of: dict[str, list[Place]] = {}
+        self._places_of: dict[str, list[Place]] = {}  # by path of a site, in the order of its bindings
         self._check_writes = plan.check_writes
         self.entering: Callable[[], None] = lambda: None
         self.arriving: Callable[[], None] = lambda: None
@@ -192,7 +186,6 @@ class Gatherer:
 
     def place(self, site: Site, bound: Binding, place: Place) -> None:
         """Note one of the places of a parameter in the model, in the order of the site's bindings."""
-        self._places.setdefault((bound.unit, bound.trainable, bound.slot), []).append(place)
         self._places_of.setdefault(site.path, []).append(place)
         if bound.trainable:
             self._placeholders[bound.unit, bound.slot] = place.placeholder
@@ -214,18 +207,16 @@ class Gatherer:
         places = self._places_of[site.path]
         kept = [(parameters, name, parameters[name]) for _, parameters, name, _ in places if name in parameters]
         is_in_full = all(place.placeholder.full_value is not None for place in places) and not torch.is_grad_enabled()
+        reject_transforms()
         try:
-            with beneath_transforms() as transformed:
-                for index in () if is_in_full else site.units:
-                    if recomputing:  # held for the pass, but also pinned for the call: the next hold may let it go
-                        pinned.append(self._hold(self._units[index]))
-                        pinned[-1].pins += 1
-                    else:
-                        pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
-                make = self._parameters_in_full if is_in_full else partial(self._parameters, recomputing=recomputing)
-                parameters = make(site, body.module)
-            if transformed:
-                return self._own(call_with(parameters, body, args, kwargs, path=site.path))
+            for index in () if is_in_full else site.units:
+                if recomputing:  # held for the pass, but also pinned for the call: the next hold may let it go
+                    pinned.append(self._hold(self._units[index]))
+                    pinned[-1].pins += 1
+                else:
+                    pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
+            make = self._parameters_in_full if is_in_full else partial(self._parameters, recomputing=recomputing)
+            parameters = make(site, body.module)
             call = partial(call_with, path=site.path, check_writes=self._check_writes)
             before = nodes_of((args, kwargs))  # taken now: the call may change its inputs in place
             policy = self._policies[site.units[0]]
@@ -263,9 +254,7 @@ class Gatherer:
                 trainable[index] = views(unit.spec.trainable, flat)
         places = zip(site.bindings, self._places_of[site.path], strict=True)
         return {
-            f"module.{bound.local}": self._given(
-                bound, place, (trainable if bound.trainable else frozen)[bound.unit][bound.slot]
-            )
+            f"module.{bound.local}": _given(place, (trainable if bound.trainable else frozen)[bound.unit][bound.slot])
             for bound, place in places
             if place.is_in(module)
         }
@@ -274,28 +263,10 @@ class Gatherer:
         """Return the parameters of `site` from their full values, without a gather: one rank may call it alone."""
         places = zip(site.bindings, self._places_of[site.path], strict=True)
         return {
-            f"module.{bound.local}": self._given(bound, place, place.placeholder.value())
+            f"module.{bound.local}": _given(place, place.placeholder.value())
             for bound, place in places
             if place.is_in(module)
         }
-
-    def _given(self, bound: Binding, place: Place, ours: Tensor) -> Tensor:
-        """Return the tensor that the user put in a parameter's place, else its full value in a block, else `ours`."""
-        there = place.parameters[place.name]
-        if isinstance(there, ParameterPlaceholder) and there is not place.placeholder:  # another, or this as a constant
-            return there.value()
-        if there is place.placeholder and (full := place.placeholder.seen_in_full()) is not None:
-            return full
-        places = self._places[bound.unit, bound.trainable, bound.slot]
-        in_place = (place.parameters.get(place.name) for place in places)
-        tensors = (tensor for tensor in in_place if not isinstance(tensor, ParameterPlaceholder | None))
-        tensor = next(tensors, ours)
-        if tensor is not ours and isinstance(placeholder := untransformed(tensor), ParameterPlaceholder):
-            raise OutsideUnitError(
-                f"torch.func cannot differentiate by parameter {placeholder.full_name} of the model. Put tensors of "
-                "your own in place with torch.func.functional_call."
-            )
-        return tensor
 
     def _made(self, unit: UnitState, flat: Tensor, recomputing: bool) -> list[Tensor]:
         """Return the unit's trainable parameters with a history; a recomputation is the same call again."""
@@ -352,7 +323,7 @@ class Gatherer:
         """Copy outputs that are views of a buffer, because they must outlive it."""
         if self.pool is None:
             return outputs
-        borrowed = (t for t in tensors_in(outputs) if self.pool.holding(untransformed(t)) is not None)
+        borrowed = (t for t in tensors_in(outputs) if self.pool.holding(t) is not None)
         return replaced(outputs, {id(t): t.clone() for t in borrowed})
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -387,7 +358,8 @@ class Gatherer:
         def view(with_history: bool) -> Tensor:
             unit = self._units[bound.unit]
             recomputing = in_backward()
-            with nullcontext() if recomputing else self.use, self._lock, beneath_transforms():
+            reject_transforms()
+            with nullcontext() if recomputing else self.use, self._lock:
                 if with_history and not recomputing:
                     self.entering()
                 if recomputing:
@@ -433,7 +405,7 @@ class Gatherer:
                     f"{placeholder.full_name} was frozen between this graph's forward and its backward. Freeze it "
                     "before the forward, or after the step."
                 )
-            if placeholder.hooks or placeholder.afterwards:  # they get the sum over the unit's calls, as on any leaf
+            if placeholder.hooks:  # they get the sum over the unit's calls, as on any leaf
                 sums = self._hooked.setdefault(unit.index, {})
                 sums[slot] = grad if slot not in sums else sums[slot] + grad
             else:
@@ -468,8 +440,7 @@ class Gatherer:
         for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
             # the update divides by the count of microbatches, and hooks see the gradient after that
             hooked = self._placeholders[unit.index, slot].through_hooks(grad / self._accumulate)
-            if hooked is not None:
-                self._deliver(unit, slot, hooked * self._accumulate)
+            self._deliver(unit, slot, hooked * self._accumulate)
         self._start_reduce(unit)
         self._let_go(unit.index)
 
@@ -497,6 +468,24 @@ class Gatherer:
                 self._close(unit)
         for index in list(self._held):
             self._let_go(index)
+
+
+def _given(place: Place, gathered: Tensor) -> Tensor:
+    """Return the tensor that the user put in a parameter's place, else its full value in a block, else `gathered`."""
+    there = place.parameters[place.name]
+    if there is place.placeholder:
+        full = place.placeholder.seen_in_full()
+        return gathered if full is None else full
+    return there.value() if isinstance(there, ParameterPlaceholder) else cast(Tensor, there)
+
+
+def reject_transforms() -> None:
+    """Raise OutsideUnitError under a transform of `torch.func`."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise OutsideUnitError(
+            "torch.func cannot transform a model that trains in shards. Take gradients of inputs with "
+            "torch.autograd.grad, or apply the transform to a copy of the module."
+        )
 
 
 def bind_placeholders(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:

@@ -2,17 +2,13 @@
 
 `Gather` is one node from a unit to all its parameters. An `Arrive` for each of them takes the gradient out of autograd
 as soon as it is complete. A `Reach` has backward pass through a unit whose parameters took no part in its outputs.
-
-Under a `torch.func` transform these nodes are made outside of it: `beneath_transforms` steps there.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zero.core.layout import Layout
 from zero.core.tree import replaced, tensors_in
@@ -125,24 +121,3 @@ def reaching(outputs: Any, parameters: Iterable[Tensor], known: set[Any]) -> Any
     if not wanted:
         return outputs
     return replaced(outputs, {id(tensors[0]): Reach.apply(tensors[0], *wanted.values())})
-
-
-@contextmanager
-def beneath_transforms() -> Iterator[bool]:
-    """Step outside of the `torch.func` transforms under way; yield whether there are any."""
-    functorch = torch._C._functorch
-    around = functorch.get_interpreter_stack() or ()
-    if not around:
-        yield False
-        return
-    grads = [layer for layer in around if layer.key() == functorch.TransformType.Grad]  # each enables gradients inside
-    enabled = torch.is_grad_enabled() and all(functorch.CGradInterpreterPtr(layer).prevGradMode() for layer in grads)
-    with temporarily_clear_interpreter_stack(), torch.set_grad_enabled(enabled):
-        yield True
-
-
-def untransformed(tensor: Tensor) -> Tensor:
-    """Return the tensor that `torch.func` transforms have wrapped."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor

@@ -2,8 +2,8 @@
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,6 @@ class ParameterPlaceholder(nn.Parameter):
         may_be_edited: writes into `full_value` count.
         recipe: the record of its first values; None: not recorded.
         hooks: called in order on its gradient before that leaves this rank.
-        afterwards: called after them, with `grad` in place.
         is_constant: this is the parameter without its history, as `detach` returns it.
     """
 
@@ -65,17 +64,14 @@ class ParameterPlaceholder(nn.Parameter):
     may_be_edited: bool
     recipe: Recipe | None
     hooks: "OrderedDict[int, Hook]"
-    afterwards: "OrderedDict[int, Callable[[Tensor], None]]"
     is_constant: bool
-    _arrived: list[Tensor | None]
 
     @classmethod
     def taken(
         cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device
     ) -> "ParameterPlaceholder":
         """Turn a parameter itself into a placeholder, wherever it is held. Only the caller may keep its values."""
-        hooks, afterwards = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
-        parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        hooks, parameter._backward_hooks = parameter._backward_hooks or {}, None
         device = torch.device("meta") if is_meta(parameter) else home
         element = torch.full((), torch.nan, dtype=dtype, device=device)
         parameter.grad = None
@@ -84,7 +80,6 @@ class ParameterPlaceholder(nn.Parameter):
         parameter.__class__ = cls  # as torch does with parameters that get their size later
         placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, vars(parameter).get("recipe"))
         placeholder.hooks.update(hooks)
-        placeholder.afterwards.update(afterwards)
         with torch._C.DisableTorchFunctionSubclass():
             trains, _ = placeholder.requires_grad, placeholder.requires_grad_(True)  # a constant takes no hook
             nn.Parameter.register_post_accumulate_grad_hook(placeholder, _pass_on)
@@ -93,7 +88,7 @@ class ParameterPlaceholder(nn.Parameter):
 
     def given_back(self, cls: type[Tensor], values: Tensor) -> None:
         """Turn it back into a parameter of class `cls`."""
-        hooks, recipe = (self.hooks, self.afterwards), self.recipe
+        hooks, recipe = self.hooks, self.recipe
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = cls  # type: ignore[assignment]
             self.data = values
@@ -103,13 +98,13 @@ class ParameterPlaceholder(nn.Parameter):
             vars(self).pop(name, None)
         if issubclass(cls, Unmade):
             vars(self)["recipe"] = recipe
-        register_hooks(self, *hooks)
+        register_hooks(self, hooks)
 
     def _begin(self, name: str, home: torch.device, recipe: Recipe | None) -> "ParameterPlaceholder":
         self.recipe = recipe
         self.full_name, self.home, self.regather = name, home, None
         self.gradient = self.source = self.full_value = None
-        self.hooks, self.afterwards, self._arrived = OrderedDict(), OrderedDict(), []
+        self.hooks = OrderedDict()
         self.is_constant = self.may_be_edited = False
         return self
 
@@ -125,17 +120,13 @@ class ParameterPlaceholder(nn.Parameter):
         self.hooks[handle.id] = hook
         return handle
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """As of any leaf: `hook` is called with the parameter, and may change or take away its `grad`.
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> NoReturn:
+        raise OutsideUnitError(
+            f"{self.full_name}: its gradient is accumulated in shards, so no hook can follow that; use register_hook"
+        )
 
-        That is what the hooks of `register_hook` have left of one microbatch; what has been added up is elsewhere.
-        """
-        handle = RemovableHandle(self.afterwards)
-        self.afterwards[handle.id] = hook
-        return handle
-
-    def through_hooks(self, grad: Tensor) -> Tensor | None:
-        """Call the hooks on a gradient that has arrived; returns what they leave of it."""
+    def through_hooks(self, grad: Tensor) -> Tensor:
+        """Call the hooks on a gradient that has arrived, and return what they make of it."""
         for hook in list(self.hooks.values()):
             result = hook(grad)
             if result is not None and (result.shape != grad.shape or result.dtype != grad.dtype):
@@ -144,15 +135,7 @@ class ParameterPlaceholder(nn.Parameter):
                     f"{tuple(grad.shape)} of {grad.dtype}"
                 )
             grad = grad if result is None else result
-        if not self.afterwards:
-            return grad
-        self._arrived.append(grad.clone())  # what they write into is theirs
-        try:
-            for call in list(self.afterwards.values()):
-                call(self)
-            return self._arrived[-1]
-        finally:
-            self._arrived.pop()
+        return grad
 
     def constant(self) -> "ParameterPlaceholder":
         """The same parameter as a constant."""
@@ -161,18 +144,15 @@ class ParameterPlaceholder(nn.Parameter):
         made.regather, made.full_value, made.is_constant = self.regather, self.full_value, True
         return made
 
-    def _local_grad(self, *new: Tensor | None) -> Tensor | None:
-        """Get it, or set it to `new`."""
-        if self._arrived and new:
-            self._arrived[-1] = new[0]
-        elif new and (new[0] is not None or self._local_grad() is not None):
+    def _local_grad(self) -> Tensor | None:
+        return None if self.gradient is None else self.gradient()
+
+    def _set_grad(self, value: Tensor | None) -> None:
+        if value is not None or self._local_grad() is not None:
             raise OutsideUnitError(
                 f"{self.full_name}.grad is in shards and is not set; edit it in place below stage 2, or with "
                 "zero.set_full(engine, name, value, kind='grad'), or drop all of them with engine.zero_grad()"
             )
-        if self._arrived:
-            return self._arrived[-1]
-        return None if new or self.gradient is None else self.gradient()
 
     def value(self, *, constant: bool = False) -> Tensor:
         """A view of the gathered parameter; with a history where it trains and gradients are on, unless `constant`."""
@@ -219,8 +199,8 @@ class ParameterPlaceholder(nn.Parameter):
             return home if request == "device" else home.type == request.removeprefix("is_")
         if request == "grad" and is_attribute:
             if func.__name__ == "__set__":
-                return args[0]._local_grad(*args[1:])
-            if args[0].source is None and not args[0]._arrived and args[0].trains:
+                return args[0]._set_grad(args[1])
+            if args[0].source is None and args[0].trains:
                 warnings.warn(NO_GRADIENT.format(args[0].full_name), stacklevel=2)
             return args[0]._local_grad()
         if request == "stride" or request == "is_contiguous":  # those of the gathered one
@@ -290,19 +270,10 @@ class Part(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         _refuse_writing(cls, func, request, args, kwargs)
-        if request == "__iter__":
-            func, args = Tensor.unbind, args[:1]
         parts = {id(part): part for part in tensors_in((args, kwargs)) if isinstance(part, Part)}
         names = {storage_address(part): part.full_name for part in parts.values()}
         args, kwargs = replaced((args, kwargs), {key: part._plain() for key, part in parts.items()})
-        result = func(*args, **kwargs)
-        seen = {
-            id(tensor): cls.of(tensor, names[storage_address(tensor)])
-            for tensor in tensors_in(result)
-            if _lies_in(tensor, names)
-        }
-        result = _for_reading(replaced(result, seen))
-        return iter(result) if request == "__iter__" else result
+        return _for_reading(func, args, kwargs, names)
 
 
 def _refuse_writing(cls: type[ParameterPlaceholder | Part], func: Any, request: str, args: Any, kwargs: Any) -> None:
@@ -355,14 +326,7 @@ def reject_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
-    """Call `func` on values in place of placeholders.
-
-    A result that looks at their memory is a `Part`: of a copy, unless it is a view in a graph, because the memory is
-    used again.
-    """
-    walks = func.__name__ == "__iter__"
-    if walks:
-        func, args = Tensor.unbind, args[:1]
+    """Call `func` on values, or on copies of them, in place of placeholders."""
     inputs = tensors_in((args, kwargs))
     placeholders = {id(tensor): tensor for tensor in inputs if isinstance(tensor, ParameterPlaceholder)}
     values = {key: placeholder.value() for key, placeholder in placeholders.items()}
@@ -370,25 +334,30 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
     operands = {key: value.clone() for key, value in values.items()} if clone else values
     before = {key: version_of(value) for key, value in values.items()}
     args, kwargs = replaced((args, kwargs), operands)
-    result = func(*args, **kwargs)
+    result = _for_reading(func, args, kwargs, names, clone_views=True)  # the memory is used again
     for key, value in values.items():
         if version_of(value) != before[key]:
             _refuse_written(placeholders[key].full_name, func.__name__)
-    looking = [tensor for tensor in tensors_in(result) if _lies_in(tensor, names)]
-    parts = {
-        id(tensor): Part.of(tensor if tensor.requires_grad else tensor.clone(), names[storage_address(tensor)])
-        for tensor in looking
-    }
-    result = _for_reading(replaced(result, parts))
-    return iter(result) if walks else result
-
-
-def _for_reading(result: Any) -> Any:
-    """Make a numpy array read-only."""
-    flags = getattr(result, "flags", None) if type(result).__module__ == "numpy" else None
-    if flags is not None:
-        flags.writeable = False
     return result
+
+
+def _for_reading(func: Any, args: Any, kwargs: Any, names: Mapping[int, str], *, clone_views: bool = False) -> Any:
+    """Call `func`; make each result that is a view of a parameter's memory a `Part`, and a numpy array read-only.
+
+    Args:
+        names: parameters' names by the addresses of their values.
+        clone_views: copy views that are in no graph.
+    """
+    walks = func.__name__ == "__iter__"
+    result = Tensor.unbind(args[0]) if walks else func(*args, **kwargs)
+    parts = {}
+    for tensor in tensors_in(result):
+        if tensor.numel() and (name := names.get(storage_address(tensor))) is not None:
+            parts[id(tensor)] = Part.of(tensor.clone() if clone_views and not tensor.requires_grad else tensor, name)
+    result = replaced(result, parts)
+    if type(result).__module__ == "numpy" and hasattr(result, "flags"):
+        result.flags.writeable = False
+    return iter(result) if walks else result
 
 
 def version_of(tensor: Tensor) -> int:
@@ -396,20 +365,9 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _lies_in(tensor: Tensor, memory: Container[int]) -> bool:
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return tensor.numel() > 0 and storage_address(tensor) in memory
-
-
-def register_hooks(
-    parameter: Tensor, hooks: Mapping[int, Hook], afterwards: Mapping[int, Callable[[Tensor], None]]
-) -> None:
-    """Register hooks as `register_hook` and as `register_post_accumulate_grad_hook` do."""
+def register_hooks(parameter: Tensor, hooks: Mapping[int, Hook]) -> None:
     for hook in hooks.values():
         parameter.register_hook(hook)
-    for call in afterwards.values():
-        parameter.register_post_accumulate_grad_hook(call)
 
 
 def in_backward() -> bool:

@@ -125,7 +125,7 @@ class Takeover:
         self._parameters = {}
 
     def _exchange(self, placeholder: ParameterPlaceholder, parameter: nn.Parameter) -> None:
-        register_hooks(parameter, placeholder.hooks, placeholder.afterwards)
+        register_hooks(parameter, placeholder.hooks)
         for module in self._model.modules():
             for name, held in module._parameters.items():
                 if held is placeholder:

@@ -77,6 +77,8 @@ def _check_parameter(parameter: nn.Parameter, name: str, owner: str) -> None:
         raise PlanError(f"{what} {parameter.dtype}: {ROUNDED}; in a module of your own register it as a buffer")
     if parameter.layout is not torch.strided:
         raise PlanError(f"{what} {parameter.layout}: keep it dense")
+    if parameter._post_accumulate_grad_hooks:
+        raise PlanError(f"parameter {name} has a hook of register_post_accumulate_grad_hook; use register_hook")
 
 
 def _check_buffer(buffer: Tensor, name: str, *, saved: bool) -> None:

@@ -101,9 +101,9 @@ def tier_bytes(plan: zero.Plan, *tiers: str) -> int:
     ("given", "said"),
     [
         ({"optimizer": torch.optim.AdamW}, "optimizer is the class AdamW; make one with zero.adamw"),
-        ({"optimizer": None}, "optimizer is of NoneType; make one with zero.adamw"),
-        ({"model": None}, "model is of NoneType; pass a torch.nn.Module"),
-        ({"world": 2}, "world is of int; make one with zero.World.from_env()"),
+        ({"optimizer": None}, "optimizer is None; make one with zero.adamw"),
+        ({"model": None}, "model is None; pass a torch.nn.Module"),
+        ({"world": 2}, "world is an int; make one with zero.World.from_env()"),
         ({"offload": "disk"}, "offload=disk: must be one of none, cpu, nvme"),
         ({"stage": "3"}, "zero.stage='3': a stage is 0, 1, 2 or 3"),
         ({"prefetch": "1"}, "zero.prefetch='1': it is a number of units"),

@@ -19,7 +19,7 @@ from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_
 from zero.checkpoint.save import gather_reports
 from zero.core.layout import Slot
 from zero.core.suggest import some
-from zero.engine.arguments import check_state, type_text
+from zero.engine.arguments import check_type, type_text
 from zero.engine.first_values import sinks_of
 from zero.engine.full import full_values
 from zero.engine.plan import Plan
@@ -61,7 +61,7 @@ def load(
             has no such `weights`: nothing was changed. Or damage that came after the checkpoint was opened: then the
             state cannot be used again.
     """
-    check_state(state, "zero.load", "state = zero.load(state, checkpoint)")
+    check_type(state, State, "zero.load", "state = zero.load(state, checkpoint)")
     if not isinstance(checkpoint, Checkpoint):
         raise ConfigError(
             f"zero.load takes a Checkpoint second, and this is {type_text(checkpoint)}; write "

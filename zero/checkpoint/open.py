@@ -39,7 +39,7 @@ from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader
 from zero.core.loss_scale import LossScale
 from zero.distributed.world import World
-from zero.engine.arguments import check_folder, check_world
+from zero.engine.arguments import check_folder, check_type
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
 from zero.platform.safetensors_files import offsets
@@ -95,7 +95,7 @@ def open_checkpoint(
         ConfigError: `world` is not a World, or `folder` not a path.
         CheckpointError: on every rank; the line names file and offset of the first damage.
     """
-    check_world(world, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
+    check_type(world, World, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
     check_folder(folder, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
     folder, disk = Path(folder), disk or Disk()
     manifests: list[Manifest] = []
@@ -130,7 +130,7 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
         ConfigError: `world` is not a World, or `path` not a path.
         CheckpointError: there are checkpoints, and none is valid.
     """
-    check_world(world, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
+    check_type(world, World, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     check_folder(path, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     root = Root(Path(path))
     steps = by_rank_0(world, root.steps)

@@ -37,7 +37,7 @@ from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
 from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
-from zero.engine.arguments import check_folder, check_state
+from zero.engine.arguments import check_folder, check_type
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
@@ -125,7 +125,7 @@ class Saving:
         behind: bool = False,
         progress: Progress = silent,
     ) -> None:
-        check_state(state, "zero.save", "zero.save(state, folder)")
+        check_type(state, State, "zero.save", "zero.save(state, folder)")
         if not isinstance(root, Root):
             check_folder(root, "zero.save", "zero.save(state, folder)")
             root = Root(Path(root))

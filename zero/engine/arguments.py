@@ -1,7 +1,7 @@
 """Checks of arguments that reject the wrong object in one line, before anything is done.
 
-A plan, a state and a model stand beside each other in every loop, and each of these calls takes exactly one of them.
-Each check raises ConfigError with the line to write.
+A plan, a state and a model stand beside each other in every loop, and each call takes exactly one of them. Each check
+raises ConfigError with the line to write.
 """
 
 import inspect
@@ -12,46 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.distributed.world import World
-from zero.engine.plan import Plan
-from zero.engine.state import State
-from zero.engine.totals import NOTHING_TRAINS
 from zero.errors import ConfigError
 
-
-def check_plan(value: object, call: str, line: str) -> None:
-    """Reject a value that is not a Plan.
-
-    Args:
-        call: the function, as a user writes it.
-        line: its call with a plan of the name `plan`.
-    """
-    if not isinstance(value, Plan):
-        line = line.replace("plan", "state.plan") if isinstance(value, State) else line
-        raise ConfigError(f"{call} takes a Plan, and this is {type_text(value)}; write {line}")
+NOTHING_TRAINS = (
+    "the loss has no gradient: no parameter that trains is in it; compute it with the model that trains, which loss_fn "
+    "is given, without torch.no_grad() or .detach()"
+)
 
 
-def check_state(value: object, call: str, line: str) -> None:
-    """Reject a value that is not a State.
+def check_type(value: object, cls: type, call: str, line: str) -> None:
+    """Reject a value that is not a `cls`.
 
     Args:
         call: the function, as a user writes it.
-        line: its call with a state of the name `state`.
+        line: a correct call of it.
     """
-    if isinstance(value, State):
-        return
-    got = type_text(value)
-    if isinstance(value, tuple) and value and isinstance(value[0], State):
-        got, line = f"{got} with one", "state, metrics = step(state, [batch])"
-    elif isinstance(value, Plan):
-        line = f"state = zero.init(plan, store), and then {line}"
-    raise ConfigError(f"{call} takes a State, and this is {got}; write {line}")
-
-
-def check_world(value: object, call: str, line: str) -> None:
-    """Reject a first argument that is not a World; `line` is the call with `world`."""
-    if not isinstance(value, World):
-        raise ConfigError(f"{call} takes a World first, and this is {type_text(value)}; write {line}")
+    if not isinstance(value, cls):
+        raise ConfigError(f"{call} takes a {cls.__name__}, and this is {type_text(value)}; write {line}")
 
 
 def check_folder(value: object, call: str, line: str) -> None:
@@ -92,17 +69,11 @@ def check_microbatches(value: Any, accumulate: int) -> None:
     is_single = isinstance(value, Tensor | Mapping | str) or (isinstance(value, tuple) and type(value) is not tuple)
     if is_single or not (isinstance(value, Sized) and isinstance(value, Iterable)):
         raise ConfigError(f"microbatches is {type_text(value)}; pass a list of them: step(state, [batch])")
-    if len(value) == accumulate:
-        return
-    if value and isinstance(value, tuple) and all(isinstance(element, Tensor) for element in value):
+    if len(value) != accumulate:
         raise ConfigError(
-            f"microbatches is a tuple of {len(value)} tensors, and a step takes batch.accumulate={accumulate} "
-            "microbatches; if it is one batch, pass it in a list: step(state, [batch])"
+            f"a step takes batch.accumulate={accumulate} microbatches, not {len(value)}; in Python it is "
+            "Plan(accumulate=...). One batch, a tuple of tensors too, is passed as [batch]"
         )
-    raise ConfigError(
-        f"a step takes batch.accumulate={accumulate} microbatches, not {len(value)}; in Python it is "
-        "Plan(accumulate=...)"
-    )
 
 
 def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
@@ -127,15 +98,10 @@ def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
 def check_loss(loss: object, line: str = "return {}") -> None:
     """Reject a loss that is not a tensor of one number; `line` is the line to write, with a place for the loss."""
     if not isinstance(loss, Tensor):
-        must, expression, rest = "a tensor", "loss", ""
-        if isinstance(loss, Mapping):
-            expression = 'outputs["loss"]'
-        elif isinstance(loss, int | float):
-            rest = ", without .item() or float()"
-        else:
-            must = "a tensor of one number"
+        expression = 'outputs["loss"]' if isinstance(loss, Mapping) else "loss"
+        without = ", without .item() or float()" if isinstance(loss, int | float) else ""
         raise ConfigError(
-            f"the loss is {type_text(loss)}, and it must be {must}; write {line.format(expression)}{rest}"
+            f"the loss is {type_text(loss)}, and it must be a tensor; write {line.format(expression)}{without}"
         )
     if loss.numel() != 1:
         raise ConfigError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch")
@@ -153,11 +119,9 @@ def numbers_by_name(values: Mapping[str, Any], where: str = "beside the loss") -
             number = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(f"{name!r} {where} is {type_text(value)}, and it must be a number") from None
-        if number.numel() != 1:
-            advice = ": write its mean()" if number.numel() else ""
-            raise ConfigError(f"{name!r} {where} has shape {tuple(number.shape)}, and it must be one number{advice}")
-        if number.is_complex():
-            raise ConfigError(f"{name!r} {where} is complex, and it must be one number")
+        if number.numel() != 1 or number.is_complex():
+            dtype = str(number.dtype).removeprefix("torch.")
+            raise ConfigError(f"{name!r} {where} is {dtype} of shape {tuple(number.shape)}; it must be one real number")
         numbers[name] = number.reshape(())
     return numbers
 

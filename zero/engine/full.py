@@ -25,7 +25,7 @@ from torch import Tensor
 from zero.core.layout import Layout, Slot
 from zero.core.master import rounded
 from zero.core.suggest import meant, some
-from zero.engine.arguments import check_state
+from zero.engine.arguments import check_type
 from zero.engine.first_values import sinks_of
 from zero.engine.full_flat import full_flat, full_tensors, gather_flat, layouts_of, updated_range
 from zero.engine.placeholder import ParameterPlaceholder
@@ -47,7 +47,7 @@ def _state_of(source: Source, call: str, line: str) -> State:
     """Return the state of a source; reject another object with the line to write."""
     state: object = getattr(source, "state", None)
     if not isinstance(state, State):
-        check_state(source, call, line)
+        check_type(source, State, call, line)
     assert isinstance(state, State)
     return state
 

@@ -10,7 +10,7 @@ import torch
 
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
-from zero.engine.arguments import check_plan, type_text
+from zero.engine.arguments import check_type
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Values, Weights, empty_unit, fill, forget_recipes, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
@@ -27,7 +27,7 @@ from zero.engine.takeover import Takeover
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
-from zero.errors import ConfigError, StoreError, if_it_fails
+from zero.errors import StoreError, if_it_fails
 from zero.platform.device import Arena, give_back_memory
 from zero.platform.run_files import folders_of, free_by_file_system, in_memory
 from zero.platform.timeline import Tape
@@ -62,7 +62,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     Raises:
         StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
     """
-    check_plan(plan, "zero.open_store", "store = zero.open_store(plan)")
+    check_type(plan, Plan, "zero.open_store", "store = zero.open_store(plan)")
     specs, device = plan.store_pages(), plan.world.compute
     where, host = device.device, torch.device("cpu")
     slot_bytes = plan.slot_bytes
@@ -183,10 +183,9 @@ def init(
         StoreError: the store holds another state already.
         ConfigError: `plan` is no plan, or there is no store.
     """
-    check_plan(plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
-    if not isinstance(store, PrefetchStore):
-        what = "needs a store" if store is None else f"takes a store second, and this is {type_text(store)}"
-        raise ConfigError(f"zero.init {what}; write state = zero.init(plan, zero.open_store(plan))")
+    check_type(plan, Plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
+    check_type(store, PrefetchStore, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
+    assert isinstance(store, PrefetchStore)
     store.claim()
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     model, splitting = plan.model, plan.splitting

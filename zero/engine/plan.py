@@ -25,6 +25,7 @@ from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.world import World
+from zero.engine.arguments import type_text
 from zero.engine.compile import Backend, check_backend
 from zero.engine.facts import Facts, Scope, sharers
 from zero.engine.page_table import PageTable
@@ -321,8 +322,7 @@ def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
         ("world", world, World, "make one with zero.World.from_env()"),
     ):
         if not isinstance(value, kind):
-            seen = f"the class {value.__qualname__}" if isinstance(value, type) else f"of {type(value).__qualname__}"
-            raise PlanError(f"{key} is {seen}; {instead}")
+            raise PlanError(f"{key} is {type_text(value)}; {instead}")
     assert isinstance(model, nn.Module)
     refuse_taken(model)
 

@@ -22,8 +22,7 @@ from zero.engine.arguments import (
     check_loss,
     check_loss_fn,
     check_microbatches,
-    check_plan,
-    check_state,
+    check_type,
     loss_and_aux,
     numbers_by_name,
 )
@@ -85,7 +84,7 @@ class Step:
     """
 
     def __init__(self, state: State) -> None:
-        check_state(state, "zero.Step", "step = zero.Step(state)")
+        check_type(state, State, "zero.Step", "step = zero.Step(state)")
         self.state, self._runtime, self._plan = state, state.runtime, state.plan
         if not self._plan.trains:
             raise PlanError("the model has no trainable parameter, so there is no step; run it with zero.make_forward")
@@ -354,12 +353,12 @@ def make_step(
         StaleStateError: by the step, the state is spent.
         WorldError: by the step, the ranks visited different units.
     """
-    check_plan(plan, "zero.make_step", "step = zero.make_step(plan, loss_fn)")
+    check_type(plan, Plan, "zero.make_step", "step = zero.make_step(plan, loss_fn)")
     check_function(loss_fn, "loss_fn", "step = zero.make_step(plan, loss_fn)")
     check_loss_fn(loss_fn)
 
     def step(state: State, microbatches: Sequence[Any] = ()) -> tuple[State, Metrics]:
-        check_state(state, "a step", "state, metrics = step(state, [batch])")
+        check_type(state, State, "a step", "state, metrics = step(state, [batch])")
         _same_plan(plan, state)
         check_microbatches(microbatches, plan.accumulate)
         with state.runtime.gatherer.use:
@@ -387,11 +386,11 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
         ConfigError: `plan` is not a Plan, or `fn` not a function; by `forward`, a state of another plan.
         StaleStateError: by `forward`, the state is spent.
     """
-    check_plan(plan, "zero.make_forward", "forward = zero.make_forward(plan, fn)")
+    check_type(plan, Plan, "zero.make_forward", "forward = zero.make_forward(plan, fn)")
     check_function(fn, "fn", "forward = zero.make_forward(plan, fn)")
 
     def forward(state: State, *args: Any, **kwargs: Any) -> Any:
-        check_state(state, "a forward", "forward(state, batch)")
+        check_type(state, State, "a forward", "forward(state, batch)")
         _same_plan(plan, state)
         model = state.model
         with state.runtime.gatherer.use:
@@ -429,7 +428,7 @@ def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
     Raises:
         StaleStateError: the state is spent, or its run is being recorded already.
     """
-    check_state(state, "zero.record", "with zero.record(state) as timeline:")
+    check_type(state, State, "zero.record", "with zero.record(state) as timeline:")
     with state.runtime.tape.record(profile=profile) as timeline:
         yield timeline
 

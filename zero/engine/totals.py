@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero.engine.arguments import NOTHING_TRAINS
 from zero.engine.runtime import Runtime
 from zero.errors import ConfigError, WorldError
 
@@ -93,12 +94,6 @@ def gather_totals(
         any_extra=any(extras),
         one_order=len(set(orders)) == 1,
     )
-
-
-NOTHING_TRAINS = (
-    "the loss has no gradient: no parameter that trains is in it; compute it with the model that trains, which loss_fn "
-    "is given, without torch.no_grad() or .detach()"
-)
 
 
 def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zero.checkpoint.save import by_rank_0
 from zero.core import suggest
 from zero.core.secret import refuse_secrets
-from zero.engine.arguments import check_folder, check_state, numbers_by_name, type_text
+from zero.engine.arguments import check_folder, check_type, numbers_by_name, type_text
 from zero.engine.measured import measured
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -87,7 +87,7 @@ def track(
         CheckpointError (entering the block, on every rank): the folder cannot be made.
         MachineError (in the block): a file cannot be written.
     """
-    check_state(state, "zero.track", "with zero.track(state, folder) as track:")
+    check_type(state, State, "zero.track", "with zero.track(state, folder) as track:")
     check_folder(folder, "zero.track", "with zero.track(state, folder) as track:")
     settings = _settings(tracker, every)
     if samples is not None and tokens is not None:
@@ -185,7 +185,7 @@ class Track:
             ConfigError: called outside of the block or not once after every step, or `val` has a value that is no
                 number.
         """
-        check_state(state, "track", "track(state, metrics)")
+        check_type(state, State, "track", "track(state, metrics)")
         if not isinstance(metrics, Metrics):
             raise ConfigError(
                 f"track takes Metrics second, and this is {type_text(metrics)}; write track(state, metrics)"

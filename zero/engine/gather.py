@@ -209,14 +209,14 @@ class Gatherer:
         is_in_full = all(place.placeholder.full_value is not None for place in places) and not torch.is_grad_enabled()
         reject_transforms()
         try:
-            for index in () if is_in_full else site.units:
+            units = () if is_in_full else site.units
+            for index in units:
                 if recomputing:  # held for the pass, but also pinned for the call: the next hold may let it go
                     pinned.append(self._hold(self._units[index]))
                     pinned[-1].pins += 1
                 else:
                     pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
-            make = self._parameters_in_full if is_in_full else partial(self._parameters, recomputing=recomputing)
-            parameters = make(site, body.module)
+            parameters = self._parameters(site, body.module, units, recomputing)
             call = partial(call_with, path=site.path, check_writes=self._check_writes)
             before = nodes_of((args, kwargs))  # taken now: the call may change its inputs in place
             policy = self._policies[site.units[0]]
@@ -237,33 +237,26 @@ class Gatherer:
             for buffer in pinned:
                 self.residency.unpin(buffer)
 
-    def _parameters(self, site: Site, module: nn.Module, recomputing: bool) -> dict[str, Tensor]:
+    def _parameters(self, site: Site, module: nn.Module, units: Iterable[int], recomputing: bool) -> dict[str, Tensor]:
         """Return the site's parameters by their names in its body: views of gathered buffers.
 
         Parameters that are not there any more are read as any parameter outside of its unit.
+
+        Args:
+            units: those that are gathered; none if all parameters are in a block of `GatheredParameters`.
         """
-        trainable: dict[int, Sequence[Tensor]] = {}
-        frozen: dict[int, Sequence[Tensor]] = {}
-        for index in site.units:
+        gathered: dict[tuple[int, bool], Sequence[Tensor]] = {}  # by unit, and whether it trains
+        for index in units:
             unit = self._units[index]
             flat = self.residency.buffer(unit).flat
-            frozen[index] = views(unit.spec.frozen, flat, unit.spec.trainable.P)
+            gathered[index, False] = views(unit.spec.frozen, flat, unit.spec.trainable.P)
             if torch.is_grad_enabled() and unit.spec.trainable.slots:
-                trainable[index] = self._made(unit, flat, recomputing)
+                gathered[index, True] = self._made(unit, flat, recomputing)
             else:
-                trainable[index] = views(unit.spec.trainable, flat)
+                gathered[index, True] = views(unit.spec.trainable, flat)
         places = zip(site.bindings, self._places_of[site.path], strict=True)
         return {
-            f"module.{bound.local}": _given(place, (trainable if bound.trainable else frozen)[bound.unit][bound.slot])
-            for bound, place in places
-            if place.is_in(module)
-        }
-
-    def _parameters_in_full(self, site: Site, module: nn.Module) -> dict[str, Tensor]:
-        """Return the parameters of `site` from their full values, without a gather: one rank may call it alone."""
-        places = zip(site.bindings, self._places_of[site.path], strict=True)
-        return {
-            f"module.{bound.local}": _given(place, place.placeholder.value())
+            f"module.{bound.local}": _value_at(place, gathered.get((bound.unit, bound.trainable), ()), bound.slot)
             for bound, place in places
             if place.is_in(module)
         }
@@ -470,12 +463,12 @@ class Gatherer:
             self._let_go(index)
 
 
-def _given(place: Place, gathered: Tensor) -> Tensor:
-    """Return the tensor that the user put in a parameter's place, else its full value in a block, else `gathered`."""
+def _value_at(place: Place, gathered: Sequence[Tensor], slot: int) -> Tensor:
+    """Return the tensor that the user put in a parameter's place, else its full value in a block, else `gathered`'s."""
     there = place.parameters[place.name]
     if there is place.placeholder:
         full = place.placeholder.seen_in_full()
-        return gathered if full is None else full
+        return gathered[slot] if full is None else full
     return there.value() if isinstance(there, ParameterPlaceholder) else cast(Tensor, there)
 
 

@@ -4,14 +4,14 @@ Classes of other libraries are recognised by the name of their module, so that n
 """
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from zero.core.precision import DTYPES, Precision
 from zero.core.suggest import some
@@ -33,74 +33,77 @@ _ABOUT_DTYPES = re.compile(r"\bdtypes?\b|scalar type|type \(c10::")
 def check_model(model: nn.Module) -> None:
     """Raise PlanError, with the name of the part, unless all of `model` can be sharded, computed with and saved."""
     for path, module in model.named_modules():
-        _check_module(module, f"{path or 'the model'} is a {type(module).__name__}")
+        _refuse(f"{path or 'the model'} is a {type(module).__name__}", _faults_of_module(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                _check_parameter(parameter, f"{path}.{name}".lstrip("."), type(module).__name__)
+                full_name = f"{path}.{name}".lstrip(".")
+                _check_name(full_name)
+                _refuse(f"parameter {full_name} of a {type(module).__name__}", _faults_of_parameter(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                _check_buffer(
-                    buffer, f"{path}.{name}".lstrip("."), saved=name not in module._non_persistent_buffers_set
-                )
+                full_name, saved = f"{path}.{name}".lstrip("."), name not in module._non_persistent_buffers_set
+                if saved:
+                    _check_name(full_name)
+                _refuse(f"buffer {full_name}", _faults_of_buffer(buffer, saved=saved))
     _check_memory(model)
 
 
-def _check_module(module: nn.Module, what: str) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise PlanError(f"{what}: compiled code that keeps its own parameters; give the module that it was made from")
+Faults = Iterator[tuple[bool, str]]
+"""Whether a part has a fault, and the rest of a sentence about it."""
+
+
+def _refuse(part: str, faults: Faults) -> None:
+    for is_there, text in faults:
+        if is_there:
+            raise PlanError(f"{part}{text}")
+
+
+def _faults_of_module(module: nn.Module) -> Faults:
+    yield (
+        isinstance(module, torch.jit.ScriptModule),
+        ": compiled code that keeps its own parameters; give the module that it was made from",
+    )
     tensors = (*module._parameters.values(), *module._buffers.values())
-    if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
-        raise PlanError(
-            f"{what} whose sizes are not known yet; run one batch through the model before the plan is made"
-        )
+    yield (
+        any(tensor is not None and is_lazy(tensor) for tensor in tensors),
+        " whose sizes are not known yet; run one batch through the model before the plan is made",
+    )
     for home, line in WRAPPERS:
-        if type(module).__module__.startswith(home):
-            raise PlanError(f"{what}, {line}")
+        yield type(module).__module__.startswith(home), f", {line}"
 
 
-def _check_parameter(parameter: nn.Parameter, name: str, owner: str) -> None:
-    cls = type(parameter)
-    library, what = cls.__module__.partition(".")[0], f"parameter {name} of a {owner} is"
-    _check_name(name)
-    if cls.__module__.startswith("torch.distributed"):
-        raise PlanError(
-            f"{what} a {cls.__name__}, sharded already; pass the model as it is before "
-            "fully_shard or parallelize_module"
-        )
-    if library == "bitsandbytes" or not issubclass(cls, nn.Parameter | Unmade):
-        raise PlanError(f"{what} a {cls.__name__} of {library}, whose values zero cannot shard; {ROUNDED}")
-    if parameter.is_complex():
-        raise PlanError(f"{what} {parameter.dtype}: keep torch.view_as_real(it), and view it as complex in forward")
-    if parameter.dtype == torch.float64:
-        raise PlanError(f"{what} torch.float64, and training keeps at most fp32; write model.float() first")
-    if not parameter.is_floating_point() or parameter.itemsize < 2:
-        raise PlanError(f"{what} {parameter.dtype}: {ROUNDED}; in a module of your own register it as a buffer")
-    if parameter.layout is not torch.strided:
-        raise PlanError(f"{what} {parameter.layout}: keep it dense")
-    if parameter._post_accumulate_grad_hooks:
-        raise PlanError(f"parameter {name} has a hook of register_post_accumulate_grad_hook; use register_hook")
+def _faults_of_parameter(parameter: nn.Parameter) -> Faults:
+    cls, dtype = type(parameter), parameter.dtype
+    library = cls.__module__.partition(".")[0]
+    yield (
+        cls.__module__.startswith("torch.distributed"),
+        f" is a {cls.__name__}, sharded already; pass the model as it is before fully_shard or parallelize_module",
+    )
+    is_packed = library == "bitsandbytes" or not issubclass(cls, nn.Parameter | Unmade)
+    yield is_packed, f" is a {cls.__name__} of {library}, whose values zero cannot shard; {ROUNDED}"
+    yield dtype.is_complex, f" is {dtype}: keep torch.view_as_real(it), and view it as complex in forward"
+    yield dtype == torch.float64, f" is {dtype}, and training keeps at most fp32; write model.float() first"
+    is_narrow = not dtype.is_floating_point or dtype.itemsize < 2
+    yield is_narrow, f" is {dtype}: {ROUNDED}; in a module of your own register it as a buffer"
+    yield parameter.layout is not torch.strided, f" is {parameter.layout}: keep it dense"
+    yield bool(parameter._post_accumulate_grad_hooks), " has a hook that follows accumulation; use register_hook"
 
 
-def _check_buffer(buffer: Tensor, name: str, *, saved: bool) -> None:
-    if isinstance(buffer, Unmade):
-        raise PlanError(
-            f"buffer {name} is computed from parameters, which have no values under zero.empty(); build its module "
-            "without zero.empty()"
-        )
-    if is_meta(buffer):
-        raise PlanError(
-            f"buffer {name} is on meta and has no values; build the model under zero.empty(), which "
-            "sends only parameters to meta"
-        )
-    if not saved:
-        return
-    _check_name(name)
-    if buffer.dtype not in NAMES or buffer.layout is not torch.strided or buffer.is_nested:
-        form = "nested" if buffer.is_nested else buffer.dtype if buffer.dtype not in NAMES else buffer.layout
-        raise PlanError(
-            f"buffer {name} is {form}, which a checkpoint cannot hold; register it with persistent=False, and compute "
-            "it in the constructor"
-        )
+def _faults_of_buffer(buffer: Tensor, *, saved: bool) -> Faults:
+    yield (
+        isinstance(buffer, Unmade),
+        " is computed from parameters, which have no values under zero.empty(); build its module without zero.empty()",
+    )
+    yield (
+        is_meta(buffer),
+        " is on meta and has no values; build the model under zero.empty(), which sends only parameters to meta",
+    )
+    form = "nested" if buffer.is_nested else buffer.dtype if buffer.dtype not in NAMES else buffer.layout
+    yield (
+        saved and form is not torch.strided,
+        f" is {form}, which a checkpoint cannot hold; register it with persistent=False, and compute it in the "
+        "constructor",
+    )
 
 
 def _check_name(name: str) -> None:
@@ -110,34 +113,27 @@ def _check_name(name: str) -> None:
 
 def _check_memory(model: nn.Module) -> None:
     """Reject memory that a parameter shares with another tensor: one would be updated without the other."""
-    tensors: dict[int, list[tuple[str, Tensor]]] = {}
-    seen: set[int] = set()
+    by_memory: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *_attributes(model)):
+        if tensor.layout is torch.strided and tensor.numel():
+            by_memory[tensor.untyped_storage()._cdata].append((name, tensor))
+    for sharing in by_memory.values():
+        for (name, tensor), (other_name, other) in combinations(sharing, 2):
+            has_parameter = isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter)
+            if has_parameter and _overlap(tensor, other):
+                raise PlanError(
+                    f"{other_name} and {name} are two tensors in the same memory: one would be updated without the "
+                    "other; to tie parameters register the same Parameter twice, else clone one"
+                )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that are plain attributes, except those that torch's older spectral_norm computes."""
     for path, module in model.named_modules():
-        made = _made_by_hooks(module)
-        attributes = {name: value for name, value in vars(module).items() if name not in made}
-        for name, tensor in (*module._parameters.items(), *module._buffers.items(), *attributes.items()):
-            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or not tensor.numel():
-                continue
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            full_name = f"{path}.{name}".lstrip(".")
-            others = tensors.setdefault(tensor.untyped_storage()._cdata, [])
-            for other_name, other in others:
-                has_parameter = isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter)
-                if has_parameter and _overlap(tensor, other):
-                    raise PlanError(
-                        f"{full_name} and {other_name} are two tensors in the same memory: one would be updated "
-                        "without the other; to tie parameters register the same Parameter twice, else clone one"
-                    )
-            others.append((full_name, tensor))
-
-
-def _made_by_hooks(module: nn.Module) -> list[str]:
-    """Names of attributes that torch's older weight_norm, spectral_norm and prune compute before every forward."""
-    hooks = module._forward_pre_hooks.values()
-    names = [hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
-    return names + [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)]
+        computed = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and name not in computed:
+                yield f"{path}.{name}".lstrip("."), value
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -65,12 +65,18 @@ def values_of(
         PlanError: weights that are missing, all of them named; and from the function that is returned, an owner without
             `reset_parameters`, or a weight of another shape.
     """
-    shapes = {slot.name: slot.shape for unit in splitting.units for layout in unit.layouts for slot in layout.slots}
+    shapes = splitting.shapes()
     if weights is None:
         made = _Made(splitting, model, built, seed, world)
         return lambda name: built[name] if name in built else made(name)
     if callable(weights):
-        return lambda name: _filled(weights, name, shapes[name])
+
+        def filled(name: str) -> Tensor:
+            tensor = torch.zeros(shapes[name])
+            weights(name, tensor)
+            return tensor
+
+        return filled
     stored = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
     aliases = splitting.aliases()  # a file may know any of them
     _refuse_missing(stored, aliases.values())
@@ -298,7 +304,7 @@ class _Made:
             with _drawing(generators, path):
                 operation.run(values)
         made = {name: values[recipe.number].detach() for name, recipe in recipes.items()}
-        _refuse_left_out(module, owner, self._model, made)
+        _refuse_left_out(module, owner, made)
         return made
 
     def _generator(self, path: str) -> Tensor:
@@ -352,8 +358,7 @@ def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[st
             if reset is not None:
                 reset()
         with _OthersUntouched():
-            for initialise in _initialisers(model, owner.path):
-                initialise()
+            _initialise(model, owner.path)
         for local, name in owner.slots:
             now = module._parameters[local]
             if now is not None and name in values:
@@ -366,15 +371,11 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def _refuse_left_out(module: nn.Module, owner: Owner, model: nn.Module, made: Mapping[str, Tensor]) -> None:
-    left_out = [name for name, value in made.items() if value.isnan().any()]
-    if left_out:
-        reset = _reset_of(module)
-        made_by = "its reset_parameters() leaves it out" if reset is not None else "has no reset_parameters()"
-        initialised = reset is None and any(True for _ in _initialisers(model, owner.path))
-        who = "_init_weights around it leaves it out" if initialised else made_by
+def _refuse_left_out(module: nn.Module, owner: Owner, made: Mapping[str, Tensor]) -> None:
+    if left_out := [name for name, value in made.items() if value.isnan().any()]:
+        reset = "its reset_parameters() leaves it out" if _reset_of(module) else "has no reset_parameters()"
         raise PlanError(
-            f"{type(module).__name__} at {owner.path or '(root)'} holds {', '.join(left_out)} and {who}; "
+            f"{type(module).__name__} at {owner.path or '(root)'} holds {', '.join(left_out)} and {reset}; "
             "give it a reset_parameters(), or pass weights= to zero.init"
         )
 
@@ -386,18 +387,18 @@ def forget_recipes(model: nn.Module) -> None:
         parameter.recipe = None
 
 
-def _initialisers(copied: nn.Module, path: str) -> Iterator[Callable[[], None]]:
-    """Each module from `path` up to the root, with the nearest `_init_weights` at or above it."""
-    around = [copied]
-    for name in path.split(".") if path else ():
-        around.append(around[-1].get_submodule(name))
+def _initialise(model: nn.Module, path: str) -> None:
+    """Call the nearest `_init_weights` at or above it with each module from `path` up to the root."""
+    calls: list[Callable[[], None]] = []
     nearest: Callable[[nn.Module], None] | None = None
-    initialisers = []
-    for module in around:
+    names = path.split(".") if path else []
+    for count in range(len(names) + 1):
+        module = model.get_submodule(".".join(names[:count]))
         nearest = getattr(module, "_init_weights", None) or nearest
         if nearest is not None:
-            initialisers.append(partial(nearest, module))
-    return reversed(initialisers)
+            calls.append(partial(nearest, module))
+    for call in reversed(calls):
+        call()
 
 
 class _OthersUntouched(TorchFunctionMode):
@@ -441,9 +442,3 @@ def _fill_buffers(copied: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, buffer in buffers_of(copied).items():
         if name in weights:
             buffer.copy_(_checked(name, weights[name], buffer.shape))
-
-
-def _filled(fill: Callable[[str, Tensor], None], name: str, shape: tuple[int, ...]) -> Tensor:
-    tensor = torch.zeros(shape, dtype=torch.float32)
-    fill(name, tensor)
-    return tensor

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -45,11 +45,9 @@ class Source(Protocol):
 
 def _state_of(source: Source, call: str, line: str) -> State:
     """Return the state of a source; reject another object with the line to write."""
-    state: object = getattr(source, "state", None)
-    if not isinstance(state, State):
-        check_type(source, State, call, line)
-    assert isinstance(state, State)
-    return state
+    state = getattr(source, "state", source)
+    check_type(state, State, call, line)
+    return cast(State, state)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -209,16 +207,12 @@ class _Seen(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> "_Seen":
         tensor = tensor.detach().to("cpu", torch.float32)
-        return cls(tensor.shape, _print(tensor), _is_finite(tensor))
+        return cls(tensor.shape, _print(tensor), bool(tensor.isfinite().all()))
 
 
 def _print(tensor: Tensor) -> str:
     tensor = tensor.contiguous()  # held for as long as its memory is read
     return hashlib.sha256(memory_of(tensor)).hexdigest()
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
 
 
 def _agreed(
@@ -283,7 +277,7 @@ def _edits(
                 "to take that rank's, or modifier_rank=0 to GatheredParameters"
             )
         narrow = rounded(edited, state.plan.precision.compute) if kind == "param" else edited
-        if kind != "grad" and seen.finite and not _is_finite(narrow):
+        if kind != "grad" and seen.finite and not narrow.isfinite().all():
             raise ConfigError(f"{name} was given a value that is not finite in {narrow.dtype}")
         edits[name] = edited
     return edits

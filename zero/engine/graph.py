@@ -5,7 +5,7 @@ as soon as it is complete. A `Reach` has backward pass through a unit whose para
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,22 +19,12 @@ RUN_FIRST = 2**62
 """Above every counted sequence number: of the nodes that can run, autograd runs the one with the largest first."""
 
 
-class Listener(Protocol):
-    """The receiver of a unit's gradients."""
-
-    def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
-        """Take the complete gradient of one parameter."""
-
-    def returned(self, unit: UnitState, *, counted: bool) -> None:
-        """Note that all gradients of one call have been delivered."""
-
-
 class Gather(torch.autograd.Function):
     """A node from a unit to its parameters, whose backward runs when all gradients of the call have arrived."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, gatherer: Listener, unit: UnitState, flat: Tensor, counted: bool
+        ctx: Any, anchor: Tensor, gatherer: Any, unit: UnitState, flat: Tensor, counted: bool
     ) -> tuple[Tensor, ...]:
         """Return the parameters as views of `flat`; `anchor` has autograd record the call."""
         ctx.set_materialize_grads(False)
@@ -51,7 +41,7 @@ class Arrive(torch.autograd.Function):
     """The identity of one parameter, whose backward delivers the gradient as soon as it is complete."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, gatherer: Listener, unit: UnitState, slot: int) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, gatherer: Any, unit: UnitState, slot: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gatherer, ctx.unit, ctx.slot, ctx.version = gatherer, unit, slot, unit.version
         return parameter.view_as(parameter)

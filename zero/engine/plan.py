@@ -118,7 +118,6 @@ class Plan(PageTable):
         host_activation_bytes: int = 0,
     ) -> None:
         _refuse_strangers(model, optimizer, world)
-        _refuse_compiled(model)
         if type(prefetch) is not int or prefetch < 0:
             raise PlanError(f"zero.prefetch={prefetch!r}: it is a number of units, 0 or more")
         if type(accumulate) is not int or accumulate < 1:
@@ -325,11 +324,7 @@ def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
             raise PlanError(f"{key} is {type_text(value)}; {instead}")
     assert isinstance(model, nn.Module)
     refuse_taken(model)
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    """Known by its name, so that torch's compiler need not be imported."""
-    if type(model).__name__ == "OptimizedModule":
+    if type(model).__name__ == "OptimizedModule":  # so torch's compiler need not be imported
         raise PlanError(
             "model is what torch.compile made of one: pass the model itself; zero.Plan(compile=True) compiles what "
             "each unit computes"

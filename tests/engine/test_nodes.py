@@ -47,14 +47,14 @@ def offloaded(setting: Setting, number: int) -> Setting:
     return setting.but(offload=OFFLOADS[name])
 
 
-PLACES = [(4, 2, "fp32"), (6, 3, "bf16"), (6, 2, "fp32")]
+PLACES = [(4, 2, "fp32"), (6, 3, "bf16")]
 
 
 @pytest.mark.parametrize(("size", "nodes", "precision"), PLACES)
 def test_parameters_by_node_change_no_bit(size, nodes, precision):
     first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements())
     expected = run_ranks(size, train_small, first, nodes=nodes)
-    for number, other in enumerate(others[::2] if size == 4 else others[2::5]):
+    for number, other in enumerate(others[::4] if size == 4 else others[2::5]):
         other = offloaded(other, number).but(between=("node", "world"))
         assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
 
@@ -85,7 +85,7 @@ def test_secondary_shards_of_offloaded_parameters_change_no_bit(offload, accumul
 def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
     first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements())
     expected = run_ranks(size, train_small, first.but(between=("world", "node")), nodes=nodes)
-    for number, other in enumerate(others[::2] if size == 4 else others[2::5]):
+    for number, other in enumerate(others[1::4] if size == 4 else others[2::5]):
         other = offloaded(other, number).but(between=(("node", "world")[number % 2], "node"))
         assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
     if precision == "fp32":
@@ -96,7 +96,7 @@ def test_sums_by_node_have_one_law_for_every_placement(size, nodes, precision):
 def test_a_copy_on_each_node_has_the_law_of_sums_by_node(size, nodes, precision):
     first, *others = (setting.but(precision=precision) for setting in placements())
     expected = run_ranks(size, train_small, first.but(between=("world", "node")), nodes=nodes)
-    for number, other in enumerate((first, *(others[::3] if size == 4 else others[2::5]))):
+    for number, other in enumerate((first, *(others[::4] if size == 4 else others[2::5]))):
         other = offloaded(other, number).but(shard="node")
         told = run_ranks(size, train_small, other, nodes=nodes)
         assert [one for one, _ in told] == [one for one, _ in expected], other
@@ -132,8 +132,9 @@ def used_twice(world, width, order, **how):
     return digest(state)
 
 
-@pytest.mark.parametrize("width", [9, 13])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4) * 2, (4, 1, 2, 3, 0, 4), (0, 1, 2, 3, 4, 3, 2, 1, 0)])
+@pytest.mark.parametrize(
+    ("order", "width"), [((0, 1, 2, 3, 4) * 2, 9), ((4, 1, 2, 3, 0, 4), 13), ((0, 1, 2, 3, 4, 3, 2, 1, 0), 13)]
+)
 def test_units_that_are_used_twice_have_the_law_of_sums_by_node_too(order, width):
     """The split of their gradients does not depend on the sizes of shards."""
     digests = {
@@ -145,10 +146,9 @@ def test_units_that_are_used_twice_have_the_law_of_sums_by_node_too(order, width
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_copies_on_nodes_have_one_law_with_clipping(clip):
-    settings = [setting.but(clip=clip, shard="node") for setting in placements()]
-    first, *others = settings[::3]
+def test_copies_on_nodes_have_one_law_with_clipping():
+    settings = [setting.but(clip=0.5, shard="node") for setting in placements()]
+    first, *others = settings[::5]
     expected = run_ranks(4, train_small, first, nodes=2)
     for number, other in enumerate(others):
         assert run_ranks(4, train_small, offloaded(other, number), nodes=2) == expected, other
@@ -168,8 +168,7 @@ def test_accumulation_is_bitwise_within_the_pairs(accumulate, between):
         assert all(one == told[0] for one in told[1:])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 2), (1, 1), (2, 2), (3, 1)])
 def test_where_nothing_rounds_an_order_of_sums_is_no_other(stage, accumulate):
     """The exact oracle: integers, so by node and straight give the same digest."""
     setting = Setting(
@@ -224,16 +223,16 @@ def test_processes_do_what_threads_do():
 
 
 @pytest.mark.parametrize(
-    "between",
+    ("stage", "microbatches", "between"),
     [
-        {"gather": "node"},
-        {"gather": "world", "reduce": "node"},
-        {"gather": "node", "reduce": "node"},
-        {"shard": "node"},
+        (1, 1, {"gather": "node"}),
+        (0, 2, {"gather": "world", "reduce": "node"}),
+        (0, 2, {"gather": "node", "reduce": "node"}),
+        (2, 2, {"gather": "node", "reduce": "node"}),
+        (1, 1, {"shard": "node"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("stage", "microbatches"), [(0, 2), (1, 1), (2, 2)])
 def test_ranks_on_different_paths_wait_for_no_rank_that_is_elsewhere(stage, microbatches, between):
     """Half of a gather or a sum that one rank needs is started by others, which may not use the unit."""
 
@@ -252,7 +251,7 @@ def refused(world: zero.World, path_of: list[list[int]]) -> tuple[str, float]:
     return str(refusal.value), time.monotonic() - begin_s
 
 
-@pytest.mark.parametrize("odd", [[1], [3], [2, 3]])
+@pytest.mark.parametrize("odd", [[1], [2, 3]])
 def test_other_layers_where_parameters_are_sharded_are_refused_within_seconds_between_nodes_too(odd):
     """Long before the deadline of 120 s."""
     for said, after_s in run_processes(4, refused, [[0, 1, 3] if rank in odd else [0, 1, 2] for rank in range(4)]):
@@ -261,7 +260,7 @@ def test_other_layers_where_parameters_are_sharded_are_refused_within_seconds_be
         assert after_s < 60
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_rank_that_computes_alone_is_waited_for_between_nodes(stage):
     def rank_main(world: zero.World, gather: str) -> str:
         made = model()
@@ -292,12 +291,16 @@ def held(world: zero.World, setting: Setting) -> tuple[dict[str, dict[str, int]]
     return state.plan.bytes, measured(state)
 
 
-@pytest.mark.parametrize("between", [("node", "world"), ("world", "node"), ("node", "node")])
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "offload", "between"),
+    [
+        (1, "nvme", ("node", "node")),
+        (3, "none", ("node", "world")),
+        (3, "nvme", ("world", "node")),
+        (3, "infinity", ("node", "node")),
+    ],
+)
 def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, between):
-    if stage < 3 and offload == "infinity":
-        pytest.skip("infinity needs stage 3")
     setting = Setting(stage=stage, precision="bf16", between=between, offload=OFFLOADS[offload])
     for told, found in run_ranks(4, held, setting, nodes=2):
         kinds = Counter(told["device"])
@@ -325,11 +328,8 @@ def test_the_plan_counts_what_a_gpu_keeps_in_host_memory(offload, gather):
                 assert kept[1] == 2 * 2 * sum(layout.S for layout in layouts_of(setting))
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("stage", "offload"), [(0, "nvme"), (1, "none"), (3, "infinity")])
 def test_the_plan_counts_a_copy_on_each_node(stage, offload):
-    if stage < 3 and offload == "infinity":
-        pytest.skip("infinity needs stage 3")
     setting = Setting(stage=stage, precision="bf16", shard="node", offload=OFFLOADS[offload])
     one_node = [told for told, _ in run_ranks(2, held, setting)]
     for rank, (told, found) in enumerate(run_ranks(4, held, setting, nodes=2)):
@@ -428,7 +428,6 @@ def wire_bytes_of_a_step(world: zero.World, how: dict[str, object]) -> float:
         ({"stage": 3, "gather": "node"}, 4 + 8),
         ({"stage": 3, "gather": "node", "reduce": "node"}, 4 + 4),
         ({"stage": 3, "accumulate": 2}, 8 + 4 + 8 + 4 + 4 + 8),
-        ({"stage": 3, "accumulate": 2, "gather": "node"}, 4 + 8 + 8),
         ({"stage": 3, "accumulate": 2, "gather": "node", "reduce": "node"}, 4 + 4 + 4),
         ({"stage": 3, "gather": "node", "offload": "infinity"}, 4 + 8),
         ({"stage": 3, "accumulate": 2, "gather": "node", "offload": "infinity"}, 4 + 8 + 8),
@@ -483,7 +482,7 @@ BETWEEN = [
     [
         *(
             (stage, accumulate, between)
-            for number, (stage, accumulate) in enumerate(((0, 1), (1, 2), (2, 2), (3, 1), (3, 2)))
+            for number, (stage, accumulate) in enumerate(((0, 1), (1, 2), (2, 2), (3, 2)))
             for between in BETWEEN[number % 2 :: 2]
         ),
         (3, 2, {"gather": "node", "offload": "infinity"}),
@@ -547,7 +546,7 @@ def test_what_crosses_the_wires_where_a_gpu_has_its_parameters_in_host_memory(ho
             assert told == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("offload", ["none", *OFFLOADED_PARAMS])
+@pytest.mark.parametrize("offload", ["none", "cpu", "infinity"])
 def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again(offload, tmp_path):
     def edited(world: zero.World, between: tuple[str, str]) -> tuple[str, str]:
         setting = Setting(between=between, offload=OFFLOADED_PARAMS.get(offload, ()))
@@ -571,11 +570,9 @@ def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again
 @pytest.mark.parametrize(
     ("gpu", "offload", "call"),
     [
-        (False, "none", 0),
         (False, "none", 4),
         (False, "infinity", 1),
         (True, "none", 2),
-        (True, "cpu", 0),
         (True, "cpu", 4),
         (True, "infinity", 1),
     ],
@@ -645,11 +642,9 @@ WAYS = {
 @pytest.mark.parametrize(
     ("out_of", "into"),
     [
-        ("world", "copies"),
         ("world", "copies, nvme"),
         ("node", "world"),
         ("copies", "world"),
-        ("copies", "copies, nvme"),
         ("copies, nvme", "copies"),
         ("copies at stage 1", "world"),
         ("copies at stage 1", "copies"),

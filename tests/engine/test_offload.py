@@ -101,12 +101,12 @@ CASES = [(size, stage, *KINDS[(size + stage) % 4]) for size in (1, 2, 3) for sta
 
 @pytest.mark.parametrize(("size", "stage", "precision", "accumulate", "clip"), CASES)
 def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
-    """20 steps on every tier, with another page size, read-ahead, number of threads, update and form of master each.
+    """Eight steps on every tier, with another page size, read-ahead, number of threads, update and form of master each.
 
     The sizes of a stage share its tiers.
     """
     plain = Setting(stage=stage, precision=precision, accumulate=accumulate, clip=clip)
-    expected = run_ranks(size, train_small, plain, 20)
+    expected = run_ranks(size, train_small, plain, 8)
     for number, offload in list(enumerate(offloads(stage)))[size - 1 :: 3]:
         setting = plain.but(
             offload=tuple(offload.items()),
@@ -116,7 +116,7 @@ def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
             read_ahead=(number + size) % 5,
             threads=1 + (number + stage) % 3,
         )
-        assert run_ranks(size, train_offloaded, setting, 20) == expected, setting
+        assert run_ranks(size, train_offloaded, setting, 8) == expected, setting
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
 def test_units_of_many_pages(size, stage, precision, accumulate, clip):
     """More pages than slots: they wait for one another, and the first are read again while the last are written."""
     plain = Setting(stage=stage, precision=precision, accumulate=accumulate, clip=clip)
-    expected = run_ranks(size, train_small, plain, 6, wide)
-    for number, offload in enumerate(offloads(stage)):
+    expected = run_ranks(size, train_small, plain, 4, wide)
+    for number, offload in list(enumerate(offloads(stage)))[size % 2 :: 2]:
         setting = plain.but(
             offload=tuple(offload.items()),
             update=("lazy", "serial")[number % 2],
@@ -138,17 +138,17 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
         )
         pages = run_ranks(1, lambda world, setting=setting: setting.plan(world, wide).store_pages().keys())[0]
         assert max(page.number for page in pages) >= 6
-        assert run_ranks(size, train_offloaded, setting, 6, None, wide) == expected, setting
+        assert run_ranks(size, train_offloaded, setting, 4, None, wide) == expected, setting
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("bf16", adamw_in_bf16), ("fp32", adamw_in_8bit)])
 def test_no_tier_changes_a_bit_of_moments_in_fewer_bits(precision, optimizer):
     """On every tier, with pages that cut parameters elsewhere."""
     plain = Setting(precision=precision, clip=0.5, optimizer=optimizer)
-    expected = run_ranks(2, train_small, plain, 6, wide)
-    for number, offload in enumerate(offloads(3)):
+    expected = run_ranks(2, train_small, plain, 4, wide)
+    for number, offload in list(enumerate(offloads(3)))[precision == "fp32" :: 2]:
         setting = plain.but(offload=tuple(offload.items()), page_bytes=(4, 8, 16)[number % 3] * KiB)
-        assert run_ranks(2, train_offloaded, setting, 6, None, wide) == expected, setting
+        assert run_ranks(2, train_offloaded, setting, 4, None, wide) == expected, setting
 
 
 class Branches(nn.Module):
@@ -198,8 +198,7 @@ def train_branches(world, stage, accumulate, precision, offload, ways):
         return digest(state), (moved.write_bytes - before.write_bytes, moved.read_bytes - before.read_bytes)
 
 
-@pytest.mark.parametrize("accumulate", [2, 3])
-@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("size", "stage", "accumulate"), [(1, 0, 3), (2, 0, 2), (2, 1, 3), (2, 2, 2)])
 def test_gradients_add_up_on_the_disk_whichever_microbatch_runs_what(size, stage, accumulate):
     """One gradient is there in the dtype of compute and a sum in fp32, and nobody sees a difference."""
     for precision in ("fp32", "bf16"):
@@ -230,15 +229,15 @@ def test_what_gradients_move_is_what_their_sum_needs(accumulate, precision, sing
 @pytest.mark.parametrize(("seed", "update"), [(0, "serial"), (1, "lazy")])
 def test_no_order_of_completion_changes_a_bit(seed, update):
     plain = Setting(precision="bf16", accumulate=2, clip=None, page_bytes=4 * KiB)
-    expected = run_ranks(2, train_small, plain, 8)
+    expected = run_ranks(2, train_small, plain, 5)
     for offload in ({"preset": "nvme"}, {"preset": "infinity"}):
-        for read_ahead in (0, 1, 4):
+        for read_ahead in (0, 4):
             setting = plain.but(offload=tuple(offload.items()), update=update, read_ahead=read_ahead, threads=3)
 
             def disk(rank: int) -> Store:
                 return Jittery(MemoryStore(CPU), 10 * seed + rank)
 
-            assert run_ranks(2, train_offloaded, setting, 8, disk) == expected, setting
+            assert run_ranks(2, train_offloaded, setting, 5, disk) == expected, setting
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -414,9 +413,10 @@ def test_moments_take_what_their_form_says(tier, moments, nbytes):
     assert held["moments"] == nbytes * 4 * 64 * 64
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("offload", ["cpu", "nvme", "infinity", "auto"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "offload", "precision"),
+    [(1, "cpu", "bf16"), (2, "nvme", "bf16"), (1, "infinity", "fp32"), (2, "infinity", "bf16"), (2, "auto", "fp32")],
+)
 def test_an_offloaded_plan_is_true(size, offload, precision):
     """The table holds every tier, and the bytes that it announces are there."""
 
@@ -479,15 +479,14 @@ def test_a_budget_that_is_too_small_names_the_least():
 
 
 FAULTS = [
-    (fail(errno.EIO), "pread", "EIO"),
-    (fail(errno.EIO), "pwrite", "EIO"),
-    (fail(errno.ENOSPC), "pwrite", "ENOSPC"),
-    (flip(77), "pread", "checksum differs"),
+    (fail(errno.EIO), "pread", "EIO", 30),
+    (fail(errno.EIO), "pwrite", "EIO", 150),
+    (fail(errno.ENOSPC), "pwrite", "ENOSPC", 30),
+    (flip(77), "pread", "checksum differs", 150),
 ]
 
 
-@pytest.mark.parametrize(("fault", "call", "told"), FAULTS)
-@pytest.mark.parametrize("at", [30, 150])
+@pytest.mark.parametrize(("fault", "call", "told", "at"), FAULTS)
 def test_a_broken_disk_ends_the_run_with_one_error_on_every_rank(fault, call, told, at):
     """Right bits or a typed error with the page's name; soon, and on both ranks."""
 
@@ -616,7 +615,7 @@ def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     read_ahead_s = traffic_s / 2 * READ_AHEAD / BLOCKS  # of the half of the traffic that is reads
     bound, total = max(C_FORWARD_S, traffic_s) + C_BACKWARD_S, C_FORWARD_S + C_BACKWARD_S + traffic_s
     lazy = step_s("lazy", traffic_s, bound)
-    serial = step_s("serial", traffic_s, total, most_steps=4)  # nothing below asks that it be short
+    serial = step_s("serial", traffic_s, total, most_steps=2)  # nothing below asks that it be short
     print(f"lazy {lazy:.3f} s, serial {serial:.3f} s, bound {bound:.3f} s")
     assert lazy <= 1.15 * bound
     assert serial >= 0.95 * (total - read_ahead_s)

@@ -23,7 +23,7 @@ WIDTH, LR, MOMENTUM = 4, 0.5, 0.5
 SIZES = (WIDTH, WIDTH, 2 * WIDTH, WIDTH, WIDTH, 2 * WIDTH)
 """Of the layers' outputs: units of two sizes, more than there are flats for."""
 ALL = range(len(SIZES))
-SEEDS = [int(seed) for seed in os.environ.get("ZERO_SEEDS", "0 1").split()]
+SEEDS = [int(seed) for seed in os.environ.get("ZERO_SEEDS", "0").split()]
 
 Path = Sequence[int]
 """Layers in the order of their calls, some left out, some called again."""
@@ -155,10 +155,9 @@ def _in_a_process(world: zero.World, programs: Sequence[Program], stage: int) ->
     return trained(world, programs[world.rank], 2, stage=zero.Stage(stage))
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_processes_on_different_paths_learn_the_same(stage):
+def test_processes_on_different_paths_learn_the_same():
     programs = [paths_of(1, rank, steps=3, microbatches=2, alike=0.0, uneven=True) for rank in range(2)]
-    same(run_processes(2, _in_a_process, programs, stage), plain(programs, 2))
+    same(run_processes(2, _in_a_process, programs, 2), plain(programs, 2))
 
 
 # -- stage 3: ranks must call alike ------------------------------------------------------------------------------------
@@ -183,9 +182,7 @@ def _rejected(world: zero.World, path_of: Sequence[Path], odd: int | None) -> tu
     return str(refusal.value), time.monotonic() - begin_s
 
 
-@pytest.mark.parametrize(
-    ("path_of", "odd"), [([[0, 1, 2], [0, 1, 3]], None), ([[0, 1, 2, 3], [0]], None), ([ALL, ALL], 0), ([ALL, ALL], 1)]
-)
+@pytest.mark.parametrize(("path_of", "odd"), [([[0, 1, 2, 3], [0]], None), ([ALL, ALL], 1)])
 def test_processes_that_gather_different_units_are_rejected_within_seconds(path_of, odd):
     """Long before the deadline of 120 s, with what each rank was at."""
     for message, after_s in run_processes(2, _rejected, path_of, odd):
@@ -294,7 +291,7 @@ def test_gradients_are_read_wherever_each_rank_is(stage):
         same([state], plain(programs, 2))
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_rank_that_computes_alone_between_steps_is_waited_for(stage):
     """One rank evaluates, and not the others: what it gathers early is what they gather later."""
 
@@ -380,8 +377,7 @@ def forget_later(state: zero.State, step: zero.Step, micro: int) -> None:
     once(state, step, micro)
 
 
-@pytest.mark.parametrize("stage", range(3))
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(("stage", "microbatches"), [(0, 3), (1, 1), (2, 3)])
 @pytest.mark.parametrize(
     ("body", "further", "exchanges"),
     [(once, 0, 0), (left_out, 0, 0), (twice, 1, 0), (read_between, 0, 1), (forget_first, 0, 1)],
@@ -400,14 +396,14 @@ def test_a_step_has_the_planned_rounds_without_a_message_and_one_more_where_it_n
     assert steps[1] == exchanges
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [0, 2])
 def test_what_is_dropped_after_backward_is_reduced_and_the_step_begins_again(stage):
     steps, *others = run_ranks(2, started, forget_later, stage, 1)
     assert all(rank == steps for rank in others)
     assert [len(names) for names in steps[0]] == [2 * len(SIZES)] * 3
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_units_are_reduced_in_the_order_in_which_they_are_ready_once_it_was_seen(stage):
     """And then no unit waits for another, so that the flats that are planned are enough."""
     path = [2, 5, 0, 1, 4, 3]
@@ -433,7 +429,7 @@ def test_units_are_reduced_in_the_order_in_which_they_are_ready_once_it_was_seen
     assert extra_flats[-2:] == [0, 0]
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [0, 2])
 def test_the_order_stays_where_ranks_saw_different_ones(stage):
     first, *later = run_ranks(2, started, left_out, stage, 1)[0][0]
     assert later == [first] * 2

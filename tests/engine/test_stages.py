@@ -43,10 +43,10 @@ def test_the_placements_cover_every_pair():
 
 
 PLACED = [
-    *((3, precision, clip) for precision in ("fp32", "bf16", "fp16") for clip in (None, 0.5)),
-    *((2, precision, clip) for precision, clip in (("fp32", 0.5), ("bf16", None), ("fp16", 0.5))),
-    *((1, precision, clip) for precision, clip in (("fp32", None), ("bf16", 0.5), ("fp16", 0.5))),
-    *((8, precision, clip) for precision, clip in (("fp32", 0.5), ("bf16", None), ("fp16", 0.5))),
+    *((3, precision, clip) for precision, clip in (("fp32", 0.5), ("bf16", None), ("fp16", 0.5))),
+    *((2, precision, clip) for precision, clip in (("fp32", None), ("bf16", 0.5), ("fp16", None))),
+    *((1, precision, clip) for precision, clip in (("fp32", None), ("bf16", 0.5))),
+    (8, "bf16", 0.5),
 ]
 
 
@@ -63,14 +63,13 @@ def test_no_placement_changes_a_bit(case, size, precision, clip):
         assert run_ranks(size, train_small, other) == expected, other
 
 
-@pytest.mark.parametrize("optimizer", [adamw_in_bf16, adamw_in_8bit])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "optimizer"), [(1, adamw_in_8bit), (3, adamw_in_bf16), (3, adamw_in_8bit)])
 def test_no_placement_changes_a_bit_of_moments_in_fewer_bits(size, optimizer):
     """Random bits belong to a parameter's element and to the step, whatever holds it and however it is cut."""
     first, *others = (setting.but(precision="bf16", clip=None, optimizer=optimizer) for setting in placements())
     expected = run_ranks(size, train_small, first)
     assert run_ranks(size, train_small, first.but(optimizer=zero.adamw)) != expected, "they do round"
-    for other in others[size // 2 % 2 :: 2]:
+    for other in others[size::4]:
         assert run_ranks(size, train_small, other) == expected, other
 
 
@@ -83,7 +82,7 @@ def test_no_stage_changes_a_bit_with_other_optimizers(optimizer):
         assert run_ranks(3, train_small, setting.but(stage=stage)) == expected
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_no_stage_changes_a_bit_with_a_narrow_reduction(size):
     """Gradients that travel in bf16 are rounded before any rank adds them, so every stage rounds alike."""
     setting = Setting(reduce="bf16", clip=0.5)
@@ -170,13 +169,13 @@ def train_gpt(world, setting, steps=3):
     return digest(state), told, leaks
 
 
-@pytest.mark.parametrize("activations", ["keep", "remat"])
-def test_no_prefetch_depth_changes_a_bit_of_a_gpt(activations):
+def test_no_prefetch_depth_changes_a_bit_of_a_gpt():
     """And at no depth does a gather find every buffer taken, or a step leave one pinned."""
-    setting = Setting(clip=1.0, activations=activations)
+    setting = Setting(clip=1.0)
     expected = run_ranks(2, train_gpt, setting.but(stage=0))
     for prefetch in range(4):
-        assert run_ranks(2, train_gpt, setting.but(prefetch=prefetch)) == expected
+        activations = ("keep", "remat")[prefetch % 2]
+        assert run_ranks(2, train_gpt, setting.but(prefetch=prefetch, activations=activations)) == expected
     assert expected[0][2] == (0, 0)
     assert expected[0][0] == expected[1][0], "no running statistics here: all ranks hold the same state"
 
@@ -190,15 +189,15 @@ def over_gloo(world, settings):
 def test_processes_agree_with_threads():
     """Gloo moves bytes and the ranks add in order, so processes give the bits that threads give.
 
-    Every precision with clipping and without, and microbatches added before ranks and after.
+    Every precision, and microbatches added before ranks and after.
     """
     expected: list[Setting] = []
     asked: list[Setting] = []
     for precision in ("fp32", "bf16", "fp16"):
-        for clip in (None, 0.5):
-            for row in placements()[::5]:
-                asked.append(row.but(precision=precision, clip=clip))
-                expected.append(Setting(precision=precision, clip=clip, stage=0, update="serial"))
+        clip = None if precision == "bf16" else 0.5
+        for row in placements()[::5]:
+            asked.append(row.but(precision=precision, clip=clip))
+            expected.append(Setting(precision=precision, clip=clip, stage=0, update="serial"))
         for stage in range(4):
             asked.append(Setting(precision=precision, clip=0.5, stage=stage, accumulate=2))
             expected.append(asked[-1].but(stage=stage // 2 * 2, update="serial", prefetch=0))

@@ -140,17 +140,22 @@ def stumble(world, setting, where):
 
 
 WORLDS = ((1, 1, "remat"), (2, 1, "keep"), (2, 2, "remat"), (3, 2, "keep"))
-PLACES = ("before", "forward", "after", "backward")
+FAILURES = [
+    (0, "backward"),
+    (1, "forward"),
+    (2, "after"),
+    (3, "before"),
+    (3, "forward"),
+    (2, "backward"),
+    (0, "before"),
+]
+FAILURES += [(3, "backward")]
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "where"), FAILURES)
 def test_a_step_that_fails_on_every_rank_leaves_the_state_good(stage, where):
-    """Not a bit changes, though an update was waiting; the next step is the one that would have been taken.
-
-    A Latin square: each pair of stage, place and world is there.
-    """
-    size, accumulate, activations = WORLDS[(STAGES.index(stage) + PLACES.index(where)) % 4]
+    """Not a bit changes, though an update was waiting; the next step is the one that would have been taken."""
+    size, accumulate, activations = WORLDS[FAILURES.index((stage, where)) % 4]
     setting = Setting(stage=stage, accumulate=accumulate, activations=activations, clip=0.5)
     assert run_ranks(size, stumble, setting, where) == run_ranks(size, stumble, setting, "")
 
@@ -179,8 +184,7 @@ def one_rank_stumbles(world, stage, where, seen):
         raise
 
 
-@pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "where"), FAILURES[::2] + FAILURES[-1:])
 def test_a_step_that_fails_on_one_rank_ends_all_and_changes_nothing(stage, where):
     """The first cause is what is reported, with its rank; the others name it, and no rank keeps half a step."""
     seen = {}
@@ -220,8 +224,7 @@ def look(world, setting, looks):
     return digest(state)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
 def test_forward_sees_the_waiting_update_and_changes_nothing(stage, precision):
     """Evaluation between steps: the state's own step is what is seen, and training goes on as if nobody had looked."""
     setting = Setting(stage=stage, precision=precision, clip=0.5)
@@ -271,16 +274,15 @@ def assert_same(one, other):
 def test_first_values_depend_on_the_seed_alone():
     """Not on stage, world, precision, prefetch, or on what is called a unit."""
     expected = first_values(SoloWorld(), Setting())
-    for size in (1, 2, 3, 8):
-        for stage in STAGES:
-            units = (None, ("Block",), ("Small",), ("Linear", "Norm", "Embedding"))[stage]
-            setting = Setting(stage=stage, units=units, precision=("fp32", "bf16", "fp16")[size % 3])
-            for found in run_ranks(size, first_values, setting):
-                if setting.precision == "fp32":
-                    assert_same(found, expected)
-                else:  # frozen parameters have no master
-                    trained = {name for name in found if not name.startswith("blocks.2") and name != FROZEN}
-                    assert_same({n: found[n] for n in trained}, {n: expected[n] for n in trained})
+    for size, stage in ((1, 0), (2, 1), (3, 2), (8, 3), (3, 3)):
+        units = (None, ("Block",), ("Small",), ("Linear", "Norm", "Embedding"))[stage]
+        setting = Setting(stage=stage, units=units, precision=("fp32", "bf16", "fp16")[size % 3])
+        for found in run_ranks(size, first_values, setting):
+            if setting.precision == "fp32":
+                assert_same(found, expected)
+            else:  # frozen parameters have no master
+                trained = {name for name in found if not name.startswith("blocks.2") and name != FROZEN}
+                assert_same({n: found[n] for n in trained}, {n: expected[n] for n in trained})
     other = first_values(SoloWorld(), Setting(seed=1))
     assert not torch.equal(other["blocks.0.linear.weight"], expected["blocks.0.linear.weight"])
     assert not torch.equal(expected["blocks.0.linear.weight"], expected["blocks.1.linear.weight"])
@@ -323,7 +325,7 @@ def with_weights(world, stage, weights):
     return full_state_dict(zero.init(plan, zero.open_store(plan), weights=weights))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_weights_come_from_a_mapping_a_file_or_a_function(tmp_path, stage):
     """All three give exactly the values given, on every rank; a file may hold more than is asked for."""
     values = given_values()
@@ -409,15 +411,15 @@ def storages(groups) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_plan_is_true(stage, size, precision):
+def test_a_plan_is_true(stage, size):
     """Every byte that the plan announces is there, and no other."""
-    for accumulate, prefetch in ((1, 0), (2, 2)):
-        setting = Setting(stage=stage, precision=precision, accumulate=accumulate, prefetch=prefetch)
-        for planned, held in run_ranks(size, held_bytes, setting):
-            assert planned == held
+    accumulate, prefetch = ((1, 0), (2, 2))[(stage + size) % 2]
+    precision = ("fp32", "bf16")[(stage // 2 + size) % 2]
+    setting = Setting(stage=stage, precision=precision, accumulate=accumulate, prefetch=prefetch)
+    for planned, held in run_ranks(size, held_bytes, setting):
+        assert planned == held
 
 
 def test_a_plan_follows_the_formula():
@@ -498,7 +500,7 @@ def interrupted_steps(world, preset, seed):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     whole, wanted = after_interrupt(world, setting, -1)
     spent = 0
-    for line in sorted(random.Random(seed).sample(range(1, whole.lines), 20)):
+    for line in sorted(random.Random(seed).sample(range(1, whole.lines), 12)):
         interrupt, told = after_interrupt(world, setting, line)
         assert told in (wanted, "spent"), f"line {line} of {whole.lines}, {interrupt.place}: {told}"
         spent += told == "spent"
@@ -512,7 +514,7 @@ def test_after_ctrl_c_at_any_line_of_a_step_the_state_makes_that_step_or_is_spen
     seed = random.randrange(1000)
     print(f"seed {seed}")
     [spent] = run_processes(1, interrupted_steps, preset, seed)
-    assert spent < 20
+    assert spent < 12
 
 
 # -- one thread at a time ----------------------------------------------------------------------------------------------

@@ -171,8 +171,6 @@ CALLS = [
     (lambda run: torch.optim.SGD(run.model.parameters(), lr=1.0).step(), "write state, metrics = step(state, [batch])"),
     (lambda run: torch.optim.AdamW(list(run.model.named_parameters())).step(), "a torch optimizer holds 0.weight"),
     # a function of other arguments
-    (lambda run: zero.make_step(run.plan, lambda batch: batch), f"<lambda> takes (batch); {LOSS_FN}"),
-    (lambda run: zero.make_step(run.plan, lambda model, x, y: x), f"<lambda> takes (model, x, y); {LOSS_FN}"),
     (lambda run: zero.make_step(run.plan, nn.MSELoss()), f"torch's MSELoss, which does not call the model; {LOSS_FN}"),
     (
         lambda run: zero.make_step(run.plan, nn.functional.mse_loss),

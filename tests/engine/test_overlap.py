@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from zero.engine.empty import Operation, Root
+from zero.engine.empty import Operation
 from zero.testing import run_ranks
 
 WIDTH, LAYERS = 16, 5
@@ -137,7 +137,7 @@ def test_recorded_first_values_are_made_one_owner_at_a_time(monkeypatch):
     real: list[int] = []
     run = Operation.run
 
-    def counted(operation: Operation, values: dict[Root, Tensor]) -> Any:
+    def counted(operation: Operation, values: dict[int, Tensor]) -> Any:
         real.append(sum(value.numel() for value in values.values()))
         return run(operation, values)
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -206,10 +206,11 @@ class Updater:
             ticket.wait()
         hyper, unit.interrupted = unit.deferred, True
         self._visited.append(unit.index)
-        parts = [part for part in self._parts[unit.index] if part.on_device]
-        if parts:
+        groups = [(part, part.group.pages) for part in self._parts[unit.index] if part.on_device]
+        pieces = [self._piece(unit, part, pages, [*map(self._store.in_place, pages)]) for part, pages in groups]
+        if pieces:
             with self._tape.doing("update", unit.spec.name):
-                self._update_pieces(unit, hyper, self._device, [self._in_place(unit, part) for part in parts])
+                self._update_pieces(unit, hyper, self._device, pieces)
         unit.tickets.clear()
         unit.mark_changed(resident=self._full_update)  # first, as in `hand_off`
         unit.deferred, unit.interrupted = None, False
@@ -222,36 +223,28 @@ class Updater:
         """Update one part on a thread of the store, which has its pages in memory as `tensors`."""
         name, now = threading.current_thread().name, self._where.shares_memory
         with self._device.paging(name, after, now=now, end=end), self._tape.streaming("update", unit.spec.name):
-            self._update_offloaded(unit, hyper, part, tensors)
+            self._update_offloaded(unit, hyper, self._piece(unit, part, part.group.all, tensors))
 
-    def _in_place(self, unit: UnitState, part: Part) -> Piece:
-        """Return a part all of which is on the device."""
-        in_place = [self._store.in_place(page) for page in part.group.pages]
-        param_K, grad_K = self._in_memory(unit, part)
-        assert param_K is not None
-        assert grad_K is not None
-        return Piece(self._first(unit, part), param_K, [page_K for page_K in in_place if page_K is not None], grad_K)
+    def _piece(self, unit: UnitState, part: Part, pages: Sequence[Page], tensors: Sequence[Tensor | None]) -> Piece:
+        """Return a part of which `pages` are at `tensors`, and the rest is in memory of the unit."""
+        start, stop, layout = part.start, part.stop, unit.spec.trainable
+        paged = {page.kind: page_K for page, page_K in zip(pages, tensors, strict=True)}
+        params = unit.own_params(full_update=self._full_update)
+        grad = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._rank)
+        param_K = paged.pop(PageKind.PARAM, None if params is None else params[start:stop])
+        grad_K = paged.pop(PageKind.GRAD, None if grad is None else grad[start:stop])
+        first = start + (0 if self._full_update else layout.shard(self._rank)[0])
+        return Piece(first, cast(Tensor, param_K), cast(list[Tensor], [*paged.values()]), cast(Tensor, grad_K))
 
-    def _update_offloaded(self, unit: UnitState, hyper: Hyper, part: Part, tensors: Sequence[Tensor]) -> None:
+    def _update_offloaded(self, unit: UnitState, hyper: Hyper, piece: Piece) -> None:
         """Update one part where the plan says; copy what is elsewhere there and back."""
-        where = self._where
-        named = {page.kind: page_K for page, page_K in zip(part.group.all, tensors, strict=True)}
-        param_K, grad_K = self._in_memory(unit, part)
-        param_K, grad_K = named.pop(PageKind.PARAM, param_K), named.pop(PageKind.GRAD, grad_K)
-        assert param_K is not None
-        assert grad_K is not None
-        kept = list(named.values())
-        there = [where.bring(page_K) for page_K in kept]
+        where, param_K = self._where, piece.param_K
+        there = [where.bring(page_K) for page_K in piece.kept]
         param_there = where.bring(param_K) if self._master.reads_params else where.room_for(param_K)
-        piece = Piece(self._first(unit, part), param_there, there, where.bring(grad_K))
-        self._update_pieces(unit, hyper, where, [piece])
-        for page_K, changed_K in zip((param_K, *kept), (param_there, *there), strict=True):
+        self._update_pieces(unit, hyper, where, [Piece(piece.first, param_there, there, where.bring(piece.grad_K))])
+        for page_K, changed_K in zip((param_K, *piece.kept), (param_there, *there), strict=True):
             if changed_K is not page_K:
                 where.copy(page_K, changed_K)
-
-    def _first(self, unit: UnitState, part: Part) -> int:
-        """Return the offset of a part in the unit's flat."""
-        return part.start + (0 if self._full_update else unit.spec.trainable.shard(self._rank)[0])
 
     def _update_pieces(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
         """Update as many elements at a time as suit `where`, all of a group at once."""
@@ -302,12 +295,6 @@ class Updater:
             in_memory = all(page_K is not None for page_K in (*in_place, *beside))
             parts.append(Part(start, stop, group, on_device, in_memory))
         return parts
-
-    def _in_memory(self, unit: UnitState, part: Part) -> list[Tensor | None]:
-        """Return parameters and gradient of a part; None for what is in pages."""
-        grad = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._rank)
-        flats = unit.own_params(full_update=self._full_update), grad
-        return [None if flat is None else flat[part.start : part.stop] for flat in flats]
 
     def _expect(self) -> None:
         """Name the coming updates to the store, so that it reads ahead."""

@@ -118,15 +118,16 @@ def never_poisoned(world, setting):
     return bits(state, first)
 
 
-VALUES = math.nan, math.inf, -math.inf
-
-
 @pytest.mark.parametrize(
     ("stage", "precision", "value"),
     [
-        (stage, precision, VALUES[(stage + number) % 3])
-        for stage in range(4)
-        for number, precision in enumerate(("fp32", "bf16", "fp16"))
+        (0, "fp32", math.nan),
+        (0, "fp16", math.inf),
+        (1, "bf16", math.nan),
+        (2, "fp32", -math.inf),
+        (2, "fp16", math.nan),
+        (3, "bf16", math.inf),
+        (3, "fp32", math.nan),
     ],
 )
 def test_each_parameter_in_turn_is_caught(stage, precision, value):
@@ -153,8 +154,7 @@ def test_of_several_bad_units_the_first_is_named():
     assert run_ranks(2, go) == ["layers.0"] * 2
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "stage"), [(2, 0), (1, 2), (2, 3)])
 def test_a_bad_last_microbatch_spoils_what_was_accumulated(size, stage):
     setting = Setting(stage=stage, accumulate=3)
     assert run_ranks(size, poison_each, setting, math.nan) == run_ranks(size, never_poisoned, setting)

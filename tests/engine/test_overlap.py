@@ -138,7 +138,8 @@ def test_recorded_first_values_are_made_one_owner_at_a_time(monkeypatch):
     run = Operation.run
 
     def counted(operation: Operation, values: dict[int, Tensor]) -> Any:
-        real.append(sum(value.numel() for value in values.values()))
+        memories = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values.values()}
+        real.append(sum(memories.values()))
         return run(operation, values)
 
     with zero.empty():
@@ -146,7 +147,8 @@ def test_recorded_first_values_are_made_one_owner_at_a_time(monkeypatch):
     monkeypatch.setattr(Operation, "run", counted)
     plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.World.from_env())
     zero.init(plan, zero.open_store(plan))
-    assert real == [WIDTH * WIDTH + WIDTH] * (2 * LAYERS)
+    assert len(real) >= 2 * LAYERS
+    assert set(real) == {4 * (WIDTH * WIDTH + WIDTH)}
 
 
 def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
@@ -157,7 +159,8 @@ def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
     def counted(module: nn.Linear) -> None:
         reset(module)
         everywhere = [one for one in gc.get_objects() if type(one) is nn.Parameter]
-        real.append(sum(one.numel() for one in everywhere if not one.is_meta))
+        with torch._C.DisableTorchFunctionSubclass():  # another rank may make placeholders of them meanwhile
+            real.append(sum(one.numel() for one in everywhere if not one.is_meta))
 
     with torch.device("meta"):
         models = [Stack() for _ in range(4)]

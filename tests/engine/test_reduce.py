@@ -69,9 +69,10 @@ def plain(world_size: int, batches, *, steps: int, clip: float) -> dict[str, Ten
     return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
-@pytest.mark.parametrize("update", ["lazy", "serial"])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "stage", "update"),
+    [(1, 0, "lazy"), (1, 3, "serial"), (2, 0, "serial"), (2, 1, "lazy"), (2, 2, "lazy"), (2, 3, "lazy")],
+)
 def test_a_unit_of_an_earlier_microbatch_counts(size, stage, update):
     """Layer 2 runs in the first microbatch only: its gradient is reduced, is in the norm and is applied."""
 
@@ -91,8 +92,7 @@ def test_a_unit_of_an_earlier_microbatch_counts(size, stage, update):
             torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2)])
 def test_a_nan_of_an_earlier_microbatch_is_skipped(size, stage):
     def rank_main(world: zero.World):
         state, step = start(world, stage=zero.Stage(stage), accumulate=2)
@@ -116,13 +116,11 @@ def test_lazy_is_serial_with_accumulation(accumulate):
             state, _ = step(state, [batch_of(number, world.rank, micro) for micro in range(accumulate)])
         return digest(state)
 
-    for size in (1, 2):
-        for stage in range(4):
-            assert run_ranks(size, rank_main, stage, "lazy") == run_ranks(size, rank_main, stage, "serial")
+    for size, stage in ((1, accumulate), (2, 0), (2, accumulate)):
+        assert run_ranks(size, rank_main, stage, "lazy") == run_ranks(size, rank_main, stage, "serial")
 
 
-@pytest.mark.parametrize("update", ["lazy", "serial"])
-@pytest.mark.parametrize("loops", [2, 3])
+@pytest.mark.parametrize(("loops", "update"), [(2, "serial"), (3, "lazy")])
 def test_a_stack_that_is_looped_over_needs_no_more_memory(loops, update):
     """Every unit's calls are spread over the whole backward, and still no pool grows."""
 
@@ -240,21 +238,14 @@ def test_a_state_belongs_to_its_plan():
         other(state, [batch_of(0, 0, 0)])
 
 
-@pytest.mark.parametrize("what", ["lr", "beta1", "weights"])
-def test_ranks_that_start_apart_are_refused(what):
+def test_ranks_that_make_other_first_values_are_refused():
     def rank_main(world: zero.World) -> None:
         with world.exclusive(), zero.empty():
             model = Stack()
-        odd = world.rank == 1
-        optimizer = zero.adamw(2e-2 if odd and what == "lr" else 1e-2, beta1=0.8 if odd and what == "beta1" else 0.9)
-        plan = zero.Plan(model, optimizer=optimizer, world=world)
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world)
+        zero.init(plan, zero.open_store(plan), weights=lambda name, tensor: tensor.fill_(1.0 + world.rank))
 
-        def fill(name: str, tensor: Tensor) -> None:
-            tensor.fill_(1.0 + (odd and what == "weights"))
-
-        zero.init(plan, zero.open_store(plan), weights=fill)
-
-    with pytest.raises(HandshakeError, match={"lr": "lr", "beta1": "settings", "weights": "first values"}[what]):
+    with pytest.raises(HandshakeError, match="first values"):
         run_ranks(2, rank_main)
 
 
@@ -265,21 +256,6 @@ def test_a_model_that_was_built_whole_keeps_its_values():
     plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, stage=3, precision="fp32", units=[nn.Linear])
     found = full_state_dict(zero.init(plan, zero.open_store(plan), seed=5))
     assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
-
-
-@pytest.mark.parametrize("given", [torch.ones(1, 8), {"x": 1}, "batch"])
-def test_microbatches_are_a_list(given):
-    """A tensor has a length and elements too: rows would be taken for microbatches."""
-    state, step = start(zero.World.from_env())
-    with pytest.raises(ConfigError, match="list"):
-        step(state, given)
-
-
-def test_a_loss_is_a_scalar():
-    state, _ = start(zero.World.from_env())
-    step = zero.make_step(state.plan, lambda model, batch: model(*batch))
-    with pytest.raises(ConfigError, match="scalar"):
-        step(state, [batch_of(0, 0, 0)])
 
 
 def test_units_are_a_list_of_classes_or_names():

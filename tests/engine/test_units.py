@@ -189,18 +189,10 @@ PARAMETERS = {
         "is torch.complex64: keep",
     ),
     "float64": (lambda: nn.Parameter(torch.zeros(3).double()), r"is torch\.float64, .*; write model\.float\(\) first"),
-    "float64, frozen": (
-        lambda: frozen(torch.zeros(3).double()),
-        r"is torch\.float64, .*; write model\.float\(\) first",
-    ),
     "sparse": (lambda: nn.Parameter(torch.eye(3).to_sparse()), "is torch.sparse_coo: keep it dense"),
     "packed by torchao": (lambda: nn.Parameter(torch.zeros(3).as_subclass(Packed)), "is a Packed of torchao, .*; load"),
     "4 bits in uint8": (
         lambda: frozen(torch.zeros(3, dtype=torch.uint8), Params4bit),
-        "is a Params4bit of bitsandbytes, .*; load the model in bf16 or fp32, without quantization_config",
-    ),
-    "4 bits in bf16": (
-        lambda: frozen(torch.zeros(3, dtype=torch.bfloat16), Params4bit),
         "is a Params4bit of bitsandbytes, .*; load the model in bf16 or fp32, without quantization_config",
     ),
 }
@@ -264,7 +256,7 @@ def test_a_buffer_that_no_checkpoint_holds_is_rejected_unless_it_is_not_saved(bu
     split(model, world_size=1)
 
 
-@pytest.mark.parametrize("name", ["a\n", "\x00", "\x7f", "\ud800", "\u200b"], ids=ascii)
+@pytest.mark.parametrize("name", ["a\n", "\ud800"], ids=ascii)
 def test_a_name_that_no_checkpoint_holds_is_rejected(name):
     parameter, buffer, module = Block(), Block(), Block()
     parameter.inner[0].register_parameter(name, nn.Parameter(torch.zeros(1)))

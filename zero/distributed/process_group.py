@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.distributed.failure import NAMING_S, LastWord, Note, Notes, Places, explain
+from zero.distributed.failure import NAMING_S, LastWord, Note, Notes, explain
 from zero.distributed.rendezvous import (
     connect_all,
     env_int,
@@ -56,7 +56,7 @@ class ProcessGroup:
         self._claim_gpu()
         address = store_address()  # now: the environment may be another when the process ends
         self._notes = Notes(self._store, self.rank, self.size, partial(listens, address))
-        self._places = Places(self.rank)
+        self._place = ""
         self._hosts = hosts(self._store, self.size)
         hint = ""
         if self.local_size < self.size:
@@ -102,7 +102,9 @@ class ProcessGroup:
 
     def at(self, place: str) -> None:
         """Note what this rank is at, for ranks that wait for it."""
-        self._places.set(place)
+        self._place = place
+        if Notes.board is not None:
+            Notes.board.set_place(self.rank, place)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one leaves because of `error`."""
@@ -191,12 +193,11 @@ class ProcessGroup:
             return call(*args)
         except RuntimeError as error:
             if self._failure is None:
-                where = f"{op} ({self._places.own})" if self._places.own else op
+                where = f"{op} ({self._place})" if self._place else op
                 mine = Note.of_wait(error, where, dict(self._started), peer)
                 self._notes.post(mine)
                 notes = self._notes.read()
-                places, hosts = self._places.of, self._hosts
-                self._failure = explain(self.rank, self.size, mine, notes, self._wait_s, places, hosts)
+                self._failure = explain(self.rank, self.size, mine, notes, self._wait_s, Notes.board, self._hosts)
             raise self._failure from error
 
 

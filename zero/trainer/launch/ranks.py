@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
-from zero.distributed.failure import Places
+from zero.distributed.failure import Notes
 from zero.errors import ConfigError, DeadlineError, MachineError, RankFailedError, if_it_fails
 from zero.platform.run_files import writing
 from zero.platform.threads import repeating
@@ -332,7 +332,7 @@ def _rank(job: _Job, attempt: int) -> Any:
     except MachineError as error:
         raise SystemExit(job.board.leave_note(rank, error)) from None
     faulthandler.enable()
-    Places.board = job.board
+    Notes.board = job.board
     request = RankRequest(job.board, rank, job.processes.grace_s)
     try:
         result = job.entry(*job.args)

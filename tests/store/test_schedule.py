@@ -88,7 +88,12 @@ SCENARIOS = [
         (
             "reads of what is being written",
             (due(A), get("a"), get("a"), due(A), put("a")),
-            [(1, 1, 1), (1, 2, 1), (1, 3, 1)],
+            [(1, 1, 1), (1, 3, 1), (2, 2, 1)],
+        ),
+        (
+            "reads of two groups that are being written",
+            (due(A), due(B), get("a"), get("b")),
+            [(2, 2, 1)],
         ),
         (
             "a group that is only read, wanted twice",

@@ -154,7 +154,7 @@ def probe(
 
     Args:
         size_bytes: of the later store; a small one is not worth a long measurement.
-        limit_s: seconds until the result, even if the disk hangs.
+        limit_s: seconds for all requests, even if the disk hangs.
         files: the file system.
         clock: the time in seconds.
 
@@ -164,11 +164,12 @@ def probe(
     Raises:
         StoreError: as `NvmeStore`, and if the disk reports an error.
     """
-    begin_s, file = clock(), ScratchFile(Path(folder), files or Files())
+    file = ScratchFile(Path(folder), files or Files())
     blocks = max(1, min(size_bytes, _PROBE_BYTES) // REQUEST_BYTES // 2)
-    run = partial(_run, clock=clock, end_s=begin_s + limit_s)
     try:
         file.reserve(2 * blocks * REQUEST_BYTES)
+        begin_s = clock()
+        run = partial(_run, clock=clock, end_s=begin_s + limit_s)
         progress("measuring the disk", 0, 3)
         # first, because a file system reads blocks that were never written without the disk
         filled, _ = run(

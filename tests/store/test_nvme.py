@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import LONG_S
-from tests.faults.disks import Call, Fault, FaultyFiles, drop, fail, flip, misplace, short
+from tests.faults.disks import Call, FaultyFiles, drop, fail, flip, misplace, short
 from zero.errors import RankFailedError, StoreError
 from zero.store import NvmeStore, Page, Store, probe
 from zero.testing import StoreContract, run_processes

@@ -425,26 +425,6 @@ def test_what_is_frozen_for_a_while_is_trained_through_and_not_trained(stage):
             engine.backward(loss)
 
 
-class ByClass(Net):
-    """Asks its parts for their classes, in the ways that are usual."""
-
-    def forward(self, batch: Tensor) -> Tensor:
-        x = self.first(batch)
-        for block in self.blocks:
-            known = type(block) == nn.Linear and type(block) in {nn.Linear}  # noqa: E721
-            x = x + (block(x) if known and block.__class__ == nn.Linear else 0) * {nn.Linear: 2}.get(type(block), 1)
-        return self.last(x).square().mean()
-
-
-@STAGES
-def test_a_class_is_what_it_was_to_whoever_compares(stage):
-    with taken(net(0, ByClass), stage=stage) as engine:
-        train(engine, 0, 1)
-        close(whole(engine), plain(0, 1, model=net(0, ByClass)))
-        assert type(engine.module) == ByClass  # noqa: E721
-        assert type(engine.module) != Net  # noqa: E721
-
-
 class Recomputed(Net):
     """One block at two places, with statistics; and a checkpoint of the old kind, whose forward leaves no trace."""
 

@@ -43,7 +43,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
     pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
@@ -262,17 +261,6 @@ def test_a_warm_up_in_the_modules_own_optimizer_step_is_kept(tmp_path):
     assert ours.lightning_module.rates == plain(Warm).lightning_module.rates
 
 
-def test_a_training_step_that_returns_none_updates_nothing(tmp_path):
-    class Skipping(Regression):
-        def training_step(self, batch, number):
-            result = super().training_step(batch, number)
-            return None if number % 3 == 1 else result
-
-    ours = fitted(tmp_path, {"stage": 3}, Skipping)
-    assert losses(ours) == losses(plain(Skipping))
-    assert same(values(ours), values(plain(Skipping)))
-
-
 def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tmp_path):
     class Once(Regression):
         def training_step(self, batch, number):
@@ -390,22 +378,6 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
     assert resumed.lightning_module.rates == whole.lightning_module.rates[-count:]
     assert logged(resumed) == logged(whole)
     assert same(values(resumed), values(whole))
-
-
-def test_a_run_resumed_in_the_middle_of_an_epoch_does_what_the_plain_one_does(tmp_path):
-    """Lightning gives it the epoch's first rows again, unless the loader has a state."""
-    how = {"accumulate_grad_batches": 2, "max_steps": 8, "max_epochs": -1, "shuffle": False}
-
-    def run(settings, ckpt_path=None):
-        more = saving(tmp_path / f"{settings}", filename="{step}", every_n_train_steps=3)
-        return fitted(tmp_path, settings, without_dropout, ckpt_path, **(how | more))
-
-    for settings in (None, {"stage": 3}):
-        run(settings)
-    ours, expected = (run(settings, tmp_path / f"{settings}/step=3.ckpt") for settings in ({"stage": 3}, None))
-    assert ours.global_step == expected.global_step == 8
-    assert losses(ours) == pytest.approx(losses(expected), rel=CLOSE)
-    assert ours.lightning_module.rates == expected.lightning_module.rates
 
 
 def test_the_best_checkpoint_is_tested_and_the_worse_ones_are_removed(tmp_path):
@@ -599,20 +571,11 @@ def test_every_setting_of_the_engine_is_a_named_argument():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lightning_cli_makes_the_strategy():
     pytest.importorskip("jsonargparse")
-    from jsonargparse import lazy_instance
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    strategy = ["--trainer.strategy", "ZeroStrategy", "--trainer.strategy.stage", "2"]
-    for words, defaults, stage in (
-        (strategy, quiet, 2),
-        ([], quiet | {"strategy": lazy_instance(ZeroStrategy, stage=1)}, 1),
-    ):
-        how = {
-            "trainer_defaults": defaults | {"fast_dev_run": 1},
-            "save_config_callback": None,
-            "seed_everything_default": 0,
-        }
-        made = LightningCLI(BoringModel, args=["fit", *words], **how)
-        assert made.trainer.strategy.engine.plan.stage == zero.Stage(stage)
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "fast_dev_run": 1}
+    words = ["fit", "--trainer.strategy", "ZeroStrategy", "--trainer.strategy.stage", "2"]
+    how = {"trainer_defaults": quiet, "save_config_callback": None, "seed_everything_default": 0}
+    made = LightningCLI(BoringModel, args=words, **how)
+    assert made.trainer.strategy.engine.plan.stage == zero.Stage(2)

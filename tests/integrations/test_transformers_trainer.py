@@ -54,13 +54,13 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def arguments(folder, **changes):
+def arguments(folder, kind=transformers.TrainingArguments, **changes):
     """Four microbatches a step, and two in the last one of an epoch; a schedule, decay and clipping."""
     told = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": STEPS}
     how = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
     schedule = {"warmup_steps": 2, "lr_scheduler_type": "cosine", "eval_strategy": "steps", "eval_steps": 4}
-    return transformers.TrainingArguments(str(folder), **(told | batch | how | schedule | changes))
+    return kind(str(folder), **(told | batch | how | schedule | changes))
 
 
 def trainer(folder, settings=None, model=None, kind=None, **changes):
@@ -155,21 +155,14 @@ def test_a_backward_that_goes_by_the_accelerator_is_refused(tmp_path):
 
 
 def test_a_passed_optimizer_and_scheduler_are_used(tmp_path):
-    def run(kind, **how):
-        model = gpt2()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        made = kind(
-            model=model,
-            args=arguments(tmp_path, max_steps=3, eval_strategy="no"),
-            train_dataset=rows(),
-            optimizers=(optimizer, schedule),
-            **how,
-        )
+    def run(settings):
+        made = trainer(tmp_path, settings, max_steps=3, eval_strategy="no")
+        made.optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-2, fused=True)
+        made.lr_scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, gamma=0.5)
         made.train()
         return made
 
-    plain, ours = run(transformers.Trainer), run(Trainer, zero={"stage": 1})
+    plain, ours = run(None), run({"stage": 1})
     assert told(ours) == pytest.approx(told(plain), rel=CLOSE)
     assert told(ours, "learning_rate") == told(plain, "learning_rate") == [1e-2, 5e-3, 2.5e-3]
 
@@ -275,24 +268,11 @@ def t5():
 
 def test_evaluation_generates_text_between_steps(tmp_path):
     def run(kind, **how):
-        args = transformers.Seq2SeqTrainingArguments(
-            str(tmp_path),
-            predict_with_generate=True,
-            generation_max_length=6,
-            max_steps=2,
-            eval_strategy="steps",
-            eval_steps=1,
-            per_device_train_batch_size=2,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            save_strategy="no",
-            learning_rate=1e-2,
-        )
         seen = []
+        texts = {"predict_with_generate": True, "generation_max_length": 6, "max_steps": 2, "eval_steps": 1}
         made = kind(
             model=t5(),
-            args=args,
+            args=arguments(tmp_path, transformers.Seq2SeqTrainingArguments, gradient_accumulation_steps=1, **texts),
             train_dataset=rows(),
             eval_dataset=rows()[:4],
             compute_metrics=lambda found: seen.append(found.predictions.tolist()) or {"n": 1.0},

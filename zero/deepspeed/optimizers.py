@@ -8,7 +8,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -53,20 +53,6 @@ KINDS = {
 TORCH = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad"}
 
 
-class OptimizerEngine(Protocol):
-    """The part of an engine that its optimizer uses."""
-
-    @property
-    def loss_scale(self) -> float: ...
-
-    @property
-    def overflow(self) -> bool: ...
-
-    def update(self) -> None: ...
-
-    def forget(self) -> None: ...
-
-
 class Optimizer(torch.optim.Optimizer):
     """The parameter groups of a run, in torch's shape; `step` is the engine's update.
 
@@ -76,11 +62,11 @@ class Optimizer(torch.optim.Optimizer):
         kind: a name in `KINDS`.
 
     Attributes:
-        engine: the engine that it belongs to; None before there is one.
+        engine: the `Engine` that it belongs to, whose module imports this one; None before there is one.
     """
 
     def __init__(self, groups: Iterable[Any], defaults: Mapping[str, Any], kind: str) -> None:
-        self.engine: OptimizerEngine | None = None
+        self.engine: Any = None
         super().__init__(groups, dict(defaults))
         self.kind, self.state = kind, ShardedState()
 
@@ -134,14 +120,14 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The factor on the next loss; 1 except in fp16."""
-        return self._engine().loss_scale
+        return float(self._engine().loss_scale)
 
     cur_scale = loss_scale
 
     @property
     def overflow(self) -> bool:
         """Whether the last update was skipped because a gradient was not finite."""
-        return self._engine().overflow
+        return bool(self._engine().overflow)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current step; after a step there are none.
@@ -160,7 +146,7 @@ class Optimizer(torch.optim.Optimizer):
         """Raise ConfigError, because `engine.load_checkpoint` loads moments and groups."""
         raise ConfigError(NO_STATE_DICT)
 
-    def _engine(self) -> OptimizerEngine:
+    def _engine(self) -> Any:
         if self.engine is None:
             raise ConfigError("this optimizer belongs to no engine. Use the one that zero.initialize returns.")
         return self.engine

@@ -1,27 +1,11 @@
 """What the engine relies on in torch and the traps it walks around: where one changes, its user wants another look."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 hooks = torch.autograd.graph.saved_tensors_hooks
-
-
-def test_functional_call_restores_the_slots_after_an_exception():
-    module = nn.Linear(2, 2)
-    own = dict(module._parameters)
-    with pytest.raises(RuntimeError):
-        functional_call(module, {"weight": torch.zeros(2, 2)}, (torch.zeros(3),))
-    assert all(module._parameters[name] is parameter for name, parameter in own.items())
-
-
-def test_functional_call_accepts_misspelt_names_in_silence():
-    """So bindings are taken from the module itself, never from a user."""
-    module = nn.Linear(2, 2, bias=False)
-    x = torch.ones(2)
-    assert torch.equal(functional_call(module, {"wieght": torch.zeros(2, 2)}, (x,)), module(x))
 
 
 def test_functional_call_gives_plain_tensors_and_keeps_buffers_live():
@@ -77,24 +61,6 @@ def test_hooks_switch_version_checks_off():
     assert any(tensor._version != version for tensor, version in seen), "but the count goes on"
 
 
-def test_a_cast_weight_is_saved_whole():
-    """So units are gathered in the compute dtype: a copy made inside lies in no buffer and would stay."""
-    weight = torch.zeros(4, 4, requires_grad=True)
-    saved = []
-    with hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        torch.ones(1, 4, dtype=torch.bfloat16, requires_grad=True) @ weight.to(torch.bfloat16)
-    assert any(one.shape == (4, 4) and one.untyped_storage() is not weight.untyped_storage() for one in saved)
-
-
-def test_batch_norm_changes_its_statistics_without_counting():
-    """So remat takes small buffers as changed without asking."""
-    norm = nn.BatchNorm1d(3)
-    before = norm.running_mean._version
-    norm(torch.randn(4, 3))
-    assert norm.running_mean.abs().sum() > 0
-    assert norm.running_mean._version == before
-
-
 def test_a_checkpoint_inside_a_call_recomputes_when_the_slots_are_empty_again():
     """So an absent parameter gives its view back while backward runs."""
     module = nn.Linear(2, 2)
@@ -140,14 +106,3 @@ def test_autograd_tells_which_nodes_a_pass_will_run():
     torch.autograd.grad(y.sum(), x, retain_graph=True)
     y.sum().backward()
     assert told == [False, True]
-
-
-def test_a_saved_tensor_gets_its_history_back_from_hooks():
-    """So a loss that contains a gradient reaches the parameters although they were packed."""
-    x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    made = w * 3
-    with hooks(lambda tensor: tensor.detach(), lambda tensor: tensor.clone()):
-        y = (x * made).sum()
-    (slope,) = torch.autograd.grad(y, x, create_graph=True)
-    slope.sum().backward()
-    assert w.grad.tolist() == [3.0, 3.0]

@@ -54,7 +54,6 @@ def aligned_buffers() -> int:
 
 STORES = {
     "as usual": dict,
-    "in small requests": lambda: {"request_bytes": 4096},
     "without checksums": lambda: {"verify": False},
     "reserved ahead": lambda: {"capacity_bytes": 2**20},
     "where the switch to direct is refused": lambda: {"files": FaultyFiles(direct="switch")},
@@ -100,11 +99,12 @@ def holds_what_is_written(store: Store) -> None:
     assert same(into, source)
 
 
-@pytest.mark.parametrize("request_bytes", [4096, 8192, 2**22])
+@pytest.mark.parametrize("request_bytes", [4096, 2**22])
 @pytest.mark.parametrize("numel", [0, 1, 1023, 1024, 1025, 2 * 2048 + 64])
 @pytest.mark.parametrize("start", [0, 1, 64])
-def test_any_length_from_and_to_any_address(tmp_path, request_bytes, numel, start):
-    with contextlib.closing(NvmeStore(tmp_path, request_bytes=request_bytes)) as store:
+def test_any_length_from_and_to_any_address(tmp_path, monkeypatch, request_bytes, numel, start):
+    monkeypatch.setattr("zero.platform.files.REQUEST_BYTES", request_bytes)
+    with contextlib.closing(NvmeStore(tmp_path)) as store:
         pages = [Page(0, "mu", number) for number in range(3)]
         for page in pages:
             store.allocate(page, numel, torch.float32)
@@ -126,12 +126,6 @@ def test_only_contiguous_host_memory_is_moved(tmp_path):
             for move in (store.read, store.write):
                 with pytest.raises(StoreError, match="mu"):
                     move(page, tensor)
-
-
-def test_a_request_is_whole_blocks(tmp_path):
-    for request_bytes in (0, -4096, 1000):
-        with pytest.raises(StoreError, match="multiple of 4096"):
-            NvmeStore(tmp_path, request_bytes=request_bytes)
 
 
 # The fault loop: every call of a store's life fails in turn, once and for ever.
@@ -316,7 +310,7 @@ def test_what_is_under_way_when_a_store_is_closed_ends_well(tmp_path, crew):
 def test_threads_move_different_pages_of_two_stores_in_one_folder_at_once(tmp_path, crew, direct):
     (tmp_path / "junk").write_bytes(b"somebody else's")
     with whatever_is_warned():
-        stores = [NvmeStore(tmp_path, request_bytes=8192, files=FaultyFiles(direct=direct)) for _ in range(2)]
+        stores = [NvmeStore(tmp_path, files=FaultyFiles(direct=direct)) for _ in range(2)]
     pages = [Page(0, "mu", number) for number in range(32)]
     for store in stores:
         for page in pages:

@@ -119,7 +119,7 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
 
     Args:
         world: the ranks that share the comparison.
-        path: the folder of checkpoints, the `root` of `save`.
+        path: the folder of checkpoints, the `root` of `save`; or one checkpoint.
         progress: called with the bytes that this rank has compared.
 
     Returns:
@@ -132,9 +132,7 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
     """
     check_type(world, World, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     check_folder(path, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
-    root = Root(Path(path))
-    steps = by_rank_0(world, root.steps)
-    return open_first(world, [root.path / step_name(step) for step in reversed(steps)], progress=progress)
+    return newest(world, Path(path), progress=progress)
 
 
 def open_first(
@@ -175,25 +173,25 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    if is_step(path):
-        return open_checkpoint(world, path, progress=progress), []
-    checkpoint, rejected = open_latest(world, root_at(path), progress=progress)
+    checkpoint, rejected = newest(world, root_at(path), progress=progress)
     if checkpoint is None:
         raise CheckpointError(by_rank_0(world, lambda: missing(path)))
     return checkpoint, rejected
 
 
-def newest(world: World, folder: Path, *, below: bool) -> tuple[Checkpoint | None, list[str]]:
+def newest(
+    world: World, folder: Path, *, below: bool = False, progress: Progress = silent
+) -> tuple[Checkpoint | None, list[str]]:
     """Open a step's folder, or the newest valid checkpoint in `folder`, and with `below` in the folders of its tags."""
     if is_step(folder):
-        return open_checkpoint(world, folder), []
+        return open_checkpoint(world, folder, progress=progress), []
 
     def newest_first() -> list[str]:
         roots = [folder, *(path for path in folder.glob("*") if path.is_dir())] if below else [folder]
         steps = [(step, str(root / step_name(step))) for root in roots for step in Root(root).steps()]
         return [path for _, path in sorted(steps, reverse=True)]
 
-    return open_first(world, [Path(path) for path in by_rank_0(world, newest_first)])
+    return open_first(world, [Path(path) for path in by_rank_0(world, newest_first)], progress=progress)
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

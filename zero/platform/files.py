@@ -27,7 +27,7 @@ from zero.core.sizes import BLOCK_BYTES, round_up, size_text
 from zero.errors import CheckpointError, StoreError, if_it_fails
 
 REQUEST_BYTES = 4 * 2**20
-"""The default size of one call: large enough that Python's share of its time does not show."""
+"""The size of one call: large enough that Python's share of its time does not show."""
 
 MOST_BYTES = 2**30
 """The largest size of one call: no system moves more than 2 GiB."""
@@ -115,12 +115,9 @@ class ScratchFile:
         StoreError: no file can be made, written and read back there, in one line that names `offload.path`.
     """
 
-    def __init__(self, folder: Path, files: Files, *, request_bytes: int = REQUEST_BYTES) -> None:
-        if request_bytes <= 0 or request_bytes % BLOCK_BYTES:
-            raise StoreError(f"a request of {request_bytes} bytes is not a multiple of {BLOCK_BYTES}")
+    def __init__(self, folder: Path, files: Files) -> None:
         self._folder = folder
         self._files = files
-        self._request_bytes = request_bytes
         self.reserved_bytes = 0
         self._lock = threading.Lock()
         self._users = 0
@@ -214,15 +211,15 @@ class ScratchFile:
         else:
             straight_bytes = 0
         for begin, stop, straight in ((0, straight_bytes, True), (straight_bytes, nbytes, False)):
-            for start in range(begin, stop, self._request_bytes):
-                piece = memory[start : min(start + self._request_bytes, stop)]
+            for start in range(begin, stop, REQUEST_BYTES):
+                piece = memory[start : min(start + REQUEST_BYTES, stop)]
                 yield start, piece, piece if straight else self._aligned(len(piece))
 
     def _aligned(self, nbytes: int) -> memoryview:
         """Return whole blocks of a buffer that belongs to this thread."""
         buffer = getattr(self._bounce, "buffer", None)
         if buffer is None:
-            buffer = self._bounce.buffer = mmap.mmap(-1, self._request_bytes)  # resident only as far as it is used
+            buffer = self._bounce.buffer = mmap.mmap(-1, REQUEST_BYTES)  # resident only as far as it is used
         return memoryview(buffer)[: round_up(nbytes)]
 
     def _try_out(self) -> None:

@@ -56,7 +56,6 @@ class NvmeStore(Store):
     Args:
         capacity_bytes: reserved now; pages beyond it reserve more as they are allocated.
         verify: compare the checksum of every page that is read. Without it, only what the system reports is noticed.
-        request_bytes: the largest size of a system call, a multiple of 4 KiB.
         files: the file system.
 
     Raises:
@@ -69,14 +68,13 @@ class NvmeStore(Store):
         *,
         capacity_bytes: int = 0,
         verify: bool = True,
-        request_bytes: int = REQUEST_BYTES,
         files: Files | None = None,
     ) -> None:
         self._folder, self._verify = Path(folder), verify
         self._entries = Pages[_Entry]()
         self._lock = threading.Lock()
         self._allocated_bytes = 0
-        self._file = ScratchFile(self._folder, files or Files(), request_bytes=request_bytes)
+        self._file = ScratchFile(self._folder, files or Files())
         with if_it_fails(self.close):
             self._file.reserve(capacity_bytes)
 

@@ -15,7 +15,6 @@ valid checkpoint, too, which no hash without a key can distinguish from one that
 import json
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from itertools import combinations
@@ -182,12 +181,6 @@ def _exchanged_ranks(victim: Victim) -> None:
     (victim.folder / "aside").rename(second)
 
 
-def _doubled_rank(victim: Victim) -> str:
-    first, second = victim.random.sample(sorted(victim.folder.glob("rank-*.safetensors")), 2)
-    shutil.copyfile(first, second)
-    return second.name
-
-
 def _missing(victim: Victim) -> str:
     path = victim.any_file()
     path.unlink()
@@ -240,27 +233,11 @@ def _linked(victim: Victim) -> str:
 
 
 def _special(victim: Victim) -> str:
-    """A pipe, a socket or a folder instead of a file. Opening it must not block."""
+    """A pipe or a folder instead of a file. Opening it must not block."""
     path = victim.any_file()
     path.unlink()
-    kind = victim.random.choice(["pipe", "socket", "folder"])
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        _make_socket(path)
+    victim.random.choice([os.mkfifo, Path.mkdir])(path)
     return path.name
-
-
-def _make_socket(path: Path) -> None:
-    """Binds it by a path in /proc, because the path of a socket may have only 107 bytes."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(f"/proc/self/fd/{folder}/{path.name}")
-    finally:
-        os.close(folder)
 
 
 def _folder_replaced(victim: Victim) -> None:
@@ -404,28 +381,6 @@ def _other_shape(victim: Victim) -> str:
     return TENSOR
 
 
-def _other_format(victim: Victim) -> str:
-    body, random = _body(victim), victim.random
-    body["format"] = random.choice([1, 3, 10**9])
-    if random.random() < 0.5:  # another format may have other keys
-        body["shards"] = body.pop(random.choice(["flats", "files", "world"]))
-    _stamp(victim, body)
-    return f"format {body['format']}, this library reads format 2"
-
-
-# -- manifests that are not valid JSON --------------------------------------------------------------------------------
-
-
-def _odd_text(victim: Victim) -> str:
-    """Invalid manifests with a right hash."""
-    text = (victim.folder / MANIFEST_NAME).read_text().rsplit("\n", 2)[0] + "\n"
-    odd = [text[:-2] + "],\n", "{\n", "[\n", "\n", "", text * 2, "{" + '"a":[' * 100_000 + "\n", "[" * 3000 + "\n"]
-    odd += [text.replace('"step":20', f'"step":{value}') for value in ("NaN", "Infinity", "1e999", "9" * 5000, "020")]
-    odd += ['!!python/object/apply:os.system ["touch x"]\n', '{"__reduce__":["os.system",["touch x"]],\n', "\0\0\0\0\n"]
-    write_manifest(victim.folder, victim.random.choice(odd))
-    return MANIFEST_NAME
-
-
 KINDS: dict[str, Damage] = {
     "one bit": _flips(Victim.rank_file),
     "one bit of a header": _flips(Victim.rank_file, stop=4096),
@@ -442,22 +397,19 @@ KINDS: dict[str, Damage] = {
     "block of another step": _stale_block,
     "torn between steps": _torn,
     "exchanged rank files": _exchanged_ranks,
-    "one rank's file twice": _doubled_rank,
     "missing file": _missing,
     "renamed file": _renamed,
     "extra file": _extra,
     "file of another step": _of_another_step,
     "all of another step": _all_of_another_step,
     "link for a file": _linked,
-    "pipe, socket, folder": _special,
+    "pipe, folder": _special,
     "folder replaced": _folder_replaced,
     "nothing that matters": _harmless,
     "lie: manifest": _manifest_lie,
     "lie: index": _index_lie,
     "lie: exchanged names": _exchanged_names,
     "lie: shape": _other_shape,
-    "format: another": _other_format,
-    "no manifest": _odd_text,
 }
 
 

@@ -131,11 +131,16 @@ def test_arithmetic_touches_nothing_outside():
         (r"wandb", {"tracker.wandb"}, "one file talks to W&B"),
         (r"tensorboard|torch\.utils\.tensorboard", {"tracker.tensorboard"}, "one file talks to TensorBoard"),
         (
-            r"torch\.distributed(?!\.(elastic|launcher|checkpoint))",
-            {"distributed.process_group", "distributed.rendezvous", "testing.processes", "deepspeed.comm"},
+            r"torch\.distributed(?!\.checkpoint)",
+            {
+                "distributed.process_group",
+                "distributed.rendezvous",
+                "testing.processes",
+                "deepspeed.comm",
+                "trainer.launch.ranks",
+            },
             "few files talk to ranks",  # deepspeed.comm is torch's module, by another name
         ),
-        (r"torch\.distributed\.(elastic|launcher)", {"trainer.launch.ranks"}, "one file starts ranks"),
         (r"torch\.distributed\.checkpoint", {"formats.dcp"}, "one file knows DCP"),
         (r"numpy|jax|deepspeed", set(), "torch is enough"),
     ],

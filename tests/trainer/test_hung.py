@@ -40,13 +40,11 @@ class Hang(NamedTuple):
         from zero.checkpoint.disk import Disk
         from zero.engine.gather import Gatherer
         from zero.engine.update import Updater
-        from zero.store import PrefetchStore
 
         methods: dict[str, tuple[type, str]] = {
             "forward": (Gatherer, "run"),
             "backward": (Gatherer, "deliver"),
             "update": (Updater, "_update_offloaded"),
-            "paging": (PrefetchStore, "_copy"),
             "save": (Disk, "pwrite"),
         }
         return methods[self.phase]
@@ -56,7 +54,6 @@ HANGS = [
     Hang("forward", rank=1, step=5),
     Hang("backward", rank=0, step=5),
     Hang("update", rank=1, step=5),
-    Hang("paging", rank=0, step=7),
     Hang("save", rank=1, step=8),
 ]
 """One in each start of the run."""
@@ -70,7 +67,6 @@ rejected 4: two starts from it have failed
 resuming from 2
 saved 4
 saved 6
-resuming from 6
 resuming from 6
 saved 8
 """

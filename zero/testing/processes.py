@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import pickle
 import signal
@@ -22,7 +23,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from zero.distributed.failure import GRACE_S, some_ranks
 from zero.distributed.world import World
@@ -89,20 +89,24 @@ def forked_ranks() -> Iterator[None]:
     Not for tests of malloc's settings, which a process reads when it begins; or of a launcher that dies: forked ranks
     are only certain to end while their launcher lives, and one that is stopped (SIGSTOP) would stay.
     """
-    original = torch.multiprocessing.start_processes
-
-    def start_processes(fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
-        with _inherited(os.environ) as inherited:
-            options["start_method"] = _fork_context().get_start_method()
-            return original(_run_inheriting, (inherited, fn, args), **options)
-
-    with patch.object(torch.multiprocessing, "start_processes", start_processes):
+    _fork_context()
+    with patch.object(multiprocessing.context.SpawnContext, "Process", _ForkedProcess):
         yield
 
 
-def _run_inheriting(rank: int, inherited: "_Inherited", fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+class _ForkedProcess(multiprocessing.context.ForkServerProcess):
+    """A process that is forked, in place of a new interpreter."""
+
+    def start(self) -> None:
+        with _inherited(os.environ) as inherited:
+            process: Any = self
+            process._target, process._args = _run_inheriting, (inherited, process._target, process._args)
+            super().start()
+
+
+def _run_inheriting(inherited: "_Inherited", fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     inherited.apply()
-    fn(rank, *args)
+    fn(*args)
 
 
 def _fork_context() -> Any:

@@ -1,4 +1,4 @@
-"""Memory that the parent and its ranks share: requests to stop, living ranks, their places, and why they ended.
+"""Memory that the parent and its ranks share: the places of ranks, and why they ended.
 
 It has no name, so no cleaner of temporary files can delete it during a run of weeks. The ranks of a world also leave
 notes in its store (`zero/distributed/failure.py`). Those cross machines and need a world; these reach the parent before
@@ -7,11 +7,9 @@ there is a world and after its host died.
 
 import ctypes
 import json
-import os
-import signal
 import time
 from collections.abc import Mapping
-from multiprocessing.sharedctypes import RawArray, RawValue
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 from zero.errors import DeadlineError, RankFailedError
@@ -25,13 +23,11 @@ _NOTE_BYTES = 12 * _CAUSE_CHARACTERS + 1024  # JSON escapes a character with at 
 class _Slot(ctypes.Structure):
     """The state of a rank, zeros until it is set."""
 
-    pid: int
     place: bytes
     note: bytes
     has_note: bool  # set after the whole note
 
     _fields_ = (
-        ("pid", ctypes.c_long),
         ("place", ctypes.c_char * _PLACE_BYTES),
         ("note", ctypes.c_char * _NOTE_BYTES),
         ("has_note", ctypes.c_bool),
@@ -42,30 +38,7 @@ class Board:
     """The shared state of a run with `ranks` ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self._stop_requested = RawValue(ctypes.c_bool, False)
         self._slots = RawArray(_Slot, ranks)
-
-    def request_stop(self) -> None:
-        """Request that every rank stops, also those that have not started yet."""
-        self._stop_requested.value = True
-        self._send(signal.SIGUSR1)  # several SIGUSR1 are one request
-
-    @property
-    def stop_requested(self) -> bool:
-        return bool(self._stop_requested.value)
-
-    def announce(self, rank: int) -> None:
-        self._slots[rank].pid = os.getpid()
-
-    def withdraw(self, rank: int) -> None:
-        self._slots[rank].pid = 0
-
-    def request_stacks(self) -> None:
-        self._send(signal.SIGUSR2)
-
-    def resume(self) -> None:
-        """Continue ranks that a signal has stopped: a stopped process ends by SIGKILL only."""
-        self._send(signal.SIGCONT)
 
     def set_place(self, rank: int, place: str) -> None:
         self._slots[rank].place = place.encode()[:_PLACE_BYTES]
@@ -94,22 +67,7 @@ class Board:
         notes = [json.loads(slot.note) for slot in self._slots if slot.has_note]
         return sorted(notes, key=lambda note: (note["follows"], note["time_ns"]))
 
-    def has_trouble(self) -> bool:
-        """Return whether a rank has left a note or died without one."""
-        return any(slot.has_note for slot in self._slots) or not self._send(0)
-
     def clear(self) -> None:
-        """Reset all ranks for another attempt. A request to stop stays."""
+        """Reset all ranks for another attempt."""
         for slot in self._slots:
             ctypes.memset(ctypes.byref(slot), 0, ctypes.sizeof(slot))
-
-    def _send(self, signum: int) -> bool:
-        """Send a signal to every rank that has announced itself; returns whether all of them live."""
-        all_live = True
-        for pid in [slot.pid for slot in self._slots]:
-            try:
-                if pid:  # 0 means this process group
-                    os.kill(pid, signum)
-            except ProcessLookupError:
-                all_live = False
-        return all_live

@@ -1,29 +1,31 @@
 """Start the ranks of a run on this machine, restart them after a failure, and name the rank that failed first.
 
-`launch` starts child processes through torch's elastic agent; `inside` runs the only rank in this process; `joined`
-runs the rank as which torchrun started this process. What a rank prints goes to `ranks/<rank>.log`, except the stdout
-of rank 0, which is the user's terminal.
+`launch` starts child processes; `inside` runs the only rank in this process; `joined` runs the rank as which torchrun
+started this process. What a rank prints goes to `ranks/<rank>.log`, except the stdout of rank 0, which is the user's
+terminal.
 
-The agent reports whichever dead child it sees first, and that may be a survivor that lost its connection. So a failing
-rank leaves a dated note, then waits a moment so that the agent sees the death of another: the earliest note, or a
-death without a note, is the cause. Nothing here depends on models; `entry` is any function that can be pickled.
+The child that ends first may be a survivor that lost its connection. So a failing rank leaves a dated note, and the
+parent waits a moment for the end of others: a child that a signal ended, without a note, is the cause, else the
+earliest note. Nothing here depends on models; `entry` is any function that can be pickled.
 """
 
+import ctypes
 import faulthandler
 import json
-import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
@@ -39,8 +41,8 @@ from zero.trainer.launch.request import (
     STOP_SIGNALS,
     RankRequest,
     Request,
+    blocked,
     import_torch,
-    left_to_others,
     signals_waiting,
     stacks_of_ranks,
     stacks_on_request,
@@ -52,9 +54,10 @@ if TYPE_CHECKING:
 FINAL = (2, 3, 4, 6, 75)
 """Exit codes that another start would meet again: settings, environment, checkpoints, numbers; or a stop."""
 
-_NOTE_S = 0.5  # the agent needs so long to see the death of another rank
+_NOTE_S = 0.5  # from the end of a rank to that of another which may be the cause
 _LATE_S = 2.0  # the parent waits longer than a rank by this, because the rank's message is more precise
-_RESUME_S = 0.1
+_RESULT = "result of rank 0"
+_PR_SET_PDEATHSIG = 1  # as prctl.h numbers it
 
 
 def restart_count() -> int:
@@ -105,8 +108,7 @@ def inside(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
     """Call `entry(*args)` as the only rank, in this process, so that a debugger works. Errors pass through.
 
     Raises:
-        Interrupted: `entry` did not return in time after a request to stop, or a second SIGTERM or another signal
-            that ends a run came.
+        Interrupted: `entry` did not return in time after a request to stop, or a signal that ends a run came.
     """
     with ExitStack() as stack:
         is_main = threading.current_thread() is threading.main_thread()  # others may not set handlers
@@ -132,7 +134,7 @@ def joined(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
     stop, and also when one of them has failed: then the connection to that one breaks, and the error names it.
 
     Raises:
-        Interrupted: `entry` did not return in time after a request to stop, or SIGINT or a second SIGTERM came.
+        Interrupted: `entry` did not return in time after a request to stop, or SIGINT came.
     """
     rank = int(os.environ["RANK"])
     log = processes.folder / f"{rank}.log"
@@ -186,8 +188,8 @@ class _Job(NamedTuple):
     entry: Callable[..., Any]
     args: tuple[Any, ...]
     ranks: int
+    port: int
     processes: Processes
-    agent_folder: Path
     board: Board
     max_restarts: int
 
@@ -197,12 +199,10 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Process
 
     Each has torchrun's variables in its environment. All have ended when this returns or raises.
 
-    SIGTERM or SIGUSR1 here, or at a rank, requests a stop. The agent does not see it: the handler here passes the
-    request on to all ranks, and they end by returning. A rank that is signalled alone informs the others by `entry`'s
-    own means, see `preempted`. A rank that is still being started has no handler, and dies. SIGUSR2 here makes every
-    rank write its stacks into its log.
+    SIGTERM or SIGUSR1 here, or at a rank, requests a stop: the handler here passes the request on to all ranks, and
+    they end by returning. A rank that is signalled alone informs the others by `entry`'s own means, see `preempted`.
+    SIGUSR2 here makes every rank write its stacks into its log.
 
-    Every attempt has its own agent that restarts nothing, because torch's restarts swallow the cause and repeat any.
     Each failure is printed here, and all ranks start again unless its exit code is in `FINAL` or a stop was requested.
 
     Args:
@@ -212,123 +212,115 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Process
 
     Raises:
         RankFailedError: the first rank that failed in the last attempt, and why; its `exit_code` is that of the cause.
-        Interrupted: a second SIGTERM, SIGINT or another signal that ends a run came, or `entry` did not return in time.
+        Interrupted: SIGINT or another signal that ends a run came, or `entry` did not return in time.
     """
     with signals_waiting():
-        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed import TCPStore
 
     with writing(processes.folder):
         processes.folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        agent_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zero-ranks-")))
-        with _shared_memory():
-            board = Board(ranks)
-        job = _Job(entry, args, ranks, processes, agent_folder, board, max_restarts)
-        stack.enter_context(environ(environment(ranks, processes)))
-        # the agent ends the children by SIGINT, which no rank handles, and passes its own error on
-        request = Request(
-            processes.grace_s + _LATE_S,
-            board.request_stop,
-            lambda stopped: SignalException(str(stopped), signal.SIGINT),
-        )
-        stack.enter_context(request.handling(*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT))
-        stack.enter_context(stacks_of_ranks(board, processes.folder))
-        try:
-            return _until_done(job, request)
-        except SignalException:
-            assert request.interrupted is not None
-            raise request.interrupted from None
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # here, because any rank may die
+    job = _Job(entry, args, ranks, store.port, processes, Board(ranks), max_restarts)
+    children: list[BaseProcess] = []
+    send = partial(_send, children)
+    request = Request(processes.grace_s + _LATE_S, lambda: send(signal.SIGUSR1))
+    with (
+        environ(environment(ranks, processes)),
+        request.handling(*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT),
+        stacks_of_ranks(send, processes.folder),
+    ):
+        for attempt in range(max_restarts + 1):
+            try:
+                _attempt(job, attempt, children, request)
+                break
+            except RankFailedError as failed:
+                if attempt == max_restarts or failed.exit_code in FINAL or request.is_made:
+                    raise
+                print(f"restart {attempt + 1} of {max_restarts}: {failed}", file=sys.stderr, flush=True)
+            job.board.clear()
+    return pickle.loads(store.get(_RESULT))
 
 
-@contextmanager
-def _shared_memory() -> Iterator[None]:
-    """Raise MachineError if the board, or a lock such as torch's agent makes, cannot be in shared memory."""
-    try:
-        multiprocessing.get_context("spawn").Lock()
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"/dev/shm cannot be written: {error.strerror}. Mount shared memory there, in Docker with --shm-size=1g."
-        ) from error
-
-
-def _until_done(job: _Job, request: Request) -> Any:
-    for attempt in range(job.max_restarts + 1):
-        try:
-            return _attempt(job, attempt, request)
-        except RankFailedError as failed:
-            if attempt == job.max_restarts or failed.exit_code in FINAL or request.is_made:
-                raise
-            print(f"restart {attempt + 1} of {job.max_restarts}: {failed}", file=sys.stderr, flush=True)
-        job.board.clear()
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _attempt(job: _Job, attempt: int, request: Request) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Request) -> None:
+    """Run all ranks once; `children` are then theirs."""
     from zero.platform.memory_watch import EVERY_S, MemoryWatch
-
-    def resume_stopped() -> None:
-        """Let stopped ranks go on once the run ends: the agent's signal does not reach them for 30 s."""
-        if request.interrupted is not None or job.board.has_trouble():
-            job.board.resume()
 
     if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
         # joblib sets loky, which a new interpreter does not know before it has imported joblib
         multiprocessing.set_start_method("spawn", force=True)
-    memory = MemoryWatch()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.ranks,
-        max_restarts=0,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        start_method="spawn",
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(job.agent_folder)),
-        signals_to_handle="",  # `Request` handles them
-    )
+    context, memory = multiprocessing.get_context("spawn"), MemoryWatch()
+    children[:] = [context.Process(target=_rank, args=(job, rank, attempt)) for rank in range(job.ranks)]
     try:
-        with (
-            repeating(memory.read, EVERY_S, name="memory"),
-            repeating(resume_stopped, _RESUME_S, name="resuming"),
-            _logging_off(),
-            left_to_others(signal.SIGINT),  # to the threads of `repeating`
-        ):
-            return elastic_launch(config, _rank)(job, attempt)[0]
-    except ChildFailedError as failed:
-        rank, failure = min(failed.failures.items())
-        if request.is_made and -failure.exitcode in STOP_SIGNALS:
-            raise Interrupted(signal.SIGTERM, f"rank {rank} was still being started") from None
-        raise _first_failure(rank, failure.exitcode, job.board.notes(), job.processes.folder, memory.last) from None
+        with signals_waiting(), blocked(signal.SIGINT, *STOP_SIGNALS, signal.SIGUSR2):
+            for child in children:
+                child.start()
+        if request.is_made:  # before there were any
+            _send(children, signal.SIGUSR1)
+        with repeating(memory.read, EVERY_S, name="memory"):
+            exit_codes = _exit_codes(children, job.board)
     finally:
+        with signals_waiting():
+            for child in (started := [child for child in children if child.pid]):
+                child.kill()
+            for child in started:
+                child.join()
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a rank that died inside its progress bar has hidden the cursor
+    if any(exit_codes.values()):
+        raise _first_failure(exit_codes, job.board.notes(), job.processes.folder, memory.last)
 
 
-def _rank(job: _Job, attempt: int) -> Any:
-    rank = int(os.environ["RANK"])
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
-    # The agent ends its children with SIGINT, and the kernel sends it when the agent dies. The default action ends this
-    # process at once, even inside a collective, where a Python handler would not run.
+def _send(children: Sequence[BaseProcess], *signals: int) -> None:
+    for pid in [child.pid for child in children if child.pid and child.exitcode is None]:
+        with suppress(ProcessLookupError):
+            for signum in signals:
+                os.kill(pid, signum)
+
+
+def _exit_codes(children: Sequence[BaseProcess], board: Board) -> dict[int, int]:
+    """Wait until all ranks end, after a failure for a moment only; returns exit codes by rank, the earliest first."""
+    codes: dict[int, int] = {}
+    failed_s: float | None = None
+    while len(codes) < len(children):
+        alive = [child.sentinel for rank, child in enumerate(children) if rank not in codes]
+        if not wait(alive, None if failed_s is None else max(0.0, failed_s + _NOTE_S - time.monotonic())):
+            break
+        for rank, child in enumerate(children):
+            if rank not in codes and child.exitcode is not None:
+                codes[rank] = child.exitcode
+        if failed_s is None and any(codes.values()):
+            failed_s = time.monotonic()
+            if any(note["stacks"] for note in board.notes()):
+                _send(children, signal.SIGUSR2, signal.SIGCONT)  # a stopped rank writes nothing
+    return codes
+
+
+def _rank(job: _Job, rank: int, attempt: int) -> None:
+    os.environ |= {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.ranks)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(job.port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    # A terminal's Ctrl-C reaches the ranks too. The default action ends this process at once, even inside a collective,
+    # where a Python handler would not run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked during the start
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the parent dies
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # it died during the start
-        os._exit(128 + signal.SIGINT)
+        os._exit(128 + signal.SIGKILL)
     log = job.processes.folder / f"{rank}.log"
     again = f", restart {attempt} of {job.max_restarts}" if attempt else ""
     try:
         with writing(log):
             redirect(log, stdout=rank > 0, further=attempt > 0)
-            _write_to_log(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}{again}\n")
+            _write_to_log(f"rank {rank} of {job.ranks}, process {os.getpid()}{again}\n")
     except MachineError as error:
         raise SystemExit(job.board.leave_note(rank, error)) from None
     faulthandler.enable()
@@ -340,22 +332,25 @@ def _rank(job: _Job, attempt: int) -> Any:
         sys.last_value = error  # for `Note.of_ending`: in Python 3.14 a child's finalizers no longer have it
         _log_traceback()
         if isinstance(error, DeadlineError):
-            job.board.request_stacks()
-            job.board.resume()
-        exit_code = job.board.leave_note(rank, error)
-        time.sleep(_NOTE_S)
-        raise SystemExit(exit_code) from None
+            faulthandler.dump_traceback()
+        raise SystemExit(job.board.leave_note(rank, error)) from None
     request.returned()
-    return result
+    if rank == 0:
+        from torch.distributed import TCPStore
+
+        store: Any = TCPStore("localhost", job.port)
+        store.set(_RESULT, pickle.dumps(result))
 
 
 def _first_failure(
-    dead: int, code: int, notes: list[Mapping[str, Any]], folder: Path, memory: "Reading | None" = None
+    exit_codes: Mapping[int, int], notes: Sequence[Mapping[str, Any]], folder: Path, memory: "Reading | None" = None
 ) -> RankFailedError | Interrupted:
-    """Choose between the child that the agent saw die first and the notes of ranks, which are sorted by time."""
-    if code == -signal.SIGINT:
+    """Choose between ranks that ended without a note and the notes of ranks, which are sorted by time."""
+    if -signal.SIGINT in exit_codes.values():
         return Interrupted(signal.SIGINT)
-    if notes and (code >= 0 or dead in {note["rank"] for note in notes}):
+    noted = {note["rank"] for note in notes}
+    silent = {rank: code for rank, code in exit_codes.items() if code and rank not in noted}
+    if notes and not any(code < 0 for code in silent.values()):
         first = notes[0]
         where = f"(log: {folder}/{first['rank']}.log{', stacks in the log of each' if first.get('stacks') else ''})"
         if first["exit_code"] == 128 + signal.SIGTERM:
@@ -363,6 +358,7 @@ def _first_failure(
         error = RankFailedError(f"rank {first['rank']} failed: {first['cause']} {where}")
         error.exit_code = first["exit_code"]
         return error
+    dead, code = min(silent.items(), key=lambda item: item[1] >= 0)  # one that a signal ended, else the first
     if code == -signal.SIGKILL:
         likely, advice = "or by another process", "continue with resume=latest"
         if memory is None or memory.is_scarce:
@@ -373,14 +369,3 @@ def _first_failure(
     else:
         why = f"ended with exit code {code} and no message"
     return RankFailedError(f"rank {dead} {why} (log: {folder}/{dead}.log)")
-
-
-@contextmanager
-def _logging_off() -> Iterator[None]:
-    """Silence the agent's report of a failure, which has sixty lines."""
-    before = logging.root.manager.disable
-    logging.disable()
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -1,8 +1,6 @@
 """Signals that request a run to stop, or ranks to write their stacks.
 
-SIGTERM and SIGUSR1 request a stop: `preempted` is then true in the rank, and `entry` has some time to return. torch's
-elastic agent also ends its children with SIGTERM after one has failed. A rank tells the two apart by the notes of other
-ranks on the board.
+SIGTERM and SIGUSR1 request a stop: `preempted` is then true in the rank, and `entry` has some time to return.
 
 Every other signal that ends a run does so at once, and the message names it.
 
@@ -30,12 +28,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FATAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
 """A closed terminal, Ctrl-\\, and a limit on CPU time. Python handles SIGINT unless a caller adds it."""
 
-SECOND = "a second one came before the run had ended"
-
-TOGETHER_S = 1.0
-"""SIGTERMs within this time are one: a scheduler signals every process, and an agent passes its own on."""
-
-_CLOSING_S = 1.0  # time for a rank that is failing too to close its dashboard
 _PAUSE_S = 0.05
 
 
@@ -54,19 +46,11 @@ class Request:
     Args:
         grace_s: time from the request to the interruption.
         pass_on: called once, at the request.
-        wrap: makes the exception that is raised for an interruption.
     """
 
-    def __init__(
-        self,
-        grace_s: float,
-        pass_on: Callable[[], None] = lambda: None,
-        wrap: Callable[[Interrupted], BaseException] = lambda stopped: stopped,
-    ) -> None:
-        self._grace_s, self._pass_on, self._wrap = grace_s, pass_on, wrap
+    def __init__(self, grace_s: float, pass_on: Callable[[], None] = lambda: None) -> None:
+        self._grace_s, self._pass_on = grace_s, pass_on
         self._made_s: float | None = None
-        self._term_s: float | None = None
-        self.interrupted: Interrupted | None = None
 
     @property
     def is_made(self) -> bool:
@@ -76,14 +60,12 @@ class Request:
     def is_late(self) -> bool:
         return self._made_s is not None and time.monotonic() > self._made_s + self._grace_s
 
-    def record(self, signum: int) -> bool:
-        """Record a stop signal; returns whether it is a second SIGTERM, which ends the run at once."""
-        now_s = time.monotonic()
-        self._made_s = now_s if self._made_s is None else self._made_s
-        if signum != signal.SIGTERM:
-            return False
-        self._term_s = now_s if self._term_s is None else self._term_s
-        return now_s - self._term_s > TOGETHER_S
+    def make(self) -> bool:
+        """Note the request; returns whether it is the first, as a scheduler signals every process."""
+        is_first = not self.is_made
+        if is_first:
+            self._made_s = time.monotonic()
+        return is_first
 
     @contextmanager
     def handling(self, *signals: int) -> Iterator[None]:
@@ -99,30 +81,24 @@ class Request:
 
     def __call__(self, signum: int, _: object) -> None:
         if signum in STOP_SIGNALS:
-            is_first = not self.is_made
-            if not self.record(signum):
-                if is_first:
-                    signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-                    self._pass_on()
-                return
-            self.interrupted = Interrupted(signal.SIGTERM, SECOND)
-        elif signum == signal.SIGALRM and self.is_late:
-            self.interrupted = Interrupted(signal.SIGTERM, self._late("the run"))
-        else:
-            self.interrupted = Interrupted(signum)
+            if self.make():
+                signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+                self._pass_on()
+            return
+        is_late = signum == signal.SIGALRM and self.is_late
+        interrupted = Interrupted(signal.SIGTERM, self._late("the run")) if is_late else Interrupted(signum)
         for further in (*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT, signal.SIGALRM):
             signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
-        raise self._wrap(self.interrupted)
+        raise interrupted
 
     def _late(self, name: str) -> str:
         return f"{name} had not ended {self._grace_s:g} s after it was asked to; raise launch.grace"
 
 
 class RankRequest(Request):
-    """A request in a rank that `launch` started, where the agent's SIGTERM must end it even inside a collective.
+    """A request in a rank that `launch` started, which must end in time even inside a collective.
 
-    The main thread runs no handler there, so the signals wake a thread. A SIGTERM after another rank has failed counts
-    as the agent's: the agent can send no other signal, and Python does not name the sender.
+    The main thread runs no handler there, so the signals wake a thread.
     """
 
     def __init__(self, board: Board, rank: int, grace_s: float) -> None:
@@ -136,17 +112,14 @@ class RankRequest(Request):
             signal.signal(signum, self)
         faulthandler.register(signal.SIGUSR2, all_threads=False, chain=True)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
-        board.announce(rank)
-        if board.stop_requested:  # before this handler existed
-            os.kill(os.getpid(), signal.SIGUSR1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR2))  # blocked during the start
 
     def __call__(self, signum: int, _: object) -> None:
         """Do nothing, because the thread acts; without a handler the wakeup descriptor gets nothing."""
 
     def returned(self) -> None:
-        """Ignore further requests: now only the failure of another rank ends this one."""
+        """Ignore further requests."""
         self._has_returned = True
-        self._board.withdraw(self._rank)
 
     def _watch(self) -> None:
         while True:
@@ -154,16 +127,13 @@ class RankRequest(Request):
             for signum in os.read(self._signals_fd, 64) if ready else b"":
                 if signum == signal.SIGUSR2:
                     faulthandler.dump_traceback()
-                elif signum in STOP_SIGNALS and self.record(signum) and not self._has_returned:
-                    self._end(SECOND)
-            if self.is_made and self._board.has_trouble():
-                time.sleep(_CLOSING_S)
-                os._exit(128 + signal.SIGTERM)
+                elif signum in STOP_SIGNALS:
+                    self.make()
             if self.is_late and not self._has_returned:
-                self._end(self._late(f"rank {self._rank}"))
+                self._end()
 
-    def _end(self, why: str) -> None:
-        error = Interrupted(signal.SIGTERM, why)
+    def _end(self) -> None:
+        error = Interrupted(signal.SIGTERM, self._late(f"rank {self._rank}"))
         os.write(2, f"{error}\n".encode())
         faulthandler.dump_traceback()
         self._board.leave_note(self._rank, error)
@@ -183,11 +153,11 @@ def stacks_on_request(log: TextIO | int) -> Iterator[None]:
 
 
 @contextmanager
-def stacks_of_ranks(board: Board, folder: Path) -> Iterator[None]:
+def stacks_of_ranks(send: Callable[[int], None], folder: Path) -> Iterator[None]:
     """Pass SIGUSR2 from the parent on to all ranks."""
 
     def pass_on(*_: object) -> None:
-        board.request_stacks()
+        send(signal.SIGUSR2)
         os.write(2, f"SIGUSR2: each rank writes its stacks into {folder}/<rank>.log\n".encode())
 
     with _signal_handlers_kept():
@@ -235,13 +205,13 @@ def _handled(handler: Callable[[int, Any], Any] | signal.Handlers, *signals: int
 
 
 @contextmanager
-def left_to_others(signum: int) -> Iterator[None]:
-    """Block a signal in this thread, and in the processes that it starts, during the body.
+def blocked(*signals: int) -> Iterator[None]:
+    """Block signals in this thread, and in the processes that it starts, during the body.
 
-    Python's handler would print the traceback of a process that is only starting. That process unblocks the signal.
+    A process that is only starting has no handlers, and Python's would print a traceback. It unblocks them itself.
     """
     resource_tracker.ensure_running()  # starting it would unblock SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

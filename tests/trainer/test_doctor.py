@@ -1,13 +1,10 @@
 """Any machine can be put before the doctor: a folder in place of /, and answers in place of commands."""
 
-import errno
 import re
-import resource
 from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import FaultyFiles, fail
 from zero.trainer import doctor
 from zero.trainer.config import read
 from zero.trainer.doctor import Check, Host, checks, exit_code, mount_of, report, within
@@ -22,8 +19,8 @@ class Made(Host):
     """A machine as described: a healthy one with a processor, but for what is given."""
 
     def __init__(self, root: Path, **given) -> None:
-        super().__init__(root, given.pop("environ", {}))
-        self._given = {"limits": {}, "gpus": "", "torch_gpus": 0, "cores": 4, "versions": {}, **given}
+        super().__init__(root)
+        self._given = {"gpus": "", "torch_gpus": 0, "cores": 4, "versions": {}, **given}
         files = {"/proc/cpuinfo": CPUINFO, "/proc/self/mountinfo": MOUNTS}
         for path, text in (files | self._given.get("texts", {})).items():
             where = root / path.lstrip("/")
@@ -32,9 +29,6 @@ class Made(Host):
 
     def memory(self):
         return self._given.get("memory", (16 * GiB, 8 * GiB))
-
-    def limit(self, which):
-        return self._given["limits"].get(which, resource.RLIM_INFINITY)
 
     def space(self, folder):
         return self._given.get("space", (2**40, 2**39))
@@ -55,7 +49,6 @@ class Made(Host):
 @pytest.fixture(autouse=True)
 def _a_quick_disk_and_no_account(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "probe", lambda *args, **how: 2e9)
-    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -70,8 +63,8 @@ def test_a_healthy_machine_is_well(tmp_path):
     found = list(checks(read({}), Made(tmp_path / "root")))
     assert {check.state for check in found} == {"ok"}, report(found)
     assert exit_code(found) == 0
-    names = {"versions", "memory", "/dev/shm", "locked memory", "open files", "malloc", "CPU", "NUMA", "GPUs"}
-    names |= {"offload.path", "direct I/O", "reserving", "disk rate", "checkpoints", "W&B"}
+    names = {"versions", "memory", "/dev/shm", "CPU", "GPUs"}
+    names |= {"offload.path", "disk rate", "checkpoints", "W&B"}
     assert {check.name for check in found} == names
     assert [path.name for path in tmp_path.iterdir()] == ["root"], "something was left behind"
 
@@ -101,24 +94,19 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
         "texts": {
             "/proc/cpuinfo": "",
             "/sys/fs/cgroup/cpu.max": "100000 100000",
-            "/sys/devices/system/node/node0/x": "",
-            "/sys/devices/system/node/node1/x": "",
         },
         "memory": (16 * GiB, 10**6),
-        "limits": {resource.RLIMIT_NOFILE: 64, resource.RLIMIT_MEMLOCK: 65536},
         "space": (2**20, 2**20),
         "versions": {"torch": "1.0"},
-        "environ": {"LD_PRELOAD": "/lib/libjemalloc.so.2"},
     }
     config = {"precision": {"compute": "bf16"}, "tracker": {"name": "wandb", "mode": "online"}}
     found = found_on(tmp_path, config=config, **worst)
     wrong = {name: check for name, check in found.items() if check.state != "ok"}
     assert all(check.advice for check in wrong.values())
     assert not any(check.advice for check in found.values() if check.state == "ok")
-    assert {name for name, check in wrong.items() if check.state == "bad"} == {"versions", "memory", "open files"}
-    assert set(wrong) - {"versions", "memory", "open files"} == {
-        *("/dev/shm", "malloc", "CPU quota", "CPU and dtype", "NUMA", "disk rate", "checkpoints", "W&B")
-    }
+    assert {name for name, check in wrong.items() if check.state == "bad"} == {"versions", "memory"}
+    warned = {"/dev/shm", "CPU quota", "CPU and dtype", "disk rate", "checkpoints", "W&B"}
+    assert set(wrong) - {"versions", "memory"} == warned
     assert wrong["CPU quota"].finding == "the container may use 1 of 4 cores"
     assert "torch 1.0 (>=2.11)" in wrong["versions"].finding
 
@@ -156,10 +144,6 @@ def test_no_limit_is_not_shown(tmp_path):
         ({"gpus": H100.replace("81000", "40000"), "torch_gpus": 1}, "GPU memory", "warn", "in use on GPU 0"),
         ({"gpus": H100.replace("9.0", "7.5"), "torch_gpus": 1}, "GPU and dtype", "warn", "bf16 is emulated"),
         ({"gpus": H100, "torch_gpus": 1}, "GPUs and ranks", "bad", "launch.ranks=2 of 1 GPUs"),
-        (
-            {"gpus": H100, "torch_gpus": 1, "limits": {resource.RLIMIT_MEMLOCK: 65536}},
-            *("locked memory", "warn", "64.0 KiB"),
-        ),
     ],
 )
 def test_gpus(tmp_path, given, name, state, finding):
@@ -202,16 +186,6 @@ def test_the_current_folder_must_do_only_if_something_goes_there(tmp_path, monke
     assert (found["offload.path"].state, found["checkpoints"].state) == (state, "bad")
 
 
-@pytest.mark.parametrize(("name", "call"), [("direct I/O", "direct"), ("reserving", "fallocate")])
-def test_what_a_file_system_refuses_is_named_with_what_follows(tmp_path, monkeypatch, name, call):
-    host = Made(tmp_path / "root")
-    host.files = FaultyFiles(fail(errno.EINVAL), only=call, on=True)
-    found = {check.name: check for check in checks(read({}), host)}
-    assert found[name].state == "warn"
-    assert "EINVAL" in found[name].finding
-    assert [path.name for path in tmp_path.iterdir()] == ["root"]
-
-
 @pytest.mark.parametrize(("speed", "state", "said"), [(0.1e9, "warn", "0.10 GB/s"), (3e9, "ok", "3.00 GB/s")])
 def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
     monkeypatch.setattr(doctor, "probe", lambda *args, **how: speed)
@@ -223,13 +197,7 @@ def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
     ("version", "pin", "fits"),
     [
         *[("2.11", ">=2.11,<2.14", True), ("2.13.1+cu126", ">=2.11,<2.14", True), ("2.14", ">=2.11,<2.14", False)],
-        *[
-            ("2.9.1", ">=2.11", False),
-            ("0.28.1", ">=0.28.1", True),
-            ("1.3.4.post1", ">=1.3.4,<1.5", True),
-            ("7", "", True),
-        ],
-        *[("3.13.2", ">=3.11,<3.14", True), ("3.14.0rc1", ">=3.11,<3.14", False)],
+        *[("2.9.1", ">=2.11", False), ("7", "", True), ("3.14.0rc1", ">=3.11,<3.14", False)],
         *[("2.11.0a0+git12", ">=2.11,<2.14", True), ("2.11.0.dev20260101", ">=2.11,<2.14", True)],
     ],
 )

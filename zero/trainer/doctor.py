@@ -7,15 +7,12 @@ It changes nothing; to measure the disk it writes an unlinked file of at most 25
 import contextlib
 import importlib.metadata
 import itertools
-import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,9 +22,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from zero.core.sizes import GiB, size_text
-from zero.errors import MachineError, StoreError, if_it_fails
+from zero.errors import MachineError, StoreError
 from zero.platform.device import memory_groups
-from zero.platform.files import Files, named, open_and_unlink
 from zero.platform.installed import install
 from zero.platform.run_files import MEMORY, folders_of, mount_of, takes_files
 from zero.store.nvme import probe
@@ -62,12 +58,10 @@ class Host:
 
     Args:
         root: in place of `/` for /proc, /sys and the mounts.
-        environ: in place of the environment.
     """
 
-    def __init__(self, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> None:
-        self.root, self.environ = root, environ
-        self.files = Files()
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.root = root
 
     def text(self, path: str) -> str:
         """Return a file's text; "" if it cannot be read."""
@@ -76,18 +70,10 @@ class Host:
         except OSError:
             return ""
 
-    def names(self, path: str) -> list[str]:
-        folder = self.root / path.lstrip("/")
-        return sorted(os.listdir(folder)) if folder.is_dir() else []
-
     def memory(self) -> tuple[int, int]:
         """Return (total, available) bytes of host memory."""
         memory = psutil.virtual_memory()
         return memory.total, memory.available
-
-    def limit(self, which: int) -> int:
-        """Return the soft limit that `resource` knows by this number; `resource.RLIM_INFINITY` for none."""
-        return resource.getrlimit(which)[0]
 
     def space(self, folder: str) -> tuple[int, int]:
         """Return (total, free) bytes of the file system at `folder`; zeros if there is none."""
@@ -122,9 +108,8 @@ class Host:
 def checks(config: Config, host: Host | None = None) -> Iterator[Check]:
     """Check everything that a run with these settings depends on, and yield each result at once."""
     host = host or Host()
-    all_checks: tuple[Callable[[Config, Host], Iterator[Check]], ...] = (
-        _versions, _memory, _shared_memory, _limits, _malloc, _cpu, _numa, _gpus, _disk, _checkpoints, _wandb,
-    )  # fmt: skip
+    all_checks: tuple[Callable[[Config, Host], Iterator[Check]], ...]
+    all_checks = (_versions, _memory, _shared_memory, _cpu, _gpus, _disk, _checkpoints, _wandb)
     return itertools.chain.from_iterable(check(config, host) for check in all_checks)
 
 
@@ -193,22 +178,6 @@ def within(version: str, pin: str) -> bool:
     return SpecifierSet(pin).contains(Version(version.rstrip("+")).base_version)
 
 
-def _malloc(config: Config, host: Host) -> Iterator[Check]:
-    preloaded = re.findall(r"jemalloc|tcmalloc|mimalloc", host.environ.get("LD_PRELOAD", ""))
-    variables = [name for name in host.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
-    if preloaded:
-        advice = "launch.malloc has no effect on it; unset LD_PRELOAD"
-        yield Check("malloc", "warn", f"{preloaded[0]} is preloaded", advice)
-    elif platform.libc_ver()[0] != "glibc":
-        yield Check("malloc", "warn", "not glibc's", "launch.malloc has no effect; steps may be slower")
-    elif variables:
-        yield Check("malloc", "warn", f"set by {', '.join(variables)}", "these win over launch.malloc; unset them")
-    elif config.launch.malloc == "default":
-        yield Check("malloc", "warn", "launch.malloc=default", "launch.malloc=raised makes most steps faster")
-    else:
-        yield Check("malloc", "ok", f"glibc {platform.libc_ver()[1]}, launch.malloc={config.launch.malloc}")
-
-
 # Memory
 
 
@@ -238,20 +207,6 @@ def _shared_memory(config: Config, host: Host) -> Iterator[Check]:
     yield _judge("/dev/shm", finding, (total < GiB, "warn", advice))
 
 
-def _limits(config: Config, host: Host) -> Iterator[Check]:
-    locked, files = host.limit(resource.RLIMIT_MEMLOCK), host.limit(resource.RLIMIT_NOFILE)
-    finding = "unlimited" if locked == resource.RLIM_INFINITY else size_text(locked)
-    pins_memory = bool(_smi(host)) and config.offload.pin
-    is_short = pins_memory and locked != resource.RLIM_INFINITY and locked < 8 * GiB
-    advice = "pinned buffers may be refused: ulimit -l unlimited, or offload.pin=false"
-    finding += "" if pins_memory else "; only GPUs need it"
-    yield _judge("locked memory", finding, (is_short, "warn", advice))
-    unlimited = files == resource.RLIM_INFINITY
-    finding, advice = "unlimited" if unlimited else f"{files}", "ulimit -n 4096"
-    few = not unlimited and files < 1024
-    yield _judge("open files", finding, (few and files < 128, "bad", advice), (few, "warn", advice))
-
-
 # Processors
 
 
@@ -276,17 +231,6 @@ def _quota(host: Host) -> float:
     """Return the cores that the container may use."""
     match = re.match(r"(\d+) (\d+)", host.text("/sys/fs/cgroup/cpu.max"))
     return int(match[1]) / int(match[2]) if match else float("inf")
-
-
-def _numa(config: Config, host: Host) -> Iterator[Check]:
-    nodes = [name for name in host.names("/sys/devices/system/node") if re.fullmatch(r"node\d+", name)]
-    if len(nodes) < 2:
-        yield Check("NUMA", "ok", "one node")
-        return
-    bound = re.search(r"^Mems_allowed_list:\s*(\d+)$", host.text("/proc/self/status"), re.MULTILINE)
-    advice = "bind a run that computes on the CPU: numactl --cpunodebind=0 --membind=0 python train.py ..."
-    finding = f"{len(nodes)} nodes, {f'bound to {bound[1]}' if bound else 'not bound to one'}"
-    yield _judge("NUMA", finding, (not bound, "warn", advice))
 
 
 class _Gpu(NamedTuple):
@@ -351,8 +295,7 @@ def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Check]:
         (file_system in MEMORY, "warn", "this is memory, not a disk: offload=cpu is faster"),
         (file_system == "overlay", "warn", "a container's own layer: mount a volume, and set offload.path to it"),
     )
-    yield from _calls(folder, host)
-    yield _rate(folder, free, host, state)
+    yield _rate(folder, free, state)
 
 
 def _file_system(host: Host, folder: Path) -> tuple[str, int]:
@@ -360,39 +303,12 @@ def _file_system(host: Host, folder: Path) -> tuple[str, int]:
     return mount_of(host.text("/proc/self/mountinfo"), str(folder.resolve())), host.space(str(folder))[1]
 
 
-def _calls(folder: Path, host: Host) -> Iterator[Check]:
-    """Try the calls of a store on a file of one block."""
-    for name, attempt, without in (
-        ("direct I/O", _direct, "pages go through the page cache: state comes back as memory, and reads are slower"),
-        ("reserving", _reserved, "offload=nvme cannot be used here"),
-    ):
-        try:
-            host.files.close(attempt(folder, host.files))
-            yield Check(name, "ok", "works")
-        except OSError as error:
-            yield Check(name, "warn", named(error), without)
-
-
-def _direct(folder: Path, files: Files) -> int:
-    fd = open_and_unlink(folder, files)
-    with if_it_fails(partial(files.close, fd)):
-        files.direct(fd, True)
-    return fd
-
-
-def _reserved(folder: Path, files: Files) -> int:
-    fd = open_and_unlink(folder, files)
-    with if_it_fails(partial(files.close, fd)):
-        files.fallocate(fd, 0, 4096)
-    return fd
-
-
-def _rate(folder: Path, free_bytes: int, host: Host, state: State) -> Check:
+def _rate(folder: Path, free_bytes: int, state: State) -> Check:
     if free_bytes < GiB:
         advice = f"{size_text(free_bytes)} free is too little to offload anything"
         return Check("disk rate", "warn", "not measured", advice)
     try:
-        gbps = probe(folder, limit_s=3.0, files=host.files) / 1e9
+        gbps = probe(folder, limit_s=3.0) / 1e9
     except StoreError as error:
         return Check("disk rate", state, str(error), "look into the system's log: dmesg")
     finding = f"{gbps:.2f} GB/s read beside {gbps:.2f} GB/s written"

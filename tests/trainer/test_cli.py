@@ -64,11 +64,10 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("arguments", [["zero.stage=7"], ["data.folder=nowhere"], ["+zero.stge=3"]], ids=str)
-def test_a_mistake_is_answered_within_two_seconds_and_without_torch(here, arguments):
+def test_a_mistake_is_answered_within_two_seconds_and_without_torch(here):
     watch = (
         "import runpy, sys\n"
-        f"sys.argv = ['train.py', *{arguments}]\n"
+        "sys.argv = ['train.py', 'data.folder=nowhere']\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "try:\n"
         f"    runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
@@ -115,12 +114,11 @@ def test_options_may_stand_anywhere(here, monkeypatch, capsys):
     assert (shown["zero"]["stage"], shown["data"]["name"]) == (2, "synthetic")
 
 
-@pytest.mark.parametrize("command", [["train.py", "mode=explain"], ["scripts/config_reference"]], ids=" ".join)
-def test_whoever_stops_reading_ends_what_is_printed_without_a_word(here, command):
+def test_whoever_stops_reading_ends_what_is_printed_without_a_word(here):
     reads, writes = os.pipe()
     os.close(reads)
     done = subprocess.run(
-        [sys.executable, ROOT / command[0], *command[1:]],
+        [sys.executable, ROOT / "train.py", "mode=explain"],
         cwd=here, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     os.close(writes)
@@ -128,17 +126,6 @@ def test_whoever_stops_reading_ends_what_is_printed_without_a_word(here, command
 
 
 # Runs
-
-
-def test_a_model_that_debug_makes_small_is_said(here, capsys):
-    """What is typed wins over a preset, and an option that is typed does not: Hydra's order."""
-    asked = ["debug=tiny", "model=gpt_124m", "mode=explain", "explain.key=zero.stage"]
-    assert train.main(asked) == 0
-    sets = "model.width=32 model.layers=2 model.heads=2 model.seq=32"
-    assert capsys.readouterr().err == f"warning: debug=tiny replaces settings of model=gpt_124m: {sets}\n"
-    typed = [f"model.{key}={value}" for key, value in (("width", 64), ("layers", 1), ("heads", 1), ("seq", 32))]
-    assert train.main([*asked, *typed]) == 0
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.process
@@ -202,7 +189,7 @@ def test_offload_changes_where_state_sleeps_and_nothing_else(here, monkeypatch):
     monkeypatch.chdir(here)
     (here / "disk").mkdir()
     quiet = [*TINY, "sample.tokens=0", "launch.malloc=default", "tracker.console=none", "offload.page=8KiB"]
-    presets = {0: ["none", "nvme"], 3: ["none", "cpu", "nvme", "infinity", "auto"]}
+    presets = {0: ["none", "nvme"], 3: ["none", "cpu", "infinity"]}
     for stage, names in presets.items():
         losses = {}
         for name in names:
@@ -256,7 +243,7 @@ def test_a_sweep_gives_each_run_its_folder_and_its_process_and_goes_on_after_a_f
     assert len(set(first_lines)) == 2, "both runs were one process"
 
 
-def test_a_sweep_that_is_asked_to_stop_starts_no_further_job_and_names_those(here, monkeypatch, capsys):
+def test_a_sweep_that_is_asked_to_stop_starts_no_further_job(here, monkeypatch, capsys):
     began = []
 
     def stopped(train, config, folder, *, apart):
@@ -267,12 +254,12 @@ def test_a_sweep_that_is_asked_to_stop_starts_no_further_job_and_names_those(her
     assert train.main(["-m", *TINY, "seed=3,1,2", "hydra.sweep.dir=sweep"]) == Preempted.exit_code
     assert began == [3]
     printed = capsys.readouterr()
-    assert printed.err == "stopped by a signal, after a save\n2 of its runs did not begin: seed=1, seed=2\n"
+    assert printed.err == "stopped by a signal, after a save\n"
     assert "1 job: " in printed.out
     assert [path.name for path in (here / "sweep").iterdir() if path.is_dir()] == ["0"], "another one was begun"
 
 
-def test_ctrl_c_in_a_sweep_shows_its_table_what_goes_on_and_what_remains(here, monkeypatch, capsys):
+def test_ctrl_c_in_a_sweep_shows_its_table_and_how_to_go_on(here, monkeypatch, capsys):
     def run(train, config, folder, *, apart):
         summary = {"exit_reason": "finished", "val_loss": 2.0}
         if config.seed == 1:
@@ -293,8 +280,7 @@ def test_ctrl_c_in_a_sweep_shows_its_table_what_goes_on_and_what_remains(here, m
     assert "2 jobs: 1 finished, 1 stopped: my sweep/sweep.html" in printed.out
     assert printed.err == (
         "stopped by SIGINT in run 1. Continue with: python train.py debug=tiny data=synthetic seed=1 "
-        "checkpoint.every=5 'resume=\"my sweep/1/checkpoints/step-25\"'; "
-        "2 of its runs did not begin: seed=2, seed=5\n"
+        "checkpoint.every=5 'resume=\"my sweep/1/checkpoints/step-25\"'\n"
     )
 
 
@@ -313,17 +299,6 @@ def test_ctrl_c_before_anything_was_saved_says_what_would_have(here, monkeypatch
     assert capsys.readouterr().err == (
         f"\nstopped by SIGINT. Nothing was saved; {advice}SIGTERM, unlike Ctrl-C, saves before it stops\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("val", "save", "recorded"),
-    [(100, 100, 3), (2, 100, 4), (3, 100, 3), (2, 3, 6), (3, 4, 3), (2, 5, 4), (1, 100, 3), (100, 1, 3)],
-)
-def test_the_recorded_step_follows_another_one(val, save, recorded):
-    """After a validation all units of a toy are whole, and its timeline would show no gather."""
-    from zero.trainer.loop import step_to_record
-
-    assert step_to_record(3, 50, lambda number: number % val == 0 or number % save == 0) == recorded
 
 
 def test_endless_skips_end_a_run_with_a_row_that_shows_them(here, monkeypatch, capsys):
@@ -368,13 +343,6 @@ def test_what_is_in_the_way_inside_a_run_folder_is_named(here, capsys):
     assert train.main([*TINY, "hydra.run.dir=run"]) == 2
     said = f"hydra.run.dir=run: {here}/run/.hydra: is not a folder. Give a folder where this user may write.\n"
     assert capsys.readouterr().err == said
-
-
-@pytest.mark.process
-def test_a_disk_without_room_for_hydras_files_is_one_line_that_names_the_setting(here):
-    done = program(*TINY, "hydra.run.dir=run", cwd=here, **_limited(100))
-    said = "hydra.run.dir=run: File too large; free space there, or give a folder on another disk\n"
-    assert (done.returncode, done.stderr) == (MachineError.exit_code, said)
 
 
 @pytest.mark.process
@@ -474,18 +442,6 @@ def test_ranks_tell_torchrun_and_the_first_of_a_machine_tells_the_user(
     assert capsys.readouterr().err == (f"{line}\n" if prints else "")
     if file:
         assert ProcessFailure(0, 1, 2, str(path)).message["message"] == line
-
-
-@pytest.mark.process
-def test_a_failure_under_torchrun_is_in_the_summary_and_in_a_log(here):
-    (here / "tokens.bin").write_bytes(bytes([9, 0] * 3000 + [0, 1] * 3000))  # the second half is token 256
-    done = torchrun("debug=tiny", "data=tokens", "data.path=tokens.bin", "data.vocab=256", "sample.tokens=0", cwd=here)
-    assert done.returncode == 1
-    (folder,) = here.glob("runs/*/*")
-    assert "the data holds token 256" in summary_of(folder)["exit_reason"]
-    assert "the data holds token 256" in "".join(path.read_text() for path in (folder / "ranks").iterdir())
-    assert all("the data holds token 256" in line for line in said_by_us(done.stderr))
-    assert "the data holds token 256" in (folder / "report.html").read_text()
 
 
 @pytest.mark.process

@@ -19,12 +19,6 @@ from zero.trainer.models.hf_config import HFConfig
 RUNS_NOTHING = ("plan", "doctor", "explain")
 """Modes that print an answer only."""
 
-RANKS_PER_CORE = 4
-"""A run with more ranks warns, because they start slowly and take much memory."""
-
-START_S, START_MIB = 2.5, 250
-"""Core seconds and MiB of importing torch, measured with torch 2.13 for CPUs."""
-
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
     """Return the settings of `raw` after all checks that need neither torch nor a process.
@@ -51,21 +45,8 @@ def notes_on(config: Config) -> list[str]:
     """Return warnings about settings that are probably mistakes."""
     offload = config.offload
     uses_disk = "nvme" in offload.kinds or ("auto" in offload.kinds and offload.path is not None)
-    notes = [in_memory(folders_of(offload.paths)) if uses_disk and config.mode not in ("doctor", "explain") else ""]
-    if config.mode not in RUNS_NOTHING:
-        notes.append(_crowded(config.launch.ranks))
-    return [note for note in notes if note]
-
-
-def _crowded(ranks: int | str) -> str:
-    """Return a warning about more ranks than a machine starts within seconds; "" for fewer."""
-    cores = launch.cores()
-    if ranks == "auto" or int(ranks) <= RANKS_PER_CORE * cores or launch.under_torchrun():
-        return ""
-    return (
-        f"launch.ranks={ranks} on {cores} core{'s' * (cores != 1)}: the start of a rank takes about {START_S:g} s of a "
-        f"core and {START_MIB} MiB. Use at most launch.ranks={RANKS_PER_CORE * cores}."
-    )
+    note = in_memory(folders_of(offload.paths)) if uses_disk and config.mode not in ("doctor", "explain") else ""
+    return [note] if note else []
 
 
 def _check_path(offload: Offload) -> None:

@@ -29,7 +29,6 @@ from zero.trainer.compose import (
     CONF,
     HYDRA_VERSION,
     at_home,
-    complete,
     compose,
     folder_of,
     make_folder,
@@ -41,16 +40,12 @@ from zero.trainer.compose import (
     settings_in,
     this_job,
 )
-from zero.trainer.config import Config, read
+from zero.trainer.config import Config
 from zero.trainer.explain import overview
 from zero.trainer.launch.request import no_further_sigint
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
-
-
-MAX_JOBS = 10_000
-"""Jobs of a stopped sweep that are counted at most."""
 
 
 class _SweepStopped(BaseException):
@@ -133,9 +128,6 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     if options.help:
         show(overview(CONF))
         return 0
-    if options.shell_completion and "COMP_LINE" in os.environ:
-        print("\n".join(complete(os.environ["COMP_LINE"])))
-        return 0
     of_hydra = options.hydra_help or options.shell_completion
     runs, folder = ([], Path()) if of_hydra else _parse_runs(options)
     if of_hydra or options.cfg or options.info:
@@ -179,25 +171,17 @@ def _run_jobs(arguments: Sequence[str], options: Any, train: "Train", folder: Pa
             raise
         number = f" in run {stopped.folder.name}" if stopped.folder else ""
         words = (read_run(stopped.folder).overrides or []) if stopped.folder else []
+        _print_sweep(folder)
         text = f"{launch.describe(stopped)}{number}{_going_on(words, stopped.folder)}"
-        return _say_stopped("; ".join(filter(None, [text, _not_begun(options.overrides, folder)])), stopped.exit_code)
+        return _say_stopped(text, stopped.exit_code)
     except _SweepStopped:
-        left = _not_begun(options.overrides, folder)
-        return _say(left, Preempted.exit_code) if left else Preempted.exit_code
+        _print_sweep(folder)
+        return Preempted.exit_code
     if options.multirun:
         failed = _print_sweep(folder).failed
         if not codes:  # jobs of other processes have printed nothing here
             codes = [_say(f"run {run.name} failed: {run.cause}", 1) for run in failed]
     return max(codes, default=0)
-
-
-def _not_begun(words: Sequence[str], folder: Path) -> str:
-    """Print the table of a stopped sweep; returns which of its runs did not begin."""
-    begun = len(_print_sweep(folder).jobs)
-    if any(word.startswith("hydra/sweeper") for word in words):
-        return ""  # only the sweeper knows which come next
-    left = [" ".join(word for word in run if word not in words) for run in runs_in(words, limit=MAX_JOBS)][begun:]
-    return f"{len(left)} of its runs did not begin: {suggest.some(left)}" if left else ""
 
 
 def _options(arguments: Sequence[str]) -> Any:
@@ -317,7 +301,7 @@ def _print_sweep(folder: Path) -> sweep.Sweep:
 def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     """Run as a rank of torchrun: rank 0 composes, makes the folder of a new run, and sends them to the others."""
     if os.environ["RANK"] != "0":
-        job.run_under_torchrun(train, None, _timeout_s(arguments))
+        job.run_under_torchrun(train, None)
         return 0
     if any(argument.startswith("-") for argument in arguments):
         raise ConfigError("torchrun starts one run. Give key=value only, or sweep with python train.py -m.")
@@ -327,13 +311,5 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     if config.mode in RUNS_NOTHING:
         raise ConfigError(f"mode={config.mode} asks one process. Type python train.py mode={config.mode}")
     _warn([*notes_of(composed), *notes_on(config), *launch.notes_on_torchrun()])
-    job.run_under_torchrun(train, (config, partial(make_folder, composed, arguments)), config.launch.timeout)
+    job.run_under_torchrun(train, (config, partial(make_folder, composed, arguments)))
     return 0
-
-
-def _timeout_s(arguments: Sequence[str]) -> float:
-    """Return how long a rank waits for its settings; rank 0 reports what is wrong with them."""
-    try:
-        return read(settings_in(compose(arguments))).launch.timeout
-    except ConfigError:
-        return Config().launch.timeout

@@ -23,7 +23,6 @@ try:
 except ModuleNotFoundError:
     require("hydra", "omegaconf")
     raise
-from hydra._internal.core_plugins.bash_completion import BashCompletion
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -39,8 +38,6 @@ from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import SettingError, one_line
 from zero.platform.run_files import hold, making
-from zero.trainer import own_files
-from zero.trainer.commands import COMMANDS
 from zero.trainer.config import Config, is_section, keys, keys_of, kinds
 from zero.trainer.explain import entries, options_with
 from zero.trainer.other_words import answer
@@ -102,19 +99,14 @@ def compose(words: Sequence[str]) -> Any:
     """Return Hydra's composed configuration, with its own part under `hydra`.
 
     Raises:
-        SettingError: one line about a word, or about a file of options that a word chooses.
+        SettingError: one line about a word, or about a file of options.
     """
     _store_options()
     overrides = _parsed(words)
-    by_key = {override.key_or_group: override.value() for override in overrides}
-    folders = own_files.folders_of(by_key.get("hydra.searchpath", []))
+    searched: list[Any] = [override.value() for override in overrides if override.key_or_group == "hydra.searchpath"]
+    folders = [Path(str(place).removeprefix("file://")) for places in searched for place in places]
     if messages := list(filter(None, (_complaint(override, folders) for override in overrides))):
         raise SettingError(" ".join(messages))
-    files = dict(own_files.chosen({key: str(value) for key, value in by_key.items()}, folders))
-    for group, path in files.items():
-        if path.stem in _options_of(group):
-            raise SettingError(f"{path}: {group}={path.stem} is an option of conf/. Give the file another name.")
-        own_files.check(path, group)
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
@@ -123,9 +115,8 @@ def compose(words: Sequence[str]) -> Any:
         plugin = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
         if plugin and plugin.startswith(("hydra/sweeper/", "hydra/launcher/")):
             raise SettingError(f"{plugin} is not installed. Type {install('sweep')}.") from None
-        where = "".join(f"{path}: " for path in files.values())
         key = getattr(error.__cause__, "full_key", None)
-        raise SettingError(where + (_of_another_option(key) if key in keys() else one_line(error))) from None
+        raise SettingError(_of_another_option(key) if key in keys() else one_line(error)) from None
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
@@ -212,11 +203,8 @@ def _hydra_of(composed: Any) -> Any:
 def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[str, Any]:
     """Remove settings that a preset makes for options that were not chosen: model=hf has no width."""
     typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
-    for group in sorted(groups() - set(PRESETS)):
-        name = settings[group].get("name")
-        if name != _option(group, choices.get(group)).get("name", name):
-            wrong = f"{group}.name={suggest.shown(name)} does not fit {group}={choices[group]}"
-            raise SettingError(f"{wrong}. {suggest.nearest(str(name), _options_of(group))}")
+    if "experiment" in settings:
+        raise SettingError(f"experiment={choices.experiment}: the first line of the file must be # @package _global_")
     for key in sorted(typed & set(keys())):  # a preset, or a `+`, may have made room for them
         section, _, name = key.partition(".")
         if kinds(section) and name not in keys_of(section, settings[section]):
@@ -253,23 +241,9 @@ def at_home(word: str) -> str:
 
 
 def notes_of(composed: Any) -> Iterator[str]:
-    """Yield notes on ignored keys of a ds_config, and on settings of a preset that replace those of a typed model."""
+    """Yield notes on ignored keys of a ds_config."""
     if composed.ds_config:
         yield from ds_config.translate(composed.ds_config).notes
-    hydra_config = _hydra_of(composed)
-    typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
-    if "model" in typed:
-        option = _option("model", choices.model)
-        changed = [
-            f"model.{name}={suggest.shown(composed.model.get(name))}"
-            for name in option
-            if f"model.{name}" not in typed and composed.model.get(name) != option[name]
-        ]
-        if changed:
-            presets = " ".join(
-                f"{group}={choices[group]}" for group in PRESETS if choices.get(group) not in (None, "none")
-            )
-            yield f"{presets} replaces settings of model={choices.model}: {' '.join(changed)}"
 
 
 def runs_in(words: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
@@ -329,38 +303,6 @@ def _any_help() -> Iterator[None]:
         del argparse.ArgumentParser._check_help  # type: ignore[attr-defined]
 
 
-@_any_help()
-def complete(line: str) -> list[str]:
-    """Return the completions of the last word of a command line.
-
-    Args:
-        line: as it was typed so far, with the name of the program.
-    """
-    typed = BashCompletion.strip_python_or_app_name(line)
-    by_key = {entry.key: entry for entry in entries()}
-    modes, starts = by_key["mode"].choices, list[str]()
-    first, blank, rest = typed.partition(" ")
-    last = typed.rpartition(" ")[2]
-    if not blank:
-        starts = [word for word in (*modes, *COMMANDS) if word.startswith(first)]
-    elif first in COMMANDS:
-        return []  # the shell offers files
-    elif first == "explain":
-        return [key for key in by_key if key.startswith(last)]
-    elif first in modes:
-        typed = rest
-    key, equals, value = last.partition("=")
-    if equals and key in by_key and by_key[key].choices:
-        return [f"{key}={word}" for word in by_key[key].choices if word.startswith(value)]
-    _store_options()
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize(config_path=None, job_name="train", **_VERSION_BASE):
-            return starts + BashCompletion(GlobalHydra.instance().config_loader())._query("config", typed)
-    except (HydraException, OmegaConfBaseException):
-        return starts  # the line is unfinished, for instance a bracket is open
-
-
 class Job(NamedTuple):
     """A run that Hydra starts.
 
@@ -393,5 +335,6 @@ def parser_of_options() -> argparse.ArgumentParser:
 @_any_help()
 def run_jobs(run: Callable[[Any], float | None]) -> None:
     """Let Hydra read the program's arguments, make the folders and call `run` with the settings of each run."""
+    _store_options()  # for a completion, which composes nothing
     os.environ["HYDRA_FULL_ERROR"] = "1"  # uncaught errors then reach our caller
     hydra.main(config_path=None, config_name="config", **_VERSION_BASE)(run)()

@@ -172,8 +172,3 @@ def keys_of(section: str, chosen: Mapping[str, Any]) -> set[str]:
 def flat(config: Config) -> dict[str, str]:
     """Return values as text by dotted key, for comparing the settings of ranks."""
     return {key: str(value) for key, value in schema.flat(config.plain()).items()}
-
-
-def unknown_key(key: str) -> str:
-    """Return the message for a key that does not exist."""
-    return schema.unknown_key(Config, key)

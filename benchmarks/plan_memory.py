@@ -84,7 +84,7 @@ def train_with_preset(options: argparse.Namespace, preset: str) -> None:
         state, metrics = step(state, [batch])
     print(f"VmHWM after steps +{(host_peak_bytes() - before_bytes) / 2**20:.0f} MiB, loss {metrics.loss:.3f}")
     print(plan)
-    print(against_measured(plan, measured(state), host_peak_bytes() - before_bytes))
+    print(against_measured(plan, measured(state)))
     store.close()
 
 

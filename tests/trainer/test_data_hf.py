@@ -109,7 +109,7 @@ def test_every_document_is_on_one_side_whole_and_ends_with_the_end(config):
     assert not train_side & held_side
     assert 4 < len(held_side) < 20
     assert data.vocab_size == 320
-    row = data.batch(3, 0, 4, 4)[0]
+    row = data.batch(3, 0, 4)[0]
     assert row.shape == (SEQ + 1,)
     assert row.dtype == torch.int64
     assert data.decode(row) == plain.decode(row.tolist(), skip_special_tokens=False)
@@ -160,7 +160,7 @@ def test_tokens_are_made_once_and_again_for_whatever_changes_them(config, tokeni
         patched.setattr(tokenised, "_make", None)
         again = open_data(config, SEQ, seed=0)
     assert again.digest == first.digest
-    assert torch.equal(again.batch(7, 0, 4, 4), first.batch(7, 0, 4, 4))
+    assert torch.equal(again.batch(7, 0, 4), first.batch(7, 0, 4))
     other = json.loads((Path(tokenizer) / "tokenizer.json").read_text())
     other["added_tokens"].append(other["added_tokens"][1] | {"id": 320, "content": "two"})
     (tmp_path / "other.json").write_text(json.dumps(other))
@@ -211,7 +211,7 @@ def test_of_runs_that_tokenise_at_once_the_slower_takes_what_the_faster_made(con
 def opened(world, config):
     world.timeout_s = 1.5
     data = open_data(config, SEQ, 0, world)
-    return data.digest, data.batch(2, world.rank, world.rank + 1, world.size).tolist()
+    return data.digest, data.batch(2, world.rank, world.rank + 1).tolist()
 
 
 def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch):
@@ -229,7 +229,7 @@ def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch)
     found = run_ranks(3, opened, config)
     assert len(makers) == 1
     assert len({digest for digest, _ in found}) == 1
-    whole = open_data(config, SEQ, 0).batch(2, 0, 3, 3).tolist()
+    whole = open_data(config, SEQ, 0).batch(2, 0, 3).tolist()
     assert [row for _, rows in found for row in rows] == whole
 
 

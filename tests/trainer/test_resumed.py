@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from zero.errors import CheckpointError
-from zero.settings.build import build_optimizer, build_schedule
+from zero.settings.build import build_optimizer
 from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import Config, read
 from zero.trainer.resume import differences, refuse_other_model, refuse_other_moments
@@ -118,8 +118,8 @@ def test_a_checkpoint_that_nobody_described_is_answered_by_its_moments():
         refuse_other_moments(mine, build_optimizer(mine), bare)
 
 
-def said(theirs: Config, ours: Config, step: int = 4, skipped: int = 0) -> list[str]:
-    return list(differences({"config": theirs.plain()}, {"config": ours.plain()}, step, skipped))
+def said(theirs: Config, ours: Config) -> list[str]:
+    return list(differences({"config": theirs.plain()}, {"config": ours.plain()}))
 
 
 def test_what_changes_nothing_in_the_result_is_not_mentioned():
@@ -137,28 +137,8 @@ def test_what_changes_the_result_is_one_line():
     assert line.endswith(": val.rows=8 (was 64)")
 
 
-@pytest.mark.parametrize(
-    "words", [["steps=100"], ["steps=100", "schedule.hold=5"], ["steps=8", "schedule=warmup_linear"]], ids=" ".join
-)
-def test_the_schedule_that_more_steps_move_can_be_kept(words):
-    before, longer = settled(*words), [*words, "steps=300"]
-    (line,) = said(before, settled(*longer))
-    was, now = (build_schedule(config)(5) for config in (before, settled(*longer)))
-    assert f"the learning rate of step 5 is {now:.3g} (was {was:.3g})" in line
-    kept = build_schedule(settled(*longer, *re.search(r"; ([^;]*) keeps the old schedule", line)[1].split(" ")))
-    assert [kept(step) for step in range(1, 301)] == [build_schedule(before)(step) for step in range(1, 301)]
-
-
-def test_the_learning_rate_is_that_of_the_next_update():
-    """A step that was skipped moved no schedule."""
-    before, after = settled("precision=fp16", "steps=100"), settled("precision=fp16", "steps=100", "optim.lr=0.5")
-    (line,) = said(before, after, step=30, skipped=25)
-    was, now = (build_schedule(config)(6) for config in (before, after))
-    assert f"the learning rate of step 31 is {now:.3g} (was {was:.3g})" in line
-
-
 def test_a_run_of_another_version_is_compared_by_what_both_know():
     theirs = settled().plain()
     theirs["optim"]["invented"] = 1
-    (line,) = differences({"config": theirs}, {"config": settled("optim.lr=0.1").plain()}, 4)
+    (line,) = differences({"config": theirs}, {"config": settled("optim.lr=0.1").plain()})
     assert line.endswith("optim.lr=0.1 (was 0.001)")

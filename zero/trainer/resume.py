@@ -12,10 +12,8 @@ from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.core import suggest
 from zero.core.optim import Transform
 from zero.core.schema import flat
-from zero.errors import CheckpointError, ConfigError
-from zero.settings.build import build_schedule
-from zero.settings.schedule import Decay
-from zero.trainer.config import Config, kinds, read
+from zero.errors import CheckpointError
+from zero.trainer.config import Config, kinds
 
 MATTERS = ("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision.", "debug.overfit")
 """Settings and sections that change the result of training."""
@@ -67,12 +65,11 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
     raise CheckpointError(f"{checkpoint.folder} {' and '.join(problems)}; {', or '.join(ways)}")
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int, skipped: int = 0) -> Iterator[str]:
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about other data, and about other settings that change the result.
 
     Args:
         there, here: facts of the checkpoint, and of the next checkpoint.
-        step, skipped: of the checkpoint; a schedule counts only the steps that were not skipped.
     """
     was, now = there.get("data"), here.get("data")
     if was is not None and was != now:
@@ -80,8 +77,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int, sk
     theirs, ours = _saved(there), _saved(here)
     if not (theirs and ours):
         return
-    trains = ours.get("mode") != "eval"
-    mattering = MATTERS if trains else MATTERS_TO_A_LOSS
+    mattering = MATTERS_TO_A_LOSS if ours.get("mode") == "eval" else MATTERS
     before, after = flat(theirs), flat(ours)
     changed = [
         f"{key.removesuffix('.name')}={suggest.shown(value)} (was {suggest.shown(before[key])})"
@@ -89,23 +85,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], step: int, sk
         if key.startswith(mattering) and key != "data.cache" and key in before and before[key] != value
     ]
     if changed:
-        moved = _moved(theirs, ours, step, skipped) if trains else ""
-        yield f"settings that differ from those of the run that saved the checkpoint: {', '.join(changed)}{moved}"
-
-
-def _moved(theirs: Mapping[str, Any], ours: Mapping[str, Any], step: int, skipped: int) -> str:
-    """Write the learning rate of the next step, now and before, and how to keep a schedule that `steps` has moved."""
-    try:
-        before, now = read(theirs), read(ours)
-    except ConfigError:  # of another version, which had other keys
-        return ""
-    was, is_now = (build_schedule(config)(step - skipped + 1) for config in (before, now))
-    text = "" if was == is_now else f"; the learning rate of step {step + 1} is {is_now:.3g} (was {was:.3g})"
-    if isinstance(before.schedule, Decay) and before.schedule == now.schedule:
-        kept = [f"schedule.total={before.decayed}"] if before.decayed != now.decayed else []
-        kept += [f"schedule.warmup={before.warmup}"] if before.warmup != now.warmup else []
-        text += f"; {' '.join(kept)} keeps the old schedule" if kept else ""
-    return text
+        yield f"settings that differ from those of the run that saved the checkpoint: {', '.join(changed)}"
 
 
 def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -81,7 +81,7 @@ class Saver:
         if config.checkpoint.every > 0 and several and config.mode == "train":
             check_shared(self._world, self.root.path)
         if began_from is not None:
-            for line in differences(began_from.facts, self._facts(), began_from.step, began_from.skipped):
+            for line in differences(began_from.facts, self._facts()):
                 tracker.note(line)
         if config.mode == "train":
             by_rank_0(self._world, lambda: record_start(folder, began_from, several=several))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zero.trainer.data.order import draw
 from zero.trainer.data.source import SyntheticConfig
-from zero.trainer.data.windows import check_rows, decode_numbers
+from zero.trainer.data.windows import decode_numbers
 
 STRIDES = 8
 VALIDATION_ROWS = 1024
@@ -22,8 +22,7 @@ class Synthetic:
         self.digest = hashlib.sha256(f"synthetic {config.vocab} {STRIDES}".encode()).hexdigest()
         self._seed, self._row = seed, seq + 1
 
-    def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
-        check_rows(start, stop, global_rows)
+    def batch(self, step: int, start: int, stop: int) -> Tensor:
         return self._rows("train", self._seed, step, range(start, stop))
 
     def validation(self, index: int, rows: int) -> Tensor:

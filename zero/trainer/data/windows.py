@@ -23,7 +23,7 @@ class Data(Protocol):
     has_text: bool
     """Whether `decode` gives text; otherwise it gives numbers."""
 
-    def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
+    def batch(self, step: int, start: int, stop: int) -> Tensor:
         """Return rows start to stop of the global batch of `step`: (stop - start, seq + 1)."""
 
     def validation(self, index: int, rows: int) -> Tensor:
@@ -43,12 +43,6 @@ class Tokens(Protocol):
 
     def numel(self) -> int: ...
     def __getitem__(self, part: slice, /) -> Tensor: ...
-
-
-def check_rows(start: int, stop: int, global_rows: int) -> None:
-    """Raise ConfigError for a slice that is not inside the global batch."""
-    if not 0 <= start <= stop <= global_rows:
-        raise ConfigError(f"rows {start} to {stop} are not inside a global batch of {global_rows}")
 
 
 def spread(index: int, count: int) -> int:
@@ -80,8 +74,7 @@ class Windows:
         # targets of a row may be inputs of the next row, so rows overlap by one token
         self.validation_rows = (self.held.numel() - 1) // self.seq
 
-    def batch(self, step: int, start: int, stop: int, global_rows: int) -> Tensor:
-        check_rows(start, stop, global_rows)
+    def batch(self, step: int, start: int, stop: int) -> Tensor:
         below = self.train.numel() - self.seq
         return self._rows(self.train, [draw(self.seed, step, row, below) for row in range(start, stop)])
 

@@ -181,9 +181,8 @@ def generate(
     seq: int,
     temperature: float = 1.0,
     seed: int = 0,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """Continue each row by n tokens, or by fewer once `stopped` returns true: it is called before each token.
+    """Continue each row by n tokens.
 
     Calls `forward` once a token and draws from its own generator on the CPU, so ranks that call it together make
     the same calls and get the same tokens.
@@ -194,14 +193,12 @@ def generate(
         temperature: 0 takes the likeliest token.
 
     Returns:
-        (b, t + n) int64 on the prompt's device; fewer columns if stopped.
+        (b, t + n) int64 on the prompt's device.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tokens = prompt
     with torch.no_grad():
         for _ in range(n):
-            if stopped():
-                break
             logits = forward(tokens[:, -seq:])[:, -1].float().cpu()
             if temperature == 0:
                 chosen = logits.argmax(dim=-1, keepdim=True)

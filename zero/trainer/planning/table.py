@@ -85,26 +85,21 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     return "\n".join(lines), winner is not None
 
 
-def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]], peak_bytes: int | None = None) -> str:
+def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]]) -> str:
     """Return a table of planned and measured bytes of each tier.
 
-    Activations exist within a step only: without a peak their line says that they were not measured.
+    Activations exist within a step only: their line says that they were not measured.
 
     Args:
         measured: as `zero.engine.measured` returns it.
-        peak_bytes: the most that tensors held at once in the memory that computes, activations included: the GPU's own
-            counter, or the growth of this process on a CPU.
     """
     planned = {tier: sum(n for kind, n in kinds.items() if kind != "activations") for tier, kinds in plan.bytes.items()}
     held = {tier: sum(kinds.values()) for tier, kinds in measured.items()}
     rows: list[tuple[str, int, int]] = [(tier, planned.get(tier, 0), held.get(tier, 0)) for tier in TIERS]
     rows = [row for row in rows if row[1] or row[2]]
-    if peak_bytes is not None:
-        tier = "host" if plan.world.compute.shares_memory else "device"
-        rows.append(("peak", bytes_by_tier(plan)[tier], peak_bytes))
     lines = [f"{'per rank':<12} {'plan':>12} {'measured':>14} {'ratio':>7}"]
     lines += [f"{name:<12} {size_text(a):>12} {size_text(b):>14} {b / a if a else 1:>7.3f}" for name, a, b in rows]
-    if peak_bytes is None and plan.activation_bytes:
+    if plan.activation_bytes:
         lines.append(f"{'activations':<12} {size_text(plan.activation_bytes):>12} {'not measured':>14}")
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
-"""Bytes of model states per rank by formula: the papers' and ours.
+"""Bytes of model states per rank by formula.
 
-For Adam in mixed precision, P parameters on W ranks. The papers count 2 bytes of parameters, 2 of gradients, and 12 of
+For Adam in mixed precision, P parameters on W ranks. The paper counts 2 bytes of parameters, 2 of gradients, and 12 of
 optimizer (fp32 master and two moments). We add gradients up in fp32, so 4 bytes of gradients; one rank with one
 microbatch keeps 2, because then nothing is added. Of a bf16 parameter's master we keep the half that it lacks: 2 bytes.
 
@@ -25,9 +25,6 @@ class States(NamedTuple):
         parts = [f"{self.whole}P" * bool(self.whole), f"{self.shared}P/W" * bool(self.shared)]
         return "+".join(filter(None, parts))
 
-
-PAPERS = (States(16, 0), States(4, 12), States(2, 14), States(0, 16))
-"""By stage."""
 
 OURS = (States(16, 0), States(6, 10), States(2, 14), States(0, 16))
 """By stage, in bf16, with gradients added up in fp32."""

@@ -33,8 +33,7 @@ MIXED = {"blocks.0": "remat", "blocks.1": "offload", "blocks.*": "keep"}
 DEEP = {"width": 128, "layers": 8, "heads": 4, "seq": 128}
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 1), (1, 2), (2, 3)])
 def test_what_is_kept_made_again_or_sent_to_the_host_changes_no_bit(size, stage):
     setting = Setting(stage=stage, precision="bf16", clip=0.5, accumulate=2)
     expected = run_ranks(size, train_small, setting.but(activations="keep"))
@@ -104,38 +103,6 @@ def test_each_further_unit_that_is_made_again_takes_bytes_away():
         assert after.peak_bytes <= before.peak_bytes
         assert after.backward.flops >= before.backward.flops
     assert again.peak_bytes < 0.5 * plain.peak_bytes
-
-
-def test_auto_makes_again_as_few_as_fit_for_every_budget():
-    settings = config(
-        model=DEEP,
-        precision={"compute": "bf16"},
-        batch={"global": 64, "micro": 64},
-        zero_={"activations": "auto", "stage": 0},
-    )
-    model, told = model_of(settings), []
-    roomy = gpu(1)
-    need = {word: _device_bytes(with_activations(settings, word), model, roomy) for word in ("keep", "remat")}
-    budgets = [need["remat"] + (need["keep"] - need["remat"]) * share // 8 for share in range(9)]
-    counted = Activations(settings, model)
-    for budget in budgets:
-        machine = gpu(1, device=budget)
-        chosen, reasons = _settled(settings, machine, model, counted)
-        names = counted.unit_names
-        policy = chosen.zero.activations
-        count = {"keep": 0, "remat": len(names)}.get(policy if isinstance(policy, str) else "", len(policy))
-        told.append(count)
-        planned(chosen, model, machine.world, machine.room, counted)
-        assert f"auto: zero.activations: units computed again in backward: {count} of {len(names)}" in reasons[-1]
-        if count:
-            fewer = [f"{name}:remat" for name in names[: count - 1]] or "keep"
-            with pytest.raises(ConfigError, match="activations"):
-                planned(with_activations(settings, fewer), model, machine.world, machine.room, counted)
-    assert told == sorted(told, reverse=True)
-    assert (told[0] > len(names) // 2, told[-1]) == (True, 0)
-    assert len(set(told)) >= 5
-    with pytest.raises(ConfigError, match="activations"):
-        _settled(settings, gpu(1, device=need["remat"] // 2), model)
 
 
 def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
@@ -224,10 +191,10 @@ def test_no_other_way_to_treat_units_makes_fewer_again_whatever_device_and_host_
             needs[sent, again] = plan.placement.bytes["device"], plan.placement.bytes["host"]
     least, most = needs[0, count][0], needs[0, 0][0]
     host_bytes = needs[count, 0][1]
-    shares = (-0.1, 0, 0.05, 0.2, 0.5, 0.85, 1)
+    shares = (-0.1, 0, 0.2, 0.5, 1)
     found = set()
     for device in (least + int(share * (most - least)) for share in shares):
-        for host in (int(share * host_bytes) for share in (0, 0.3, 0.7, 1)):
+        for host in (int(share * host_bytes) for share in (0, 0.3, 1)):
             machine = gpu(1, device=device, host=host)
             if device < least:
                 with pytest.raises(ConfigError, match="activations"):
@@ -259,7 +226,7 @@ def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
     names = counted.unit_names
     need = {word: _device_bytes(with_activations(settings, word), model, gpu(1)) for word in ("keep", "remat")}
     told = []
-    for share in (-0.05, 0, 0.25, 0.5, 0.75, 1):  # at first the state does not fit, even so
+    for share in (-0.05, 0, 0.25, 0.5, 1):  # at first the state does not fit, even so
         machine = gpu(1, device=need["remat"] + int(share * (need["keep"] - need["remat"])))
         planned(with_activations(settings, "keep"), model, machine.world, machine.room, counted)  # it leaves room
         least = planned(with_activations(settings, "remat"), model, machine.world, machine.room, counted)
@@ -277,8 +244,7 @@ def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
     assert (told[3] > 0) == (copies == "slow")
 
 
-@pytest.mark.parametrize("stage", ["auto", 0])
-@pytest.mark.parametrize("room", ["little", "plenty"])
+@pytest.mark.parametrize(("stage", "room"), [("auto", "little"), (0, "little"), (0, "plenty")])
 def test_auto_measures_rates_once_and_only_where_it_needs_them(monkeypatch, stage, room):
     settings = config(model=DEEP, batch={"global": 64, "micro": 64}, zero_={"activations": "auto", "stage": stage})
     model, asked = model_of(settings), []
@@ -314,7 +280,7 @@ def test_on_a_cpu_what_is_kept_leaves_its_libraries_room():
         for one in kept
     ]
     told = []
-    for share in range(9):
+    for share in (0, 2, 4, 6, 8):
         budget = needs[-1] + (needs[0] - needs[-1]) * share // 8
         for room in (budget, budget + CPU_LIBRARIES_BYTES):
             chosen, _ = _settled(settings, cpu(room), model, counted)

@@ -9,12 +9,10 @@ import yaml
 import zero
 from zero.core.offload import PRESETS, Offload
 from zero.errors import ConfigError
-from zero.settings import optimizers as optim, schedule, step_sections as sections
+from zero.settings import optimizers as optim
 from zero.settings.build import build_optimizer, build_plan, build_precision
-from zero.tracker import settings as tracker
 from zero.trainer.compose import CONF, compose, settings_in
 from zero.trainer.config import Config, keys, kinds, read
-from zero.trainer.data.source import SyntheticConfig, TextConfig
 from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
 
@@ -84,35 +82,6 @@ def test_no_yaml_repeats_a_declared_default(option):
 def test_the_default_run_names_options_only():
     given = yaml.safe_load((CONF / "config.yaml").read_text())
     assert set(given) == {"defaults", "ds_config", "hydra"}
-
-
-@pytest.mark.parametrize(
-    ("option", "section"),
-    [
-        ("data=text", TextConfig()),
-        ("data=synthetic", SyntheticConfig()),
-        ("optim=adamw", optim.AdamW()),
-        ("optim=adam", optim.Adam()),
-        ("optim=sgd", optim.SGD()),
-        ("optim=lion", optim.Lion()),
-        ("optim=adagrad", optim.Adagrad()),
-        ("schedule=constant", schedule.Constant()),
-        ("schedule=linear_warmup", schedule.LinearWarmup()),
-        ("schedule=warmup_linear", schedule.WarmupLinear()),
-        ("schedule=warmup_cosine", schedule.WarmupCosine()),
-        ("schedule=one_cycle", schedule.OneCycle()),
-        ("schedule=lr_range", schedule.LrRange()),
-        ("offload=none", Offload()),
-        ("precision=fp32", sections.Precision()),
-        ("precision=bf16", sections.Precision(compute="bf16")),
-        ("precision=fp16", sections.Precision(compute="fp16")),
-        ("tracker=jsonl", tracker.Jsonl()),
-        ("tracker=wandb", tracker.Wandb()),
-    ],
-    ids=str,
-)
-def test_a_group_used_without_its_yaml_is_the_same(option, section):
-    assert getattr(settled(option), option.split("=")[0]) == section
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -10,7 +10,7 @@ from zero.trainer.evaluate import CHUNK_TOKENS, validation_loss
 SEQ = 700  # two rows to a chunk
 
 
-@pytest.mark.parametrize("rows", [1, 5, 7])
+@pytest.mark.parametrize("rows", [1, 7])
 def test_every_world_evaluates_the_same_chunks(rows):
     data = open_data(SyntheticConfig(), SEQ, 0)
     expected = data.validation(0, rows).double().mean()

@@ -69,12 +69,7 @@ def test_a_run_is_trained_and_reported_by_the_module(here):
     assert (here / "run" / "report.html").exists()
 
 
-WITHOUT_TORCH = ["train.py", "scripts/sample", "scripts/from_deepspeed", "scripts/nodes", "scripts/tutorial"]
-WITHOUT_TORCH += [f"benchmarks/{name}.py" for name in ("step", "pictures", "fuzz_checkpoint", "checkpoint", "nodes")]
-WITHOUT_TORCH += [f"benchmarks/{name}.py" for name in ("offload", "node_faults")]
-
-
-@pytest.mark.parametrize("script", WITHOUT_TORCH)
+@pytest.mark.parametrize("script", ["train.py", "scripts/sample", "benchmarks/step.py"])
 def test_without_torch_the_line_to_type_is_said(script):
     """-S: without the packages that are installed."""
     command = [sys.executable, "-S", ROOT / script]
@@ -101,10 +96,7 @@ def test_without_torch_every_program_shows_its_help_or_that_line(program):
         assert "usage:" in done.stdout
 
 
-PACKAGES = ("torch", "pydantic", "yaml", "psutil", "rich", "packaging", "safetensors", "zlib_ng")
-
-
-@pytest.mark.parametrize(("imported", "package"), [*(("zero", one) for one in PACKAGES), ("train", "hydra")])
+@pytest.mark.parametrize(("imported", "package"), [("zero", "torch"), ("zero", "safetensors"), ("train", "hydra")])
 def test_a_package_that_is_missing_alone_is_named(imported, package):
     code = f"import sys; sys.modules[{package!r}] = None; import {imported}"
     done = subprocess.run(

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -73,7 +74,13 @@ def test_a_mistake_is_one_line_exit_code_2_and_no_file(here, line, message):
     assert sorted(here.rglob("*")) == before
     if suggested := re.search(r"^(\S+?)(?:=\S+)? is not a setting\. Did you mean ([^?]+)\?$", message):
         words = [word if "=" in word else f"{word}={line.partition('=')[2]}" for word in shlex.split(suggested[2])]
-        assert re.match(r"$|\w+=\w+ needs ", refusal_of(words)), "a suggestion is accepted, or lacks another setting"
+        assert re.match(r"$|\w+=\w+ needs ", refusal_once(*words)), "a suggestion is accepted, or lacks another setting"
+
+
+@functools.cache
+def refusal_once(*words: str) -> str:
+    """The message about a suggestion; many mistakes have the same one."""
+    return refusal_of(words)
 
 
 def typo_of(key: str) -> str:
@@ -109,7 +116,7 @@ def test_a_word_of_another_program_is_answered_with_settings_that_are_accepted(h
     said = refusal_of([whole])
     assert said == answer(whole)
     suggested = re.search(r"\. Did you mean (.+)\?$", said)[1]
-    assert refusal_of(shlex.split(suggested)) == ""
+    assert refusal_once(*shlex.split(suggested)) == ""
     if "=" not in word:
         assert answer(f"trainer.{word.replace('_', '-')}={value_for(settings)}")
 

@@ -602,27 +602,6 @@ def test_nothing_is_cut_in_a_narrow_or_a_wide_window(finished, tmp_path, scheme,
         assert all('viewBox="0 0 1120 ' in chart for chart in seen.behind), "only a chart for a whole page scrolls"
 
 
-@needs_chromium
-def test_a_browser_finds_what_is_cut_split_or_pale(tmp_path):
-    """What the tests of pages rely on."""
-    flaws = {
-        "sound": "<p>text</p><div style='overflow-x:auto'><p style='width:2000px'>text</p></div>",
-        "wide": "<p style='width:2000px'>text</p>",
-        "clipped": "<p style='width:9px;overflow:hidden'>text</p>",
-        "pale": "<p style='color:#ccc;background:#fff'>text</p>",
-        "split": "<table style='width:9px'><td><code style='word-break:break-all'>zero.stage</code></table>",
-        "chart": "<svg width='300' height='99'><text x='-20' y='50'>text</text></svg>",
-        "labels": "<svg width='300' height='99'><text x='9' y='50'>text</text><text x='20' y='52'>text</text></svg>",
-    }
-    for name, body in flaws.items():
-        (tmp_path / f"{name}.html").write_text(f"<!DOCTYPE html><body style='background:#fff'><main>{body}</main>")
-    found = {seen.page.removesuffix(".html"): seen for seen in shown([*tmp_path.glob("*.html")], LIGHT, tmp_path)[:7]}
-    assert {name for name, seen in found.items() if seen.scrolls} == {"wide"}
-    assert {name for name, seen in found.items() if seen.cut} == {"wide", "clipped", "chart", "labels"}
-    assert {name for name, seen in found.items() if seen.split} == {"split"}
-    assert {name for name, seen in found.items() if seen.pale} == {"pale"}
-
-
 def test_the_script_says_where_the_page_is(finished, monkeypatch, capsys):
     script = str(ROOT / "scripts" / "report")
     monkeypatch.setattr(sys, "argv", [script, str(finished)])

@@ -284,15 +284,10 @@ class WorkerPool:
 
 def _words(action: Action | Modify | Transfer | None) -> str:
     """Name an operation or an action for a message."""
-    match action:
-        case Modify(_, group) | Work(_, group):
-            return f"the work on {group}"
-        case Read(group):
-            return f"the read of {group}"
-        case Write(_, group):
-            return f"the write of {group}"
-        case Transfer(_, page, writes) | Move(_, page, writes):
-            return f"the {'write' if writes else 'read'} of {page}"
-        case Copy(_, page):
-            return f"the read of {page}"
-    return "all operations"
+    if action is None:
+        return "all operations"
+    if isinstance(action, Modify | Work):
+        return f"the work on {action.group}"
+    writes = isinstance(action, Write) or (isinstance(action, Transfer | Move) and action.writes)
+    place = action.group if isinstance(action, Read | Write) else action.page
+    return f"the {'write' if writes else 'read'} of {place}"

@@ -39,7 +39,7 @@ from zero.checkpoint.manifest import (
 from zero.checkpoint.publish import MANIFEST_NAME, Root
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.core.layout import Layout
-from zero.errors import CheckpointError, ConfigError
+from zero.errors import CheckpointError
 from zero.platform.safetensors_files import Part, offsets
 
 WORLD = 2
@@ -847,11 +847,6 @@ def test_what_cannot_be_deleted_is_said_and_the_save_stands(root):
 
 
 # Retention.
-
-
-def test_one_checkpoint_is_not_enough(root):
-    with pytest.raises(ConfigError, match=r"checkpoint.keep=1: .* Set it to 2 or more"):
-        root.retain(1, None, lambda folder: True)
 
 
 def test_what_cannot_be_judged_is_not_removed(root):

@@ -29,7 +29,7 @@ from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
-from zero.platform.safetensors_files import NAMES, Part, header, offsets, widest_first
+from zero.platform.safetensors_files import NAMES, Part, by_width, header, offsets
 
 MIB = 2**20
 NAME = "rank-00000-of-00001.safetensors"
@@ -126,7 +126,7 @@ some_parts = st.lists(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(parts=some_parts.map(widest_first))
+@given(parts=some_parts.map(lambda parts: sorted(parts, key=by_width)))
 @example(parts=MANY)
 @example(parts=[])
 def test_safetensors_reads_the_tensors_that_were_written(path, parts):
@@ -144,25 +144,6 @@ def test_the_data_begins_at_a_whole_page():
         begin = header(parts)
         assert len(begin) % 4096 == 0
         assert offsets(parts) == tuple(len(begin) + 5 * number for number in range(count))
-
-
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ([bytes_part(1), bytes_part(2)], r"part 'a' has a name that is taken"),
-        ([bytes_part(1, "__metadata__")], r"part '__metadata__' has a name that is taken"),
-        ([bytes_part(1, "\ud800")], r"part '\\ud800' has a name that cannot be printed"),
-        ([bytes_part(1, "a\nb")], r"part 'a\\nb' has a name that cannot be printed"),
-        ([Part("a", torch.complex128, (1,))], r"part 'a' is torch.complex128"),
-        ([bytes_part(3), Part("b", torch.float32, (1,))], r"part 'b' begins at byte 3 .* widest_first"),
-    ],
-)
-def test_parts_that_safetensors_cannot_hold_are_refused_by_name(path, parts, said):
-    for call in (lambda: header(parts), lambda: offsets(parts), lambda: ShardWriter(Disk(), path, parts)):
-        with pytest.raises(CheckpointError, match=said) as refused:
-            call()
-        assert "\n" not in str(refused.value)
-    assert not path.exists()
 
 
 # The writer.

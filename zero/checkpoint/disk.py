@@ -70,10 +70,7 @@ class Disk(Files):
 
     def mode(self, path: Path) -> int:
         """Return `st_mode`; of a link, that of the link itself."""
-        try:
-            return os.lstat(path).st_mode
-        except ValueError as error:  # a NUL in the name
-            raise OSError(errno.EINVAL, str(error), str(path)) from error
+        return os.lstat(path).st_mode
 
 
 @contextmanager

@@ -354,7 +354,5 @@ def _parsed(text: bytes) -> Any:
 
 def _short(value: object) -> str:
     """Describe a value on one line of at most 100 characters, however deep and large it is."""
-    if type(value) is int and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
     text = _REPR.repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

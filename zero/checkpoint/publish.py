@@ -43,7 +43,7 @@ from zero.checkpoint.manifest import (
     step_name,
 )
 from zero.core.suggest import some
-from zero.errors import CheckpointError, ConfigError
+from zero.errors import CheckpointError
 from zero.platform.files import named, naming
 from zero.platform.step_folders import MANIFEST_NAME, step_of
 
@@ -163,8 +163,6 @@ class Root:
             every: steps, or None to keep no others.
             valid: called from the newest folder on, until `keep` of them are.
         """
-        if keep < 2:
-            raise ConfigError(f"checkpoint.keep={keep}: a damaged checkpoint needs another one. Set it to 2 or more.")
         kept, doomed = 0, []
         for step in reversed(self._published()):
             folder = self.path / step_name(step)

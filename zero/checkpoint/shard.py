@@ -169,19 +169,18 @@ class ShardWriter(_OpenFile):
 
     def _pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         """Make one request: whole pages past the cache; the file's end and refused requests through it."""
-        direct = self._direct
-        count = min(len(view), REQUEST_BYTES)
-        whole = count // ALIGN_BYTES * ALIGN_BYTES
+        direct, request = self._direct, view[:REQUEST_BYTES]
+        whole = len(request) // ALIGN_BYTES * ALIGN_BYTES
         if direct and whole:
             try:
-                return self._disk.pwrite(fd, view[:whole], offset)
+                return self._disk.pwrite(fd, request[:whole], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
         if direct:
             self._disk.direct(fd, False)
             self._direct = False
-        return self._disk.pwrite(fd, view[:count], offset)
+        return self._disk.pwrite(fd, request, offset)
 
     def _forget(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # only a hint
@@ -251,10 +250,7 @@ class ShardReader(_OpenFile):
     def _check_header(self) -> None:
         with naming(self._path, "asking for its size"):
             nbytes = self._disk.size(self._fd)
-        try:
-            begin = header(self._parts)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._path}: {error}") from error
+        begin = header(self._parts)
         wanted = len(begin) + sum(part.nbytes for part in self._parts)
         if not nbytes == self._expected.size == wanted:
             raise CheckpointError(

@@ -16,7 +16,7 @@ from typing import Any
 
 from zero.errors import CheckpointError
 from zero.formats.stream import Source, Stream, new_file, put
-from zero.platform.safetensors_files import INDEX, Part, StoredWeights, header, widest_first
+from zero.platform.safetensors_files import INDEX, Part, StoredWeights, by_width, header
 
 SINGLE = "model.safetensors"
 
@@ -31,7 +31,7 @@ def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], 
     weight_map = {}
     for number, names in enumerate(files, 1):
         file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        parts = widest_first([Part(name, tensors[name].dtype, tensors[name].shape) for name in names])
+        parts = sorted((Part(name, tensors[name].dtype, tensors[name].shape) for name in names), key=by_width)
         with new_file(folder / file_name) as file:
             file.write(header(parts, align_bytes=8, metadata={"format": "pt"}))  # transformers requires the format
             for part in parts:

@@ -81,26 +81,21 @@ def by_width(part: Part) -> int:
     return -part.dtype.itemsize
 
 
-def widest_first(parts: Sequence[Part]) -> list[Part]:
-    """Sort parts by width; equally wide ones keep their order."""
-    return sorted(parts, key=by_width)
-
-
 def header(
     parts: Sequence[Part], *, align_bytes: int = ALIGN_BYTES, metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """Return the bytes at the beginning of the file.
 
     Args:
+        parts: sorted `by_width`, with names that differ and dtypes in `NAMES`.
         align_bytes: the data begins at a multiple of this.
         metadata: texts for readers of the file.
 
     Raises:
-        CheckpointError: parts that safetensors cannot hold, or not in this order; names the part.
+        CheckpointError: the header is longer than safetensors allows.
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     for part, start in zip(parts, _starts(parts), strict=False):
-        _check(part, start, entries)
         name = NAMES[part.dtype]
         entries[part.key] = {"dtype": name, "shape": list(part.shape), "data_offsets": [start, start + part.nbytes]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -119,20 +114,6 @@ def offsets(parts: Sequence[Part]) -> tuple[int, ...]:
 def _starts(parts: Sequence[Part]) -> list[int]:
     """Return the byte at which each part begins in the data, and the end of the data."""
     return list(itertools.accumulate((part.nbytes for part in parts), initial=0))
-
-
-def _check(part: Part, start: int, taken: Mapping[str, object]) -> None:
-    def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"part {part.key!r} {why}")
-
-    if part.key in taken or part.key == "__metadata__":
-        raise refuse("has a name that is taken")
-    if not part.key.isprintable():  # no lone surrogates either: they have no bytes
-        raise refuse("has a name that cannot be printed")
-    if part.dtype not in NAMES:
-        raise refuse(f"is {part.dtype}, which safetensors does not hold")
-    if start % part.dtype.itemsize:
-        raise refuse(f"begins at byte {start} of the data, not aligned to {part.dtype}; order parts by widest_first")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def adamw(groups):
     return torch.optim.AdamW(groups, lr=0.0)
 
 
-@pytest.mark.parametrize(("stage", "size", "accumulate"), [(3, 3, 2), (2, 1, 3), (1, 2, 1), (0, 2, 2)])
+@pytest.mark.parametrize(("stage", "size", "accumulate"), [(3, 3, 1), (0, 2, 2)])
 def test_fifty_steps_of_adamw_with_clipping(stage, size, accumulate):
     """Warm-up and cosine, weight decay on matrices only, the norm clipped at every step."""
     lr_at = lr_schedule.warmup_cosine(1e-2, 10, 50, final=1e-3)
@@ -119,10 +119,14 @@ def nesterov(lr, clip, weight_decay):
     return zero.sgd(lr, momentum=0.9, nesterov=True, clip=clip, weight_decay=weight_decay)
 
 
-@pytest.mark.parametrize("clip", [None, CLIP], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize(
-    ("ours", "theirs", "lr"),
-    [(nesterov, sgd, 0.1), (zero.adam, adam, 1e-2), (zero.adagrad, adagrad, 1e-2), (zero.lion, Lion, 1e-3)],
+    ("ours", "theirs", "lr", "clip"),
+    [
+        (nesterov, sgd, 0.1, CLIP),
+        (zero.adam, adam, 1e-2, None),
+        (zero.adagrad, adagrad, 1e-2, CLIP),
+        (zero.lion, Lion, 1e-3, None),
+    ],
 )
 def test_ten_steps_of_the_other_optimizers(ours, theirs, lr, clip):
     """Ten steps, with a warm-up in them."""

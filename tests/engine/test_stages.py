@@ -122,9 +122,7 @@ def parameters_after(world, setting):
     return metrics, full_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("size", "accumulate", "precision"), [(1, 3, "bf16"), (2, 4, "fp16"), (3, 3, "fp32"), (8, 2, "bf16")]
-)
+@pytest.mark.parametrize(("size", "accumulate", "precision"), [(1, 3, "bf16"), (2, 4, "fp16"), (3, 3, "fp32")])
 def test_accumulation_is_bitwise_within_the_pairs(size, accumulate, precision):
     """Stages 0 and 1 add microbatches before ranks, 2 and 3 after: the same bits within each pair, and all four equal
     where there is one rank."""
@@ -139,12 +137,11 @@ def test_accumulation_is_bitwise_within_the_pairs(size, accumulate, precision):
         assert told[0] == told[2]
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_accumulation_agrees_between_the_pairs(accumulate):
+def test_accumulation_agrees_between_the_pairs():
     """Between the pairs only the order of addition differs: A * W fp32 terms, so about A * W * 2^-24 of the gradient's
     size. SGD passes a gradient on in proportion, and batch normalisation amplifies it a little in three steps: 1e-5 of
     the largest parameter is tenfold room (adaptive optimizers would turn a gradient near zero into a full step)."""
-    setting = Setting(accumulate=accumulate, optimizer=zero.sgd)
+    setting = Setting(accumulate=4, optimizer=zero.sgd)
     before, after = (run_ranks(2, parameters_after, setting.but(stage=stage))[0] for stage in (1, 2))
     assert before[0].loss == pytest.approx(after[0].loss, rel=1e-5)
     assert before[0].grad_norm == pytest.approx(after[0].grad_norm, rel=1e-5)
@@ -198,7 +195,7 @@ def test_processes_agree_with_threads():
         for row in placements()[::5]:
             asked.append(row.but(precision=precision, clip=clip))
             expected.append(Setting(precision=precision, clip=clip, stage=0, update="serial"))
-        for stage in range(4):
+        for stage in range(4) if precision == "bf16" else ():
             asked.append(Setting(precision=precision, clip=0.5, stage=stage, accumulate=2))
             expected.append(asked[-1].but(stage=stage // 2 * 2, update="serial", prefetch=0))
     alone = {setting: run_ranks(2, train_small, setting) for setting in set(expected)}

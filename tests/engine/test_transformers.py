@@ -323,7 +323,7 @@ def re_path(path):
     return str(path).replace(".", r"\.")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_fresh_values_are_spread_as_transformers_spreads_them(family):
     """Also those that a module around the owner gives it: GPT-2's scaled projections, all of T5's matrices."""
     torch.manual_seed(1)
@@ -545,9 +545,7 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
         (None, [], "model=hf needs model.path=FOLDER"),
         ("llama", ["data.vocab=64"], "knows 32 tokens, fewer than the 64 of data=synthetic"),
         ("llama", ["model.seq=64"], "model.seq=64 is more than the 32 tokens of model.path={path}; set model.seq=32"),
-        ("t5", [], "is a T5ForConditionalGeneration; train.py trains causal language models"),
         ("bert", [], "is a BertForMaskedLM; train.py trains causal language models"),
-        ("vit", [], "is a ViTForImageClassification; train.py trains causal language models"),
     ],
 )
 def test_what_train_py_cannot_train_is_one_line(family, words, told, saved, here, capsys):

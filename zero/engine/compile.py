@@ -60,8 +60,3 @@ class Compiler:
             code = _forward.__code__.replace(co_name=f"forward_of_{cls.__name__}")
             self._functions[cls] = torch.compile(FunctionType(code, globals()), backend=self._backend)
         return Compiled(module, self._functions[cls])
-
-    def outside(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, never to be compiled into what calls it."""
-        outside: Callable[..., Any] = torch.compiler.disable(run)
-        return outside

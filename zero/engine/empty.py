@@ -147,7 +147,7 @@ class Root:
         number: of the tensor that is all of it, among all recorded tensors.
         is_made: it is the memory of an operation's result, not of a parameter.
         operations: those that make it, view it and write into it, in order.
-        writes: the number of those that write into it.
+        is_changed: some of them write into it.
     """
 
     shape: torch.Size
@@ -156,11 +156,11 @@ class Root:
     is_made: bool = False
     number: int = field(default_factory=lambda: next(_count))
     operations: "list[Operation]" = field(default_factory=list)
-    writes: int = 0
+    is_changed: bool = False
 
     @property
     def is_written(self) -> bool:
-        return self.begin is not None or self.is_made or self.writes > 0
+        return self.begin is not None or self.is_made or self.is_changed
 
 
 class Recipe(NamedTuple):
@@ -311,7 +311,7 @@ def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
     root.kept = all(tensor.recipe.root.kept for tensor in _unmade_in(args, kwargs))
     if root.kept:
         root.operations.append(Operation(func, args, kwargs, root))
-        root.writes += 1
+        root.is_changed = True
     else:
         _draw_alike(func, args, kwargs)
 

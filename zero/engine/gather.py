@@ -180,9 +180,9 @@ class Gatherer:
             unit.returned = 0
 
     def runner(self, site: Site) -> Run:
-        """Return what `site` runs through when it is called."""
+        """Return what `site` runs through when it is called, never to be compiled into what calls it."""
         run = partial(self.run, site)
-        return run if self._compiler is None else self._compiler.outside(run)
+        return run if self._compiler is None else cast(Run, torch.compiler.disable(run))
 
     def place(self, site: Site, bound: Binding, place: Place) -> None:
         """Note one of the places of a parameter in the model, in the order of the site's bindings."""

@@ -322,10 +322,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
             runtime.gradients.park(unit)
         runtime.updater.schedule_update(unit, hyper)
     if runtime.plan.update == "serial":
-        for unit in runtime.units:
-            runtime.updater.apply_deferred(unit)
-        runtime.store.drain()
-        runtime.make_updates()
+        runtime.finish_step()
 
 
 def make_step(

@@ -21,10 +21,10 @@ from zero.distributed.world import Handle, ProcessWorld, World
 from zero.platform.device import Device
 from zero.platform.handle import Then
 from zero.store.base import Page, Ticket
-from zero.store.events import Action, Copy, Modify, Move, Transfer, Work
+from zero.store.events import Action, Copy, Modify, Move, Read, Transfer, Work
 from zero.store.prefetch import PrefetchStore
 from zero.store.workers import WorkerPool
-from zero.testing.races import VectorClock
+from zero.testing.races import Past
 from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handoffs, Key, Marker, Streams, thread, untraced
 from zero.testing.thread_world import ThreadWorld
 
@@ -108,10 +108,10 @@ def instrumentation() -> Iterator[None]:
 
 
 class _Job:
-    """A job for the store, with the vector clock and the time of the thread that submitted it."""
+    """A job for the store, with the past of the thread that submitted it."""
 
-    def __init__(self, job: Callable[..., None], clock: VectorClock, time_s: float) -> None:
-        self.job, self.clock, self.time_s = job, clock, time_s
+    def __init__(self, job: Callable[..., None], past: Past) -> None:
+        self.job, self.past = job, past
 
     def __call__(self, *args: Any) -> None:
         self.job(*args)
@@ -131,7 +131,7 @@ def _run(workers: WorkerPool, original: Any) -> None:
 
 def _submit(workers: WorkerPool, original: Any, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
     host = None if thread.gpu is None else thread.gpu.streams.host
-    return original(workers, event, job if host is None else _Job(job, dict(host.clock), host.time_s))
+    return original(workers, event, job if host is None else _Job(job, host.now()))
 
 
 def _do_here(workers: WorkerPool, original: Any, event: Transfer, job: Callable[..., None]) -> None:
@@ -174,12 +174,15 @@ def _carry_out(store: PrefetchStore, original: Any, action: Action, job: Any) ->
     if gpu is None:
         return original(store, action, job)
     gpu.gate.pass_through()
+    gpu.streams.begin_action()
     if isinstance(job, _Job):
-        gpu.streams.host.join(job.clock, job.time_s)
+        gpu.streams.host.join(job.past)
     workers = id(store._workers)
     keys: list[Key] = [(workers, page) for page in _pages(action)]
     if not isinstance(action, Move) and action.slot is not None:
         keys.append((workers, "slot", action.slot))
+        if isinstance(action, Read) or not action.group.pages:
+            gpu.handoffs.take_over(keys[-1], store._slots[action.slot])
     gpu.handoffs.ordered(keys, lambda: original(store, action, job))
     if isinstance(action, Work | Move | Copy):
         gpu.handoffs.release((workers, action.number))

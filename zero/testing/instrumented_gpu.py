@@ -230,7 +230,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
 
     @contextmanager
     def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
-        stream = self.streams.stream(f"the stream of {name!r}")
+        stream = self.streams.new_stream(f"the stream of {name!r}")
         if now:
             after.finish()
         with self.streams.on(stream):

@@ -25,6 +25,20 @@ class RaceError(AssertionError):
     """
 
 
+class Past(NamedTuple):
+    """Everything that happens before one point of an agent.
+
+    Attributes:
+        agent, epoch: the agent's number, and its count of operations there.
+        time_s: simulated seconds.
+    """
+
+    agent: int
+    epoch: int
+    clock: VectorClock
+    time_s: float
+
+
 @dataclass(eq=False)
 class Agent:
     """A stream or a thread.
@@ -34,22 +48,44 @@ class Agent:
         name: for messages.
         clock: what happens before its next operation.
         time_s: simulated seconds at which all its work so far is finished.
+        worked: its count at its last access.
     """
 
     number: int
     name: str
     clock: VectorClock = field(default_factory=dict)
     time_s: float = 0.0
+    worked: int = 0
+    _past: Past | None = None
 
-    def join(self, clock: VectorClock, time_s: float = 0.0) -> None:
-        """Order everything in `clock` before this agent's next operation, which begins at `time_s` or later."""
-        for number, count in clock.items():
+    def now(self) -> Past:
+        """Return everything that happens before the agent's next operation."""
+        if self._past is None:
+            count = self._tick()
+            self._past = Past(self.number, count, dict(self.clock), 0.0)
+        return self._past._replace(time_s=self.time_s)
+
+    def knows(self, past: Past) -> bool:
+        """Return whether all of `past` happens before the agent's next operation."""
+        return self.clock.get(past.agent, 0) >= past.epoch
+
+    def join(self, past: Past) -> None:
+        """Order all of `past` before this agent's next operation, which begins when `past` is over or later."""
+        self.time_s = max(self.time_s, past.time_s)
+        if self.knows(past):
+            return
+        self._past = None
+        for number, count in past.clock.items():
             if count > self.clock.get(number, 0):
                 self.clock[number] = count
-        self.time_s = max(self.time_s, time_s)
 
-    def tick(self) -> int:
-        """Count one more operation and return the count."""
+    def work(self) -> int:
+        """Count one more access and return the count."""
+        self._past = None
+        self.worked = self._tick()
+        return self.worked
+
+    def _tick(self) -> int:
         count = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return count
 
@@ -100,7 +136,7 @@ class History:
         """
         if stop <= start:
             return
-        access = Access(agent, agent.tick(), what)
+        access = Access(agent, agent.work(), what)
         first, last = self._cut(start), self._cut(stop)
         for span in self._spans[first:last]:
             self._check(span, access, writes=writes)
@@ -109,18 +145,25 @@ class History:
             return
         self._spans[first:last] = [_with_reader(span, access) for span in self._spans[first:last]]
 
+    def forget(self, start: int, stop: int, clock: VectorClock) -> None:
+        """Forget accesses to bytes [start, stop) that happen before `clock`."""
+        first, last = self._cut(start), self._cut(stop)
+        for number in range(first, last):
+            span = self._spans[number]
+            written = None if span.written is None or span.written.happens_before(clock) else span.written
+            reads = tuple(read for read in span.reads if not read.happens_before(clock))
+            self._spans[number] = _Span(span.start, written, reads)
+
     def free(self, agent: Agent) -> None:
         """Free the storage while `agent` runs. The owner may allocate the memory again.
 
         Raises:
             RaceError: an access by another agent may still be under way.
         """
-        clock = dict(self.owner.clock)
-        for number, count in agent.clock.items():
-            clock[number] = max(count, clock.get(number, 0))
         for span in self._spans:
             for access in _accesses(span):
-                if access.agent is not self.owner and not access.happens_before(clock):
+                is_over = access.happens_before(agent.clock) or access.happens_before(self.owner.clock)
+                if access.agent is not self.owner and not is_over:
                     raise RaceError(f"{self.name} is freed by {agent.name} while {access} may still be using it")
 
     def _check(self, span: _Span, access: Access, *, writes: bool) -> None:

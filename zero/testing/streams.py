@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zero.testing.operators import ByteRange, byte_range
-from zero.testing.races import Agent, History, RaceError, VectorClock
+from zero.testing.races import Agent, History, Past, RaceError
 
 LAUNCH_S = 5e-6
 """Seconds of the host for one launch."""
@@ -46,11 +46,16 @@ _DEVICE_NUMBERS = itertools.count()
 
 
 class Marker:
-    """A point of a stream: everything that was launched there before it."""
+    """A point of a stream: everything that was launched there before it.
+
+    Attributes:
+        host: the past of the thread that has set it. For a thread that does not know that past it may not be set yet,
+            and a stream does not wait for an event that is not.
+    """
 
     def __init__(self) -> None:
-        self.clock: VectorClock = {}
-        self.time_s = 0.0
+        self.past: Past | None = None
+        self.host: Past | None = None
         self.stream: Stream | None = None
         self.count = 0
 
@@ -59,28 +64,36 @@ Key = tuple[Hashable, ...]
 
 
 class Handoffs:
-    """Vector clocks that threads hand to one another, by key: a ticket, a page, a slot."""
+    """The pasts that threads hand to one another, by key: a ticket, a page, a slot."""
 
     def __init__(self, streams: "Streams") -> None:
         self._streams = streams
-        self._released: dict[Key, tuple[VectorClock, float]] = {}
+        self._released: dict[Key, list[Past]] = {}
 
     def release(self, key: Key) -> None:
         """Order the work of this thread so far before everything after the next `acquire(key)`."""
         with self._streams.lock:
             host = self._streams.host
-            self._released[key] = dict(host.clock), host.time_s
+            others = [past for past in self._released.get(key, ()) if not host.knows(past)]
+            self._released[key] = [*others, host.now()]
 
     def acquire(self, key: Key) -> None:
-        """Order the last `release(key)`, if there was one, before the next work of this thread."""
+        """Order every `release(key)` so far before the next work of this thread."""
         with self._streams.lock:
-            if key in self._released:
-                self._streams.host.join(*self._released[key])
+            for past in self._released.get(key, ()):
+                self._streams.host.join(past)
 
     def acquire_all(self, owner: int) -> None:
         """`acquire` for every key whose first element is `owner`."""
         for key in [key for key in self._released if key[0] == owner]:
             self.acquire(key)
+
+    def take_over(self, key: Key, memory: Tensor) -> None:
+        """Order every `release(key)` so far before what comes next to `memory`, but before nothing else."""
+        with self._streams.lock:
+            for past in self._released.pop(key, ()):
+                self._streams.host.time_s = max(self._streams.host.time_s, past.time_s)
+                self._streams.forget(memory, past)
 
     def ordered(self, keys: Sequence[Key], run: Callable[[], None]) -> None:
         """Run `run` after the previous release of each key, and release the keys when it ends."""
@@ -138,8 +151,8 @@ class Stream:
         done: how many launches have run.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
+    def __init__(self, agent: Agent, launcher: Agent | None = None, *, is_network: bool = False) -> None:
+        self.agent, self.launcher, self.is_network = agent, launcher, is_network
         self.queue: list[_Launch] = []
         self.done = 0
 
@@ -203,10 +216,10 @@ class Streams:
         self._order, self._draw = order, random.Random(seed)
         self._agents: list[Agent] = []
         self._histories: dict[int, History] = {}
-        self._streams: dict[str, Stream] = {}
+        self._streams: list[Stream] = []
+        self._named: dict[str, Stream] = {}  # the latest of each name
         self._poisoned: list[tuple[Tensor, Tensor]] = []  # (tensor, the values that it held before)
         self.main = self.stream("the compute stream")
-        self._network: list[Stream] = []
 
     # -- agents --------------------------------------------------------------------------------------------------------
 
@@ -219,14 +232,34 @@ class Streams:
     def stream(self, name: str) -> Stream:
         """The stream of that name, made on first use."""
         with self.lock:
-            if name not in self._streams:
-                self._streams[name] = Stream(self.agent(name))
-            return self._streams[name]
+            if name not in self._named:
+                self._named[name] = Stream(self.agent(name))
+                self._streams.append(self._named[name])
+            return self._named[name]
+
+    def new_stream(self, name: str) -> Stream:
+        """Another stream, which begins when the last one of that name is done, but is not ordered after it."""
+        with self.lock:
+            stream = Stream(self.agent(name), self.host)
+            if name in self._named:
+                stream.agent.time_s = self._named[name].agent.time_s
+            self._named[name] = stream
+            self._streams.append(stream)
+            return stream
 
     def collective(self) -> Stream:
         """A new stream for one collective: no order among collectives is relied on."""
-        self._network.append(self.stream(f"collective {len(self._network)}"))
-        return self._network[-1]
+        with self.lock:
+            stream = Stream(self.agent("a collective"), is_network=True)
+            self._streams.append(stream)
+            return stream
+
+    def begin_action(self) -> None:
+        """Make the calling thread a new agent: no order among the actions of one thread of the store is relied on."""
+        with self.lock:
+            before = self.host
+            thread.agents[self._number] = self.agent(before.name)
+            self.host.time_s = before.time_s
 
     @property
     def host(self) -> Agent:
@@ -250,18 +283,20 @@ class Streams:
         """Set `marker` to the point that the current stream has reached."""
         with self.lock:
             stream, agent = self.current, self.current.agent
-            agent.join(self.host.clock, self.host.time_s)
-            marker.clock, marker.time_s = dict(agent.clock), agent.time_s
+            agent.join(self.host.now())
+            marker.past, marker.host = agent.now(), self.host.now()
             marker.stream, marker.count = stream, stream.launched
 
     def wait_on_stream(self, marker: Marker) -> None:
         """Work launched on the current stream from now on runs after `marker`. The host does not wait."""
         with self.lock:
             stream = self.current
-            stream.agent.join(self.host.clock, self.host.time_s)
-            stream.agent.join(marker.clock, marker.time_s)
+            stream.agent.join(self.host.now())
             other, count = marker.stream, marker.count
-            if other is None or other is stream:
+            if other is None or marker.past is None or not self._is_set(marker):
+                return
+            stream.agent.join(marker.past)
+            if other is stream:
                 return
             if self.is_deferred(stream):
                 stream.queue.append(_Launch(lambda: self._execute(other, count), ()))
@@ -272,17 +307,26 @@ class Streams:
         """The host waits until the device has reached `marker`."""
         with self.lock:
             self._count_wait()
-            self.host.join(marker.clock, marker.time_s)
-            if marker.stream is not None:
+            if marker.stream is not None and marker.past is not None and self._is_set(marker):
+                self.host.join(marker.past)
                 self.run(marker.stream, marker.count)
 
     def synchronize(self, *streams: Stream) -> None:
-        """The host waits for everything that was launched on `streams`, or on any stream if there are none."""
+        """The host waits for everything that was launched on `streams`, or on any stream if there are none.
+
+        A thread of the store may launch before or after that, unless the host has waited for it first.
+        """
         with self.lock:
             self._count_wait()
-            for stream in streams or [*self._streams.values()]:
-                self.host.join(stream.agent.clock, stream.agent.time_s)
+            for stream in streams or list(filter(self._has_launched, self._streams)):
+                self.host.join(stream.agent.now())
                 self.run(stream, stream.launched)
+
+    def _is_set(self, marker: Marker) -> bool:
+        return marker.host is not None and self.host.knows(marker.host)
+
+    def _has_launched(self, stream: Stream) -> bool:
+        return stream.launcher is None or self.host.knows(stream.launcher.now())
 
     def _count_wait(self) -> None:
         self.counts["waits of the store's threads" if thread.is_worker else "waits of the host"] += 1
@@ -292,7 +336,7 @@ class Streams:
         """Return whether all work of all streams and threads is ordered before the calling thread's next work."""
         with self.lock:
             done = self.host.clock
-            return all(done.get(agent.number, 0) >= agent.clock.get(agent.number, 0) for agent in self._agents)
+            return all(done.get(agent.number, 0) >= agent.worked for agent in self._agents)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -317,11 +361,18 @@ class Streams:
         """
         with self.lock:
             agent = self.current.agent
-            agent.join(self.host.clock, self.host.time_s)
+            agent.join(self.host.now())
             for where in filter(None, map(byte_range, tensors)):
                 if where.storage not in self._histories:
                     history = self._history(where, agent)
                     history.access(agent, where.start, where.stop, writes=True, what="its allocation")
+
+    def forget(self, memory: Tensor, past: Past) -> None:
+        """Forget accesses to `memory` in `past`: what orders later ones after them orders no others."""
+        with self.lock:
+            where = byte_range(memory)
+            if where is not None and where.storage in self._histories:
+                self._histories[where.storage].forget(where.start, where.stop, past.clock)
 
     def launch(self, run: Callable[[], object], writes: Sequence[Tensor]) -> None:
         """Launch `run`, which writes `writes`, on the current stream: it runs now or, on a deferred stream, later."""
@@ -353,7 +404,7 @@ class Streams:
                     tensor.copy_(before)
                 self._poisoned.clear()
                 self._execute(stream, until)
-                for other in self._streams.values():
+                for other in self._streams:
                     for launched in other.queue:
                         self._poison(launched)
 
@@ -362,7 +413,7 @@ class Streams:
         with self.lock:
             if is_launch:
                 self.host.time_s += LAUNCH_S
-                agent.join(self.host.clock, self.host.time_s)
+                agent.join(self.host.now())
             agent.time_s += seconds
 
     # -- the simulation's own ------------------------------------------------------------------------------------------
@@ -370,7 +421,7 @@ class Streams:
     def _run_at_random(self) -> None:
         """In order "random", sometimes execute the next launch of a random stream."""
         if self._order == "random" and self._draw.random() < 0.3:
-            waiting = [stream for stream in self._streams.values() if stream.queue and stream not in self._network]
+            waiting = [stream for stream in self._streams if stream.queue and not stream.is_network]
             if waiting:
                 stream = self._draw.choice(waiting)
                 self.run(stream, stream.done + 1)

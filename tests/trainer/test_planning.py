@@ -821,7 +821,7 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(tmp_path):
     )
     assert all("nvme" not in one.config.offload.kinds for one in settled)
     assert "nothing can be offloaded to a disk here" in notes[0]
-    assert "missing does not exist" in notes[0]
+    assert "missing: no file can be made: ENOENT" in notes[0]
     assert "of 17 settings fit" in "".join(notes)
     text, fits = planning.plan_text(settings)
     assert fits

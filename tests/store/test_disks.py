@@ -201,7 +201,7 @@ def test_too_little_room_in_all_folders_together_is_refused_with_every_folder(fo
     told = rf"needs .* KiB, free are 8.0 KiB in {folders[0]}, 4.0 KiB in {folders[1]}; set offload.path to folders with"
     with pytest.raises(StoreError, match=told):
         run_ranks(1, on_disk, setting, folders)
-    with pytest.raises(StoreError, match=r"missing does not exist"):
+    with pytest.raises(StoreError, match=r"missing: no file can be made: ENOENT"):
         run_ranks(1, on_disk, setting, [*folders, tmp_path / "missing"])
 
 

@@ -8,7 +8,7 @@ its own, the network: it begins where the current stream is, and a stream that w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partialmethod
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +25,7 @@ from zero.store.events import Action, Copy, Modify, Move, Read, Transfer, Work
 from zero.store.prefetch import PrefetchStore
 from zero.store.workers import WorkerPool
 from zero.testing.races import Past
-from zero.testing.streams import NETWORK_BYTES_PER_S, Gate, Handoffs, Key, Marker, Streams, thread, untraced
+from zero.testing.streams import NETWORK_BYTES_PER_S, Handoffs, Key, Marker, Streams, thread, untraced
 from zero.testing.thread_world import ThreadWorld
 
 
@@ -35,12 +35,10 @@ class InstrumentedDevice(Device, ABC):
     Attributes:
         streams: its streams and threads, with their vector clocks.
         handoffs: vector clocks that threads hand to one another.
-        gate: where the store's threads may be held back.
     """
 
     streams: Streams
     handoffs: Handoffs
-    gate: Gate
 
     def attach_thread(self) -> None:
         """From here on, operators of the calling thread go to this device."""
@@ -88,7 +86,6 @@ def instrumentation() -> Iterator[None]:
         (WorkerPool, "await_end", _await_end),
         (WorkerPool, "drain", _drain),
         (WorkerPool, "leave", _leave),
-        (WorkerPool, "_wait", _wait),
         (PrefetchStore, "_carry_out", _carry_out),
         (PrefetchStore, "_copy", _copy),
         (World, "__enter__", _enter),
@@ -143,16 +140,9 @@ def _do_here(workers: WorkerPool, original: Any, event: Transfer, job: Callable[
 
 def _await_end(workers: WorkerPool, original: Any, ticket: Any) -> None:
     gpu = thread.gpu
-    is_kept = gpu is None or gpu.keeps_wait("ticket")
-    if is_kept or not gpu.gate.is_held:  # in program order the job must end first even if the wait is left out
-        original(workers, ticket)
-    if gpu is not None and is_kept:
+    original(workers, ticket)  # also of a wait that is left out: what the job does is recorded before what follows
+    if gpu is not None and gpu.keeps_wait("ticket"):
         gpu.handoffs.acquire((id(workers), ticket.event.number))
-
-
-def _wait(workers: WorkerPool, original: Any, *what: Any) -> None:
-    with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
-        original(workers, *what)
 
 
 def _drain(workers: WorkerPool, original: Any) -> None:
@@ -163,8 +153,7 @@ def _drain(workers: WorkerPool, original: Any) -> None:
 
 
 def _leave(workers: WorkerPool, original: Any) -> None:
-    with nullcontext() if thread.gpu is None else thread.gpu.gate.opened():
-        original(workers)
+    original(workers)
     if thread.gpu is not None:
         thread.gpu.handoffs.acquire_all(id(workers))  # its threads have ended
 
@@ -173,7 +162,6 @@ def _carry_out(store: PrefetchStore, original: Any, action: Action, job: Any) ->
     gpu = thread.gpu
     if gpu is None:
         return original(store, action, job)
-    gpu.gate.pass_through()
     gpu.streams.begin_action()
     if isinstance(job, _Job):
         gpu.streams.host.join(job.past)

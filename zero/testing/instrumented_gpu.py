@@ -25,7 +25,7 @@ from zero.testing.operators import (
     tensor_arguments,
     tensors_in,
 )
-from zero.testing.streams import Gate, Handoffs, Marker, Streams, thread, untraced
+from zero.testing.streams import Handoffs, Marker, Streams, thread, untraced
 
 ROOT = str(Path(__file__).parents[2])
 LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
@@ -200,7 +200,6 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         super().__init__(memory_bytes, order, seed)
         self._sites, self._without = sites, without
         self.handoffs = Handoffs(self.streams)
-        self.gate = Gate(is_held=order == "late")
         self.copies: list[CopyRecord] = []
 
     @contextmanager

@@ -35,13 +35,6 @@ DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, HOST_BYTES_PER_S, NETWORK_BYTES_PER_S = 1e
 FLOPS_PER_S = 5e9
 """Rate of matrix products."""
 
-HELD_S = 5.0
-"""Longest time that a thread of the store is held back. Without a limit, a wait that the simulation does not see would
-never return.
-"""
-
-ORDERS = ("program", "late", "random")
-
 _DEVICE_NUMBERS = itertools.count()
 
 
@@ -104,36 +97,6 @@ class Handoffs:
         finally:
             for key in keys:
                 self.release(key)
-
-
-class Gate:
-    """A gate that holds the store's threads back until a thread waits for one of them: they run as late as possible.
-
-    Args:
-        is_held: hold threads back; otherwise every thread passes at once.
-    """
-
-    def __init__(self, *, is_held: bool) -> None:
-        self.is_held = is_held
-        self._changed = threading.Condition()
-        self._waiting = 0
-
-    def pass_through(self) -> None:
-        """Return when a thread may go on, after `HELD_S` at the latest."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.is_held or self._waiting, HELD_S)
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Let threads pass during the block, in which the caller waits for one of them."""
-        with self._changed:
-            self._waiting += 1
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._waiting -= 1
 
 
 class _Launch(NamedTuple):
@@ -200,7 +163,7 @@ class Streams:
     """All streams of one simulated device, and the threads that use them.
 
     Args:
-        order: when launches on side streams run; one of `ORDERS`.
+        order: when launches on side streams run; see `simulated_gpu`.
         seed: for the random moments of order "random".
 
     Attributes:

@@ -11,15 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
-from zero.platform.rich import (
-    Console,
-    Group,
-    Live,
-    ProgressBar,
-    RenderableType,
-    Table,
-    Text,
-)
+from zero.platform.rich import Console, Group, Live, ProgressBar, RenderableType, Table, Text
 from zero.tracker.view import ROW, Row, View
 
 PIPE_COLUMNS = 120

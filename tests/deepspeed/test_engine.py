@@ -193,6 +193,8 @@ def test_no_sync_adds_up():
     with engine_of() as engine:
         with engine.no_sync():
             engine.backward(engine(rows(0)) / 2)
+            with pytest.raises(ConfigError, match=r"engine.step\(\) inside engine.no_sync"):
+                engine.step()
         engine.backward(engine(rows(0)) / 2)
         engine.step()
         close(zero.full_state_dict(engine), plain(0)[1])
@@ -839,6 +841,7 @@ def test_a_model_is_saved_in_sixteen_bits_without_frozen_parameters_where_a_scri
             whole = engine.save_16bit_model(tmp_path / "made")
             trained_only = engine.save_16bit_model(tmp_path, exclude_frozen_parameters=True)
             values = engine.module_state_dict(exclude_frozen_parameters=True)
+            assert engine.state_dict(exclude_frozen_parameters=True).keys() == values.keys()
             return load_file(whole), load_file(trained_only), values, engine.module_state_dict()
 
     every = dict(net().named_parameters())

@@ -503,6 +503,8 @@ def test_what_comes_too_late_or_without_moments_is_refused(tmp_path):
     for call in (ours.accelerator.save_state, ours.accelerator.load_state):
         with pytest.raises(ConfigError, match=r"leave out moments.*trainer.engine.save_checkpoint\(folder\)"):
             call(str(tmp_path / "state"))
+    with pytest.raises(ConfigError, match="a closure is not supported"):
+        ours.optimizer.step(lambda: None)
     ours.args.max_grad_norm = 0.25
     with pytest.raises(ConfigError, match=r"max_norm=0.25.*made with max_grad_norm=0.5"):
         ours.train()

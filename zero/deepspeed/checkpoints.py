@@ -81,10 +81,18 @@ class EngineCheckpoints(EngineInfo, ABC):
         frozen = self._frozen(exclude_frozen_parameters)
         return {name: value for name, value in values.items() if name not in frozen}
 
-    def state_dict(self, *, destination: dict[str, Any] | None = None, prefix: str = "", **_: Any) -> Any:
+    def state_dict(
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        exclude_frozen_parameters: bool = False,
+        **_: Any,
+    ) -> Any:
         """Return `module_state_dict`, in `destination` with `prefix` before each name, as torch's for a part."""
         values = {} if destination is None else destination
-        values.update({f"{prefix}{name}": value for name, value in self.module_state_dict().items()})
+        full = self.module_state_dict(exclude_frozen_parameters)
+        values.update({f"{prefix}{name}": value for name, value in full.items()})
         return values
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:

@@ -8,8 +8,8 @@ The engine takes the model over: calls of the model become calls of the engine.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ class Engine(EngineCheckpoints):
         self._passed, self._opened = passed, opened
         self.client_optimizer = None if passed is None else passed.optimizer
         self._step: Step | None = None
-        self._in_microbatch = self._applied = False
+        self._in_microbatch = self._in_no_sync = self._applied = False
         self._backwards = 0  # since the last update
         self.tput_timer = Throughput(self.train_batch_size())
         self._boundary: bool | None = None
@@ -170,11 +170,13 @@ class Engine(EngineCheckpoints):
             lr_kwargs: arguments for the scheduler's `step`, such as the metrics of ReduceLROnPlateau.
 
         Raises:
-            ConfigError: there was no forward, no rank has made a backward, or a backward by hand in fp16 was made
-                without `scale`.
+            ConfigError: there was no forward, or no rank has made a backward; it is called inside `no_sync`; or a
+                backward by hand in fp16 was made without `scale`.
         """
         if not self._in_microbatch:
             raise self._no_forward("step", since="one")
+        if self._in_no_sync:
+            raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise. Leave the block first.")
         ends = self.is_gradient_accumulation_boundary()
         self._in_microbatch = self._applied = False
         self.micro_steps += 1
@@ -196,9 +198,14 @@ class Engine(EngineCheckpoints):
         if self._step is not None:
             self._step.forget()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a block that changes nothing, because gradients are added up in any case."""
-        return nullcontext()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let `step()` raise inside the block. Gradients are added up in any case, so nothing else changes."""
+        before, self._in_no_sync = self._in_no_sync, True
+        try:
+            yield
+        finally:
+            self._in_no_sync = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters."""

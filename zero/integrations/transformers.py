@@ -270,8 +270,10 @@ class EngineOptimizer(AcceleratedOptimizer):
         """Update all parameters at the end of a step; do nothing before. Collective.
 
         Raises:
-            ConfigError: a backward was not Accelerate's.
+            ConfigError: a backward was not Accelerate's, or there is a closure.
         """
+        if closure is not None:
+            raise ConfigError("optimizer.step(closure): a closure is not supported. Call backward, then step().")
         if not self.gradient_state.sync_gradients:
             return
         if not self.backwards:  # its gradient would be divided by the microbatches once more

@@ -355,14 +355,18 @@ def test_a_torch_scheduler_writes_the_learning_rate(where: str):
 
 
 def test_a_peak_in_the_json_is_every_groups_and_without_one_each_keeps_its_own():
-    def rates(**params):
-        scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_type": "linear", **params}}
+    def rates(kind="WarmupLR", **params):
+        rise = {"warmup_num_steps": 1, "warmup_type": "linear"} if kind == "WarmupLR" else {}
+        scheduler = {"type": kind, "params": {**rise, **params}}
         with engine_of(prepare=lambda m: {"optimizer": TORCH["AdamW"](m)}, scheduler=scheduler) as engine:
             train(engine, 0, 1, 2)
             return engine.get_lr()
 
     assert rates(warmup_max_lr=0.02) == [0.02, 0.02]
     assert rates() == [1e-2, 3e-3]
+    assert rates("LRRangeTest", lr_range_test_min_lr="auto", lr_range_test_step_rate=0) == [1e-2, 3e-3]
+    first, second = rates("OneCycle", cycle_min_lr=0, cycle_max_lr="auto", cycle_first_step_size=10)
+    assert first == pytest.approx(second / 3e-3 * 1e-2) != 0
 
 
 def test_groups_that_come_too_late_are_refused():

@@ -304,7 +304,7 @@ class LRRange(Schedule):
     name: ClassVar[str] = "lr_range"
     peak_key: ClassVar[str] = "lr_range_test_min_lr"
 
-    lr_range_test_min_lr: Rate = means("`optim.lr`", 1e-3)
+    lr_range_test_min_lr: Rate | None = means("`optim.lr`", 1e-3)
     lr_range_test_step_size: Whole = to("schedule.every", 2000)
     lr_range_test_step_rate: NonNegative = to("schedule.rate", 1.0)
     lr_range_test_staircase: bool = to("schedule.stairs", False)

@@ -49,7 +49,7 @@ class _Schedule(ABC):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, last_batch_iteration: int = -1, **keys: Any) -> None:
         self.keys = self.declared(**keys)
-        self.keys.check()
+        self.keys.check({f"{self.keys.section_key}.{name}" for name in keys if name == self.keys.peak_key})
         self.optimizer, self.last_batch_iteration = optimizer, last_batch_iteration
         self._own_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._write()
@@ -180,9 +180,9 @@ class OneCycle(_Schedule):
         return cycle.between(0.0, 1.0, step) if step <= cycle.rise + cycle.fall else 0.0
 
     def get_lr(self) -> list[float]:
-        low, high = self.keys.cycle_min_lr or 0.0, self.keys.cycle_max_lr or 0.0
+        low, peak, height = self.keys.cycle_min_lr or 0.0, self.keys.cycle_max_lr, self._height()
         decay = 1 + self.keys.decay_lr_rate * self._cycle.decays(self._step)
-        return [(low + (high - low) * self._height()) / decay] * len(self._own_lrs)
+        return [(low + ((own if peak is None else peak) - low) * height) / decay for own in self._own_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each group at `last_batch_iteration`; None if they stay as they are."""
@@ -208,7 +208,8 @@ class LRRangeTest(_Schedule):
     def get_lr(self) -> list[float]:
         keys, intervals = self.keys, (self.last_batch_iteration + 1) / self.keys.lr_range_test_step_size
         growth = math.floor(intervals) if keys.lr_range_test_staircase else intervals
-        return [keys.lr_range_test_min_lr * (1 + keys.lr_range_test_step_rate * growth)] * len(self._own_lrs)
+        low, share = keys.lr_range_test_min_lr, 1 + keys.lr_range_test_step_rate * growth
+        return [(own if low is None else low) * share for own in self._own_lrs]
 
 
 SCHEDULES = {

@@ -45,6 +45,10 @@ def scheduled(type_: str, optimizer: str = "AdamW", **params: object) -> dict:
     )
 
 
+def sgd(**params: object) -> dict:
+    return {"type": "SGD", "params": {"lr": 0.5, **params}}
+
+
 @pytest.fixture(scope="module")
 def script():
     """scripts/from_deepspeed as a module."""
@@ -213,6 +217,9 @@ def test_one_cycle_moves_both_betas_of_adam_and_no_other_momentum():
 
 def test_a_schedule_without_a_peak_takes_the_one_that_deepspeed_takes():
     assert translate(scheduled("WarmupLR", warmup_num_steps=10)).settings["optim"]["lr"] == 0.5
+    assert translate(scheduled("WarmupLR", warmup_max_lr=0.25)).settings["optim"]["lr"] == 0.25
+    without = translate(scheduled("WarmupLR", warmup_max_lr=0.25), schedule=False)
+    assert without.settings["optim"]["lr"] == 0.5, "another scheduler starts from the optimizer's rate"
     told = translate(scheduled("WarmupDecayLR", warmup_num_steps=10, total_num_steps=40))
     assert told.settings["optim"]["lr"] == 1e-3
     assert "scheduler.params.warmup_max_lr is 0.001, and wins over optimizer.params.lr" in told.notes[-1]
@@ -250,6 +257,15 @@ def test_two_of_the_batch_give_the_third(given, expected):
             {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}},
         ),
         ({"steps_per_print": math.inf}, {"steps_per_print": MOST}),
+        (
+            {
+                "sequence_parallel_size": 1,
+                "gradient_allreduce_op": "mean",
+                "optimizer": sgd(dampening=0, maximize=False),
+            },
+            {"optimizer": sgd()},
+        ),
+        (scheduled("WarmupDecayLR", total_num_steps=1e5), scheduled("WarmupDecayLR", total_num_steps=100_000)),
         ({"fp16": None, "zero_optimization": {}}, {}),
     ],
 )
@@ -298,6 +314,9 @@ def test_the_tables_name_our_keys_and_no_key_twice(script):
     assert {extra["to"] for extra in extras if isinstance(extra, dict)} <= set(keys_here())
     assert all(key.field.description for key in declared)
     assert not set(schema.keys(Keys)) & {*IGNORED, *REJECTED}
+    stage3 = ("module_granularity_threshold", "use_all_reduce_for_fetch_params")
+    known = {f"zero_optimization.{prefix}{name}" for prefix in ("", "stage3_") for name in stage3}
+    assert {*known, "optimizer.legacy_fusion", "data_types.param_dtype", "log_level"} <= IGNORED
     printed = "\n".join(script.tables())
     assert all(key.rpartition(".")[2] in printed for key in (*schema.keys(Keys), *IGNORED, *REJECTED))
 
@@ -344,6 +363,10 @@ MISTAKES = [
     (of(fp16={"enabled": True}, bf16={"enabled": True}), "fp16.enabled and bf16.enabled are both true"),
     ({"gradient_accumulation_steps": 2}, "train_batch_size and train_micro_batch_size_per_gpu are both missing"),
     (of(train_micro_batch_size_per_gpu=3), "train_batch_size=8 does not divide by train_micro_batch_size_per_gpu=3"),
+    (of(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=3), "accumulation_steps=3. Set one of the three"),
+    (of(zero_optimization={"cpu_offload": True, "offload_optimizer": {"device": "none"}}), "Remove the older flag."),
+    (of(aio={"intra_op_parallelism": 2, "thread_count": 8}), "are different numbers of threads. Keep one."),
+    (of(scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4}}), "warmup_min_lr needs warmup_max_lr"),
     (of(zero_optimization={"stage": 2, "offload_param": NVME}), "on nvme needs stage=3"),
     (of(zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme"}}), "on nvme needs"),
     (of(zero_optimization={"stage": 3, "offload_param_nvme": True}), "offload_param on nvme needs"),
@@ -362,6 +385,9 @@ MISTAKES = [
     (scheduled("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_second_step_size=0), "schedule.fall=0: must be"),
     (of(optimizer={"type": "AdamW", "params": {"amsgrad": True}}), "optimizer.params.amsgrad=true: must be False"),
     (of(zero_optimization={"legacy_stage1": True}), "legacy_stage1 is not supported"),
+    (of(optimizer=sgd(dampening=0.1)), "optimizer.params.dampening is not supported"),
+    (of(sequence_parallel_size=2), "sequence_parallel_size=2: must be 1"),
+    (scheduled("WarmupLR", last_batch_iteration=500), "last_batch_iteration=500: must be -1"),
     # no configuration at all
     ("nowhere.json", "ds_config=nowhere.json is not a file"),
     ('{"train_batch_size": 8', "ds_config: not JSON: "),

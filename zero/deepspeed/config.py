@@ -62,7 +62,7 @@ def translate(
             "batch": _batch(config, world_size),
             "precision": _precision(config),
             "offload": _offload(config),
-            "optim": _optim(config),
+            "optim": _optim(config, schedule),
             "schedule": _schedule(config) if schedule else {},
             "tracker": _tracker(config.keys),
         }
@@ -105,8 +105,11 @@ def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
         return {}
     if accumulate == "auto" and "auto" in (total, micro):
         accumulate = 1
-    if world_size is not None or "auto" in (total, micro, accumulate):
+    if world_size is not None or total == "auto" or micro == "auto" or accumulate == "auto":
         solve_batch(total, micro, accumulate, world_size or 1, BATCH)
+    elif total % (micro * accumulate):
+        factors = f"{BATCH[1]}={micro} x {BATCH[2]}={accumulate}"
+        raise ConfigError(f"{BATCH[0]}={total} does not divide by {factors}. Set one of the three to auto.")
     return {"global": total, "micro": micro, "accumulate": accumulate}
 
 
@@ -146,7 +149,10 @@ def _offload(config: CheckedConfig) -> dict[str, Any]:
         param = "none"  # as in DeepSpeed, whose scripts write one device for all stages
     grad = {"none": "none", "auto": "auto"}.get(optimizer, "nvme" if optimizer == param == "nvme" else "cpu")
     tiers = {"offload_param": param, "offload_optimizer": optimizer}
-    settings = {"optimizer": optimizer, "param": param, "grad": grad, **_moved(config.keys.aio, "offload")}
+    aio = config.keys.aio
+    if None not in (aio.intra_op_parallelism, aio.thread_count) and aio.intra_op_parallelism != aio.thread_count:
+        raise ConfigError("aio.intra_op_parallelism and aio.thread_count are different numbers of threads. Keep one.")
+    settings = {"optimizer": optimizer, "param": param, "grad": grad, **_moved(aio, "offload")}
     pins = [getattr(zero, name).pin_memory for name, tier in tiers.items() if tier != "none"]
     if any(pin is not None for pin in pins):
         settings["pin"] = any(pins)
@@ -159,7 +165,11 @@ def _tier(config: CheckedConfig, section: str, nvme: bool, cpu: bool) -> str:
         return "nvme"
     if f"zero_optimization.{section}.device" in config.autos:
         return "auto"
-    return getattr(config.keys.zero_optimization, section).device or ("cpu" if cpu else "none")
+    device = getattr(config.keys.zero_optimization, section).device
+    if cpu and device not in (None, "cpu"):
+        flag = "cpu_offload_param" if section == "offload_param" else "cpu_offload"
+        raise ConfigError(f"zero_optimization.{flag}: {section}.device={device} is there too. Remove the older flag.")
+    return device or ("cpu" if cpu else "none")
 
 
 def _disks(config: CheckedConfig, tiers: Mapping[str, str]) -> dict[str, Any]:
@@ -175,7 +185,7 @@ def _disks(config: CheckedConfig, tiers: Mapping[str, str]) -> dict[str, Any]:
     return {"path": folders if len(folders) > 1 else folders[0]}
 
 
-def _optim(config: CheckedConfig) -> dict[str, Any]:
+def _optim(config: CheckedConfig, schedule: bool) -> dict[str, Any]:
     clip, optimizer = config.keys.gradient_clipping, config.optimizer
     if clip is None and "gradient_clipping" not in config.autos:
         config.notes.append(
@@ -192,7 +202,8 @@ def _optim(config: CheckedConfig) -> dict[str, Any]:
             settings["name"] = "adam"
         elif optimizer.torch_adam and "weight_decay" not in optimizer.model_fields_set:
             settings["weight_decay"] = 0.01  # torch.optim.AdamW's
-    return settings | _optim_of_schedule(config)
+    of_schedule = _optim_of_schedule(config)
+    return settings | of_schedule if schedule else settings
 
 
 def _optim_of_schedule(config: CheckedConfig) -> dict[str, Any]:
@@ -266,6 +277,8 @@ def _rise(config: CheckedConfig, scheduler: Rise) -> dict[str, Any]:
     is_log, is_auto = scheduler.warmup_type == "log", "scheduler.params.warmup_num_steps" in config.autos
     settings: dict[str, Any] = {"warmup": "auto" if is_auto else max(2, scheduler.warmup_num_steps) + (not is_log)}
     if isinstance(scheduler, Warmup):
+        if scheduler.warmup_min_lr and _peak(config, scheduler) is None and config.optimizer is None:
+            raise ConfigError("scheduler.params.warmup_min_lr needs warmup_max_lr, or an optimizer with its rate")
         settings["start"] = scheduler.warmup_min_lr / (_peak(config, scheduler) or _lr(config))
     if isinstance(scheduler, WarmupDecay):
         settings |= {"final": settings["start"], "hold": int(is_log)}

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from zero.core import schema, suggest
 from zero.core.schema import Section
+from zero.core.setting_types import MOST
 from zero.deepspeed.config_keys import IGNORED, OPTIMIZERS, REJECTED, SCHEDULERS, Keys, Named, Optimizer, Schedule
 from zero.errors import ConfigError
 
@@ -79,7 +80,8 @@ def _known(node: Mapping[str, Any], prefix: str, autos: set[str], ignored: list[
             if section := _known(value, f"{name}.", autos, ignored):
                 kept[key] = section
         else:
-            kept[key] = value
+            is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= MOST
+            kept[key] = int(value) if is_whole else value  # JSON's 1e5 is a float
     return kept
 
 

@@ -47,7 +47,7 @@ class NextByte(pl.LightningModule):
 def main() -> None:
     pl.seed_everything(0)
     text = torch.tensor(list(Path(torch.nn.functional.__file__).read_bytes()))
-    batches = DataLoader(TensorDataset(text.unfold(0, 9, 9)), batch_size=128, shuffle=True)
+    batches = DataLoader(TensorDataset(text.unfold(0, 9, 9)), batch_size=256, shuffle=True)
     places = {"devices": int(os.environ.get("WORLD_SIZE", 1)), "default_root_dir": "runs/lightning"}
     options = {"max_epochs": 2, "precision": "bf16-mixed", "gradient_clip_val": 1.0, "enable_progress_bar": False}
     trainer = pl.Trainer(strategy=ZeroStrategy(stage=3, offload="nvme"), logger=False, **places, **options)  # new

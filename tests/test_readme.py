@@ -98,20 +98,21 @@ def test_an_example_learns(name: str, here: Path, monkeypatch: pytest.MonkeyPatc
         assert "transformers has 197,184 trained parameters" in printed
 
 
-def printed_by(world: zero.World, name: str, *arguments: str) -> str:
-    """Return the output of one rank of `world` that runs an example."""
+def printed_by(world: zero.World, name: str) -> str:
+    """Return the output of one rank of `world` that runs ten steps of an example."""
     with (
         patch.object(zero.World, "from_env", lambda **_: world),
-        patch("sys.argv", [name, *arguments]),
+        patch("sys.argv", [name, "--steps", "10"]),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+        main(**({"steps": 10} if name == "own_loop" else {}))
     return printed.getvalue()
 
 
 @pytest.mark.parametrize("name", ["own_loop", "initialize"])  # tests/integrations/ has the others on two ranks
 def test_an_example_runs_on_two_ranks(name: str, here: Path):
-    first, second = run_processes(2, printed_by, name, *(["--steps", "10"] if name == "initialize" else []))
+    first, second = run_processes(2, printed_by, name)
     assert losses(first)[-1] < 5.5
     assert not second, "only rank 0 prints"
 
@@ -310,22 +311,24 @@ def test_whole_values_of_the_docs_are_read_and_written():
 
 
 def test_fsdp2_and_its_example_print_the_same_losses(here: Path):
-    """Compare two processes, because torch's process group is global."""
-    example = str(EXAMPLES / "fsdp2.py")
-    (theirs,) = blocks("docs/coming-from-fsdp.md")
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29732"}
-    before = f"import os, runpy, torch\nglobals().update(runpy.run_path({example!r}))\n"
-    runs = [
-        subprocess.run(
-            [sys.executable, *arguments], cwd=here, capture_output=True, text=True, timeout=LONG_S, check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        )
-        for arguments in (["-c", before + theirs], [example])
-    ]  # fmt: skip
-    assert [done.returncode for done in runs] == [0, 0], runs[0].stderr + runs[1].stderr
-    fsdp2s, ours = (losses(done.stdout) for done in runs)
-    assert len(ours) == 6
-    assert ours == pytest.approx(fsdp2s, abs=0.005)
+    """Run both in a process of their own, because torch's process group is global."""
+    (fsdp2,) = blocks("docs/coming-from-fsdp.md")
+    example = repr(str(EXAMPLES / "fsdp2.py"))
+    program = f"""import os, runpy, torch
+globals().update(runpy.run_path({example}))
+{fsdp2}
+torch.distributed.destroy_process_group()
+runpy.run_path({example}, run_name="__main__")
+"""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29732"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=LONG_S, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **alone},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed = losses(done.stdout)
+    assert len(printed) == 12
+    assert printed[6:] == pytest.approx(printed[:6], abs=0.005)
 
 
 def test_the_recipe_for_ray_runs_its_rank(here: Path, monkeypatch: pytest.MonkeyPatch):

@@ -84,7 +84,9 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_last_save_in_its_folder(tmp_pa
     for row in rows_in(folder / "metrics.jsonl"):
         losses.setdefault(row["step"], set()).add(row["train/loss"])
     assert losses.keys() >= set(range(21, 61)), "the row of the saved step may be lost, as the rank died after it"
-    assert all(len(values) == 1 for values in losses.values()), "a step that is made twice has the same loss, bit by bit"
+    assert all(len(values) == 1 for values in losses.values()), (
+        "a step that is made twice has the same loss, bit by bit"
+    )
 
 
 @pytest.mark.alone

@@ -1,4 +1,4 @@
-"""Defaults of optimizers: the same in Python and on the command line, and torch's; the docs tell the learning rates."""
+"""Optimizers: the same defaults in Python and on the command line, those of torch; and schedules that cannot end."""
 
 import inspect
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import zero
-from zero.settings import optimizers
+from zero.errors import ConfigError
+from zero.settings import Settings, optimizers
+from zero.settings.build import build_optimizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-loop.md"
 SECTIONS = {section.model_fields["name"].default: section for section in optimizers.Optim.__args__[0].__args__}
@@ -42,3 +44,10 @@ def test_a_default_is_that_of_torch(name: str):
     shared = (ours.keys() & theirs.keys()) - {"lr"}
     assert {"weight_decay"} <= shared
     assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+
+
+def test_a_momentum_that_would_pass_1_is_refused_before_it_trains():
+    schedule = {"name": "one_cycle", "rise": 5, "fall": 5, "decay_every": 1, "momentum_decay_rate": 0.1}
+    build_optimizer(Settings(steps=10, schedule=schedule))
+    with pytest.raises(ConfigError, match=r"momentum_decay_rate=0\.1 brings the momentum to 1 within steps=100"):
+        build_optimizer(Settings(steps=100, schedule=schedule))

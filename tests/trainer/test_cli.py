@@ -128,6 +128,17 @@ def test_whoever_stops_reading_ends_what_is_printed_without_a_word(here):
 # Runs
 
 
+def test_a_model_that_debug_makes_small_is_said(here, capsys):
+    """What is typed wins over a preset, and an option that is typed does not: Hydra's order."""
+    asked = ["debug=tiny", "model=gpt_124m", "mode=explain", "explain.key=zero.stage"]
+    assert train.main(asked) == 0
+    sets = "model.width=32 model.layers=2 model.heads=2 model.seq=32"
+    assert capsys.readouterr().err == f"warning: debug=tiny replaces settings of model=gpt_124m: {sets}\n"
+    typed = [f"model.{key}={value}" for key, value in (("width", 64), ("layers", 1), ("heads", 1), ("seq", 32))]
+    assert train.main([*asked, *typed]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.process
 def test_a_run_leaves_a_complete_folder(here):
     done = program(*TINY, "launch.ranks=2", "batch.accumulate=2", cwd=here)

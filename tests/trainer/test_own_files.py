@@ -12,6 +12,7 @@ GLOBAL = "# @package _global_\n"
 MISTAKES = {
     "no package": ("steps: 2\n", "experiment=mine: the first line of the file must be # @package _global_"),
     "an open bracket": (f"{GLOBAL}steps: 2\nzero: {{stage: 3\n", "experiment/mine.yaml"),
+    "dots": (f"{GLOBAL}zero.stage: 3\n", "zero.stage: a key has no dots. Write the section"),
     "twice": (f"{GLOBAL}steps: 2\nsteps: 3\n", "experiment/mine.yaml"),
     "an unknown key": (f"{GLOBAL}zero:\n  stge: 3\n", "zero.stge is not a setting. Did you mean zero.stage?"),
     "an unknown option": (f"{GLOBAL}defaults:\n  - override /model: gpt_nona\n", "Could not find 'model/gpt_nona'"),
@@ -42,10 +43,21 @@ def test_a_mistake_in_a_file_that_another_file_chooses_names_the_key(here, capsy
     assert capsys.readouterr().err == "model.wdth is not a setting. Did you mean model.width?\n"
 
 
-def test_an_option_that_no_file_makes_is_refused(here, capsys):
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("own", "hydra.searchpath=own: must be a list, such as 'hydra.searchpath=[own]'."),
+        ("null", "hydra.searchpath=null: must be a list, such as 'hydra.searchpath=[own]'."),
+        ("[nowhere]", "hydra.searchpath: nowhere is not a folder."),
+        ("[own]", "experiment=nine does not exist. Did you mean mine?"),
+        ("[twin]", "twin/model/gpt_nano.yaml: model=gpt_nano is an option of conf/. Give the file another name."),
+    ],
+)
+def test_an_option_that_no_file_makes_or_that_two_make_is_refused(here, capsys, place, said):
     written(here / "own/experiment/mine.yaml", f"{GLOBAL}steps: 2\n")
-    assert train.main(["hydra.searchpath=[own]", "experiment=nine"]) == 2
-    assert capsys.readouterr().err == "experiment=nine does not exist. Did you mean mine?\n"
+    written(here / "twin/model/gpt_nano.yaml", "width: 64\n")
+    assert train.main([f"hydra.searchpath={place}", "experiment=nine"]) == 2
+    assert capsys.readouterr().err == f"{said}\n"
 
 
 def test_a_file_counts_before_the_command_line_and_after_the_options_that_it_chooses(here):

@@ -28,7 +28,8 @@ from zero.engine.update import Updater
 from zero.errors import Preempted
 from zero.store import PrefetchStore
 from zero.testing import forked_ranks
-from zero.trainer import checks, cli, job
+from zero.trainer import checks, cli, job, loop
+from zero.trainer.evaluate import sample_text
 from zero.trainer.launch import Interrupted
 from zero.trainer.launch.request import no_further_sigint, signals_waiting
 from zero.trainer.loop import Run
@@ -289,6 +290,27 @@ def test_ctrl_c_after_the_last_step_says_what_is_saved(
     with patch.object(Run, "_finish", side_effect=KeyboardInterrupt):
         assert train.main([*words, "hydra.run.dir=run"]) == 130
     assert capsys.readouterr().err.startswith(f"stopped by SIGINT{said}")
+
+
+def train_asked_to_stop_in_the_sample(config: Any, folder: Path) -> Any:
+    def signalled(logits: Any, data: Any, world: Any, config: Any) -> str:
+        if world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sample_text(logits, data, world, config)
+
+    with patch.object(loop, "sample_text", signalled):
+        return TRAIN(config, folder)
+
+
+def test_a_stop_during_the_final_sample_ends_the_sample_and_not_the_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "train", train_asked_to_stop_in_the_sample)
+    words = [*TINY[:2], "steps=2", "sample.tokens=1000000", "launch.grace=5", "hydra.run.dir=run", "launch.ranks=2"]
+    with forked_ranks():
+        assert train.main(words) == 0
+    assert capsys.readouterr().err == ""
+    assert json.loads(Path("run/summary.json").read_text())["exit_reason"] == "finished"
 
 
 def test_a_second_ctrl_c_changes_nothing_while_the_first_is_being_told(at_a_terminal: None) -> None:

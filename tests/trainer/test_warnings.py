@@ -85,7 +85,7 @@ def test_ranks_that_agree_with_torchrun_are_accepted(here, monkeypatch):
     for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     began = []
-    monkeypatch.setattr(job, "run_under_torchrun", lambda train, given: began.append(given[0].launch.ranks))
+    monkeypatch.setattr(job, "run_under_torchrun", lambda train, given, _: began.append(given[0].launch.ranks))
     assert train.main([*TINY, "launch.ranks=2"]) == 0
     assert train.main(TINY) == 0
     assert began == [2, "auto"]

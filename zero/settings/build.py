@@ -99,7 +99,13 @@ def _cycled_momentum(config: Settings) -> Schedule | None:
     if not isinstance(chosen, OneCycle) or not chosen.momentum:
         return None
     low, high, cycle = chosen.momentum_min, chosen.momentum_max, _cycle(config, chosen)
-    return lr_schedule.CycledMomentum(low, high, cycle, chosen.momentum_decay_rate, chosen.momentum_start)
+    momentum = lr_schedule.CycledMomentum(low, high, cycle, chosen.momentum_decay_rate, chosen.momentum_start)
+    if momentum(config.steps) >= 1:
+        raise ConfigError(
+            f"schedule.momentum_decay_rate={chosen.momentum_decay_rate:g} brings the momentum to 1 within "
+            f"steps={config.steps}. Leave it out, or raise schedule.decay_every."
+        )
+    return momentum
 
 
 def _cycle(config: Settings, chosen: OneCycle) -> lr_schedule.Cycle:

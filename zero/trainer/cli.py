@@ -40,7 +40,7 @@ from zero.trainer.compose import (
     settings_in,
     this_job,
 )
-from zero.trainer.config import Config
+from zero.trainer.config import Config, read
 from zero.trainer.explain import overview
 from zero.trainer.launch.request import no_further_sigint
 
@@ -131,7 +131,8 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     of_hydra = options.hydra_help or options.shell_completion
     runs, folder = ([], Path()) if of_hydra else _parse_runs(options)
     if of_hydra or options.cfg or options.info:
-        with for_a_reader():
+        half_typed = [Exception] * ("COMP_LINE" in os.environ)  # a shell asks for completions, and shows errors
+        with for_a_reader(), contextlib.suppress(*half_typed):
             _start_hydra(arguments, options.overrides, lambda _: None)
         return 0
     if runs[0][0].mode in RUNS_NOTHING:
@@ -301,7 +302,7 @@ def _print_sweep(folder: Path) -> sweep.Sweep:
 def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     """Run as a rank of torchrun: rank 0 composes, makes the folder of a new run, and sends them to the others."""
     if os.environ["RANK"] != "0":
-        job.run_under_torchrun(train, None)
+        job.run_under_torchrun(train, None, _timeout_s(arguments))
         return 0
     if any(argument.startswith("-") for argument in arguments):
         raise ConfigError("torchrun starts one run. Give key=value only, or sweep with python train.py -m.")
@@ -311,5 +312,13 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     if config.mode in RUNS_NOTHING:
         raise ConfigError(f"mode={config.mode} asks one process. Type python train.py mode={config.mode}")
     _warn([*notes_of(composed), *notes_on(config), *launch.notes_on_torchrun()])
-    job.run_under_torchrun(train, (config, partial(make_folder, composed, arguments)))
+    job.run_under_torchrun(train, (config, partial(make_folder, composed, arguments)), config.launch.timeout)
     return 0
+
+
+def _timeout_s(arguments: Sequence[str]) -> float:
+    """Return how long a rank waits for its settings; rank 0 reports what is wrong with them."""
+    try:
+        return read(settings_in(compose(arguments))).launch.timeout
+    except ConfigError:
+        return Config().launch.timeout

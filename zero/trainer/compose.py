@@ -103,8 +103,8 @@ def compose(words: Sequence[str]) -> Any:
     """
     _store_options()
     overrides = _parsed(words)
-    searched: list[Any] = [override.value() for override in overrides if override.key_or_group == "hydra.searchpath"]
-    folders = [Path(str(place).removeprefix("file://")) for places in searched for place in places]
+    searched = [override.value() for override in overrides if override.key_or_group == "hydra.searchpath"]
+    folders = [folder for places in searched for folder in _folders_of(places)]
     if messages := list(filter(None, (_complaint(override, folders) for override in overrides))):
         raise SettingError(" ".join(messages))
     GlobalHydra.instance().clear()
@@ -117,6 +117,25 @@ def compose(words: Sequence[str]) -> Any:
             raise SettingError(f"{plugin} is not installed. Type {install('sweep')}.") from None
         key = getattr(error.__cause__, "full_key", None)
         raise SettingError(_of_another_option(key) if key in keys() else one_line(error)) from None
+
+
+def _folders_of(places: Any) -> list[Path]:
+    """Return the folders of `hydra.searchpath`, none of whose options has the name of one of conf/."""
+    if not isinstance(places, list):
+        raise SettingError(
+            f"hydra.searchpath={suggest.shown(places)}: must be a list, such as 'hydra.searchpath=[own]'."
+        )
+    folders = [Path(str(place).removeprefix("file://")) for place in places if not str(place).startswith("pkg://")]
+    for folder in folders:
+        if not folder.is_dir():
+            raise SettingError(f"hydra.searchpath: {folder} is not a folder.")
+        for group in sorted(groups()):
+            for path in sorted((folder / group).glob("*.yaml")):
+                if path.stem in _options_of(group):
+                    raise SettingError(
+                        f"{path}: {group}={path.stem} is an option of conf/. Give the file another name."
+                    )
+    return folders
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
@@ -205,6 +224,8 @@ def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[
     typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
     if "experiment" in settings:
         raise SettingError(f"experiment={choices.experiment}: the first line of the file must be # @package _global_")
+    if dotted := next((key for key in settings if "." in str(key)), ""):
+        raise SettingError(f"{dotted}: a key has no dots. Write the section, and its keys indented below it.")
     for key in sorted(typed & set(keys())):  # a preset, or a `+`, may have made room for them
         section, _, name = key.partition(".")
         if kinds(section) and name not in keys_of(section, settings[section]):
@@ -241,9 +262,20 @@ def at_home(word: str) -> str:
 
 
 def notes_of(composed: Any) -> Iterator[str]:
-    """Yield notes on ignored keys of a ds_config."""
+    """Yield notes on ignored keys of a ds_config, and on settings of a preset that replace those of a typed model."""
     if composed.ds_config:
         yield from ds_config.translate(composed.ds_config).notes
+    hydra_config = _hydra_of(composed)
+    typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
+    option = _option("model", choices.model) if "model" in typed else {}
+    changed = [
+        f"model.{name}={suggest.shown(composed.model.get(name))}"
+        for name in option
+        if f"model.{name}" not in typed and composed.model.get(name) != option[name]
+    ]
+    if changed:
+        presets = " ".join(f"{group}={choices[group]}" for group in PRESETS if choices.get(group) not in (None, "none"))
+        yield f"{presets} replaces settings of model={choices.model}: {' '.join(changed)}"
 
 
 def runs_in(words: Sequence[str], limit: int = 64) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ from zero.progress import Progress, silent
 from zero.trainer.config import Config
 from zero.trainer.data.source import TextConfig
 from zero.trainer.data.windows import Data
+from zero.trainer.launch import preempted
 from zero.trainer.models import generate
 
 CHUNK_TOKENS = 2048
@@ -47,16 +48,26 @@ def validation_loss(
 def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, config: Config) -> str:
     """Continue the beginning of a function, or of a validation row, as `config.sample` says.
 
+    A request to stop, at any rank, ends the sample early.
+
     Args:
         logits: (1, t) int64 on the world's device to (1, t, vocab).
     """
+
+    def stopped() -> bool:
+        requests = torch.tensor([float(preempted())], device=world.device)
+        world.all_reduce(requests, what="asked to stop").wait()
+        return bool(requests)
+
     seq, sample = config.model.seq, config.sample
     source = config.source()
     if isinstance(source, TextConfig) and source.folder is None:  # Python's standard library
         prompt = torch.tensor([list(b"def main(")])[:, :seq].to(world.device)
     else:
         prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
-    continued = generate(logits, prompt, sample.tokens, seq=seq, temperature=sample.temperature, seed=config.seed)
+    continued = generate(
+        logits, prompt, sample.tokens, seq=seq, temperature=sample.temperature, seed=config.seed, stopped=stopped
+    )
     return printable(data.decode(continued[0].cpu()))
 
 

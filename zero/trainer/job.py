@@ -60,16 +60,17 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
     return summary
 
 
-def run_under_torchrun(train: "Train", request: tuple[Config, Callable[[], Path]] | None) -> None:
+def run_under_torchrun(train: "Train", request: tuple[Config, Callable[[], Path]] | None, timeout_s: float) -> None:
     """Train as a rank of torchrun, in the folder of the run if this is not its first start.
 
     Args:
         request: settings, and a function that makes the folder of a new run, on rank 0; None on other ranks.
+        timeout_s: longest wait for rank 0's request.
     """
     from zero.distributed.world import World
 
     letter = ""
-    with World.from_env(device="cpu") as world:  # a few bytes: no GPU is opened for them
+    with World.from_env(timeout_s, "cpu") as world:  # a few bytes: no GPU is opened for them
         begun = launch.Begun.of(world.gather_texts(launch.own_begun(), "what was begun"))
         if request is not None:
             begun = launch.Begun(begun.folder or str(request[1]().absolute()), begun.starts + 1)

@@ -197,7 +197,7 @@ class _Job(NamedTuple):
 def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Processes, max_restarts: int = 0) -> Any:
     """Call `entry(*args)` in each of `ranks` new processes; returns the result of rank 0.
 
-    Each has torchrun's variables in its environment. All have ended when this returns or raises.
+    Each has torchrun's variables of ranks and store in its environment. All have ended when this returns or raises.
 
     SIGTERM or SIGUSR1 here, or at a rank, requests a stop: the handler here passes the request on to all ranks, and
     they end by returning. A rank that is signalled alone informs the others by `entry`'s own means, see `preempted`.
@@ -220,7 +220,11 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Process
     with writing(processes.folder):
         processes.folder.mkdir(parents=True, exist_ok=True)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # here, because any rank may die
-    job = _Job(entry, args, ranks, store.port, processes, Board(ranks), max_restarts)
+    try:
+        board = Board(ranks)
+    except OSError as error:
+        raise MachineError(f"/dev/shm cannot be written: {error.strerror}. Mount shared memory there.") from None
+    job = _Job(entry, args, ranks, store.port, processes, board, max_restarts)
     children: list[BaseProcess] = []
     send = partial(_send, children)
     request = Request(processes.grace_s + _LATE_S, lambda: send(signal.SIGUSR1))

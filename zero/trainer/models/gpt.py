@@ -181,8 +181,9 @@ def generate(
     seq: int,
     temperature: float = 1.0,
     seed: int = 0,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """Continue each row by n tokens.
+    """Continue each row by n tokens, or by fewer once `stopped`, which is called before each, returns true.
 
     Calls `forward` once a token and draws from its own generator on the CPU, so ranks that call it together make
     the same calls and get the same tokens.
@@ -193,12 +194,14 @@ def generate(
         temperature: 0 takes the likeliest token.
 
     Returns:
-        (b, t + n) int64 on the prompt's device.
+        (b, t + n) int64 on the prompt's device; fewer columns if stopped.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tokens = prompt
     with torch.no_grad():
         for _ in range(n):
+            if stopped():
+                break
             logits = forward(tokens[:, -seq:])[:, -1].float().cpu()
             if temperature == 0:
                 chosen = logits.argmax(dim=-1, keepdim=True)

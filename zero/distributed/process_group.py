@@ -29,7 +29,7 @@ from zero.distributed.rendezvous import (
     open_store,
     store_address,
 )
-from zero.distributed.stalled import StallWatch, open_sockets
+from zero.distributed.stalled import StallWatch, Wait, open_sockets
 from zero.errors import MachineError, WorldError
 from zero.platform.device import Device
 from zero.platform.handle import Done, Handle, Then
@@ -78,6 +78,7 @@ class ProcessGroup:
         self._stalls = StallWatch(
             self._notes,
             started=lambda: dict(self._started.copy()),  # copied at once, while the other thread goes on
+            counted=self._numbers.copy,
             sockets=connections,
         )
 
@@ -148,6 +149,7 @@ class ProcessGroup:
         tag = self._begin(op, whole, order)
         if not whole.numel():
             return Done()
+        waited = Wait(order, self._numbers[order], signature_of(op, whole), (*(out or into),))
         works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self._group, tag)) for peer, flat in into.items()]
         works += [(peer, self._try(op, peer, dist.isend, flat, peer, self._group, tag)) for peer, flat in out.items()]
 
@@ -155,7 +157,7 @@ class ProcessGroup:
             if self._failure is not None:
                 raise self._failure
             end_s = time.monotonic() + self._wait_s
-            self._stalls.begin(signature_of(op, whole))
+            self._stalls.begin(waited)
             try:
                 for peer, work in works:
                     self._try(op, peer, work.wait, timedelta(seconds=max(0.001, end_s - time.monotonic())))

@@ -2,8 +2,12 @@
 
 Gloo waits until the deadline for a message that nobody sends, and its waits can neither be inspected nor cancelled. So
 a thread of each rank watches. When rank 0 has waited for `PATIENCE_S`, it writes the operations that it has started to
-the store; another rank that waits as long compares them with its own. If an operation differs it cuts its connections:
-every wait of every rank then fails at once, and finds the cause as any wait that fails.
+the store; another rank that waits as long compares them with its own. If an operation differs, or if both wait for an
+operation that the other will only start afterwards, it cuts its connections: every wait of every rank then fails at
+once, and finds the cause as any wait that fails.
+
+Two ranks are known to wait for each other although they were not observed at the same time: a rank that waits for an
+operation that another has not started is still waiting for it.
 
 Source: the operations of ranks are compared by number as in torch's own `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 """
@@ -16,8 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
-from zero.distributed.failure import Note, Notes, first_difference
+from zero.distributed.failure import Note, Notes, by_rank, first_difference
 from zero.platform.threads import Beside
 
 PATIENCE_S = 2.0
@@ -27,12 +32,22 @@ PERIOD_S = 0.5
 """Seconds between two comparisons."""
 
 
+class Wait(NamedTuple):
+    """A wait for an operation: the order of operations that it is in, its number there, and the ranks that start it."""
+
+    order: str
+    number: int
+    signature: str
+    peers: tuple[int, ...]
+
+
 class StallWatch:
     """The watch of one rank.
 
     Args:
         notes: this rank's notes, for ranks whose waits will fail; and their store, through which ranks compare.
         started: returns this rank's latest operations in order, by number; called by the thread of the watch.
+        counted: returns the number of operations started, by their order; likewise.
         sockets: descriptors of this rank's connections.
     """
 
@@ -41,16 +56,17 @@ class StallWatch:
         notes: Notes,
         *,
         started: Callable[[], Mapping[int, str]],
+        counted: Callable[[], Mapping[str, int]],
         sockets: Collection[int],
     ) -> None:
-        self._notes, self._started, self._sockets = notes, started, sockets
-        self._waits: tuple[float, str] | None = None  # since when, and for what
+        self._notes, self._started, self._counted, self._sockets = notes, started, counted, sockets
+        self._waits: tuple[float, Wait] | None = None  # since when, and for what
         self._over = threading.Event()
         Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
 
-    def begin(self, signature: str) -> None:
-        """Note that this rank waits from now on for an operation."""
-        self._waits = time.monotonic(), signature
+    def begin(self, wait: Wait) -> None:
+        """Note that this rank waits from now on."""
+        self._waits = time.monotonic(), wait
 
     def end(self) -> None:
         """Note that it does not wait any more."""
@@ -66,22 +82,30 @@ class StallWatch:
                 waits = self._waits
                 if waits is None or time.monotonic() - waits[0] < PATIENCE_S or not self._notes.is_there():
                     continue
-                different = self._compare()
+                different = self._compare(waits[1])
                 if different and not self._over.is_set():
-                    self._notes.post(Note("vain", waits[1], different, self._started()))
+                    self._notes.post(Note("vain", waits[1].signature, different, self._started()))
                     cut(self._sockets)
                     return
 
-    def _compare(self) -> str:
+    def _compare(self, mine: Wait) -> str:
         """Return the operation that differs from rank 0's; "" if none is known."""
         store, rank = self._notes.store, self._notes.rank
         if rank == 0:
-            store.set("started", json.dumps(self._started()))
+            store.set("started", json.dumps([self._started(), self._counted(), mine]))
             return ""
         if not store.check(["started"]):
             return ""
-        first = {int(number): signature for number, signature in json.loads(store.get("started")).items()}
-        return first_difference({0: first, rank: self._started()})
+        started, counted, wait = json.loads(store.get("started"))
+        theirs = Wait(*wait)
+        first = {int(number): signature for number, signature in started.items()}
+        if different := first_difference({0: first, rank: self._started()}):
+            return different
+        for_each_other = 0 in mine.peers and rank in theirs.peers
+        too_few = counted.get(mine.order, 0) < mine.number, self._counted().get(theirs.order, 0) < theirs.number
+        if for_each_other and all(too_few):
+            return by_rank({0: theirs.signature, rank: mine.signature})
+        return ""
 
 
 def open_sockets() -> frozenset[int]:

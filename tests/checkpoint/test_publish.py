@@ -751,6 +751,7 @@ def test_only_what_would_be_accepted_is_published(root):
     save(root, 20)
     for spoil, expected in [
         (lambda tmp, text: ((tmp / B).unlink(), text)[1], f"{B} missing"),
+        (lambda tmp, text: (os.truncate(tmp / A, 100), text)[1], "has 100 bytes"),
         (lambda tmp, text: ((tmp / "core").write_text("x"), text)[1], "'core' not in the manifest"),
         (lambda tmp, text: text[:-5], "damaged or cut short"),
         (lambda tmp, text: text.replace('"step":40', '"step":41'), "not the hash"),

@@ -215,6 +215,9 @@ def test_a_setting_out_of_range_is_refused_by_its_key(key, make):
 
 
 def test_a_momentum_that_begins_later_is_refused_by_name():
-    page = PageBatch([torch.zeros(64)], [torch.zeros(64)], (), Settings(0.1, 0.0, (0.9,)), 1.0)
-    with pytest.raises(ConfigError, match=r"optim\.momentum=0\.9 was 0 at the beginning"):
-        sgd(0.1).update(page)
+    live = {"momentum": 0.0}
+    transform = sgd(0.1, groups=[Group(["*"], live=live)])
+    transform.hyper_at(1, 1.0)
+    live["momentum"] = 0.9
+    with pytest.raises(ConfigError, match=r"optim\.momentum was 0 at the beginning"):
+        transform.hyper_at(2, 1.0)

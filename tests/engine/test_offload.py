@@ -464,8 +464,8 @@ def test_below_stage_3_parameters_stay_and_infinity_is_refused():
 
 
 def test_a_budget_that_is_too_small_names_the_least():
-    offload = zero.Offload("cpu", host_budget="1MiB", page_bytes=8 * KiB)
-    with pytest.raises(ConfigError, match=r"offload.host_budget=1.0 MiB: a rank needs at least .* MiB"):
+    offload = zero.Offload("cpu", host_budget=4096, page_bytes=8 * KiB)
+    with pytest.raises(ConfigError, match=r"offload.host_budget=4.0 KiB: a rank needs at least .* MiB"):
         zero.Plan(nn.Linear(512, 512), optimizer=zero.adamw(lr=1e-3), world=SoloWorld(), offload=offload)
 
 

@@ -324,6 +324,12 @@ def test_a_model_that_cannot_be_taken_over_is_rejected_when_the_plan_is_made(bui
         plan_of(build())
 
 
+def test_a_module_may_keep_a_parameter_as_an_attribute_too():
+    model = chain()
+    object.__setattr__(model, "shared", model.layers[0][0].weight)
+    plan_of(model)
+
+
 # -- hooks of parameters -----------------------------------------------------------------------------------------------
 
 
@@ -400,6 +406,10 @@ def test_a_hook_that_follows_accumulation_is_rejected():
         plan_of(model)
     handle.remove()
     plan = plan_of(model)
+    handle = model.layers[0][0].bias.register_post_accumulate_grad_hook(print)
+    with pytest.raises(PlanError, match=r"^parameter layers\.0\.0\.bias has a hook that follows"):
+        zero.init(plan, zero.open_store(plan))
+    handle.remove()
     zero.init(plan, zero.open_store(plan))
     with pytest.raises(OutsideUnitError, match=r"^layers\.0\.0\.bias: .* use register_hook$"):
         model.layers[0][0].bias.register_post_accumulate_grad_hook(print)

@@ -183,7 +183,7 @@ def newest(
     world: World, folder: Path, *, below: bool = False, progress: Progress = silent
 ) -> tuple[Checkpoint | None, list[str]]:
     """Open a step's folder, or the newest valid checkpoint in `folder`, and with `below` in the folders of its tags."""
-    if is_step(folder):
+    if by_rank_0(world, lambda: is_step(folder)):
         return open_checkpoint(world, folder, progress=progress), []
 
     def newest_first() -> list[str]:

@@ -30,7 +30,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.checkpoint.disk import Disk, read_bytes, write_text
+from zero.checkpoint.disk import Disk, closing, read_bytes, write_text
 from zero.checkpoint.manifest import (
     CAP_BYTES,
     File,
@@ -106,7 +106,7 @@ class Root:
         write_text(self.disk, tmp / MANIFEST_NAME, manifest_text)
         with naming(tmp, "synchronising it"):
             self.disk.fsync_folder(tmp)
-        self.read_manifest(tmp)  # raises unless all ranks wrote to this folder
+        self._check_sizes(tmp, self.read_manifest(tmp))  # all ranks must have written to this folder
         target = self.path / step_name(step)
         with naming(target, "publishing it"):
             old = self._set_aside(target, step)
@@ -206,6 +206,14 @@ class Root:
             )
         _check_names(folder, names, manifest.world)
         return manifest
+
+    def _check_sizes(self, folder: Path, manifest: Manifest) -> None:
+        for rank, file in enumerate(manifest.files):
+            path = folder / file_name(rank, manifest.world)
+            with naming(path, "reading its size"), closing(self.disk, self.disk.open(path)) as fd:
+                nbytes = self.disk.size(fd)
+            if nbytes != file.size:
+                raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
 
     def _published(self) -> list[int]:
         """Steps whose name is that of a folder."""

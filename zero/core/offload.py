@@ -170,6 +170,9 @@ class Offload(Section):
             raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{example}")
         values = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
         values |= {name: value for name, value in settings.items() if value is not None}
+        for name in ("device_budget", "host_budget", "reserve_bytes"):
+            if type(values.get(name)) is int and values[name] >= 0:
+                values[name] = f"{values[name]}B"  # exact here; on a command line a bare 80 means 80GiB
         super().__init__(**values)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

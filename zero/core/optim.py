@@ -106,9 +106,12 @@ class Transform:
         """Return the numbers of update `step`, as far as they are known before the norm.
 
         Raises:
-            ConfigError: a schedule or a dict gave a number out of range.
+            ConfigError: a schedule or a dict gave a number out of range, or a momentum that begins later.
         """
-        return Hyper(step, divisor, tuple(group(step) for group in self.groups))
+        groups = tuple(group(step) for group in self.groups)
+        if self.moments == self.copies and any(any(now.betas) for now in groups):
+            raise ConfigError("optim.momentum was 0 at the beginning. Begin with any momentum above 0.")
+        return Hyper(step, divisor, groups)
 
     def fields(self) -> dict[str, str]:
         """Return everything that all ranks must agree on."""

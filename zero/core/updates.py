@@ -18,8 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.errors import ConfigError
-
 Tensors = list[Tensor]
 Numbers = Mapping[float, Tensor]
 """Numbers that kernels read from memory, as 0-dim fp32 tensors of one device."""
@@ -95,8 +93,6 @@ def adam(kernel: Callable[..., None], eps: float, batch: PageBatch) -> None:
 
 def sgd(nesterov: bool, batch: PageBatch) -> None:
     (momentum,) = batch.settings.betas
-    if momentum and not batch.moments:
-        raise ConfigError(f"optim.momentum={momentum} was 0 at the beginning. Begin with any momentum above 0.")
     torch._fused_sgd_(
         batch.params,
         batch.grads,

@@ -294,9 +294,10 @@ class _Made:
         module = self._model.get_submodule(owner.path)
         recipes = {name: self._recipes[name] for _, name in owner.slots if self._owner_of[name] is owner}
         if unwritten := {recipe.root for recipe in recipes.values() if not recipe.root.is_written}:
-            for view in [operation for root in unwritten for operation in root.operations]:
+            views = dict.fromkeys(operation for root in unwritten for operation in root.operations)
+            for view in sorted(views, key=lambda each: each.number):
                 view.run(values)
-                del operations[view]
+                operations.pop(view, None)
             with _drawing(generators, owner.path):
                 begun = {name: values[recipe.number] for name, recipe in recipes.items() if recipe.number in values}
                 _reset(module, owner, self._model, begun)

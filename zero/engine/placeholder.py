@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from zero.core.tree import replaced, tensors_in
 from zero.engine.empty import Recipe, Unmade, is_meta, requested, writes
 from zero.engine.pool import storage_address
-from zero.errors import ConfigError, OutsideUnitError
+from zero.errors import ConfigError, OutsideUnitError, PlanError
 
 # attributes and methods that need no values
 _METADATA = frozenset(
@@ -71,6 +71,8 @@ class ParameterPlaceholder(nn.Parameter):
         cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device
     ) -> "ParameterPlaceholder":
         """Turn a parameter itself into a placeholder, wherever it is held. Only the caller may keep its values."""
+        if parameter._post_accumulate_grad_hooks:
+            raise PlanError(f"parameter {name} has a hook that follows accumulation. Use parameter.register_hook.")
         hooks, parameter._backward_hooks = parameter._backward_hooks or {}, None
         device = torch.device("meta") if is_meta(parameter) else home
         element = torch.full((), torch.nan, dtype=dtype, device=device)

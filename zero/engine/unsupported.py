@@ -120,7 +120,7 @@ def _check_memory(model: nn.Module) -> None:
     for sharing in by_memory.values():
         for (name, tensor), (other_name, other) in combinations(sharing, 2):
             has_parameter = isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter)
-            if has_parameter and _overlap(tensor, other):
+            if tensor is not other and has_parameter and _overlap(tensor, other):
                 raise PlanError(
                     f"{other_name} and {name} are two tensors in the same memory: one would be updated without the "
                     "other; to tie parameters register the same Parameter twice, else clone one"

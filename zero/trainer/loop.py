@@ -34,7 +34,7 @@ from zero.trainer.saver import STOP_REQUESTED, Saver
 from zero.trainer.task import Task
 
 RECORDED = 3
-"""The step after a start that is recorded; earlier ones learn in which order units are visited."""
+"""The first step after a start that may be recorded; earlier ones learn in which order units are visited."""
 
 MOST_SKIPPED = 50
 """Steps skipped in a row that end a run. A loss scale falls from its usual start to 1 in 32 steps."""
@@ -111,7 +111,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return
         if first > self._last:
             self._tracker.note(f"the checkpoint is at step {first - 1} of {self._last}: nothing is left to train")
-        self._recorded = first - 1 + RECORDED
+        self._recorded = step_to_record(first - 1 + RECORDED, self._last, self._is_followed)
         for number in range(first, self._last + 1):
             yield number
             if self._stopping:
@@ -229,6 +229,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._report(write_summary, RUNNING)  # a run that is killed leaves this one
         self._tracker.log(row)
 
+    def _is_followed(self, number: int) -> bool:
+        """Whether a validation or a save comes between this step and the next."""
+        return self._is_validated(number) or self._saver.is_due(number, self._last)
+
     def _is_validated(self, number: int) -> bool:
         every = self._config.val.every
         return number == self._last or (every > 0 and number % every == 0)
@@ -317,6 +321,16 @@ def out_of_memory(config: Config, plan: Plan, held_bytes: int, device_bytes: int
         f"the GPU ran out of memory: planned {size_text(planned_bytes)}, taken {size_text(held_bytes)} of "
         f"{size_text(device_bytes)}; use {', or '.join(way for way, helps in ways.items() if helps)}"
     )
+
+
+def step_to_record(first: int, last: int, is_followed: Callable[[int], bool]) -> int:
+    """Return the first step from `first` on that follows another step directly: after a validation units may be whole.
+
+    Args:
+        is_followed: whether something comes between this step and the next; unless that is so after each step, it is
+            not after one of four in a row.
+    """
+    return next((number for number in range(first, min(first + 3, last) + 1) if not is_followed(number - 1)), first)
 
 
 def _profiler(wanted: bool) -> contextlib.AbstractContextManager[Any]:

@@ -193,7 +193,7 @@ def test_a_settings_file_of_the_docs_counts_and_its_mistake_is_shown_as_it_is_sa
     assert of_group["model"] == compose.settings_in(compose.compose(["model=gpt_nano"]))["model"] | {"width": 64}
     mine = Path("settings/experiment/mine.yaml")
     mine.write_text(mine.read_text().replace("stage:", "stge:"))
-    assert f"    {refusal_of(commands(page)[0])}\n" in page.read_text()
+    assert f"`{refusal_of(commands(page)[0])}`" in page.read_text()
 
 
 def test_the_blocks_of_own_loop_run(here: Path):

@@ -149,7 +149,7 @@ class Offload(Section):
     )
     compute: Literal["device", "host"] = key(
         "device",
-        "where offloaded pages are updated: device, or host (the CPU's kernel)",
+        "processor that updates offloaded pages: device, or host (the CPU's kernel)",
         trades="host moves gradients and parameters only, and computes on the slower processor",
         example="host",
     )

@@ -13,7 +13,7 @@ class _Optim(Section):
     lr: Rate = key(1e-3, "peak learning rate; the schedule scales it", example="3e-4")
     weight_decay: NonNegative = key(0.0, "pull towards zero, per step and unit of learning rate", example="0.1")
     decay: Literal["matrices", "all"] = key(
-        "matrices", "what decays: matrices (2 or more dimensions: no norms, no biases) or all", example="all"
+        "matrices", "parameters with weight decay: matrices (2 or more dimensions: no norms, no biases) or all", example="all"
     )
     clip: Positive | None = key(
         None,
@@ -23,7 +23,7 @@ class _Optim(Section):
     )
     moments: Literal["fp32", "bf16", "8bit"] = key(
         "fp32",
-        "what moments are kept in between updates; bf16 and 8bit are rounded stochastically, and computed with in fp32",
+        "dtype of moments between updates; bf16 and 8bit are rounded stochastically, and computed with in fp32",
         trades="bytes per parameter and moment (4, 2, or 1 and a 64th) against digits and some arithmetic",
         example="bf16",
     )

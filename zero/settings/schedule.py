@@ -25,7 +25,7 @@ class Warmup(Section):
         example="0.01",
     )
     curve: Literal["linear", "log"] = key(
-        "linear", "how it rises: linear, or log (as the logarithm of the step: steep at first)", example="log"
+        "linear", "shape of the rise: linear, or log (as the logarithm of the step: steep at first)", example="log"
     )
 
 

@@ -34,13 +34,13 @@ class Zero(Section):
 
     stage: StageOrAuto = key(
         3,
-        "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto: the fastest that fits",
+        "sharded state: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; auto: the fastest that fits",
         trades="memory against traffic: each stage holds less per rank, 3 gathers each unit again in backward",
         example="2 launch.ranks=2",
     )
     units: Units = key(
         "auto",
-        "what is gathered together: auto (each block), class names such as [Block], or both, such as [auto,Experts]",
+        "parameters gathered together: auto (each block), class names such as [Block], or both, such as [auto,Experts]",
         trades="larger units take more memory while they compute, smaller ones wait more often",
         example="[Attention,MLP,Embedding,RMSNorm]",
     )
@@ -53,7 +53,7 @@ class Zero(Section):
     )
     gather: Literal["auto", "world", "node"] = key(
         "auto",
-        "how parameters travel between nodes: world, rank to rank; node, over the wire once; auto: node where it fits",
+        "path of parameters between nodes: world, rank to rank; node, over the wire once; auto: node where it fits",
         trades="at stage 3 node keeps all parameters once on each node, 2 bytes each in bf16, on the device or host",
         example="world",
     )
@@ -93,7 +93,7 @@ class Zero(Section):
     )
     update: Literal["lazy", "serial"] = key(
         "lazy",
-        "when a unit's update runs: lazy (before its next gather) or serial (right after backward)",
+        "time of a unit's update: lazy (before its next gather) or serial (right after backward)",
         trades="the bits are the same, and lazy hides the update behind the next forward",
         example="serial",
     )
@@ -152,14 +152,14 @@ class Precision(Section):
     )
     matmul: Literal["highest", "high", "medium"] = key(
         "highest",
-        "how products of fp32 matrices may be computed: highest is fp32, high may use TF32, medium bf16",
+        "precision of products of fp32 matrices: highest is fp32, high may use TF32, medium bf16",
         trades="digits of each product against the tensor cores of a GPU",
         example="high",
     )
     scale: LossScaling = key(LossScaling(), "loss scaling, for fp16")
     master: Literal["auto", "split", "whole"] = key(
         "auto",
-        "how the fp32 master is kept: split, as the 16 bits that a bf16 parameter lacks; whole; auto: split with bf16",
+        "form of the fp32 master: split, as the 16 bits that a bf16 parameter lacks; whole; auto: split with bf16",
         trades="whole: 2 more bytes per parameter, held and moved twice per step, for a little less arithmetic",
         example="whole",
     )

@@ -31,13 +31,13 @@ class Config(Settings):
 
     mode: Literal["train", "eval", "plan", "doctor", "explain"] = key(
         "train",
-        "what to do: train, eval (the validation loss of a checkpoint), plan (what fits where, nothing is run), "
+        "task: train, eval (the validation loss of a checkpoint), plan (what fits where, nothing is run), "
         "doctor (is this machine ready), explain (what a key means)",
         example="plan",
     )
     resume: Place = key(
         "none",
-        "where to go on: none (begin anew), latest (the newest valid checkpoint), or the path of a step, a run or a "
+        "checkpoint to continue from: none (begin anew), latest (the newest valid checkpoint), or the path of a step, a run or a "
         "folder of checkpoints",
         example="latest",
     )

@@ -43,7 +43,7 @@ class Val(Section):
     )
     weights: Literal["parameter", "ema"] = key(
         "parameter",
-        "what mode=eval gives the model: the parameters of the checkpoint, or ema, their running mean",
+        "weights that mode=eval evaluates: the parameters of the checkpoint, or ema, their running mean",
         example="ema mode=eval resume=latest",
     )
 
@@ -62,7 +62,7 @@ class Launch(Section):
 
     ranks: Ranks = key("auto", "processes; auto: one per GPU, or 1 on a CPU", unit="processes", example="2")
     device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "what computes: cuda, cpu, or auto: GPUs where torch finds some", example="cpu"
+        "auto", "device: cuda, cpu, or auto: GPUs where torch finds some", example="cpu"
     )
     threads: Threads = key("auto", "CPU threads per rank; auto: the cores shared evenly", unit="threads", example="1")
     timeout: Annotated[float, Field(ge=1, le=604_800)] = key(
@@ -74,7 +74,7 @@ class Launch(Section):
     )
     max_restarts: Natural = key(
         0,
-        "how often all ranks are started again after a failure, from the newest valid checkpoint",
+        "restarts of all ranks after a failure, from the newest valid checkpoint",
         unit="starts",
         example="3 checkpoint.every=100",
     )
@@ -129,7 +129,7 @@ class Checkpoint(Section):
         trades="host memory for this rank's share of the state, against waiting for the disk",
         example="true",
     )
-    on_failure: Literal["stop", "continue"] = key("stop", "what a run does when a save fails", example="continue")
+    on_failure: Literal["stop", "continue"] = key("stop", "reaction to a save that fails", example="continue")
     partial: Names = key(
         (), "names or patterns of tensors that resume leaves as they are, such as [head.*]", example="[head.*]"
     )

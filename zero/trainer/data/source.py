@@ -131,7 +131,7 @@ class HFTextConfig(Section):
     )
     column: Word = key(
         "text",
-        "where the text is in a line of JSONL or a row of datasets",
+        "field of a line of JSONL, or column of a dataset, with the text",
         example="body data.path=texts data.tokenizer=path/to/llama",
     )
     tokenizer: Needed = key(

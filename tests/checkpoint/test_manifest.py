@@ -392,7 +392,7 @@ def test_a_number_of_five_thousand_digits_raises():
 
 def test_text_outside_ascii_is_refused_though_json_takes_it():
     text = restamped(json.dumps(body_of(sample())).replace("mask", "mäsk"))
-    assert "not JSON in ASCII" in refusal_of(text)
+    assert "cannot be parsed as ASCII JSON" in refusal_of(text)
 
 
 def test_an_older_hash_is_not_enough():

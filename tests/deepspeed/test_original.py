@@ -609,7 +609,7 @@ def test_under_init_other_ranks_hold_no_values_and_say_so():
         assert all(is_meta(parameter) for parameter in model.parameters())
         with pytest.raises(ConfigError, match=r"modifier_rank=1: before zero\.initialize rank 0 alone has the values"):
             deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=1).__enter__()
-        with pytest.raises(OutsideUnitError, match=r"whose values rank 0 alone has until zero\.initialize"):
+        with pytest.raises(OutsideUnitError, match=r"before zero\.initialize: only rank 0 has the values"):
             float(model.scale.detach().sum())
         return WIDTH
 

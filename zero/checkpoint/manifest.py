@@ -349,7 +349,7 @@ def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text.decode("ascii"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the text is not JSON in ASCII: {_short(str(error))}") from None
+        raise CheckpointError(f"cannot be parsed as ASCII JSON: {_short(str(error))}") from None
 
 
 def _short(value: object) -> str:

@@ -202,7 +202,9 @@ class World(contextlib.AbstractContextManager["World"]):
         _check(op, sum_S, sum_S.numel(), sum_S.dtype)
         _check(op, recv_P, full_P.numel(), full_P.dtype)
         if self.size > 1 and (_overlap(full_P, sum_S) or _overlap(recv_P, sum_S)):
-            raise LayoutError(f"{op}: sum_S lies inside a tensor that is still read while the sum is written")
+            raise LayoutError(
+                f"{op}: the output sum_S overlaps an input, which is read while it is written. Allocate it apart."
+            )
         arrival = self._exchange(full_P, recv_P, op)
 
         def add() -> None:

@@ -373,7 +373,7 @@ def _refuse_reading(tensor: Unmade, by: str) -> NoReturn:
             "the model without zero.empty()"
         )
     raise OutsideUnitError(
-        f"{by} of a parameter whose values rank 0 alone has until zero.initialize; read it there: if rank == 0"
+        f"{by} of a parameter before zero.initialize: only rank 0 has the values until then. Write if rank == 0."
     )
 
 

@@ -246,7 +246,7 @@ def _pieces_of(file: _File) -> dict[str, _Piece]:
         with safe_open(file.path, "pt"):  # compares the header with itself and with the file's size
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file.path}: is not a whole safetensors file ({in_short(error)})") from error
+        raise CheckpointError(f"{file.path} is not a complete safetensors file ({in_short(error)})") from error
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
     entries = json.loads(file.read(LENGTH_BYTES, length))
     begin = LENGTH_BYTES + length

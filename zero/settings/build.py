@@ -30,7 +30,7 @@ def build_plan(config: Settings, model: nn.Module, world: World, **overrides: An
     """
     if config.zero.stage == "auto":
         raise ConfigError(
-            "zero.stage=auto was not settled; write `config, _ = zero.trainer.planning.resolve_auto(config, ...)` first"
+            "zero.stage=auto is not resolved to a stage yet. Call `zero.trainer.planning.resolve_auto` first."
         )
     sharding = config.zero
     arguments: dict[str, Any] = {

@@ -13,7 +13,9 @@ class _Optim(Section):
     lr: Rate = key(1e-3, "peak learning rate; the schedule scales it", example="3e-4")
     weight_decay: NonNegative = key(0.0, "pull towards zero, per step and unit of learning rate", example="0.1")
     decay: Literal["matrices", "all"] = key(
-        "matrices", "parameters with weight decay: matrices (2 or more dimensions: no norms, no biases) or all", example="all"
+        "matrices",
+        "parameters with weight decay: matrices (2 or more dimensions: no norms, no biases) or all",
+        example="all",
     )
     clip: Positive | None = key(
         None,

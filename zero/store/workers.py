@@ -269,7 +269,7 @@ class WorkerPool:
         self._raise_failure()
         if not holds():
             under_way = ", ".join(sorted(map(_words, self._schedule.running))) or "nothing"
-            raise StoreError(f"waited {self._timeout_s:g} s for {_words(event)}; under way: {under_way}")
+            raise StoreError(f"{_words(event)}: not ended after {self._timeout_s:g} s. Still running: {under_way}.")
 
     def _refuse(self) -> None:
         self._raise_failure()

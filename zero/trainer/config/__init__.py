@@ -37,8 +37,8 @@ class Config(Settings):
     )
     resume: Place = key(
         "none",
-        "checkpoint to continue from: none (begin anew), latest (the newest valid checkpoint), or the path of a step, a run or a "
-        "folder of checkpoints",
+        "checkpoint to continue from: none (begin anew), latest (the newest valid checkpoint), or the path of a step, "
+        "a run or a folder of checkpoints",
         example="latest",
     )
     deterministic: bool = key(

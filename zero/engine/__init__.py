@@ -1,1 +1,1 @@
-"""One training step: units are gathered, run and released; gradients are reduced; pages are updated."""
+"""The training step: gather, run and release units, reduce gradients, update the offloaded pages."""

@@ -1,7 +1,7 @@
-"""Checks of arguments that reject the wrong object in one line, before anything is done.
+"""Checks of the arguments of public functions.
 
-A plan, a state and a model stand beside each other in every loop, and each call takes exactly one of them. Each check
-raises ConfigError with the line to write.
+Each check raises ConfigError with the correct call, before any work is done. Users mix up plan, state and model easily,
+because every training loop has all three.
 """
 
 import os
@@ -20,18 +20,23 @@ NOTHING_TRAINS = (
 
 
 def check_type(value: object, cls: type, call: str, line: str) -> None:
-    """Reject a value that is not a `cls`.
+    """Raise ConfigError unless `value` is an instance of `cls`.
 
     Args:
-        call: the function, as a user writes it.
-        line: a correct call of it.
+        call: the name of the called function, as a user writes it, such as "zero.init".
+        line: a correct call of that function, for the message.
     """
     if not isinstance(value, cls):
         raise ConfigError(f"{call} takes a {cls.__name__}, and this is {type_text(value)}; write {line}")
 
 
 def check_folder(value: object, call: str, line: str) -> None:
-    """Reject a second argument that is not a path, or is empty; `line` is the call with `folder`."""
+    """Raise ConfigError unless `value`, the second argument of `call`, is a path and not empty.
+
+    Args:
+        call: the name of the called function, as a user writes it.
+        line: a correct call of that function, for the message.
+    """
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"{call} takes a folder second, and this is {type_text(value)}; write {line}")
     if value == "":
@@ -39,13 +44,16 @@ def check_folder(value: object, call: str, line: str) -> None:
 
 
 def check_function(value: object, key: str, line: str) -> None:
-    """Reject an argument `key` that cannot be called; `line` is the call that takes it."""
+    """Raise ConfigError unless `value`, the argument named `key`, is callable; `line` is a correct call."""
     if not callable(value):
         raise ConfigError(f"{key} is {type_text(value)}; give a function of the model and a microbatch: {line}")
 
 
 def check_loss_fn(function: Callable[..., Any]) -> None:
-    """Reject torch's losses, which are functions of outputs and targets."""
+    """Raise ConfigError if `function` is a loss of `torch.nn`.
+
+    Such a loss takes outputs and targets, but a `loss_fn` takes a model and a microbatch.
+    """
     if str(getattr(function, "__module__", None)).startswith("torch.nn."):
         name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
@@ -55,7 +63,7 @@ def check_loss_fn(function: Callable[..., Any]) -> None:
 
 
 def check_microbatches(value: Any, accumulate: int) -> None:
-    """Reject a value that is not a list of microbatches, or a list of another length than a step takes."""
+    """Raise ConfigError unless `value` is a list of `accumulate` microbatches."""
     is_single = isinstance(value, Tensor | Mapping | str) or (isinstance(value, tuple) and type(value) is not tuple)
     if is_single or not (isinstance(value, Sized) and isinstance(value, Iterable)):
         raise ConfigError(f"microbatches is {type_text(value)}; pass a list of them: step(state, [batch])")
@@ -67,7 +75,11 @@ def check_microbatches(value: Any, accumulate: int) -> None:
 
 
 def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
-    """Return the loss and the numbers beside it from the result of a loss function; reject any other result."""
+    """Return the loss and the dict of further numbers that a loss function returned.
+
+    Raises:
+        ConfigError: `returned` is neither a loss nor a tuple of a loss and a dict, or the loss has no gradient.
+    """
     if returned is None:
         raise ConfigError("loss_fn returned None; end it with return loss")
     loss: Any = returned
@@ -86,7 +98,11 @@ def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
 
 
 def check_loss(loss: object, line: str = "return {}") -> None:
-    """Reject a loss that is not a tensor of one number; `line` is the line to write, with a place for the loss."""
+    """Raise ConfigError unless `loss` is a tensor with one element.
+
+    Args:
+        line: correct code for the message, with `{}` in place of the loss.
+    """
     if not isinstance(loss, Tensor):
         expression = 'outputs["loss"]' if isinstance(loss, Mapping) else "loss"
         without = ", without .item() or float()" if isinstance(loss, int | float) else ""
@@ -98,10 +114,13 @@ def check_loss(loss: object, line: str = "return {}") -> None:
 
 
 def numbers_by_name(values: Mapping[str, Any], where: str = "beside the loss") -> dict[str, Tensor]:
-    """Return each value as 0-dim tensor without a gradient, Python's numbers in fp64; reject other values.
+    """Return each value as a 0-dim tensor without a gradient; Python numbers become fp64.
 
     Args:
-        where: which numbers they are, for the message.
+        where: describes the values in the error message.
+
+    Raises:
+        ConfigError: a value is not one real number.
     """
     numbers = {}
     for name, value in values.items():
@@ -117,7 +136,7 @@ def numbers_by_name(values: Mapping[str, Any], where: str = "beside the loss") -
 
 
 def type_text(value: object) -> str:
-    """Return the type of a value with its article, for a sentence."""
+    """Return the name of the value's type with "a" or "an", for a message."""
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     if value is None:

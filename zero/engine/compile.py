@@ -1,9 +1,10 @@
-"""Compile what a unit computes, once for each class of modules.
+"""Compile the forward of units with `torch.compile`, once for each class of modules.
 
-Parameters and buffers are inputs of the compiled function, so all blocks of a model share one; torch compiles again
-where something else differs (a number in a module, a length, whether the input wants a gradient), eight times at most,
-and runs what comes after as it is written. Gathering, hooks and releasing stay outside, and a unit inside another one
-is a break in the graph of that. Evaluations run as written: a text that grows would be compiled at every length.
+Parameters and buffers are inputs of the compiled function, so all blocks of one class share it. torch recompiles when
+anything else differs: a number in a module, a sequence length, `requires_grad` of an input. After eight compilations
+torch runs new variants without compiling them. Gathers, releases and hooks are not compiled. A unit that is nested in
+another unit causes a graph break in the outer unit. Evaluations are not compiled, because text generation would
+recompile at every sequence length.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,11 @@ from torch import nn
 from zero.errors import PlanError
 
 Backend = bool | str | Callable[..., Any]
-"""True for torch's own compiler; or what `torch.compile` takes as a backend."""
+"""A backend of `torch.compile`: its name or function. True means "inductor", False disables compilation."""
 
 
 def check_backend(backend: object) -> None:
-    """Raise PlanError unless `backend` is a switch, a function or the name of a backend of `torch.compile`."""
+    """Raise PlanError unless `backend` is a bool, None, a function or the name of a backend of `torch.compile`."""
     if isinstance(backend, bool | NoneType) or callable(backend):
         return
     if not isinstance(backend, str) or backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -33,7 +34,7 @@ def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 class Compiled(nn.Module):
-    """Runs `module` through a compiled function."""
+    """A module whose forward calls `module` through a compiled function."""
 
     _function: Callable[..., Any]
 
@@ -47,16 +48,16 @@ class Compiled(nn.Module):
 
 
 class Compiler:
-    """Compiled functions by class of modules."""
+    """The compiled functions of one model, one for each class of modules."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend: Any = "inductor" if backend is True else backend
         self._functions: dict[type[nn.Module], Callable[..., Any]] = {}
 
     def compiled(self, module: nn.Module, cls: type[nn.Module]) -> Compiled:
-        """Return a module that runs `module` compiled, with one function for each class `cls`."""
+        """Return a module that runs `module` through the compiled function of class `cls`."""
         if cls not in self._functions:
-            # torch counts how often it compiled by code object, so every class gets one of its own
+            # torch limits recompilations per code object, so each class gets its own code object
             code = _forward.__code__.replace(co_name=f"forward_of_{cls.__name__}")
             self._functions[cls] = torch.compile(FunctionType(code, globals()), backend=self._backend)
         return Compiled(module, self._functions[cls])

@@ -1,10 +1,11 @@
-"""Build a model without allocating it: parameters on meta, each with a record of how its values are made.
+"""Build a model without allocating its parameters: they are on meta, and their initialization is recorded.
 
-A parameter that is registered inside `zero.empty()` becomes `Unmade`. Every operation on it is recorded, inside the
-block and after it: `nn.init`, `.data.zero_()`, `load_state_dict`, `.half()`, a parameter computed from another.
-`zero.init` runs the records, owner by owner. Reading a value before that raises.
+A parameter that is registered inside `zero.empty()` becomes an `Unmade`. Every operation on it is recorded, inside the
+block and after it: `nn.init`, `.data.zero_()`, `load_state_dict`, `.half()`, computing a parameter from another one.
+`zero.init` replays the recorded operations, one owner (a module that holds parameters directly) after another. Reading
+a value before that raises OutsideUnitError.
 
-A value that a parameter is registered with, as by `from_pretrained`, takes its memory until then.
+If a parameter is registered with values, as `from_pretrained` does, these values stay in memory until `zero.init`.
 """
 
 import itertools
@@ -24,17 +25,19 @@ from zero.errors import OutsideUnitError
 from zero.platform.device import aligned_zeros
 
 MAPPED_BYTES = 1 << 20
-"""From here on a tensor is worth a mapping of its own."""
+"""Empty CPU tensors of at least this many bytes get a memory mapping of their own, see `_Empties`."""
 
 
 @contextmanager
 def empty() -> Iterator[None]:
-    """Inside, parameters are created on meta, so that a model never takes its full memory; buffers stay real.
+    """Context manager that creates parameters on meta, so that a model never takes its full memory.
 
-    Operations that write into them, inside the block or later, run when first values are made.
+    Buffers are created as usual. `torch.device("meta")` would also discard the buffers that a constructor computes.
+    Operations that write into parameters, inside the block or later, are recorded, and `zero.init` runs them. Each
+    parameter stays the same Python object, so tied parameters stay tied.
 
-    `torch.device("meta")` would also destroy tables that a constructor computes. Each parameter stays the object that
-    it is, so ties survive. torch's hook is process-wide: ranks that are threads take turns (`world.exclusive()`).
+    The block uses torch's process-wide hook for the registration of parameters. Ranks that are threads of one process
+    must enter the block one at a time (`world.exclusive()`).
 
         with zero.empty():
             model = GPT(config)
@@ -45,7 +48,7 @@ def empty() -> Iterator[None]:
 
 @contextmanager
 def absent() -> Iterator[None]:
-    """Inside, parameters are created on meta, and writes to them have no effect: another rank has the values."""
+    """Context manager that creates parameters on meta and ignores writes to them, because another rank has values."""
     with _unmade(kept=False):
         yield
 
@@ -59,12 +62,12 @@ def _unmade(*, kept: bool) -> Iterator[None]:
             return
         begin = parameter.detach() if kept and not is_meta(parameter) and empties.has_value(parameter) else None
         unmade = Unmade.of(torch.empty_like(parameter, device="meta"), Recipe.of(Root(parameter.shape, kept, begin)))
-        unmade._is_param = True  # it is an nn.Parameter to isinstance
+        unmade._is_param = True  # isinstance(unmade, nn.Parameter) is true
         vars(unmade).update(vars(parameter))
         try:
             torch.utils.swap_tensors(parameter, unmade.requires_grad_(parameter.requires_grad))
         except RuntimeError:
-            return  # a graph uses it: it stays real
+            return  # an autograd graph uses the parameter, so it keeps its memory
 
     _dispatch_trunc_normal()
     handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)
@@ -77,9 +80,9 @@ def _unmade(*, kept: bool) -> Iterator[None]:
 
 @cache
 def _dispatch_trunc_normal() -> None:
-    """Have `nn.init.trunc_normal_` call `__torch_function__`, as torch's `normal_` does.
+    """Patch `nn.init.trunc_normal_` so that it calls `__torch_function__`, as `nn.init.normal_` does.
 
-    It draws again what it rejects, so it cannot be recorded operation by operation.
+    The whole call has to be recorded, because `trunc_normal_` redraws rejected values: its operations depend on values.
     """
     plain = nn.init._no_grad_trunc_normal_
 
@@ -92,18 +95,18 @@ def _dispatch_trunc_normal() -> None:
 
 
 class _Empties(TorchFunctionMode):
-    """Tensors of `torch.empty` that were never written to: their values need not be kept.
+    """A mode that tracks the results of `torch.empty` that nothing has written to, because their values can be dropped.
 
-    Large empty tensors are mappings of their own: in the heap each would leave a hole in which the next no longer fits,
-    a gigabyte of holes for 340 million parameters, and training would touch them all.
+    Large empty tensors get memory mappings of their own. On the heap each freed tensor would leave a hole that is too
+    small for the next one: 1 GB of holes for a model of 340 million parameters, which training would touch.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._unwritten: dict[int, StorageWeakRef] = {}  # a reference keeps the address from being reused
+        self._unwritten: dict[int, StorageWeakRef] = {}  # by storage address; the weak reference prevents its reuse
 
     def has_value(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter was written to, or other code may still write into its memory."""
+        """Return whether the parameter was written to, or another tensor that could write uses its memory."""
         storage = parameter.untyped_storage()._cdata
         is_empty = self._unwritten.pop(storage, None) is not None and parameter._version == 0
         return not is_empty or torch._C._storage_Use_Count(storage) > HOLDERS
@@ -118,7 +121,7 @@ class _Empties(TorchFunctionMode):
 
 
 HOLDERS = 2
-"""References to the memory of a parameter that nothing else uses: its own, and the one that the count takes."""
+"""The use count of a storage that only its parameter uses: one reference by it, one by the call that counts."""
 
 
 def _mapped_empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -138,16 +141,16 @@ _count = itertools.count()
 
 @dataclass(eq=False)
 class Root:
-    """Memory that does not exist yet.
+    """The storage, not allocated yet, of a recorded tensor and its views.
 
     Attributes:
-        shape: of the parameter that it is the memory of, or of an operation's result.
-        kept: operations on it are recorded.
-        begin: the value that the parameter was registered with.
-        number: of the tensor that is all of it, among all recorded tensors.
-        is_made: it is the memory of an operation's result, not of a parameter.
-        operations: those that make it, view it and write into it, in order.
-        is_changed: some of them write into it.
+        shape: the shape of the parameter or of the operation's result that owns the storage.
+        kept: whether operations on the storage are recorded.
+        begin: the value that the parameter was registered with; None if it had none.
+        is_made: whether an operation's result owns the storage, instead of a parameter.
+        number: the number of the tensor that covers the whole storage, unique among recorded tensors and operations.
+        operations: the recorded operations that create, view or write the storage, in order.
+        is_changed: whether an operation writes into the storage.
     """
 
     shape: torch.Size
@@ -164,7 +167,7 @@ class Root:
 
 
 class Recipe(NamedTuple):
-    """A recorded tensor: the memory that it is a view of, and its number among all of them."""
+    """A recorded tensor: the root that it is a view of, and its unique number."""
 
     root: Root
     number: int
@@ -178,12 +181,13 @@ class Operation:
     """One recorded call of a torch function.
 
     Args:
-        within: the memory that it writes into or views, which refers to it; None: it makes tensors of its own.
+        within: the root that the call writes into or views; that root's `operations` has this operation. None if the
+            call creates new tensors.
 
     Attributes:
-        number: its place in the order of all recorded calls.
-        reads: the memory that the call reads, except `within`.
-        made: the places in its result of tensors that are recorded -> their numbers.
+        number: a counter that orders all recorded calls.
+        reads: the roots that the call reads, except `within`.
+        made: position of a recorded tensor in the call's result -> the tensor's number.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, within: Root | None = None) -> None:
@@ -198,14 +202,14 @@ class Operation:
         self.made: dict[int, int] = {}
 
     def run(self, values: dict[int, Tensor]) -> None:
-        """Make the call on `values`, by number, and add to them what it makes."""
+        """Execute the call on tensors of `values` (tensor number -> tensor) and add its recorded results to them."""
         args, kwargs = replaced(self._call, {key: values[number] for key, number in self._numbers.items()})
         result = tensors_in(self._func(*args, **kwargs))
         values.update({number: result[place] for place, number in self.made.items()})
 
 
 class Unmade(Tensor):
-    """A tensor on meta that knows how its values are made."""
+    """A tensor on meta with the record (`recipe`) of the operations that will make its values."""
 
     recipe: Recipe
 
@@ -249,16 +253,20 @@ class Unmade(Tensor):
 
 
 _AS_ON_CPU = {"device": torch.device("cpu"), "is_cpu": True, "is_meta": False}
-"""On meta torch skips `orthogonal_` and warns in `load_state_dict`, and adapters of PEFT follow their layer there."""
+"""Attributes that report a CPU.
+
+If they reported meta, torch would skip `orthogonal_` and warn in `load_state_dict`, and PEFT would put its adapters on
+meta.
+"""
 
 _ITS_OWN = frozenset(
     {"grad", "_grad", "_base", "grad_fn", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
     | {"untyped_storage", "_backward_hooks", "_post_accumulate_grad_hooks", "retain_grad", "detach_"}
 )
-"""Names that concern the tensor on meta itself."""
+"""Attributes and methods that are executed on the meta tensor itself and are not recorded."""
 
 _VIEWS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
-"""Operations that change only the view that a tensor is of its memory."""
+"""In-place operations that change a tensor's shape or strides, but none of its values."""
 
 _DRAWS = frozenset(
     {"normal", "uniform", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric"}
@@ -267,13 +275,13 @@ _DRAWS = frozenset(
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Return `tensor.is_meta`, also for an `Unmade`."""
+    """Return whether the tensor is on meta; an `Unmade` itself reports that it is not."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.is_meta
 
 
 def lacks_values(parameter: Tensor) -> bool:
-    """Return whether this rank still has to make the values of the parameter."""
+    """Return whether this rank still has to initialize the parameter's values."""
     return is_meta(parameter) and (not isinstance(parameter, Unmade) or parameter.recipe.root.kept)
 
 
@@ -283,7 +291,7 @@ def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _rebind(tensor: Unmade, value: Tensor) -> None:
-    """Set `tensor.data` to `value`."""
+    """Record the assignment `tensor.data = value`."""
     kept = tensor.recipe.root.kept
     if isinstance(value, Unmade):
         tensor.recipe = value.detach().recipe  # type: ignore[attr-defined]
@@ -293,7 +301,11 @@ def _rebind(tensor: Unmade, value: Tensor) -> None:
 
 
 def _only_dtype(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """Return a call of `to` without its device; it has no arguments if the dtype stays."""
+    """Replace a call of `to`, `cpu` or `cuda` by `to(dtype)`, because the device does not matter before `zero.init`.
+
+    Returns:
+        (function, args, kwargs); `args` is empty if the call does not change the dtype.
+    """
     there = func(torch.empty(0, dtype=args[0].dtype, device="cpu"), *args[1:], **kwargs)
     return Tensor.to, () if there.dtype == args[0].dtype else (args[0], there.dtype), {}
 
@@ -307,7 +319,7 @@ def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
     if name.startswith("resize_"):
         raise OutsideUnitError(f"{name} of a parameter without values: write parameter.data = value instead")
     if name == "copy_":
-        _plainly(func, *args, **kwargs)  # compares shapes
+        _plainly(func, *args, **kwargs)  # raises now if the shapes do not fit
     root.kept = all(tensor.recipe.root.kept for tensor in _unmade_in(args, kwargs))
     if root.kept:
         root.operations.append(Operation(func, args, kwargs, root))
@@ -317,7 +329,7 @@ def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _draw_alike(func: Any, args: Any, kwargs: Any) -> None:
-    """Draw what the rank that has the values draws, so that torch's generators stay alike."""
+    """Draw the same random numbers as the rank that has the values, to keep torch's generators equal on all ranks."""
     if requested(func)[0].removesuffix("_") in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
         shaped = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _unmade_in(args, kwargs)}
         args, kwargs = replaced((args, kwargs), shaped)
@@ -381,13 +393,13 @@ def _refuse_reading(tensor: Unmade, by: str) -> NoReturn:
 
 
 def requested(func: Any) -> tuple[str, bool]:
-    """Return the name of the function or attribute, and whether `func` reads or sets an attribute."""
+    """Return the name of the function or attribute, and whether `func` is an attribute's getter or setter."""
     is_attribute = func.__name__ in ("__get__", "__set__")
     return func.__self__.__name__ if is_attribute else func.__name__, is_attribute
 
 
 def writes(name: str) -> bool:
-    """Return whether a function writes into its first argument, by torch's rule for names."""
+    """Return whether torch's naming rule (`add_`, `__iadd__`) says that the function writes into its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
     return name.partition(".")[0].endswith("_")  # the name of an overload of torch.ops follows a dot

@@ -1,6 +1,7 @@
-"""Eight facts that stage, precision and tiers mean for one rank of a run, and the sizes that follow from them.
+"""The consequences of stage, precision and tiers for one rank: eight facts, and the sizes that follow from them.
 
-No other code asks for a stage or a tier. P and S are a unit's padded elements and those of one shard, see `Layout`.
+Other code reads these facts instead of stages and tiers. P is the number of elements of a flat tensor with padding, S
+the number of elements of one rank's shard of it, see `Layout`.
 """
 
 from collections import Counter, defaultdict
@@ -22,22 +23,23 @@ Scope = Literal["world", "node"]
 
 
 def sharers(world: World, shard: Scope) -> int:
-    """See `Facts.sharers`."""
+    """Return the number of ranks that one copy of the state is sharded over."""
     return world.local_size if shard == "node" else world.size
 
 
 @dataclass(eq=False, kw_only=True)
 class Facts:
-    """The share of one rank in a model that is split into units.
+    """The settings of a run, and the facts and sizes that they imply for one rank.
 
     Attributes:
-        accumulate: microbatches of a step.
-        prefetch: units that are gathered ahead.
-        param_tier: where parameters are between two uses.
-        grad_tier: where gradients wait for the update.
-        gather, reduce: "node" where gathers, and sums of gradients, go by node, see `zero.distributed.routes`.
-        secondary: the tier where a node may keep what it has gathered from others; None: nowhere.
-        shard: "node" where each node has a copy of the state, in shards on its ranks.
+        accumulate: the number of microbatches of a step.
+        prefetch: the number of units that are gathered ahead of their use.
+        param_tier: the tier that holds parameters between two uses.
+        grad_tier: the tier that holds gradients between backward and the update.
+        gather: "node" for hierarchical all-gathers within and between nodes, see `zero.distributed.routes`; or "world".
+        reduce: "node" for hierarchical sums of gradients within and between nodes; or "world".
+        secondary: the tier of secondary shards, a rank's copies of shards of other nodes; None: no copies are kept.
+        shard: "node" if each node holds a full copy of the state, sharded over its ranks; or "world".
     """
 
     splitting: Splitting
@@ -60,51 +62,57 @@ class Facts:
 
     @property
     def trains(self) -> bool:
-        """There is a trainable parameter."""
+        """Whether the model has a trainable parameter."""
         return self.splitting.trains
 
     @property
     def device_is_host(self) -> bool:
-        """The device computes in host memory: it is a CPU."""
+        """Whether the device is a CPU, which computes in host memory."""
         return self.world.compute.shares_memory
 
     def is_offloaded(self, tier: Tier) -> bool:
-        """No kernel of the device reads memory of this tier."""
+        """Return whether kernels of the device cannot read this tier's memory."""
         return tier == "nvme" or (tier == "host" and not self.device_is_host)
 
     @property
     def params_offloaded(self) -> bool:
-        """Parameters are where no kernel of the device reads them."""
+        """Whether parameters are on a tier that kernels of the device cannot read."""
         return self.is_offloaded(self.param_tier)
 
     @property
     def params_on_host(self) -> bool:
-        """They are in host memory, which the device copies from by itself: on all ranks, as every tier."""
+        """Whether parameters are offloaded to host memory, from which the device copies directly.
+
+        All ranks have the same value, because all ranks use the same tiers.
+        """
         return self.params_offloaded and self.param_tier == "host"
 
     @property
     def grads_offloaded(self) -> bool:
-        """Gradients wait for the update where no kernel of the device reads them."""
+        """Whether gradients are on a tier that kernels of the device cannot read."""
         return self.is_offloaded(self.grad_tier)
 
     @property
     def resident(self) -> bool:
-        """Full parameters stay between uses: below stage 3, and where the shard is everything and on the device."""
+        """Whether full parameters stay on the device between uses.
+
+        True if they are not offloaded, and the stage does not shard them or there is one rank.
+        """
         return not self.params_offloaded and (not self.stage.parameters or self.world.size == 1)
 
     @property
     def sharers(self) -> int:
-        """Ranks that one copy of the state is in shards on: all, or those of a node."""
+        """The number of ranks that one copy of the state is sharded over: all ranks, or the ranks of a node."""
         return sharers(self.world, self.shard)
 
     @property
     def rank(self) -> int:
-        """The number of this rank among those."""
+        """The index of this rank among the `sharers` of its copy of the state."""
         return self.world.rank % self.sharers
 
     @property
     def has_nodes(self) -> bool:
-        """There are several nodes, and several ranks on each: only then ways by node are others."""
+        """Whether there are several nodes with several ranks each; else hierarchical collectives equal plain ones."""
         return 1 < self.world.local_size < self.world.size
 
     @property
@@ -117,57 +125,76 @@ class Facts:
 
     @property
     def keeps_secondary(self) -> bool:
-        """Each node keeps all parameters, in secondary shards beside its own, from the first gather after an update."""
+        """Whether the ranks of a node keep secondary shards (copies of the shards of other nodes) after a gather.
+
+        They are refreshed by the first gather after an update.
+        """
         return self.secondary is not None and self.gathers_by_node and not self.resident
 
     @property
     def full_update(self) -> bool:
-        """Each rank updates full flats: moments are not sharded, or there is nobody to share with."""
+        """Whether each rank updates whole flat tensors: moments are not sharded, or there is one rank."""
         return not self.stage.moments or self.world.size == 1
 
     @property
     def local_sum(self) -> bool:
-        """Microbatches are added up before ranks are."""
+        """Whether a rank adds up its microbatches' gradients before they are reduced over ranks."""
         return self.world.size == 1 or (not self.stage.gradients and self.accumulate > 1)
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """fp32, except that a single gradient loses nothing in the dtype in which autograd made it."""
+        """The dtype of a gradient between backward and its update: fp32.
+
+        With one rank and one microbatch it is the dtype of compute, which is exact because nothing is added.
+        """
         return self.precision.compute if self.world.size * self.accumulate == 1 else torch.float32
 
     @property
     def first_grad_dtype(self) -> torch.dtype:
-        """The dtype in which the first of several microbatches is offloaded, which is no sum yet."""
+        """The dtype in which the gradient of the first of several microbatches is offloaded.
+
+        It may be the dtype of compute, which is exact because nothing has been added yet.
+        """
         alone = self.local_sum and self.grads_offloaded
         return self.precision.compute if alone else self.grad_dtype
 
     @property
     def flat_dtype(self) -> torch.dtype:
-        """The dtype in which gradients travel: their own, or a narrower one of the precision. The sum is in fp32."""
+        """The dtype in which ranks send gradients: `precision.reduce`, or the gradients' dtype if that is narrower.
+
+        The received gradients are added in fp32.
+        """
         sent = self.grad_dtype if self.local_sum else self.precision.compute
         return min(self.precision.reduce, sent, key=lambda dtype: dtype.itemsize)
 
     def grad_numel(self, unit: UnitSpec) -> int:
-        """Elements of the gradient that a rank keeps for the update."""
+        """Return the number of elements of the unit's gradient that this rank keeps for the update."""
         return unit.trainable.P if self.local_sum or self.full_update else unit.trainable.S
 
     def update_numel(self, unit: UnitSpec) -> int:
-        """Elements of master and of each moment on a rank."""
+        """Return the number of elements of the unit's master, and of each moment, on this rank."""
         return unit.trainable.P if self.full_update else unit.trainable.S
 
     def secondary_numel(self, layout: Layout) -> int:
-        """Elements of a rank's secondary shard of a flat: those of its number on other nodes."""
+        """Return the number of elements of this rank's secondary shard of a flat tensor; 0 if none is kept.
+
+        It copies one shard from each other node: the shard of the rank with the same local rank.
+        """
         return (self.world.nodes - 1) * layout.S if self.keeps_secondary else 0
 
     def buffer_counts(self) -> dict[int, int]:
-        """Elements of a gathered buffer -> number of them: the unit in use, units ahead, one per level of nesting."""
+        """Return the number of gathered buffers by their number of elements.
+
+        A size gets one buffer for the unit in use, one for each prefetched unit and one for each level of nesting, but
+        not more than it has units.
+        """
         if self.resident:
             return {}
         sizes = Counter(unit.full_numel for unit in self.units)
         return {numel: min(n, 1 + self.prefetch + self.splitting.depth) for numel, n in sizes.items()}
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
-        """The units that are in gathered buffers when forward ends, and when backward does: those used last."""
+        """Return the indices of the units that are still gathered when forward ends, and when backward ends."""
         of_size: dict[int, list[int]] = defaultdict(list)
         for unit in self.units:
             of_size[unit.full_numel].append(unit.index)
@@ -176,8 +203,10 @@ class Facts:
         return after_forward, {index for numel, count in counts for index in of_size[numel][:count]}
 
     def flat_counts(self) -> dict[int, int]:
-        """Number of elements -> number of gradient flats: two units of a size fill at once, or two reductions, each of
-        two flats, are under way.
+        """Return the number of pooled gradient flats by their number of elements.
+
+        Each size gets four, or two if only one unit has that size, because two reductions may be under way and each
+        uses two flats.
         """
         if self.world.size == 1:
             return {}
@@ -185,20 +214,20 @@ class Facts:
         return {numel: 2 * min(n, 2) for numel, n in sizes.items()}
 
     def partial_counts(self) -> dict[int, int]:
-        """Elements of a sum by node -> number of them: one for each reduction under way."""
+        """Return the number of buffers for sums within a node by their number of elements: one for each reduction."""
         if not self.sums_by_node:
             return {}
         counts = Counter[int]()
-        for numel, n in self.flat_counts().items():  # flats of two sizes may have sums of one
+        for numel, n in self.flat_counts().items():  # flats of different sizes may have node sums of equal size
             counts[partial_numel(self.world, numel)] += n // 2
         return dict(counts)
 
     def grad_buffer_counts(self) -> dict[int, int]:
-        """Elements of a buffer in which offloaded gradients arrive -> number of them."""
+        """Return the number of buffers that offloaded gradients arrive in, by their number of elements."""
         if not self.grads_offloaded:
             return {}
         sizes = Counter(self.grad_numel(unit) for unit in self.units if unit.trainable.slots)
-        # two reductions may be under way, while what was added up is copied to be sent in a third; a lone CPU has long
-        # written one gradient when the next unit's arrives
+        # Two for the reductions under way. With local sums one more, because the sum of microbatches is copied out of
+        # it to be sent. A single CPU rank needs one less: it has written a gradient before the next unit's arrives.
         count = 2 + (self.local_sum and self.world.size > 1) - (self.world.size == 1 and self.device_is_host)
         return {numel: min(n, count) for numel, n in sizes.items()}

@@ -1,8 +1,8 @@
-"""Fill a gathered buffer with the shards of all ranks, from memory or from the store.
+"""All-gather a unit's shards into its buffer, from device memory or from the store.
 
-Every rank starts the same collectives in the same order. A gather that needs a read from a disk, or an update by the
-store's threads, starts when the buffer is first waited for, which is the same call on all ranks; otherwise it starts
-when the buffer is requested. Either way it runs beside compute.
+Every rank must start the same collectives in the same order. An all-gather that first needs a read from disk, or an
+update by the store's threads, starts when the buffer is first waited for. That is the same point of the program on all
+ranks. Other all-gathers start when the buffer is requested. Both overlap with compute.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,14 @@ from zero.platform.device import PASSED, Device
 from zero.store import Page, PageKind, PrefetchStore, Ticket
 
 Fetch = Callable[[UnitState, Tensor, Sequence[Ticket], bool], Sequence[Handle]]
-"""(unit, its buffer, tickets of its update, whether they may not have ended) to handles to wait for."""
+"""A function that starts to fill a unit's buffer and returns the handles to wait for.
+
+Its arguments are the unit, the buffer, the tickets of the unit's update, and whether that update may still be running.
+"""
 
 
 def gathering(routes: Routes) -> Fetch:
-    """Return a Fetch of shards in device memory; a buffer is (trainable P + frozen P,)."""
+    """Return a Fetch for shards in device memory; a buffer has shape (trainable P + frozen P,)."""
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
         split = unit.spec.trainable.P
@@ -39,7 +42,7 @@ def gathering(routes: Routes) -> Fetch:
 
 
 def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
-    """Return a Fetch of shards on disks; the read of this rank's pages starts at once."""
+    """Return a Fetch for shards on disk; the read of this rank's pages starts immediately."""
     device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
@@ -64,7 +67,7 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 
 def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
-    """Return a Fetch of shards in host memory, which the device copies from: adjacent pages in one copy."""
+    """Return a Fetch for shards in host memory. The device copies them, adjacent pages in one copy."""
     device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
@@ -88,7 +91,12 @@ def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 
 class _PagedShard(NamedTuple):
-    """This rank's range of a flat: its pages, the memory that they are read into, and a function that gathers it."""
+    """This rank's shard of a flat tensor in pages.
+
+    Attributes:
+        own_S: (S,) the part of the gathered buffer that the pages are read into.
+        gather: starts the all-gather of the flat tensor.
+    """
 
     pages: list[Page]
     own_S: Tensor
@@ -112,13 +120,20 @@ def _paged_shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> 
 
 
 def _gather(routes: Routes, unit: UnitState, number: int, own_S: Tensor, full_P: Tensor) -> Callable[[], Handle]:
-    """Return a function that gathers the unit as it is now: flat 0 is the trainable one, 1 the frozen one."""
+    """Return a function that starts the all-gather of one flat tensor of the unit in its present version.
+
+    Args:
+        number: 0 for the trainable flat, 1 for the frozen one.
+    """
     secondary, current = unit.secondary[number], unit.secondary_versions[number] == unit.versions[number]
     return partial(routes.gather, own_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
 
 
 class _Later:
-    """A gather that starts when it is first waited for, beside what was enqueued since it was requested."""
+    """Handle of an all-gather that starts in the first `wait`, on the gather stream.
+
+    It does not wait for work that was enqueued on the compute stream since the request.
+    """
 
     def __init__(self, device: Device, start: Callable[[], Sequence[Handle]]) -> None:
         self._device, self._start = device, start
@@ -127,7 +142,7 @@ class _Later:
 
     def wait(self) -> None:
         if self._started is None:
-            with self._device.aside("gather", after=PASSED) as self._ready:  # it was requested on that stream
+            with self._device.aside("gather", after=PASSED) as self._ready:  # no event needed: requested on this stream
                 self._started = self._start()
         for handle in self._started:
             handle.wait()

@@ -1,15 +1,16 @@
-"""First values, one parameter at a time, the same for every stage, world and choice of units.
+"""Initialize parameters, one at a time, with the same values for every stage, number of ranks and choice of units.
 
-A model that was built with values keeps them. Values of parameters on meta are made on the CPU in fp32, owner by owner
-(a module that holds parameters directly), with a generator seeded from (seed, owner's path): the operations that were
-recorded on them run in their order, see `empty`. A tied parameter is made by its first owner.
+A model that was built with values keeps them. Parameters on meta are initialized on the CPU in fp32, one owner (a
+module that holds parameters directly) after another, with a generator seeded from (seed, owner's path). The operations
+that `empty` recorded run in their order. A tied parameter is initialized by its first owner.
 
-Parameters that nobody wrote to, such as those of a model that was built under `torch.device("meta")`, are made by their
-owner's `reset_parameters`. Where a module around it has `_init_weights(module)`, as models of transformers do, it is
-called next with the owner and with every module around it, as `apply` would; it changes no other parameters then.
+Parameters without recorded writes, such as those of a model built under `torch.device("meta")`, are initialized by
+their owner's `reset_parameters`. If the owner or a module that contains it has `_init_weights(module)`, as models of
+transformers do, that is called next with the owner and then with each containing module, as `apply` would. These calls
+cannot change parameters of other owners.
 
-Values run through as a stream: every rank makes them all, each keeps its own range, page by page, and nothing larger
-than one owner ever exists.
+The values are streamed: every rank computes all of them and keeps its own range, page by page. A rank has the
+values of one owner in memory at a time, and values of other owners only if the recorded operations need them.
 """
 
 import hashlib
@@ -43,27 +44,33 @@ from zero.platform.safetensors_files import StoredWeights
 from zero.store import Page, PageKind, Store
 
 ZEROS = torch.zeros(64)
-"""The values of gaps, repeated as often as it takes."""
+"""The chunk of zeros that fills gaps between slots."""
 
 Weights = Mapping[str, Tensor] | str | PathLike[str] | Callable[[str, Tensor], None] | None
 
 Values = Callable[[str], Tensor]
-"""A parameter's full name to its first value, fp32 or as given, on any device, in the parameter's shape."""
+"""A function that returns the first value of the parameter with a given full name.
+
+The value has the parameter's shape, and any device and dtype.
+"""
 
 
 def values_of(
     splitting: Splitting, built: Mapping[str, Tensor], model: nn.Module, seed: int, weights: Weights, world: World
 ) -> Values:
-    """First values, one parameter at a time: call it in the order of the layouts, and keep none.
+    """Return a function from a parameter's name to its first value.
+
+    Call it in the order of the layouts and do not keep the results, because only the last owner's values are cached.
 
     Args:
-        built: see `values_in`; kept unless `weights` says otherwise.
-        model: the one that will run, whose parameters are placeholders; its owners' `reset_parameters` are called.
-            Persistent buffers that `weights` has by name are filled at once.
+        built: the values that the model was built with, from `values_in`; used unless `weights` is given.
+        model: the model that will run, whose parameters are placeholders. Owners' `reset_parameters` are called on it.
+            Its persistent buffers are filled immediately from `weights`, if that is a mapping or a file.
+        weights: as in `init`.
 
     Raises:
-        PlanError: weights that are missing, all of them named; and from the function that is returned, an owner without
-            `reset_parameters`, or a weight of another shape.
+        PlanError: weights are missing (the message names them). By the returned function: an owner has no
+            `reset_parameters`, or a weight has another shape than its parameter.
     """
     shapes = splitting.shapes()
     if weights is None:
@@ -78,7 +85,7 @@ def values_of(
 
         return filled
     stored = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
-    aliases = splitting.aliases()  # a file may know any of them
+    aliases = splitting.aliases()  # a file may have a tied parameter under any of its names
     _refuse_missing(stored, aliases.values())
     _fill_buffers(model, stored)
     return lambda name: _named(stored, aliases[name], shapes[name])
@@ -86,7 +93,7 @@ def values_of(
 
 @torch.no_grad()
 def stream(layout: Layout, values: Values, sinks: Sequence["Sink"]) -> int:
-    """Send a flat of first values through `sinks`, slot by slot; returns a checksum of all of it."""
+    """Send the first values of a flat tensor to all `sinks`, slot by slot; return a CRC-32 of names and values."""
     check, end = 0, 0
     for slot in layout.slots:
         value = values(slot.name).detach().to("cpu", torch.float32).contiguous().view(-1)
@@ -101,14 +108,14 @@ def stream(layout: Layout, values: Values, sinks: Sequence["Sink"]) -> int:
 
 
 class Sink:
-    """Receives a flat from its beginning to its end and keeps a range of it, in pages.
+    """A receiver that gets a flat tensor in order and passes one range of it on, page by page.
 
     Args:
-        start, stop: the range.
+        start, stop: the range, in elements of the flat tensor.
         cuts: the pages, as (start, stop) within the range.
-        keep: called with the number and the fp32 values, (K,), of each page that is complete; they are valid only then.
-        host: whose memory a page is put together in.
-        at: the flat's element that `take` begins with.
+        keep: called for each complete page with its number and its fp32 values, (K,), which are overwritten afterwards.
+        host: the device whose memory holds the page that is being filled.
+        at: the index in the flat tensor of the first element that `take` receives.
     """
 
     def __init__(
@@ -147,7 +154,7 @@ class Sink:
 
 
 def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
-    """A unit with this rank's memory for it, all zeros."""
+    """Return a unit with this rank's tensors allocated and zero."""
     compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
     resident = Buffer(spec.full_numel, compute, device) if plan.resident else None
     shards: list[Tensor | None] = [None, None]
@@ -168,7 +175,7 @@ def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
 
 
 def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:
-    """Give a unit its first values, in memory and in the store; returns a checksum of all of it."""
+    """Write a unit's first values to memory and to the store; return a checksum of the whole unit."""
     checks = []
     copies = [sink for kind in plan.optimizer.copies for sink in sinks_of(plan, store, unit, kind)]
     for kind, layout, further in (
@@ -180,11 +187,11 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:
 
 
 def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | None = 0) -> list[Sink]:
-    """Return the sinks of this rank for values of one kind of one unit.
+    """Return the sinks that write values of one kind of one unit to this rank's memory and pages.
 
     Args:
-        kind: "param" (the master as well, where there is one), "frozen", or a moment's name.
-        at: the element that the sinks begin with; None: the first that any of them wants.
+        kind: "param" (also writes the master, if the precision has one), "frozen", or a moment's name.
+        at: the index in the flat tensor of the first element that will be sent; None: the first that any sink keeps.
     """
     spec = unit.spec
     layout = spec.frozen if kind == PageKind.FROZEN else spec.trainable
@@ -223,7 +230,7 @@ def _to_memory(flat: Tensor, page_numel: int) -> Callable[[int, Tensor], None]:
 
 
 def _to_pages(store: Store, unit: int, kind: str, page_of: Callable[[Tensor], Tensor]) -> Callable[[int, Tensor], None]:
-    """`page_of` makes of fp32 values what a page holds."""
+    """Return a function that writes fp32 values to pages of the store; `page_of` converts them to the page's format."""
 
     def keep(number: int, page_K: Tensor) -> None:
         store.write(Page(unit, kind, number), page_of(page_K)).wait()
@@ -232,15 +239,16 @@ def _to_pages(store: Store, unit: int, kind: str, page_of: Callable[[Tensor], Te
 
 
 def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
-    """Return the values of parameters that are not on meta, by full name."""
+    """Return the values of all parameters that are not on meta, by full name."""
     parameters = {name: model.get_parameter(name) for name in splitting.names}
     return {name: parameter.detach() for name, parameter in parameters.items() if not is_meta(parameter)}
 
 
 class _Made:
-    """Values that recorded operations make; those of the last owner are kept until another is needed.
+    """The first values of parameters, computed from their recorded operations; only the last owner's are cached.
 
-    The memory that operations use, and no parameter has, belongs to the first owner whose values depend on it.
+    A root that belongs to no parameter, such as an intermediate result, is assigned to the first owner whose values
+    depend on it.
     """
 
     def __init__(
@@ -273,15 +281,16 @@ class _Made:
     def __call__(self, name: str) -> Tensor:
         owner = self._owner_of[name]
         if self._last is None or self._last[0] != owner.path:
-            self._last = None  # freed before the next are made
+            self._last = None  # free the last owner's values before the next are computed
             with self._world.exclusive(), torch.random.fork_rng(devices=[]), torch.no_grad():
                 self._last = owner.path, self._made_by(owner)
         return self._last[1][name]
 
     def _made_by(self, owner: Owner) -> dict[str, Tensor]:
-        """Run all operations that the owner's values depend on.
+        """Run all operations that the owner's values depend on and return the values by name.
 
-        Every owner's generator draws in the same order, whoever depends on its values: so all of its memory is made.
+        If another owner's values are needed, all of them are computed, because that owner's generator must draw in the
+        same order as when its own values are computed.
         """
         paths = {owner.path}
         while further := {self._path_of[root] for path in paths for root in _reached(self._roots_of[path])} - paths:
@@ -309,13 +318,13 @@ class _Made:
         return made
 
     def _generator(self, path: str) -> Tensor:
-        """Return the state of torch's generator at the beginning of an owner's values."""
+        """Return the state of torch's generator with which the owner at `path` begins."""
         digest = hashlib.sha256(f"{self._seed}/{path}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big")).get_state()
 
 
 def _reached(roots: Iterable[Root]) -> Iterable[Root]:
-    """Return `roots` and all roots that their values depend on."""
+    """Return `roots` and all roots that their operations read, directly or indirectly."""
     reached = dict.fromkeys(roots)
     waiting = list(reached)
     while waiting:
@@ -328,14 +337,17 @@ def _reached(roots: Iterable[Root]) -> Iterable[Root]:
 
 @contextmanager
 def _drawing(states: dict[str, Tensor], path: str) -> Iterator[None]:
-    """Inside, torch draws from the generator of the owner at `path`."""
+    """Context manager in which torch draws from the generator of the owner at `path`; its state is kept in `states`."""
     torch.default_generator.set_state(states[path])
     yield
     states[path] = torch.default_generator.get_state()
 
 
 def _begun(root: Root) -> Tensor:
-    """Memory with the value that a parameter was registered with, else NaN, which shows elements that nothing fills."""
+    """Return fp32 memory for `root` with the value that its parameter was registered with, or else NaN.
+
+    A NaN that remains shows that nothing has initialized the element.
+    """
     if not root.kept:
         raise PlanError(
             "parameters of deepspeed.zero.Init() have their values on rank 0 alone; give the model to zero.initialize"
@@ -345,13 +357,14 @@ def _begun(root: Root) -> Tensor:
 
 
 def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Have the owner's `reset_parameters`, and `_init_weights` around it, fill `values`."""
+    """Fill `values` by the owner's `reset_parameters` and by the `_init_weights` of the modules that contain it."""
     reset = _reset_of(module)
     placeholders = dict(module._parameters)
-    filled = {name: nn.Parameter(value) for name, value in values.items()}  # a parameter under two names is one
+    # by full name, so that a parameter with two local names is one object
+    filled = {name: nn.Parameter(value) for name, value in values.items()}
     for local, name in owner.slots:
         held = placeholders[local]
-        if held is not None and name not in filled:  # made by another owner
+        if held is not None and name not in filled:  # initialized by another owner
             filled[name] = nn.Parameter(torch.zeros(held.shape))
     try:
         module._parameters.update({local: filled[name] for local, name in owner.slots})
@@ -382,7 +395,10 @@ def _refuse_left_out(module: nn.Module, owner: Owner, made: Mapping[str, Tensor]
 
 
 def _initialise(model: nn.Module, path: str) -> None:
-    """Call the nearest `_init_weights` at or above it with each module from `path` up to the root."""
+    """Call `_init_weights` with each module from `path` up to the root.
+
+    For each of them the method is its own or that of its nearest ancestor that has one.
+    """
     calls: list[Callable[[], None]] = []
     nearest: Callable[[nn.Module], None] | None = None
     names = path.split(".") if path else []
@@ -396,7 +412,7 @@ def _initialise(model: nn.Module, path: str) -> None:
 
 
 class _OthersUntouched(TorchFunctionMode):
-    """A mode in which writes into a placeholder, or into a part of one, have no effect and draw nothing."""
+    """A mode in which writes into placeholders and their views have no effect and draw no random numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = next(iter((*args, *(kwargs or {}).values())), None)
@@ -432,7 +448,7 @@ def _checked(name: str, value: Tensor, shape: tuple[int, ...] | torch.Size) -> T
 
 @torch.no_grad()
 def _fill_buffers(copied: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Fill buffers too: running statistics and the like were learnt."""
+    """Copy persistent buffers, such as running statistics, from `weights` into the model, if it has them."""
     for name, buffer in buffers_of(copied).items():
         if name in weights:
             buffer.copy_(_checked(name, weights[name], buffer.shape))

@@ -1,14 +1,14 @@
-"""Full values out of shards and back in, by name: for looking, comparing, exporting and editing.
+"""Read and edit full parameters, gradients and moments by name, whatever their sharding and tier.
 
-What is given out are fp32 copies on the CPU, read after all deferred updates are made. An edit goes to wherever this
-rank keeps a part of the value, on any tier, and makes gathered copies of it stale. Setting a value to what it was
+Reads apply all deferred updates first and return fp32 copies on the CPU. An edit is written to every place where this
+rank holds a part of the value, on any tier, and gathered copies of it become stale. Writing a value back unchanged
 changes no bit.
 
-Everything here is collective: every rank makes the same call. Ranks compare what they want to write before anything is
-written, so an edit happens on all of them or on none. At most one unit is gathered at a time.
+All functions are collective: every rank makes the same call. Ranks compare their edits before anything is written, so
+an edit takes effect on all ranks or on none. At most one unit is gathered at a time.
 
-A gradient is the mean over the global batch, not clipped yet. It is there between backward and the end of its step:
-afterwards it belongs to the update.
+A gradient is the mean over the global batch before clipping. It can be read and edited between backward and the end of
+its step. Afterwards the deferred update owns it.
 """
 
 import hashlib
@@ -37,14 +37,18 @@ from zero.platform.files import memory_of
 
 
 class Source(Protocol):
-    """A holder of a state: a `State` itself, a `Step` under way, or an engine."""
+    """An object with a `state`: a `State`, a `Step` before its `finish`, or an engine of `zero.initialize`."""
 
     @property
     def state(self) -> State: ...
 
 
 def _state_of(source: Source, call: str, line: str) -> State:
-    """Return the state of a source; reject another object with the line to write."""
+    """Return the state of a source.
+
+    Raises:
+        ConfigError: `source` has none; the message names `call` and its correct use, `line`.
+    """
     state = getattr(source, "state", source)
     check_type(state, State, call, line)
     return cast(State, state)
@@ -54,25 +58,28 @@ def _state_of(source: Source, call: str, line: str) -> State:
 
 
 def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
-    """Every parameter's full value, on every rank. Collective.
+    """Return the full value of every parameter, on every rank. Collective.
 
     Args:
-        source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
-        kind: "param" (the master where there is one), "compute" (what the model computes with), "grad", or a moment
-            such as "mu". Gradients and moments are those of trainable parameters.
+        source: a `State`, a `Step` before its `finish`, or an engine of `zero.initialize`.
+        kind: "param" (the fp32 master, if the precision has one), "compute" (the values in the dtype of compute),
+            "grad", or a moment such as "mu". Frozen parameters have no "grad" and no moments.
 
     Returns:
-        Full name to an fp32 tensor of the parameter's shape on the CPU.
+        A dict from full name to an fp32 CPU tensor of the parameter's shape.
 
     Raises:
-        ConfigError: nothing of this kind is held; or the model gained, lost or exchanged a parameter.
-        StaleStateError: the state is spent; a gradient, and no step is between backward and its end.
+        ConfigError: the run has no values of this kind; or the model gained, lost or exchanged a parameter.
+        StaleStateError: the state is spent; or `kind` is "grad" and no step is between backward and its end.
     """
     return dict(full_values(_state_of(source, "zero.full_state_dict", "zero.full_state_dict(state)"), kind))
 
 
 def full_values(state: State, kind: str, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """The same, one after the other: no more than a unit is gathered at a time, and none for names in `without`."""
+    """Yield the names and values of `full_state_dict` one by one, except names in `without`. Collective.
+
+    At most one unit is gathered at a time.
+    """
     state.runtime.tree.check()
     state.runtime.settle()
     names = set(_names(state, None, kind)) - set(without)
@@ -80,19 +87,19 @@ def full_values(state: State, kind: str, without: Collection[str] = ()) -> Itera
 
 
 def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
-    """The full value of one parameter, or its gradient or moment, on every rank. Collective.
+    """Return the full value of one parameter, or its gradient or moment, on every rank. Collective.
 
     Args:
-        source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
-        name: as in `full_state_dict`, or the parameter itself.
-        kind: "param", "compute", "grad" or a moment, as there.
+        source: a `State`, a `Step` before its `finish`, or an engine of `zero.initialize`.
+        name: the full name of the parameter, or the parameter itself.
+        kind: "param", "compute", "grad" or a moment, as in `full_state_dict`.
 
     Returns:
         An fp32 copy on the CPU, of the parameter's shape.
 
     Raises:
-        ConfigError: there is no such name, or nothing of this kind is held for it.
-        StaleStateError: a gradient, and no step is between backward and its end.
+        ConfigError: no parameter has this name, or it has no value of this kind.
+        StaleStateError: the state is spent; or `kind` is "grad" and no step is between backward and its end.
     """
     state = _state_of(source, "zero.get_full", "zero.get_full(state, name)")
     state.runtime.settle()
@@ -101,7 +108,10 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
 
 
 def digest(state: State) -> str:
-    """SHA-256 of parameters, moments, buffers, step and loss scale: equal for equal states, whatever the stage."""
+    """Return the SHA-256 of parameters, moments, buffers, step and loss scale. Collective.
+
+    Equal states have equal digests at every stage, because the full values are hashed.
+    """
     plan = state.plan
     checksum = hashlib.sha256(repr((state.step, state.scale)).encode())
     for kind in ("param", "compute", *plan.optimizer.moments):
@@ -125,29 +135,30 @@ def gathered(
     *,
     kind: str = "param",
 ) -> Iterator[dict[str, Tensor]]:
-    """Full values by name, on every rank, for the length of the block; with `modify` edits of them persist.
+    """Context manager that yields full values by name, on every rank; with `modify` it writes edits of them back.
 
         with zero.gathered(state, ["blocks.*.gain"], modify=True) as full:
             for tensor in full.values():
                 tensor.clamp_(min=0.1)
 
-    The dict is emptied at the end, so what was not kept elsewhere is freed. Edits are written at the end, and before a
-    save or another collective read within the block. An exception writes nothing. Collective.
+    Collective. The dict is emptied at the end of the block, which frees tensors that are not referenced elsewhere.
+    Edits are written at the end of the block, and also before a save or another collective read inside it. If the block
+    raises, edits that were not written yet are dropped.
 
     Args:
-        source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
-        names: exact names, fnmatch patterns or parameters; None for all that hold this kind.
-        modify: True if every rank makes the same edits, in place or by putting another tensor in the dict. Or the
-            number of a rank: its edits count, what the others wrote is dropped.
-        kind: "param", "grad", a moment, or, only to read, "compute".
+        source: a `State`, a `Step` before its `finish`, or an engine of `zero.initialize`.
+        names: exact names, fnmatch patterns or parameters; None for all parameters that have this kind.
+        modify: True if every rank makes the same edits, in place or by replacing a tensor in the dict. A rank's number
+            to take the edits of that rank and drop those of the others. False to reject edits.
+        kind: "param", "grad", a moment, or "compute", which cannot be edited.
 
-    An error is raised on every rank, and then nothing has changed.
+    Errors are raised on every rank, and then nothing has changed.
 
     Raises:
-        ConfigError: a name that does not exist; an edit without `modify`, of another shape, or that brings a value that
-            is not finite where all were (a gradient may: its step is skipped).
+        ConfigError: a name does not exist; or an edit was made without `modify`, has another shape, or brings an
+            infinite or NaN value into a tensor that had none (allowed in gradients: the step is skipped then).
         HandshakeError: the ranks called this with different arguments.
-        StaleStateError: the state was spent within the block; a gradient that is not there.
+        StaleStateError: the state was spent inside the block, or a gradient does not exist.
         WorldError: the ranks made different edits.
     """
     state = _state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
@@ -181,15 +192,16 @@ def gathered(
 
 
 def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "param") -> None:
-    """Give one parameter, or its gradient or moment, another value; every rank passes the same one. Collective.
+    """Set one parameter, or its gradient or moment, to `value`, which must be equal on all ranks. Collective.
 
     Args:
-        source: a `State`, a `Step` under way, or an engine of `zero.initialize`.
-        name: of the parameter, or the parameter itself.
-        value: of the parameter's shape, any dtype and device. A frozen parameter is held in the dtype of compute.
+        source: a `State`, a `Step` before its `finish`, or an engine of `zero.initialize`.
+        name: the full name of the parameter, or the parameter itself.
+        value: a tensor of the parameter's shape, any dtype and device. For a frozen parameter it is rounded to the
+            dtype of compute.
         kind: "param", "grad" or a moment.
 
-    Errors are those of `gathered`.
+    Raises the errors of `gathered`.
     """
     state = _state_of(source, "zero.set_full", "zero.set_full(state, name, value)")
     name = _name(state, name, kind)
@@ -198,7 +210,7 @@ def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "par
 
 
 class _Seen(NamedTuple):
-    """A tensor when it was given out: to find out what was edited."""
+    """Shape, SHA-256 and finiteness of a tensor when it was yielded, to detect edits."""
 
     shape: torch.Size
     print: str
@@ -211,18 +223,14 @@ class _Seen(NamedTuple):
 
 
 def _print(tensor: Tensor) -> str:
-    tensor = tensor.contiguous()  # held for as long as its memory is read
+    tensor = tensor.contiguous()  # keeps the copy alive while its memory is read
     return hashlib.sha256(memory_of(tensor)).hexdigest()
 
 
 def _agreed(
     state: State, full: Mapping[str, Tensor], before: Mapping[str, _Seen], kind: str, modify: bool | int
 ) -> dict[str, Tensor]:
-    """Return the edits to write, the same on every rank. Collective.
-
-    Raises:
-        as `gathered`.
-    """
+    """Return the edits to write, equal on every rank. Collective; raises the errors of `gathered`."""
     world = state.plan.world
     try:
         mine, refused = _edits(state, full, before, kind, modify), ""
@@ -256,7 +264,7 @@ def _from_rank(state: State, tensor: Tensor | None, shape: torch.Size, rank: int
 def _edits(
     state: State, full: Mapping[str, Tensor], before: Mapping[str, _Seen], kind: str, modify: bool | int
 ) -> dict[str, Tensor]:
-    """Return the values that this rank has changed; a name that was removed from the dict was not."""
+    """Return the values that this rank has changed. A name that was removed from the dict counts as unchanged."""
     edits = {}
     for name, value in full.items():
         if name not in before:
@@ -284,7 +292,7 @@ def _edits(
 
 
 def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) -> None:
-    """Refuse, before anything is gathered, what cannot be written."""
+    """Raise an error, before anything is gathered, if these values cannot be edited."""
     world = state.plan.world
     if not isinstance(modify, bool) and not 0 <= modify < world.size:
         raise ConfigError(f"modify={modify}: the world has ranks 0 to {world.size - 1}; modify=True takes every rank's")
@@ -296,16 +304,16 @@ def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) 
 
 
 def _names(state: State, patterns: Iterable[str] | None, kind: str) -> list[str]:
-    """The full names that are meant, in the plan's order.
+    """Return the full names that match `patterns`, in the plan's order; None matches all.
 
     Raises:
-        ConfigError: nothing of this kind is held; a name or pattern that fits none.
+        ConfigError: the run has no values of this kind, or a name or pattern matches no parameter.
     """
     moments = state.plan.optimizer.moments
     if kind not in ("param", "compute", "grad", *moments):
         raise ConfigError(f"{kind!r} is not held: param, compute, grad, {', '.join(moments)}")
     names = (name for unit in state.plan.units for layout in layouts_of(unit, kind) for name in _in(layout))
-    held = dict.fromkeys(names)  # as a set, and in order
+    held = dict.fromkeys(names)  # an ordered set
     if patterns is None:
         return list(held)
     chosen = set()
@@ -318,12 +326,12 @@ def _names(state: State, patterns: Iterable[str] | None, kind: str) -> list[str]
 
 
 def _text(name: str | Tensor) -> str:
-    """A parameter may be given in place of its name."""
+    """Return the full name of a parameter that was given instead of its name, else `name`."""
     return name.full_name if isinstance(name, ParameterPlaceholder) else str(name)
 
 
 def _name(state: State, name: str | Tensor, kind: str) -> str:
-    """One exact name; raises as `_names`."""
+    """Return the full name of one parameter; raise ConfigError if `name` is a pattern or not a parameter's name."""
     name = _text(name)
     if _names(state, [name], kind) != [name]:
         raise ConfigError(f"{name} is a pattern; name one parameter, or use zero.gathered")
@@ -352,7 +360,7 @@ def _values(state: State, kind: str, names: Collection[str]) -> Iterator[tuple[s
 
 @torch.no_grad()
 def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
-    """(P,) fp32 on the CPU, in memory of its own. Collective."""
+    """Return a unit's full flat tensor: a (P,) fp32 copy on the CPU. Collective."""
     if kind != "grad":
         return full_flat(state.runtime, unit, layout, kind)
     full = gather_flat(state.runtime, unit, _gradient(state, unit), kind)
@@ -360,9 +368,9 @@ def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
 
 
 def _gradient(state: State, unit: UnitState) -> Tensor:
-    """Return this rank's part of a unit's gradient: the sum over ranks and microbatches."""
+    """Return the part of a unit's gradient that this rank updates: a sum over ranks and microbatches."""
     plan = state.plan
-    if unit.index not in _summed(state):  # as where a parameter is not used
+    if unit.index not in _summed(state):  # like a parameter that was not used
         return torch.zeros(plan.update_numel(unit.spec), dtype=plan.grad_dtype, device=plan.world.device)
     if unit.grad is None:
         state.runtime.gradients.left(unit).wait()
@@ -371,10 +379,10 @@ def _gradient(state: State, unit: UnitState) -> Tensor:
 
 
 def _summed(state: State) -> Collection[int]:
-    """The units that have a gradient, all of what has come so far.
+    """Reduce all gradients that have arrived so far; return the indices of the units that have one. Collective.
 
     Raises:
-        StaleStateError: none has.
+        StaleStateError: no unit has a gradient.
     """
     parts = state.runtime
     parts.gatherer.reduce_arrived()
@@ -387,13 +395,13 @@ def _summed(state: State) -> Collection[int]:
 
 
 def _divisor(state: State) -> float:
-    """Return the number that makes the sum of gradients a mean."""
+    """Return the divisor that turns the scaled sum of gradients into their mean."""
     return state.plan.world.size * state.plan.accumulate * state.scale.scale
 
 
 @torch.no_grad()
 def _write(state: State, edits: Mapping[str, Tensor], kind: str) -> None:
-    with if_it_fails(state.spend):  # half an edit must not pass for a state
+    with if_it_fails(state.spend):  # a partly written edit makes the state unusable
         for unit in state.runtime.units:
             for layout in layouts_of(unit.spec, kind):
                 slots = [slot for slot in layout.slots if slot.name in edits]
@@ -406,7 +414,7 @@ def _write(state: State, edits: Mapping[str, Tensor], kind: str) -> None:
 def _write_flat(
     state: State, unit: UnitState, layout: Layout, slots: Sequence[Slot], edits: Mapping[str, Tensor], kind: str
 ) -> None:
-    """Parameters or moments go the way of first values, the rest of the flat as it is."""
+    """Write edits of parameters or moments through the sinks of first values, with the rest of the flat unchanged."""
     flat = _flat(state, unit, layout, kind)
     for slot in slots:
         slot.of(flat).copy_(edits[slot.name])
@@ -418,7 +426,10 @@ def _write_flat(
 
 
 def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) -> None:
-    """Elements that are what they were keep their bits, though a sum is not always its mean times the count."""
+    """Write edits of a unit's gradient.
+
+    Elements whose mean is unchanged keep their old sum, because mean times divisor may round to another value.
+    """
     parts, plan, layout = state.runtime, state.plan, unit.spec.trainable
     divisor = _divisor(state)
     first, last = (0, layout.P) if plan.full_update else layout.shard(plan.rank)

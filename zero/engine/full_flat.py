@@ -1,4 +1,4 @@
-"""Gather one unit's full parameters, or moments, from where the ranks keep them."""
+"""Gather the full parameters or moments of a unit from the ranks' memory and pages."""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -15,7 +15,7 @@ from zero.store import Page
 
 
 def full_parameters(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter's name and full value, fp32 on the CPU, one at a time. Collective."""
+    """Yield every parameter's name and full value, an fp32 CPU tensor, one at a time. Collective."""
     names = set(runtime.plan.splitting.names)
     return full_tensors(runtime, "param", names, partial(full_flat, runtime))
 
@@ -23,7 +23,11 @@ def full_parameters(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
 def full_tensors(
     runtime: Runtime, kind: str, names: Collection[str], flat_of: Callable[[UnitState, Layout, str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the full value of each tensor in `names`, one unit at a time. Collective."""
+    """Yield the name and a copy of the full value of each parameter in `names`, one unit at a time. Collective.
+
+    Args:
+        flat_of: (unit, layout, kind) to the full flat tensor, (P,).
+    """
     for unit in runtime.units:
         for layout in layouts_of(unit.spec, kind):
             slots = [slot for slot in layout.slots if slot.name in names]
@@ -34,13 +38,13 @@ def full_tensors(
 
 
 def layouts_of(unit: UnitSpec, kind: str) -> tuple[Layout, ...]:
-    """Return the flats that hold this kind: frozen parameters have neither gradients nor moments."""
+    """Return the layouts that have values of this kind: frozen parameters have neither gradients nor moments."""
     return unit.layouts if kind in ("param", "compute") else (unit.trainable,)
 
 
 @torch.no_grad()
 def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> Tensor:
-    """(P,) fp32 on the CPU, in memory of its own. Collective.
+    """Return a unit's full flat tensor of one kind: (P,) fp32 on the CPU, not shared with the state. Collective.
 
     Args:
         kind: "param", "compute" or a moment.
@@ -59,7 +63,7 @@ def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> T
 
 
 def _master(runtime: Runtime, unit: UnitState) -> Tensor:
-    """Read the range of the master that this rank updates, where the parameters are not the master themselves."""
+    """Return the part of the fp32 master that this rank updates, for a precision with a separate master."""
     plan, master = runtime.plan, runtime.plan.precision.master
     params = unit.own_params(full_update=plan.full_update)
     if params is None:
@@ -68,7 +72,7 @@ def _master(runtime: Runtime, unit: UnitState) -> Tensor:
 
 
 def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dtype) -> Tensor:
-    """Read what this rank updates of one kind from its pages, in the form that they have."""
+    """Read the range of one kind that this rank updates from its pages, in the pages' own format and `dtype`."""
     plan, numel = runtime.plan, partial(runtime.plan.kept.numel, kind)
     values = torch.zeros(numel(plan.update_numel(unit.spec)), dtype=dtype, device=plan.world.device)
     for number, (start, stop) in enumerate(plan.cut(plan.update_numel(unit.spec))):
@@ -78,7 +82,7 @@ def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dty
 
 
 def gather_flat(runtime: Runtime, unit: UnitState, updated: Tensor, kind: str) -> Tensor:
-    """Gather the full flat from what each rank updates. Collective."""
+    """All-gather the full flat tensor, (P,), from the ranges that the ranks update. Collective."""
     if updated.numel() == unit.spec.trainable.P:
         return updated
     full = updated.new_zeros(unit.spec.trainable.P)

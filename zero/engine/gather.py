@@ -1,24 +1,26 @@
-"""Run a unit's modules on gathered parameters, forward and backward, and pass their gradients on.
+"""Run a unit's modules on gathered parameters in forward and backward, and deliver their gradients to the reducer.
 
-The nodes of `graph` tell when all gradients of a call have arrived, and the reducer's reduce-scatter is the transpose
-of the gather. Gradients leave autograd one by one: a unit's gradients never exist twice.
+The autograd nodes of `graph` tell when all gradients of a call have arrived. The reducer then reduce-scatters them.
+Each gradient is taken out of autograd as soon as it is complete, so no second copy of a unit's gradients exists.
 
 While a unit computes, a pair of saved-tensor hooks receives every tensor that autograd saves. A tensor in a gathered
 buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first use
-in backward gathers the unit again. No activation is recomputed; `activations` keeps them. Only the innermost hooks
-count in torch, so a checkpoint of the user's around the unit has its own: it drops everything and recomputes.
+in backward gathers the unit again. Activations are not recomputed, but kept by `activations`. If the user wraps the
+unit in a checkpoint, these hooks are not installed, because torch runs only the innermost hooks. The checkpoint then
+drops all saved tensors and recomputes the forward.
 
-A buffer is pinned:
+A buffer is pinned (must not be released):
 
-    in forward               from the call to its return
+    in forward               from the call of the site to its return
     in backward              from the first use until the gradients of all the unit's calls have arrived
-    ... with none to come    until backward uses another unit, or ends (frozen units, gradients of inputs only)
+    ... without gradients    until backward uses another unit, or ends (frozen units, gradients of inputs only)
     gathered ahead           until it is used, or the pass ends
 
-`torch.func` transforms (grad, vmap, jacrev) forbid such hooks, so a site raises under one. Tensors that the user put
-in place with `torch.func.functional_call` are used as they are.
+A site raises OutsideUnitError under a transform of `torch.func` (grad, vmap, jacrev), because these transforms forbid
+saved-tensor hooks. Tensors that the user puts in place of parameters with `torch.func.functional_call` are used as they
+are.
 
-Every decision about a collective depends on the order of calls alone, so all ranks decide alike.
+Whether and when a collective starts depends only on the order of calls, so all ranks decide alike.
 
 Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch FSDP", section 4.1 for the schedule.
 """
@@ -62,7 +64,14 @@ from zero.platform.timeline import Tape
 
 
 class Place(NamedTuple):
-    """A parameter's place in a site's module: `parameters[name]` of the module at `owner` is `placeholder`."""
+    """The position of a parameter in a site's module.
+
+    Attributes:
+        owner: the path of the submodule that holds the parameter, relative to the site's module.
+        parameters: that submodule's `_parameters`.
+        name: the parameter's key in `parameters`.
+        placeholder: the parameter itself.
+    """
 
     owner: tuple[str, ...]
     parameters: dict[str, Any]
@@ -70,7 +79,7 @@ class Place(NamedTuple):
     placeholder: ParameterPlaceholder
 
     def is_in(self, module: nn.Module) -> bool:
-        """Return whether the site's `module` still has a parameter there: its parts may have been exchanged."""
+        """Return whether `module` still has a parameter at this place; users may exchange submodules."""
         for name in self.owner:
             part = module._modules.get(name)
             if part is None:
@@ -80,7 +89,7 @@ class Place(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The place of a saved tensor in the gathered buffer of its unit."""
+    """A saved tensor as a view of its unit's gathered buffer; `offset` counts elements from the buffer's start."""
 
     unit: int
     version: int
@@ -90,20 +99,22 @@ class Packed(NamedTuple):
 
 
 class Gatherer:
-    """Runs the sites of one copied model on gathered units.
+    """Runner of a model's sites: it gathers their units, runs them, and delivers their gradients.
 
     Args:
+        residency: gathers and releases units.
+        reducer: receives each gradient, and reduces a unit when all of its calls have delivered their gradients.
         activations: keeps activations until backward.
-        reducer: takes each gradient of a call, and reduces a unit when all of its calls have delivered theirs.
-        tape: records forwards and backwards.
+        tape: records forwards and backwards in the timeline.
 
     Attributes:
-        arrived: a gradient has arrived in this step.
-        unscaled: a gradient has arrived from a backward without the loss scale.
-        entering: called before a site runs, or a parameter is read with a history, outside of backward.
-        arriving: called when a gradient arrives.
-        use: held by the thread that uses the state.
-        frozen_groups: numbers of the optimizer's groups that do not train in the next forwards.
+        arrived: whether a gradient has arrived in this step.
+        unscaled: whether a gradient has arrived from a backward without the loss scale.
+        entering: a callback, called outside of backward before a site runs or a parameter is read with an autograd
+            history.
+        arriving: a callback, called when a gradient arrives.
+        use: a lock that only one thread may hold, which ensures that one thread uses the state at a time.
+        frozen_groups: the numbers of optimizer groups that do not train in the next forwards.
     """
 
     def __init__(
@@ -119,22 +130,23 @@ class Gatherer:
         self._units, self.residency, self.pool = units, residency, residency.pool
         self._accumulate, self._deliver, self._start_reduce = plan.accumulate, reducer.deliver, reducer.start_reduce
         self.activations, self._policies = activations, plan.activations
-        self._sends = False  # `activations` keeps those of the unit that computes now
+        self._sends = False  # whether the running unit's activations are offloaded
         self._compiler = Compiler(plan.compile) if plan.compile else None
         self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
-        self._places_of: dict[str, list[Place]] = {}  # by path of a site, in the order of its bindings
+        self._places_of: dict[str, list[Place]] = {}  # by the site's path, in the order of its bindings
         self._check_writes = plan.check_writes
         self.entering: Callable[[], None] = lambda: None
         self.arriving: Callable[[], None] = lambda: None
-        self._placeholders: dict[tuple[int, int], ParameterPlaceholder] = {}  # by unit and slot, of those that train
-        self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: gradients that their hooks have not seen
-        self._held: dict[int, Buffer] = {}  # pinned by the backward pass under way
-        self._open: set[int] = set()  # units that gradients were delivered to and whose reduce has not started
+        self._placeholders: dict[tuple[int, int], ParameterPlaceholder] = {}  # by (unit, slot), trainable
+        self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: sums for hooks not called yet
+        self._held: dict[int, Buffer] = {}  # by unit: buffers that the running backward pass has pinned
+        self._open: set[int] = set()  # units with delivered gradients whose reduction has not started
         self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
-        """Callbacks of the backward passes under way, by autograd's id: several when nested. Autograd owns them, so
-        they are gone with a pass that an exception broke off."""
-        self._scaled: set[int] = set()  # passes that began with the loss scale
+        """End-of-pass callbacks of the running backward passes, by autograd's graph task id; several when nested.
+
+        Only autograd references them, so the callback of a pass that raised disappears with that pass."""
+        self._scaled: set[int] = set()  # ids of passes that began with the loss scale
         self.arrived = self.unscaled = False
         self.frozen_groups: frozenset[int] = frozenset()
         self.use = OneThread("a State")
@@ -143,20 +155,20 @@ class Gatherer:
     # -- one microbatch ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a microbatch, or a forward without gradients."""
-        if torch.is_grad_enabled():  # an evaluation may lie between a microbatch's forward and its backward
-            self._forget_calls()  # of forwards outside of a step, which nobody ended
+        """Begin a microbatch, or an evaluation."""
+        if torch.is_grad_enabled():  # else keep the calls: an evaluation may run between forward and backward
+            self._forget_calls()  # of forwards outside of a step, for which `end` is never called
             self._scaled.clear()
         self.activations.release_all()
         self.residency.begin()
 
     def clear(self) -> None:
-        """Begin a step: nothing has arrived yet."""
+        """Begin a step: forget what arrived in the last one."""
         self._hooked.clear()
         self.arrived = self.unscaled = False
 
     def end(self) -> None:
-        """End the microbatch; units whose calls reached no gradient are reduced as zeros, in unit order."""
+        """End the microbatch; reduce units whose calls got no gradient as zeros, in unit order."""
         for unit in self._units:
             if unit.calls:
                 self._close(unit)
@@ -164,7 +176,7 @@ class Gatherer:
         self.residency.end()
 
     def reset(self) -> None:
-        """Forget calls and pins after an exception."""
+        """Forget all calls and pinned buffers after an exception."""
         self._held.clear()
         self._hooked.clear()
         self._open.clear()
@@ -180,12 +192,12 @@ class Gatherer:
             unit.returned = 0
 
     def runner(self, site: Site) -> Run:
-        """Return what `site` runs through when it is called, never to be compiled into what calls it."""
+        """Return the function that runs a call of `site`; torch.compile never traces it into the caller's graph."""
         run = partial(self.run, site)
         return run if self._compiler is None else cast(Run, torch.compiler.disable(run))
 
     def place(self, site: Site, bound: Binding, place: Place) -> None:
-        """Note one of the places of a parameter in the model, in the order of the site's bindings."""
+        """Register one place of a parameter in the model; call it in the order of the site's bindings."""
         self._places_of.setdefault(site.path, []).append(place)
         if bound.trainable:
             self._placeholders[bound.unit, bound.slot] = place.placeholder
@@ -193,7 +205,7 @@ class Gatherer:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def run(self, site: Site, body: Body, args: Any, kwargs: Any) -> Any:
-        """Call a site's module on its gathered parameters."""
+        """Run a call of a site's module on gathered parameters."""
         recomputing = in_backward()
         if recomputing:
             return self._run(site, body, args, kwargs, recomputing)
@@ -212,14 +224,14 @@ class Gatherer:
         try:
             units = () if is_in_full else site.units
             for index in units:
-                if recomputing:  # held for the pass, but also pinned for the call: the next hold may let it go
+                if recomputing:  # also pinned for the call, because holding another unit may release this one
                     pinned.append(self._hold(self._units[index]))
                     pinned[-1].pins += 1
                 else:
                     pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
             parameters = self._parameters(site, body.module, units, recomputing)
             call = partial(call_with, path=site.path, check_writes=self._check_writes)
-            before = nodes_of((args, kwargs))  # taken now: the call may change its inputs in place
+            before = nodes_of((args, kwargs))  # before the call, which may change its inputs in place
             policy = self._policies[site.units[0]]
             self._sends = policy == "offload"
             with self._packing():
@@ -235,20 +247,20 @@ class Gatherer:
             raise
         finally:
             self._sends = sends
-            for owner, name, placeholder in kept:  # a tensor that stayed there would be taken for the user's
+            for owner, name, placeholder in kept:  # else the next call takes it for a tensor of the user
                 owner[name] = placeholder
             for buffer in pinned:
                 self.residency.unpin(buffer)
 
     def _parameters(self, site: Site, module: nn.Module, units: Iterable[int], recomputing: bool) -> dict[str, Tensor]:
-        """Return the site's parameters by their names in its body: views of gathered buffers.
+        """Return the site's parameters, views of gathered buffers, by their names in its `Body`.
 
-        Parameters that are not there any more are read as any parameter outside of its unit.
+        Parameters that the module does not have any more are left out.
 
         Args:
-            units: those that are gathered; none if all parameters are in a block of `GatheredParameters`.
+            units: the gathered units; none if all parameters are in a block of `GatheredParameters`.
         """
-        gathered: dict[tuple[int, bool], Sequence[Tensor]] = {}  # by unit, and whether it trains
+        gathered: dict[tuple[int, bool], Sequence[Tensor]] = {}  # by (unit, whether trainable)
         for index in units:
             unit = self._units[index]
             flat = self.residency.buffer(unit).flat
@@ -265,7 +277,11 @@ class Gatherer:
         }
 
     def _made(self, unit: UnitState, flat: Tensor, recomputing: bool) -> list[Tensor]:
-        """Return the unit's trainable parameters with a history; a recomputation is the same call again."""
+        """Return the unit's trainable parameters with an autograd history.
+
+        Args:
+            recomputing: the call recomputes an earlier one, so it is not counted as a further call.
+        """
         made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
         if not recomputing:
             unit.calls.append(made[0].grad_fn)
@@ -301,13 +317,13 @@ class Gatherer:
     def _packing(self) -> AbstractContextManager[Any]:
         released = self.pool is not None or self.activations.offloads
         if not released or not torch.is_grad_enabled():
-            return nullcontext()  # nothing is ever released, so autograd may keep everything
+            return nullcontext()  # no buffer is ever released, so autograd may save all tensors itself
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return nullcontext()  # hooks of an outer unit see all buffers; those of a checkpoint must not be hidden
+            return nullcontext()  # an outer unit's hooks handle all buffers; a checkpoint's hooks must not be hidden
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _own(self, outputs: Any) -> Any:
-        """Copy outputs that are views of a buffer, because they must outlive it."""
+        """Copy outputs that are views of a gathered buffer, because the buffer is released before they are used."""
         if self.pool is None:
             return outputs
         borrowed = (t for t in tensors_in(outputs) if self.pool.holding(t) is not None)
@@ -335,7 +351,10 @@ class Gatherer:
         return buffer.flat.as_strided(packed.size, packed.stride, offset)
 
     def regather(self, site: Site, binding: int) -> Callable[[bool], Tensor]:
-        """Return a function that reads a parameter outside of its sites' calls: see `ParameterPlaceholder`."""
+        """Return the `ParameterPlaceholder.regather` of a parameter: it gathers the unit and returns a view.
+
+        The function's argument says whether the view needs an autograd history.
+        """
         bound = site.bindings[binding]
 
         def view(with_history: bool) -> Tensor:
@@ -347,7 +366,7 @@ class Gatherer:
                     self.entering()
                 if recomputing:
                     flat = self._hold(unit).flat
-                else:  # unpinned at once: a tensor that uses the memory keeps it, see `Pool.take`
+                else:  # unpinned immediately: `Pool.take` leaves the memory to tensors that still use it
                     buffer = self.residency.pin(unit, training=torch.is_grad_enabled())
                     flat = buffer.flat
                     self.residency.unpin(buffer)
@@ -355,12 +374,13 @@ class Gatherer:
                     return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
                 if not with_history:
                     return views(unit.spec.trainable, flat)[bound.slot]
-                return self._made(unit, flat, recomputing)[bound.slot]  # a reentrant checkpoint goes backward from here
+                # with a history even while recomputing, because a reentrant checkpoint runs backward from here
+                return self._made(unit, flat, recomputing)[bound.slot]
 
         return view
 
     def _hold(self, unit: UnitState) -> Buffer:
-        """Pin `unit` for the backward pass under way."""
+        """Gather and pin `unit` for the running backward pass; unpin units that expect no more gradients in it."""
         self._watch_pass()
         if unit.index not in self._held:
             for index in [index for index in self._held if not self._awaited(self._units[index])]:
@@ -369,7 +389,7 @@ class Gatherer:
         return self._held[unit.index]
 
     def _awaited(self, unit: UnitState) -> bool:
-        """Return whether gradients of `unit` will still arrive in the pass under way."""
+        """Return whether gradients of `unit` will still arrive in the running backward pass."""
         return any(torch._C._will_engine_execute_node(call) for call in unit.calls)
 
     def _let_go(self, index: int) -> None:
@@ -378,7 +398,7 @@ class Gatherer:
             self.residency.unpin(buffer)
 
     def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
-        """Take the gradient of one parameter of one call."""
+        """Receive the gradient of one parameter from one call of its unit."""
         with self._lock:
             self._watch_pass()
             self.arriving()
@@ -388,7 +408,7 @@ class Gatherer:
                     f"{placeholder.full_name} was frozen between this graph's forward and its backward. Freeze it "
                     "before the forward, or after the step."
                 )
-            if placeholder.hooks:  # they get the sum over the unit's calls, as on any leaf
+            if placeholder.hooks:  # they get the sum over all calls, as hooks of any leaf do
                 sums = self._hooked.setdefault(unit.index, {})
                 sums[slot] = grad if slot not in sums else sums[slot] + grad
             else:
@@ -397,23 +417,27 @@ class Gatherer:
             self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 
     def scaled(self, *_: Any) -> None:
-        """Note that the backward pass under way began with the loss scale."""
+        """Note that the running backward pass began with the loss scale. A tensor hook, which ignores its gradient."""
         with self._lock:
             self._watch_pass()
             self._scaled.add(torch._C._current_graph_task_id())
 
     def returned(self, unit: UnitState, *, counted: bool) -> None:
-        """Note that all gradients of one call have arrived; `counted=False`: of a part of it that was recomputed."""
+        """Note that all gradients of one call have arrived.
+
+        Args:
+            counted: False for a call that recomputes an earlier one.
+        """
         with self._lock:
             self._watch_pass()
             self._tape.passed("backward", unit.spec.name)
             if unit.resident is None and not unit.spec.lookup and unit.index not in self._held:
-                self._hold(unit)  # this rank did not use its values, but others gather it here
+                self._hold(unit)  # this rank did not use the values, but other ranks gather the unit here
             self._open.add(unit.index)
             unit.returned += counted
             if counted and unit.returned == len(unit.calls):
                 self._close(unit)
-            elif counted:  # used again further up: gathered again there, rather than held until then
+            elif counted:  # an earlier call needs the unit later in backward: gather it again then
                 self._let_go(unit.index)
 
     def _close(self, unit: UnitState) -> None:
@@ -421,20 +445,20 @@ class Gatherer:
         unit.returned = 0
         self._open.discard(unit.index)
         for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
-            # the update divides by the count of microbatches, and hooks see the gradient after that
+            # hooks see the gradient divided by the number of microbatches; the update divides later, so multiply back
             hooked = self._placeholders[unit.index, slot].through_hooks(grad / self._accumulate)
             self._deliver(unit, slot, hooked * self._accumulate)
         self._start_reduce(unit)
         self._let_go(unit.index)
 
     def reduce_arrived(self) -> None:
-        """Reduce gradients of units whose backward has not ended, and may never do."""
+        """Reduce the gradients that have arrived, even for units whose backward has not ended, outside of backward."""
         with self._lock:
             for index in sorted(self._open if not self._passes else ()):
                 self._close(self._units[index])
 
     def _watch_pass(self) -> None:
-        """Have autograd call `_pass_ended` when the backward pass under way ends."""
+        """Have autograd call `_pass_ended` when the running backward pass ends."""
         task = torch._C._current_graph_task_id()
         if task != -1 and task not in self._passes:
             self._passes[task] = ended = partial(self._pass_ended, task)
@@ -444,17 +468,21 @@ class Gatherer:
         self._passes.pop(task, None)
         self._scaled.discard(task)
         if self._passes:
-            return  # a pass inside another one, as a reentrant checkpoint makes
+            return  # the ended pass was nested in another one, as with a reentrant checkpoint
         for index in sorted(self._open):
             unit = self._units[index]
-            if unit.returned or not unit.calls:  # else its call is still to come, or `end` closes it
+            if unit.returned or not unit.calls:  # else a later backward or `end` closes it
                 self._close(unit)
         for index in list(self._held):
             self._let_go(index)
 
 
 def _value_at(place: Place, gathered: Sequence[Tensor], slot: int) -> Tensor:
-    """Return the tensor that the user put in a parameter's place, else its full value in a block, else `gathered`'s."""
+    """Return the value to use for the parameter at `place`.
+
+    That is the tensor that the user put there, else its full value in a block of `GatheredParameters`, else
+    `gathered[slot]`.
+    """
     there = place.parameters[place.name]
     if there is place.placeholder:
         full = place.placeholder.seen_in_full()
@@ -472,7 +500,7 @@ def reject_transforms() -> None:
 
 
 def bind_placeholders(copied: nn.Module, sites: Iterable[Site], gatherer: Gatherer) -> None:
-    """Tell every site where its parameters are, and every placeholder how to find its values outside of its site."""
+    """Register every site's parameters with `gatherer`, and set each placeholder's `regather`."""
     for site in sites:
         module = copied.get_submodule(site.path)
         for number, bound in enumerate(site.bindings):

@@ -1,19 +1,20 @@
-"""Keep each unit's gradient from backward until its update, in memory of its own or in pages of the store.
+"""Keep each unit's gradient from backward until its update, in device memory or in pages of the store.
 
-Where gradients are offloaded, a unit's gradient is in a borrowed buffer while it changes: `open` borrows a buffer,
-`park` writes the pages and frees the buffer when they are written.
+An offloaded gradient is in a borrowed buffer while it changes: `open` borrows a buffer and loads the pages, `park`
+writes the pages and frees the buffer afterwards.
 
-On a GPU gradients are copied on streams of their own, beside compute:
+On a GPU two side streams copy gradients, so that the copies overlap with compute:
 
-    out    after what was enqueued on the current stream; the next user of the buffer, or reader of pages, waits for it
-    in     after the last copy out, and as soon as the buffer is free; the current stream waits for it
+    "gradients out"    starts after all work enqueued so far on the current stream. The next user of the buffer and
+                       readers of the pages wait for it.
+    "gradients in"     starts after the unit's last copy out, when the buffer is free. The current stream waits for it.
 
-The gradient of the first of several microbatches loses nothing in the dtype of compute. So it is copied in that, to a
-disk in pages of its own; `open` returns it in fp32 for adding and for the update. Once ranks have added up a whole
-flat, only the pages that this rank updates are copied.
+The gradient of the first of several microbatches is exact in the dtype of compute, because nothing has been added yet.
+It is offloaded in that dtype (on a disk in separate pages), and `open` converts it to fp32 before anything is added and
+for the update. After a unit's gradient was reduced over ranks, only the pages that this rank updates are written.
 
-A page in host memory counts as written in the store once its copy is enqueued, so a reader has to wait for `left`
-first. A page of a disk is written by a thread of the store, which keeps the order itself.
+The store considers a page in host memory as written once its copy is enqueued, so a reader must first wait for the
+event from `left`. Pages on a disk are written by threads of the store, which order reads after writes themselves.
 """
 
 from collections import deque
@@ -33,11 +34,11 @@ from zero.store import Page, PageKind, PrefetchStore, Ticket
 
 
 class Gradients:
-    """Gradients in memory of their own.
+    """Gradients in device memory: `grad` of each unit is allocated once.
 
     Attributes:
-        scarce: buffers are few, so a gradient must not stay open while others arrive.
-        overflowed: the number of buffers that were made beyond the plan's.
+        scarce: whether few buffers exist, so that a gradient must be parked before others arrive.
+        overflowed: the number of extra buffers that were allocated beyond those of the plan.
     """
 
     scarce = False
@@ -45,27 +46,28 @@ class Gradients:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the borrowed buffers, between steps."""
+        """Bytes of the buffers that gradients borrow, measured between steps."""
         return 0
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
-        """Return `unit.grad`, to be changed.
+        """Make `unit.grad` available for changes and return it.
 
         Args:
-            fresh: its content does not matter; otherwise it is the sum so far.
-            held: a reduction writes into it, so it stays open until `park`; outside of the range that this rank updates
-                its content is not needed any more.
-            sums: return it in the dtype of sums; otherwise in that of one gradient where it holds no sum yet.
+            fresh: the caller overwrites it; otherwise it contains the sum so far.
+            held: a reduction will write into it, so it stays open until `park`. Only the range that this rank updates
+                is kept then.
+            sums: return it in the dtype of sums. With False a gradient that is not a sum yet may be in
+                `Facts.first_grad_dtype`.
         """
         assert unit.grad is not None
         unit.await_grad_readers()
         return unit.grad
 
     def park(self, unit: UnitState) -> None:
-        """Close `unit.grad`; nothing changes it until the next `open`."""
+        """End the changes of `unit.grad` until the next `open`; an offloaded gradient is written to its pages."""
 
     def left(self, unit: UnitState) -> Event:
-        """Return an event that passes when the gradient that was parked last is in its pages."""
+        """Return an event that is complete when the unit's last parked gradient has been copied to its pages."""
         return PASSED
 
     def reset(self) -> None:
@@ -73,14 +75,14 @@ class Gradients:
 
 
 class _Buffer(NamedTuple):
-    """Memory for a gradient that changes; it may be overwritten once `free` has passed."""
+    """A buffer for an open gradient; it may be overwritten after the event `free`."""
 
     flat: Tensor
     free: Event
 
 
 class PagedGradients(Gradients):
-    """Gradients in pages of the store, and in a few buffers while they change."""
+    """Offloaded gradients: pages of the store, and a few device buffers for the gradients that are open."""
 
     scarce = True
 
@@ -88,12 +90,12 @@ class PagedGradients(Gradients):
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
         self._counts = plan.grad_buffer_counts()
         self._free = {numel: [self._buffer(numel) for _ in range(n)] for numel, n in self._counts.items()}
-        self._open: dict[int, tuple[UnitState, Tensor]] = {}  # by unit, with the whole buffer
-        self._single: set[int] = set()  # units whose gradient is one microbatch's, in the dtype of compute
+        self._open: dict[int, tuple[UnitState, Tensor]] = {}  # by unit index, with the buffer
+        self._single: set[int] = set()  # units whose gradient is in `first_grad_dtype`, of one microbatch
         self._held: set[int] = set()
-        self._reduced: set[int] = set()  # units of which only the range that this rank updates is needed
-        self._leaving: deque[tuple[_Buffer, list[Ticket]]] = deque()  # with those of the writes of its pages
-        self._left: dict[int, Event] = {}  # by unit
+        self._reduced: set[int] = set()  # units of which only this rank's range is kept
+        self._leaving: deque[tuple[_Buffer, list[Ticket]]] = deque()  # with tickets of writes
+        self._left: dict[int, Event] = {}  # by unit, see `left`
         self._coming: list[Ticket] = []
 
     @property
@@ -114,7 +116,7 @@ class PagedGradients(Gradients):
                 self._single.discard(unit.index)
             dtype = self._plan.first_grad_dtype if unit.index in self._single else self._plan.grad_dtype
             buffer = self._take(self._plan.grad_numel(unit.spec))
-            self._open[unit.index] = unit, buffer.flat  # first: `reset` finds it here after an interrupt
+            self._open[unit.index] = unit, buffer.flat  # first, so that `reset` finds it after an interrupt
             unit.grad = buffer.flat.view(dtype)[: buffer.flat.numel()]
             if fresh:
                 with self._tape.stream_standing("page out", unit.spec.name):
@@ -143,7 +145,7 @@ class PagedGradients(Gradients):
         return self._left.get(unit.index, PASSED)
 
     def reset(self) -> None:
-        with suppress(StoreError):  # a broken store is what is being reported already
+        with suppress(StoreError):  # the caller is already handling the error of a failed store
             self._await_coming()
             while self._leaving:
                 self._finish_oldest()
@@ -155,7 +157,7 @@ class PagedGradients(Gradients):
             by_unit.clear()
 
     def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
-        """Load the pages of `unit`, beside what is computed since the buffer became free."""
+        """Load the pages of `unit` into `buffer` on the side stream "gradients in"."""
         with self._device.aside("gradients in", after=buffer.free) as loaded:
             self.left(unit).wait()
             with self._tape.streaming("page in", unit.spec.name):
@@ -171,7 +173,10 @@ class PagedGradients(Gradients):
             self._coming.pop()
 
     def _take(self, numel: int) -> _Buffer:
-        """Return a buffer of this size, to be used once it is free."""
+        """Return a buffer of `numel` elements, to be used after its event `free`.
+
+        If none is left, wait for the oldest write, else park an open gradient, else allocate an extra buffer.
+        """
         while not self._free[numel]:
             if self._leaving:
                 self._finish_oldest()
@@ -181,7 +186,7 @@ class PagedGradients(Gradients):
             if oldest is None:
                 self.overflowed += 1
                 return self._buffer(numel)
-            self.park(oldest)  # many are open at once, as in a stack that is looped over: it comes back
+            self.park(oldest)  # its unit gets more gradients, so a later `open` loads it again
         return self._free[numel].pop()
 
     def _buffer(self, numel: int) -> _Buffer:
@@ -189,7 +194,7 @@ class PagedGradients(Gradients):
         return _Buffer(flat, self._device.mark())
 
     def _finish_oldest(self) -> None:
-        """Wait until its pages are written, or their copies enqueued."""
+        """Free the buffer that was parked first, after its pages are written, or their copies enqueued."""
         for ticket in self._leaving[0][1]:
             ticket.wait()
         self._give_back(self._leaving.popleft()[0])
@@ -199,7 +204,7 @@ class PagedGradients(Gradients):
         if len(free) < self._counts[buffer.flat.numel()]:
             free.append(buffer)
         else:
-            buffer.free.finish()  # the next user of its memory does not know this event
+            buffer.free.finish()  # the memory's next user cannot wait for this event
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None
@@ -213,9 +218,14 @@ class PagedGradients(Gradients):
 
 
 def _widened(flat: Tensor, narrow: Tensor) -> Tensor:
-    """Return `flat`, (n,), with the values of `narrow`, (n,) of a dtype half as wide in the first half of its memory.
+    """Convert a gradient in place to the wider dtype of its buffer.
 
-    From the end, half of what is left at a time: their new places hold nothing that is still needed.
+    It copies the last half of the remaining values at a time, because the memory that they move to no longer holds
+    values that are needed.
+
+    Args:
+        flat: (n,) the buffer.
+        narrow: (n,) the values, in a dtype half as wide, in the first half of the buffer's memory.
     """
     stop = flat.numel()
     while stop > 1:

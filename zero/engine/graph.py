@@ -1,7 +1,7 @@
-"""Nodes of autograd's graph that tell when backward has all gradients of a unit's call, and take them.
+"""Autograd functions that take a unit's gradients out of autograd and tell when all gradients of a call have arrived.
 
-`Gather` is one node from a unit to all its parameters. An `Arrive` for each of them takes the gradient out of autograd
-as soon as it is complete. A `Reach` has backward pass through a unit whose parameters took no part in its outputs.
+`Gather` is one node per call, whose outputs are all parameters of the unit. An `Arrive` for each parameter delivers its
+gradient as soon as it is complete. A `Reach` makes backward visit a unit whose parameters did not affect its outputs.
 """
 
 from collections.abc import Iterable
@@ -16,17 +16,22 @@ from zero.engine.unit_state import UnitState
 from zero.errors import StaleStateError
 
 RUN_FIRST = 2**62
-"""Above every counted sequence number: of the nodes that can run, autograd runs the one with the largest first."""
+"""A sequence number above all that autograd assigns: of the nodes that are ready it runs the largest number first."""
 
 
 class Gather(torch.autograd.Function):
-    """A node from a unit to its parameters, whose backward runs when all gradients of the call have arrived."""
+    """The node whose outputs are a unit's parameters; its backward runs when all gradients of the call have arrived."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, gatherer: Any, unit: UnitState, flat: Tensor, counted: bool
     ) -> tuple[Tensor, ...]:
-        """Return the parameters as views of `flat`; `anchor` has autograd record the call."""
+        """Return the parameters as views of `flat`.
+
+        Args:
+            anchor: an empty tensor with `requires_grad`, because autograd records only calls with such an input.
+            counted: passed on to `Gatherer.returned`.
+        """
         ctx.set_materialize_grads(False)
         ctx.gatherer, ctx.unit, ctx.counted = gatherer, unit, counted
         return views(unit.spec.trainable, flat)
@@ -38,7 +43,7 @@ class Gather(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
-    """The identity of one parameter, whose backward delivers the gradient as soon as it is complete."""
+    """The identity function on one parameter; its backward delivers the parameter's complete gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, gatherer: Any, unit: UnitState, slot: int) -> Tensor:
@@ -55,13 +60,13 @@ class Arrive(torch.autograd.Function):
 
 
 class Reach(torch.autograd.Function):
-    """The identity with an edge to a unit's `Gather`, so that backward passes through the unit."""
+    """The identity function on an output, with an edge to a unit's `Gather`, so that backward visits the unit."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.count = len(parameters)
-        return output.clone()  # not a view: the caller may write into it
+        return output.clone()  # a copy, because the caller may write into it
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -69,7 +74,7 @@ class Reach(torch.autograd.Function):
 
 
 def views(layout: Layout, flat: Tensor, start: int = 0) -> tuple[Tensor, ...]:
-    """Return the layout's parameters as views of `flat`, whose element `start` is the layout's first."""
+    """Return the layout's parameters as views of `flat`, in which the layout begins at element `start`."""
     return tuple(layout.views(flat[start : start + layout.P]).values())
 
 
@@ -78,7 +83,11 @@ def nodes_of(values: Any) -> set[Any]:
 
 
 def check_same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -> None:
-    """Raise StaleStateError if a graph was made with other parameters: (unit, version) of each."""
+    """Raise StaleStateError if parameters have changed since the graph's forward.
+
+    Args:
+        made_with: (unit, version of its parameters in the forward) for each unit.
+    """
     for unit, version in made_with:
         if unit.version != version or unit.deferred is not None:
             raise StaleStateError(
@@ -88,13 +97,13 @@ def check_same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -
 
 
 def reaching(outputs: Any, parameters: Iterable[Tensor], known: set[Any]) -> Any:
-    """Return `outputs`, made to depend on every `Gather` that made `parameters`.
+    """Return `outputs` with an autograd edge to every `Gather` that made `parameters`.
 
-    A rank may take a branch without parameters (`if drop: return x`) while the others do not. Its backward must pass
-    here too, or its collectives would differ from theirs.
+    A rank may take a branch without parameters (`if drop: return x`) while other ranks use them. Its backward must
+    visit the unit too, because all ranks must start the same collectives.
 
     Args:
-        known: the nodes that made the inputs; the search stops at them.
+        known: the nodes that made the site's inputs, where the search of the graph stops. Visited nodes are added.
     """
     wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
     tensors = [t for t in tensors_in(outputs) if t.is_floating_point()]

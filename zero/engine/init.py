@@ -1,4 +1,4 @@
-"""`open_store` reserves the pages of a plan, `init` makes its first state."""
+"""Allocate the pages of a plan (`open_store`) and make its first state (`init`)."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,38 +35,39 @@ from zero.progress import Progress, reported, silent
 from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, probe, spread
 
 PROBED_BYTES = GiB
-"""From here on several files are large enough for their disks to be measured first, which takes up to 3 seconds."""
+"""If a rank puts at least this many bytes in several folders, their disks are measured first (up to 3 seconds)."""
 
 MOST_UNEQUAL = 1 / 64
-"""Of the fastest disk's rate: what another one is given at least, if it could hardly be measured."""
+"""The least rate that a disk is assumed to have, as a share of the fastest disk's rate."""
 
 LEAST_PROBED_BYTES = 2 * REQUEST_BYTES
-"""A folder with less room is not measured, which takes as much, and gets few pages whatever its rate is."""
+"""Folders with less room are not measured: the measurement needs this much, and they get few pages at any rate."""
 
 ROOM_SHARE = 15 / 16
-"""Of what several folders have free, what is used where that is enough: a file system needs some for itself."""
+"""The share of several folders' free bytes that is used, if that is enough; the file system needs the rest."""
 
 
 def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = silent) -> PrefetchStore:
-    """Open the store of this rank, with every page allocated and zero.
+    """Open the store of this rank and allocate every page, filled with zeros.
 
     Args:
-        plan: what pages there are, and on which tier each is.
-        disk: what to use for the nvme tier instead of a file in `offload.path`: anything that passes
+        plan: defines the pages and the tier of each.
+        disk: a store to use for the nvme tier instead of a file in `offload.path`. It must pass
             `zero.testing.StoreContract`.
-        progress: called with how far the measurement of a disk is; only several disks for large files are measured.
+        progress: called with the progress of measuring disks. They are measured only if there are several and the files
+            are large.
 
     Returns:
-        The store; `close()` gives its memory and its file back.
+        The store. Its `close()` frees its host memory and disk space.
 
     Raises:
-        StoreError: `offload.path` cannot be used, or has too little space; nothing was taken yet.
+        StoreError: `offload.path` cannot be used, or has too little space. Nothing is allocated then.
     """
     check_type(plan, Plan, "zero.open_store", "store = zero.open_store(plan)")
     specs, device = plan.store_pages(), plan.world.compute
     where, host = device.device, torch.device("cpu")
     slot_bytes = plan.slot_bytes
-    with ExitStack() as undo:  # what a refusal half-way must not leave open
+    with ExitStack() as undo:  # closes what was opened if a later line raises
         stores: dict[str, Store] = {"device": MemoryStore(where)}
         on_host_bytes = sum(spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "host")
         on_disk = {page: spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "nvme"}
@@ -76,7 +77,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         if disk is not None:
             stores["nvme"] = disk
             undo.callback(disk.close)
-        if device.shares_memory:  # one memory: what stays and what goes to the host lie side by side
+        if device.shares_memory:  # device memory is host memory, so one kind of store holds both tiers
             arena = Arena(plan.arena_bytes, device, pin=False)
             stores["host"] = MemoryStore(where)
         else:
@@ -99,17 +100,17 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
 
 
 def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> Store:
-    """Open the files of this rank, one in each folder.
+    """Open the files of this rank, one in each folder of `offload.path`, and spread the pages over them.
 
     Args:
-        sizes: bytes of every page on disk.
+        sizes: bytes of each page on disk.
     """
     folders, nbytes = folders_of(plan.offload.paths), sum(sizes.values())
     if plan.world.rank == 0 and (warning := in_memory(folders)):
         warnings.warn(warning, stacklevel=3)
     rooms = [nbytes]
     if len(folders) > 1:
-        for folder in folders:  # one that is missing, or not writable, is named before its room is asked for
+        for folder in folders:  # raises an error with the folder's name if it is missing or not writable
             NvmeStore(folder).close()
         rooms = _rooms(folders, nbytes, plan.world.local_size)
     rates = [1.0 for _ in folders]
@@ -120,7 +121,7 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> St
             else 0.0
             for folder, room in zip(folders, rooms, strict=True)
         ]
-    least = MOST_UNEQUAL * (max(rates) or 1.0)  # none may have answered in time
+    least = MOST_UNEQUAL * (max(rates) or 1.0)  # all rates are 0 if no measurement ended in time
     where = spread(sizes, [max(rate, least) for rate in rates], rooms)
     with ExitStack() as undo:
         disks: dict[str, Store] = {}
@@ -133,15 +134,21 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> St
 
 
 def _rooms(folders: Sequence[Path], nbytes: int, ranks: int) -> list[int]:
-    """Bytes that this rank may put in each of several folders. The other ranks of the node come at the same time, so it
-    leaves them their part, if its own is enough: they may have theirs already.
+    """Return the bytes that this rank may put in each of several folders.
+
+    That is an equal share for each rank of the node, because all ranks allocate at the same time. If the share is too
+    small, it is all free bytes, because the other ranks may have allocated theirs already.
+
+    Args:
+        nbytes: bytes that this rank needs.
+        ranks: number of ranks of the node.
 
     Raises:
-        StoreError: all folders together have too little.
+        StoreError: the folders together have fewer than `nbytes` free bytes.
     """
     free = free_by_file_system(folders)
     rooms = {folder: free_bytes // len(those) for those, free_bytes in free for folder in those}
-    if sum(rooms[folder] for folder in folders) < nbytes:  # two names may be one folder
+    if sum(rooms[folder] for folder in folders) < nbytes:  # also right if two names mean the same folder
         has = ", ".join(f"{size_text(free_bytes)} in {' and '.join(map(str, those))}" for those, free_bytes in free)
         raise StoreError(
             f"the state store needs {size_text(nbytes)}, free are {has}; set offload.path to folders with more space, "
@@ -160,28 +167,28 @@ def init(
     weights: Weights = None,
     progress: Progress = silent,
 ) -> State:
-    """Take the plan's model over and make its state at step 0. Collective.
+    """Convert the plan's model to sharded training and return its state at step 0. Collective.
 
-    The model trains from here on: `state.model` is the plan's model, with the same parameters, now in shards.
-    `copy.deepcopy(model)` before `zero.Plan` keeps an original, and `state.close()` gives the model back. First values
-    are made page by page: no more than one module's parameters exist at a time.
+    `state.model` is the plan's model itself: its parameters are the same objects, but their values are now in shards.
+    Call `copy.deepcopy(model)` before `zero.Plan` to keep an original. `state.close()` makes the model an ordinary one
+    again. Parameters are initialized page by page: at most one module's parameters exist in full at a time.
 
     Args:
-        plan: what is held where.
-        store: from `open_store(plan)`; one state at a time may be in it. It has to be given.
-        seed: of the first values of parameters on meta.
-        weights: None to keep the values of a model that has them, and for parameters on meta to call each owner's
-            `reset_parameters` with a generator seeded from (seed, owner), which gives the same values for every stage,
-            world and choice of units; or tensors by name; or the path of a safetensors file; or a function of (name,
-            fp32 tensor) that fills the tensor.
-        progress: called with how many units have their values.
+        plan: the plan, which contains the model and the tier of each part of the state.
+        store: the result of `open_store(plan)`, required. A store holds one state at a time.
+        seed: the seed for initializing parameters on meta.
+        weights: None, tensors by name, the path of a safetensors file, or a function of (name, fp32 tensor) that fills
+            the tensor. None keeps the values that the model has, and initializes parameters on meta by recorded
+            operations (see `zero.empty`) or the owner's `reset_parameters`, with a generator seeded from (seed, owner).
+            The values are the same for every stage, number of ranks and choice of units.
+        progress: called with the number of units that are initialized.
 
     Raises:
         HandshakeError: the ranks have different plans, seeds or weights.
-        PlanError: an owner without `reset_parameters`, or missing or misshapen weights, by name; or a model that an
-            earlier `init` has taken over. The model is as before then.
-        StoreError: the store holds another state already.
-        ConfigError: `plan` is no plan, or there is no store.
+        PlanError: a module that holds parameters has no `reset_parameters`; weights are missing or have another shape
+            (the message names them); or an earlier `init` has taken the model over. The model is unchanged then.
+        StoreError: the store already holds another state.
+        ConfigError: `plan` is not a Plan, or `store` is not given.
     """
     check_type(plan, Plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
     check_type(store, PrefetchStore, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
@@ -193,17 +200,18 @@ def init(
     takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device)
     with if_it_fails(takeover.undo):
         units = _filled(plan, store, values_of(splitting, values, model, seed, weights, plan.world), progress)
-    takeover.commit()  # before buffers are made: the plan does not count the given values beside them
+    takeover.commit()  # frees the original values, because the plan does not count them together with buffers
     del values
-    give_back_memory()  # first values were fp32, and the largest tensors that a run ever has on the host
+    give_back_memory()  # initialization used the largest host tensors of the run
     runtime = _wire(plan, store, units, takeover)
-    # Thread ranks share torch's generator, and a checkpoint's recomputation sets it: none trains while another draws.
+    # Ranks that are threads share torch's generator, which a checkpoint's recomputation sets, so no rank may train
+    # while another one still draws first values.
     plan.world.barrier("init")
     return State(runtime, 0, plan.precision.scale.start())
 
 
 def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress) -> tuple[UnitState, ...]:
-    """Every unit with its first values, the same on all ranks."""
+    """Return all units with first values; raise HandshakeError if the values differ between ranks. Collective."""
     units: list[UnitState] = []
     checks = {}
     for spec in reported(plan.units, "first values", progress):
@@ -245,5 +253,5 @@ def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 
 def _goes_to_host(plan: Plan) -> bool:
-    """Activations of a CPU lie in host memory already."""
+    """Return whether activations are copied to host memory; on a CPU they already are there."""
     return "offload" in plan.activations and not plan.world.compute.shares_memory

@@ -1,4 +1,4 @@
-"""The bytes that a state really holds, read from its tensors and its store; the plan says what they should be."""
+"""The bytes that a state actually holds, read from its tensors and its store, to compare with the plan's bytes."""
 
 from collections import Counter
 
@@ -8,9 +8,10 @@ from zero.engine.state import State
 
 
 def measured(state: State) -> dict[str, dict[str, int]]:
-    """Return tier to kind to bytes on this rank, between two steps, when no temporary buffer exists.
+    """Return the bytes that this rank holds as a dict from tier to kind to bytes.
 
-    Kinds are those of `Plan.bytes`, but a disk has only `file`.
+    Call it between two steps, when no temporary buffers exist. Kinds are those of `Plan.bytes`, but the nvme tier has
+    only "file".
     """
     parts = state.runtime
     plan, store = parts.plan, parts.store
@@ -37,6 +38,6 @@ def measured(state: State) -> dict[str, dict[str, int]]:
 
 
 def _distinct_bytes(tensors: list[Tensor | None]) -> int:
-    """Sum the bytes of the tensors' storages, each once: a shard may be a view of a resident unit."""
+    """Return the bytes of the tensors' storages; a shared storage counts once (a shard may view a resident buffer)."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())

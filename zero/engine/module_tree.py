@@ -1,4 +1,4 @@
-"""Notice parameters that a model gained, lost or exchanged after its state was made, because they would not train."""
+"""Detect parameters that a model gained, lost or exchanged after its state was made, because they would not train."""
 
 from itertools import chain
 from operator import attrgetter
@@ -12,7 +12,10 @@ _TABLES = attrgetter("_parameters", "_modules")
 
 
 class ModuleTree:
-    """The parameters of `model` when its state was made. Modules may move, and those without parameters may change."""
+    """A record of the parameters that `model` had when its state was made.
+
+    Moving modules and exchanging modules without parameters is allowed.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -21,9 +24,9 @@ class ModuleTree:
         self._version = self._ids()
 
     def check(self) -> None:
-        """Raise ConfigError, with their names, unless the model still has the same parameters.
+        """Raise ConfigError, with the names of changed parameters, unless the model has the same ones as at the start.
 
-        As long as no module has got another child or parameter this takes 0.2 us for each module.
+        This takes 0.2 us per module if no module has another child or parameter than at the last check.
         """
         if self._ids() == self._version:
             return
@@ -48,6 +51,9 @@ class ModuleTree:
         self._version = self._ids()
 
     def _ids(self) -> list[int]:
-        """Return the ids of every module's parameters and children. This object keeps all of them alive."""
+        """Return the `id` of every module's parameters and children.
+
+        Python does not reuse these ids, because this object keeps references to all of them.
+        """
         tables = chain.from_iterable(map(_TABLES, self._modules))
         return list(map(id, chain.from_iterable(map(dict.values, tables))))

@@ -1,7 +1,8 @@
 """The table of one rank's pages in the store, with their sizes.
 
-A page holds K elements of one kind of one unit: master, moments, and offloaded parameters and gradients. A secondary
-shard is one page, which stays in memory.
+A page holds K elements of one kind of one unit. Kinds are the master, the moments, and offloaded parameters and
+gradients. Each secondary shard (copies of shards of other nodes) is a single page, which stays in memory: number 0 is
+of the trainable flat, number 1 of the frozen one.
 """
 
 from collections.abc import Iterator
@@ -19,11 +20,9 @@ from zero.engine.facts import Facts
 from zero.engine.unit import UnitSpec
 from zero.store import Page, PageKind
 
-"""The kind of secondary shards' pages: number 0 is of the trainable flat, 1 of the frozen one."""
-
 
 class PageSpec(NamedTuple):
-    """The size of one page."""
+    """The number of elements of one page and their dtype."""
 
     numel: int
     dtype: torch.dtype
@@ -34,7 +33,7 @@ class PageSpec(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """On blocks of its own."""
+        """Bytes of the page rounded up to whole blocks."""
         return round_up(self.nbytes)
 
 
@@ -43,57 +42,61 @@ class PageTable(Facts):
     """The pages of one rank.
 
     Attributes:
-        page_numel: K, elements of every page but the last one of a range.
+        page_numel: K, the number of elements of a page; the last page of a range may have fewer.
     """
 
     page_numel: int
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
-        """Kinds of pages that the update reads and writes, number by number."""
+        """The kinds of pages that an update reads and writes; it uses one page of each kind, with the same number."""
         master = self.precision.master
         params = (PageKind.PARAM,) if self.params_offloaded and master.reads_params else ()
         return (*params, *self.kept.dtypes)
 
     @property
     def written_kinds(self) -> tuple[str, ...]:
-        """Kinds of pages that the update writes without reading."""
+        """The kinds of pages that an update writes without reading."""
         return (PageKind.PARAM,) if self.params_offloaded and not self.precision.master.reads_params else ()
 
     @cached_property
     def kept(self) -> Kept:
-        """The forms of master and moments."""
+        """The dtypes and formats of the master's and the moments' pages."""
         return Kept(self.precision.master, self.optimizer)
 
     @property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
-        """The kinds of pages of an offloaded gradient; "first_grad" is what one microbatch made, until the next.
+        """The kinds of pages of an offloaded gradient and their dtypes.
 
-        In memory what is narrower than the sum lies in the first bytes of the sum's page.
+        "first_grad", only on the nvme tier, holds the gradient of the first microbatch until the next one, in a
+        narrower dtype than the sum. In memory it uses the first bytes of the sum's page instead.
         """
         apart = self.grad_tier == "nvme" and self.first_grad_dtype != self.grad_dtype
         dtypes: dict[str, torch.dtype] = {PageKind.GRAD: self.grad_dtype}
         return dtypes | {PageKind.FIRST_GRAD: self.first_grad_dtype} if apart else dtypes
 
     def is_updated(self, page: Page) -> bool:
-        """Return whether a page is of the master or of a moment."""
+        """Return whether a page holds the master or a moment."""
         return page.kind in self.kept.dtypes
 
     def cut(self, numel: int) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) pages of `numel` elements."""
+        """Return the (start, stop) of each page of a range of `numel` elements."""
         return pages(numel, self.page_numel)
 
     def grad_ranges(self, unit: UnitSpec) -> tuple[tuple[int, int], ...]:
-        """The pages of a gradient as (start, stop) of it; the first ones are those that this rank updates."""
+        """Return the (start, stop) of each page of a unit's gradient; the pages that this rank updates come first."""
         extents = self._grad_extents(unit, self.rank)
         return tuple((a + first, b + first) for first, last in extents for a, b in self.cut(last - first))
 
     def updated_pages(self, unit: UnitSpec) -> int:
-        """How many pages of each kind, of its gradient too, have what this rank updates of a unit."""
+        """Return the number of pages of each kind, gradients included, that this rank updates of a unit."""
         return len(self.cut(self.update_numel(unit)))
 
     def _grad_extents(self, unit: UnitSpec, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return the ranges that are cut into pages: the one that a rank updates, and those before and after it."""
+        """Return the ranges of a gradient that are cut into pages separately.
+
+        The first is the range that `rank` updates. If the gradient is larger, the ranges before and after it follow.
+        """
         numel = self.grad_numel(unit)
         if numel == self.update_numel(unit):
             return ((0, numel),)
@@ -101,7 +104,7 @@ class PageTable(Facts):
         return (start, stop), (0, start), (stop, numel)
 
     def store_pages(self) -> dict[Page, PageSpec]:
-        """Every page of this rank, unit by unit in the order of forward."""
+        """Return every page of this rank with its size, unit by unit in the order of forward."""
         return self._store_pages
 
     @cached_property
@@ -127,7 +130,7 @@ class PageTable(Facts):
                 yield Page(unit.index, PageKind.SECONDARY, number), spec
 
     def copied_pages(self) -> int:
-        """Pages of frozen parameters that pass through slots of the arena, on their way from a file to a GPU."""
+        """Return the number of pages of frozen parameters that travel through the arena from a disk to a GPU."""
         if self.param_tier != "nvme" or self.device_is_host:
             return 0
         return sum(len(self.cut(unit.frozen.S)) for unit in self.units)
@@ -136,7 +139,7 @@ class PageTable(Facts):
 
     @property
     def slot_bytes(self) -> int:
-        """A slot of the arena: everything that the update of one page number needs, each page on its own blocks."""
+        """Bytes of a slot of the arena: all pages of one number that an update needs, each rounded up to blocks."""
         numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
         dtypes = self.kept.dtypes | {PageKind.GRAD: self.grad_dtype, PageKind.PARAM: self.precision.compute}
         kinds = (*self.state_kinds, *(PageKind.GRAD,) * self.grads_offloaded, *self.written_kinds)
@@ -149,20 +152,23 @@ class PageTable(Facts):
         return spec.block_bytes if self.is_offloaded(tier) else spec.nbytes
 
     def param_bytes(self) -> int:
-        """Parameters of this rank, in pages or in memory of the device."""
+        """Return the bytes of this rank's parameters, in pages or in device memory."""
         if self.params_offloaded:
             return self._paged_bytes(PageKind.PARAM, PageKind.FROZEN)
         layouts = [layout for unit in self.units for layout in unit.layouts]
         return self.precision.compute.itemsize * sum(layout.P if self.resident else layout.S for layout in layouts)
 
     def grad_bytes(self) -> int:
-        """Gradients of this rank, in pages or in memory of the device."""
+        """Return the bytes of this rank's gradients, in pages or in device memory."""
         if self.grads_offloaded:
             return self._paged_bytes(*self.grad_dtypes)
         return self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units)
 
     def most_grad_bytes(self) -> int:
-        """The same on the rank where they take most: blocks differ by rank, and all ranks have to decide alike."""
+        """Return `grad_bytes` of the rank where it is largest.
+
+        Rounding up to blocks makes it differ between ranks, and all ranks must place pages alike.
+        """
         if not self.grads_offloaded:
             return self.grad_bytes()
         sizes = [dtype.itemsize for dtype in self.grad_dtypes.values()]
@@ -178,7 +184,7 @@ class PageTable(Facts):
         )
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Memory of the device that units and gradients pass through, by kind."""
+        """Return the bytes of the device buffers for gathered units and for gradients, by kind."""
         counts = {
             "gathered units": (self.buffer_counts(), self.precision.compute),
             "gradient flats": (self.flat_counts(), self.flat_dtype),
@@ -191,7 +197,7 @@ class PageTable(Facts):
         }
 
     def secondary_bytes(self, tier: Tier) -> int:
-        """Secondary shards of this rank on a tier."""
+        """Return the bytes of this rank's secondary shards on a tier."""
         pages = self.store_pages().items() if tier == self.secondary else ()
         return sum(self.bytes_on(spec, tier) for page, spec in pages if page.kind == PageKind.SECONDARY)
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the parameters of a model that trains in shards: they know sizes, and gather values when read."""
+"""Placeholders for the parameters of a sharded model: they have shape and dtype, and gather their values when read."""
 
 import warnings
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from zero.engine.empty import Recipe, Unmade, is_meta, requested, writes
 from zero.engine.pool import storage_address
 from zero.errors import ConfigError, OutsideUnitError, PlanError
 
-# attributes and methods that need no values
+# attributes and methods that do not read values
 _METADATA = frozenset(
     {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
     | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
@@ -23,7 +23,7 @@ _METADATA = frozenset(
 )
 
 _MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"})
-"""Attributes and methods that give a tensor's memory in another form than a tensor."""
+"""Attributes and methods that expose a tensor's memory as another object than a tensor."""
 
 
 NO_GRADIENT = (
@@ -33,26 +33,28 @@ NO_GRADIENT = (
 )
 
 Hook = Callable[[Tensor], Tensor | None]
-"""A function of a gradient that may return another one."""
+"""A gradient hook: it gets the gradient and may return a replacement."""
 
 
 class ParameterPlaceholder(nn.Parameter):
-    """Takes the place of a parameter: sizes, dtype and device of the gathered one can be read at any time.
+    """A parameter of a sharded model, without values of its own.
 
-    Reading values gathers its unit: with gradients on they are a view whose gradient arrives as its unit's do, else
-    they are a copy. So every rank has to read them in the same order. They are not written: that raises
-    `OutsideUnitError` with the parameter's name, and so does reading before there are any.
+    Its shape, dtype and device are those of the gathered parameter. Reading its values gathers its unit, so every rank
+    must read placeholders in the same order. With gradients enabled the result is a view whose gradient is delivered
+    like those of the unit, else it is a copy. Writing values raises `OutsideUnitError` with the parameter's name.
+    Reading them before `zero.init` has made them raises it too.
 
     Attributes:
         home: the device of the gathered parameter.
-        regather: returns a view of the gathered parameter, with a history on request; None before there are values.
-        gradient: returns `grad`; None: there is none.
-        source: returns the engine of the parameter; None without an engine.
-        full_value: the tensor that is read and written in its place in a block of `GatheredParameters`.
-        may_be_edited: writes into `full_value` count.
-        recipe: the record of its first values; None: not recorded.
-        hooks: called in order on its gradient before that leaves this rank.
-        is_constant: this is the parameter without its history, as `detach` returns it.
+        regather: a function that gathers the unit and returns a view of the parameter; its argument says whether with
+            an autograd history. None before there are values.
+        gradient: a function that returns the value of `grad`; None if `grad` is always None.
+        source: a function that returns the engine of the parameter; None without an engine.
+        full_value: the tensor that replaces the parameter in reads and writes inside a block of `GatheredParameters`.
+        may_be_edited: whether writes into `full_value` change the parameter.
+        recipe: the recorded initialization, see `empty`; None if there is no record.
+        hooks: gradient hooks, called in order on this rank's gradient before it is reduced.
+        is_constant: whether this is the detached form of the parameter, as `detach` returns it.
     """
 
     full_name: str
@@ -70,7 +72,17 @@ class ParameterPlaceholder(nn.Parameter):
     def taken(
         cls, parameter: nn.Parameter, name: str, dtype: torch.dtype, home: torch.device
     ) -> "ParameterPlaceholder":
-        """Turn a parameter itself into a placeholder, wherever it is held. Only the caller may keep its values."""
+        """Turn `parameter` into a placeholder in place, so that every reference to it becomes one.
+
+        The placeholder drops the values. The caller can keep `parameter.data` to restore them.
+
+        Args:
+            name: the full name of the parameter.
+            dtype, home: dtype and device of the gathered parameter.
+
+        Raises:
+            PlanError: the parameter has a hook that runs after accumulation.
+        """
         if parameter._post_accumulate_grad_hooks:
             raise PlanError(f"parameter {name} has a hook that follows accumulation. Use parameter.register_hook.")
         hooks, parameter._backward_hooks = parameter._backward_hooks or {}, None
@@ -79,22 +91,22 @@ class ParameterPlaceholder(nn.Parameter):
         parameter.grad = None
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data = element.expand(parameter.shape)
-        parameter.__class__ = cls  # as torch does with parameters that get their size later
+        parameter.__class__ = cls  # like torch's lazy parameters
         placeholder = cast(ParameterPlaceholder, parameter)._begin(name, home, vars(parameter).get("recipe"))
         placeholder.hooks.update(hooks)
         with torch._C.DisableTorchFunctionSubclass():
-            trains, _ = placeholder.requires_grad, placeholder.requires_grad_(True)  # a constant takes no hook
+            trains, _ = placeholder.requires_grad, placeholder.requires_grad_(True)  # hooks need requires_grad
             nn.Parameter.register_post_accumulate_grad_hook(placeholder, _pass_on)
             placeholder.requires_grad_(trains)
         return placeholder
 
     def given_back(self, cls: type[Tensor], values: Tensor) -> None:
-        """Turn it back into a parameter of class `cls`."""
+        """Turn the placeholder back into a parameter of class `cls` with `values`, in place."""
         hooks, recipe = self.hooks, self.recipe
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = cls  # type: ignore[assignment]
             self.data = values
-            self._post_accumulate_grad_hooks.clear()  # None would leave them to autograd
+            self._post_accumulate_grad_hooks.clear()  # assigning None alone would leave them in autograd
             self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         for name in ParameterPlaceholder.__annotations__:
             vars(self).pop(name, None)
@@ -112,12 +124,18 @@ class ParameterPlaceholder(nn.Parameter):
 
     @property
     def trains(self) -> bool:
-        """Its `requires_grad`, read for each parameter of each call: a fifth of the time that torch's own way takes."""
+        """The value of `requires_grad`, read without `__torch_function__`.
+
+        This takes a fifth of the time, which matters because it is read for each parameter in each call.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
     def register_hook(self, hook: Hook) -> RemovableHandle:
-        """As of any tensor: `hook` sees this rank's gradient, the sum over uses in a backward, and may replace it."""
+        """Register a gradient hook, as `Tensor.register_hook` does.
+
+        `hook` gets this rank's gradient, the sum over all uses in a backward, and may return a replacement.
+        """
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook
         return handle
@@ -128,7 +146,7 @@ class ParameterPlaceholder(nn.Parameter):
         )
 
     def through_hooks(self, grad: Tensor) -> Tensor:
-        """Call the hooks on a gradient that has arrived, and return what they make of it."""
+        """Call the hooks on a gradient in order, and return the last result."""
         for hook in list(self.hooks.values()):
             result = hook(grad)
             if result is not None and (result.shape != grad.shape or result.dtype != grad.dtype):
@@ -140,7 +158,7 @@ class ParameterPlaceholder(nn.Parameter):
         return grad
 
     def constant(self) -> "ParameterPlaceholder":
-        """The same parameter as a constant."""
+        """Return a detached placeholder for the same parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             made = Tensor._make_subclass(ParameterPlaceholder, self.data, False)._begin(self.full_name, self.home, None)
         made.regather, made.full_value, made.is_constant = self.regather, self.full_value, True
@@ -157,7 +175,13 @@ class ParameterPlaceholder(nn.Parameter):
             )
 
     def value(self, *, constant: bool = False) -> Tensor:
-        """A view of the gathered parameter; with a history where it trains and gradients are on, unless `constant`."""
+        """Gather the unit and return a view of the parameter, or its full value in a block of `GatheredParameters`.
+
+        The view has an autograd history if the parameter trains and gradients are enabled, unless `constant`.
+
+        Raises:
+            OutsideUnitError: the parameter has no values yet.
+        """
         if (full := self.seen_in_full(constant=constant)) is not None:
             return full
         if self.regather is None:
@@ -167,12 +191,13 @@ class ParameterPlaceholder(nn.Parameter):
         return self.regather(not constant and self.requires_grad and torch.is_grad_enabled())
 
     def seen_in_full(self, *, constant: bool = False) -> Tensor | None:
-        """Return `full_value` on the device and in the dtype of the gathered parameter.
+        """Return `full_value` in the dtype and on the device of the gathered parameter, or None.
 
-        None if there is no full value, or if a gradient is wanted and the gathered parameter has the same value.
+        None means that the caller has to gather: there is no full value, or the caller needs a gradient and the full
+        value cannot have been edited.
 
         Raises:
-            OutsideUnitError: a gradient is wanted, and it may have been edited.
+            OutsideUnitError: the caller needs a gradient, and the full value may have been edited.
         """
         if self.full_value is None:
             return None
@@ -196,7 +221,7 @@ class ParameterPlaceholder(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, (request, is_attribute) = kwargs or {}, requested(func)
-        if request in ("device", "is_meta", "is_cuda", "is_cpu"):  # its own is meta, which nobody needs to know
+        if request in ("device", "is_meta", "is_cuda", "is_cpu"):  # `home`, even if the placeholder is on meta
             home = args[0].home
             return home if request == "device" else home.type == request.removeprefix("is_")
         if request == "grad" and is_attribute:
@@ -205,7 +230,7 @@ class ParameterPlaceholder(nn.Parameter):
             if args[0].source is None and args[0].trains:
                 warnings.warn(NO_GRADIENT.format(args[0].full_name), stacklevel=2)
             return args[0]._local_grad()
-        if request == "stride" or request == "is_contiguous":  # those of the gathered one
+        if request == "stride" or request == "is_contiguous":  # as of the gathered parameter
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
         _refuse_gradient(func, request, args, kwargs)
         if request in _METADATA:
@@ -221,10 +246,11 @@ class ParameterPlaceholder(nn.Parameter):
 
 
 def _pass_on(placeholder: ParameterPlaceholder) -> None:
-    """Send a gradient that has come to the placeholder itself where its reads send theirs.
+    """Deliver a gradient that autograd has accumulated in the placeholder itself.
 
-    An autograd function of somebody's that is given a parameter asks for no `__torch_function__`: it reads the values
-    inside, and gives its gradient to what it was given. Kernels that fuse a language model's head with its loss do.
+    This happens if a parameter is passed to a custom `torch.autograd.Function`, because `apply` does not call
+    `__torch_function__`: autograd then treats the placeholder as a leaf. Kernels that fuse a language model's head with
+    its loss work like that.
     """
     with torch._C.DisableTorchFunctionSubclass():
         grad, placeholder.grad = placeholder.grad, None
@@ -234,7 +260,7 @@ def _pass_on(placeholder: ParameterPlaceholder) -> None:
 
 
 def _full_values_of(arguments: Any) -> dict[int, Tensor]:
-    """Return the full values that stand in for parameters meanwhile, by the parameters' ids."""
+    """Return the `full_value` of each placeholder among `arguments` that has one, by the placeholder's `id`."""
     return {
         id(tensor): tensor.full_value
         for tensor in tensors_in(arguments)
@@ -243,7 +269,7 @@ def _full_values_of(arguments: Any) -> dict[int, Tensor]:
 
 
 class Part(Tensor):
-    """A view of a parameter that is not gathered, for reading: a write to it would not be in the parameter."""
+    """A read-only view or copy of a parameter's values. Writes raise, because they would not reach the parameter."""
 
     full_name: str
 
@@ -268,7 +294,7 @@ class Part(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, (request, _) = kwargs or {}, requested(func)
-        if request in _METADATA or request in ("grad", "retain_grad", "register_hook"):  # of itself
+        if request in _METADATA or request in ("grad", "retain_grad", "register_hook"):  # need no values
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         _refuse_writing(cls, func, request, args, kwargs)
@@ -295,7 +321,7 @@ def _refuse_written(name: str, by: str) -> None:
 
 
 def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
-    """Refuse a gradient for a constant, or one taken by `torch.autograd.grad`."""
+    """Raise OutsideUnitError for `torch.autograd.grad` of a parameter, and for `requires_grad` of a detached one."""
     if func is torch.autograd.grad:
         inputs = tensors_in((args, kwargs))
         name = next(tensor.full_name for tensor in inputs if isinstance(tensor, ParameterPlaceholder))
@@ -313,9 +339,9 @@ def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
 
 
 def reject_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise ConfigError before a step of a torch optimizer that holds parameters of a `State`.
+    """Raise ConfigError if a torch optimizer that holds parameters of a `State` is about to step.
 
-    torch calls it before each step of each optimizer: see `register_optimizer_step_pre_hook`.
+    It is registered by `register_optimizer_step_pre_hook`, so torch calls it before each step of every optimizer.
     """
     for group in optimizer.param_groups:
         parameter = next(iter(group["params"]), None)
@@ -328,7 +354,14 @@ def reject_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
-    """Call `func` on values, or on copies of them, in place of placeholders."""
+    """Call `func` with gathered values in place of placeholders.
+
+    Args:
+        clone: pass copies of the values, because the result exposes their memory.
+
+    Raises:
+        OutsideUnitError: `func` wrote into the values.
+    """
     inputs = tensors_in((args, kwargs))
     placeholders = {id(tensor): tensor for tensor in inputs if isinstance(tensor, ParameterPlaceholder)}
     values = {key: placeholder.value() for key, placeholder in placeholders.items()}
@@ -336,7 +369,7 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
     operands = {key: value.clone() for key, value in values.items()} if clone else values
     before = {key: version_of(value) for key, value in values.items()}
     args, kwargs = replaced((args, kwargs), operands)
-    result = _for_reading(func, args, kwargs, names, clone_views=True)  # the memory is used again
+    result = _for_reading(func, args, kwargs, names, clone_views=True)  # other units reuse the gathered memory
     for key, value in values.items():
         if version_of(value) != before[key]:
             _refuse_written(placeholders[key].full_name, func.__name__)
@@ -344,11 +377,11 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
 
 
 def _for_reading(func: Any, args: Any, kwargs: Any, names: Mapping[int, str], *, clone_views: bool = False) -> Any:
-    """Call `func`; make each result that is a view of a parameter's memory a `Part`, and a numpy array read-only.
+    """Call `func` and make its results read-only: views of parameters become `Part`, numpy arrays not writable.
 
     Args:
-        names: parameters' names by the addresses of their values.
-        clone_views: copy views that are in no graph.
+        names: the address of a parameter's values -> the parameter's name.
+        clone_views: copy views that do not require a gradient.
     """
     walks = func.__name__ == "__iter__"
     result = Tensor.unbind(args[0]) if walks else func(*args, **kwargs)
@@ -357,13 +390,13 @@ def _for_reading(func: Any, args: Any, kwargs: Any, names: Mapping[int, str], *,
         if tensor.numel() and (name := names.get(storage_address(tensor))) is not None:
             parts[id(tensor)] = Part.of(tensor.clone() if clone_views and not tensor.requires_grad else tensor, name)
     result = replaced(result, parts)
-    if type(result).__name__ == "ndarray":  # known by its name, so that numpy need not be imported
+    if type(result).__name__ == "ndarray":  # compared by name to avoid importing numpy
         result.flags.writeable = False
     return iter(result) if walks else result
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to; 0 in inference mode, whose tensors have no count and come from a user."""
+    """Return the tensor's version counter; 0 for an inference tensor of the user, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -373,5 +406,5 @@ def register_hooks(parameter: Tensor, hooks: Mapping[int, Hook]) -> None:
 
 
 def in_backward() -> bool:
-    """True while autograd runs a backward pass on this thread."""
+    """Return whether autograd is running a backward pass on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

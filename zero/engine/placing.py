@@ -1,4 +1,7 @@
-"""Sizes of pages and of the arena, and whether all fits; which tier each page gets, `core.placement.place` says."""
+"""Choose the size of pages and the number of arena slots, and check that the state fits.
+
+`core.placement.place` chooses the tier of each page.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,34 +14,41 @@ from zero.engine.page_table import PageTable
 from zero.errors import ConfigError
 
 LEAST_PAGE_BYTES, MOST_PAGE_BYTES, MANY_PAGES = 4 * MiB, 64 * MiB, 1024
-"""Of pages whose size is not given: 1,024 of up to 64 MiB are 64 GiB of master, a model of 17 billion parameters."""
+"""Limits for page sizes that are chosen automatically: least and largest size, and the largest number of pages.
+
+1,024 pages of 64 MiB are 64 GiB of fp32 master, a model of 17 billion parameters.
+"""
 
 ARENA_SHARE = 1 / 8
-"""Of the host memory that a rank may take, what slots for such pages may be at most."""
+"""The largest share of a rank's host memory that arena slots may take when the page size is chosen automatically."""
 
 THREADS, READ_AHEAD = 4, 2
-"""Of the store, where neither was given: pages in work at once, and pages that may be ready beside them."""
+"""Defaults of the store: number of threads (groups of pages in work at once), and of groups that are read ahead."""
 
 _LOWEST: Mapping[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme", "auto": "nvme"}
 
 
 def lowest_tiers(offload: Offload) -> tuple[Tier, Tier, Tier]:
-    """The slowest tier that (optimizer, param, grad) may get.
+    """Return the slowest tier that (optimizer state, parameters, gradients) may get.
 
-    Buffers are counted for these, so they are never too few.
+    Buffers are counted for these tiers, because slower tiers need more buffers.
     """
     optimizer, param, grad = (_LOWEST[str(tier)] for tier in offload.kinds)
     return optimizer, param, grad
 
 
 def has_many_pages(facts: Facts, offload: Offload, page_bytes: int = LEAST_PAGE_BYTES) -> bool:
-    """Pages of master of this size would be more than a store's threads should have to do with."""
+    """Return whether master pages of this size would number more than `MANY_PAGES`; False if the size was given."""
     numel = sum(facts.update_numel(unit) for unit in facts.units)
     return offload.page_bytes is None and 4 * numel > MANY_PAGES * page_bytes
 
 
 def auto_page_bytes(facts: Facts, offload: Offload, room: Room) -> int:
-    """As large as keeps them few, while all slots of the arena together stay a small part of host memory."""
+    """Return the page size in bytes if none is given.
+
+    It is doubled until there are at most `MANY_PAGES` pages, but not if the arena would then exceed `ARENA_SHARE` of
+    the rank's host memory, or a page `MOST_PAGE_BYTES`.
+    """
     kinds = ("master", *facts.optimizer.moments, "grad", "param")
     most_bytes = int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // (_slots(offload) * len(kinds))
     page_bytes = LEAST_PAGE_BYTES
@@ -56,15 +66,16 @@ def place_pages(
     activation_bytes: int,
     host_activation_bytes: int,
 ) -> tuple[int, Placement]:
-    """How many slots the arena has, and where everything is.
+    """Return the number of arena slots, and the placement of all state on tiers.
 
     Args:
-        table: with the lowest tiers.
-        buffer_bytes: of the model's own buffers.
-        activation_bytes, host_activation_bytes: what forward and backward need beside everything else.
+        table: the page table for the slowest tiers, see `lowest_tiers`.
+        buffer_bytes: bytes of the model's own buffers.
+        activation_bytes, host_activation_bytes: bytes that forward and backward need for activations, on the device and
+            in host memory.
 
     Raises:
-        DoesNotFit: even with the fewest slots.
+        DoesNotFit: the state does not fit even with the fewest slots.
     """
     optimizer_tier = lowest_tiers(offload)[0]
     groups = [
@@ -107,7 +118,7 @@ def _slots(offload: Offload) -> int:
 
 
 def _resorts(table: PageTable) -> tuple[str, ...]:
-    """Return the ways to keep less on a rank, of whatever kind."""
+    """Return advice, for an error message, that reduces the bytes on each rank."""
     if table.stage.parameters:
         return (*("set zero.gather=auto",) * table.keeps_secondary, "use more ranks")
     if table.world.size == 1:

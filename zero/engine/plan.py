@@ -1,7 +1,8 @@
-"""The plan of a run: sizes and places of everything that each rank will hold, checked before any of it exists.
+"""The plan of a run: the size and tier of everything that each rank will hold, checked before it is allocated.
 
-A `Plan` has no tensors. It consists of `Facts` (the meaning of stage, precision and tiers), a `PageTable` (the pages of
-the store) and a placement of those pages, from `placing`. It prints the sizes that `init` allocates by.
+A `Plan` has no tensors. It consists of `Facts` (the consequences of stage, precision and tiers), a `PageTable` (the
+pages of the store) and the placement of these pages on tiers, from `placing`. Printing it shows the bytes that `init`
+will allocate.
 """
 
 import hashlib
@@ -43,55 +44,56 @@ KINDS = (
     *("gradient buffers", "master", "moments", "buffers", "activations", "arena"),
 )
 SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "activations", "arena")
-"""Rows of the table that are left out where they are empty. Where nothing is trained all empty rows are."""
+"""Kinds that `Plan.bytes` leaves out if they have no bytes. If nothing is trained it leaves out every empty kind."""
 
 
 class Plan(PageTable):
-    """The places of a run's state, and when it moves.
+    """The settings of a run, and the size and tier of everything that each rank will hold.
 
     Args:
-        model: on any device; best built under `zero.empty()`. A plan does not change it, `zero.init` takes it over. A
-            model without a trainable parameter can be run and not trained, such as the teacher of another model.
-        optimizer: from `zero.adamw` and its family.
+        model: a model on any device, best built under `zero.empty()`. The plan does not change it; `zero.init` does. A
+            model without a trainable parameter, such as a teacher in distillation, can be run but not trained.
+        optimizer: from `zero.adamw`, `zero.sgd` and the like.
         world: the ranks, from `zero.World.from_env()`.
         stage: 0 to 3, or a `zero.Stage`: the parts of the state that are sharded over the ranks.
         precision: "fp32", "bf16" or "fp16", or a `zero.Precision`.
-        offload: tiers for state that is kept off the device: a `zero.Offload`, or the name of one of its presets, such
-            as "nvme"; None: nothing.
-        units: classes, or their names, whose instances are gathered as one unit; None: each element of an outermost
-            `ModuleList` or `Sequential`, see `zero.engine.unit`.
-        prefetch: units that are gathered ahead, in forward and in backward; 0 or more.
-        activations: "keep", "remat" to recompute each unit's in backward, or "offload" to keep them in host memory. Or
-            patterns of units' names to one of these, such as {"blocks.[0-7]": "remat"}: the first that fits a unit
-            counts, and what none fits is kept.
-        compile: run what each unit computes through `torch.compile`: True, or a backend's name; False: not.
-        update: "lazy" hides each unit's update before its next gather, "serial" does all right after backward (same
-            bits).
-        accumulate: microbatches of a step, 1 or more.
+        offload: the tiers of offloaded state: a `zero.Offload`, or the name of one of its presets, such as "nvme"; None
+            to offload nothing.
+        units: classes, or their names, whose instances are units (gathered and released together). None: each element
+            of an outermost `ModuleList` or `Sequential`, see `zero.engine.unit`.
+        prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.
+        activations: "keep"; "remat" to recompute each unit's activations in backward; or "offload" to keep them in host
+            memory. Or a mapping from patterns of unit names to one of these, such as {"blocks.[0-7]": "remat"}: the
+            first pattern that matches a unit counts, and a unit without a match keeps its activations.
+        compile: True, or the name of a backend, to run each unit's forward through `torch.compile`.
+        update: "lazy" applies each unit's update just before its next gather, which hides it; "serial" applies all
+            updates right after backward. Both give the same bits.
+        accumulate: the number of microbatches of a step, 1 or more.
         check_writes: for debugging: compare each unit's parameters before and after every call, and raise
-            StaleStateError, with the parameter's name, where a forward writes into one.
-        gather: "node" sends parameters over the wire between nodes once an update: at stage 3 each node keeps all of
-            them in secondary shards, 1 / ranks of a node on each rank: on the device, or in host memory where they are
-            offloaded or may be (`offload.param` is not none). "auto" does so where these fit, and keeps none where
-            parameters may be on a disk; "world" sends them from each rank to each. The same bits.
-        reduce: "node" adds up gradients within each node, and then those sums: fewer bytes between nodes, in another
-            order of additions.
-        shard: "node" keeps a copy of the state on each node, in shards on its ranks, as hybrid sharding does. Sums are
-            by node then. Parameters never cross the wire, sums do twice; `gather="node"` and `reduce="node"` together
-            move as few bytes, and keep one copy.
-        room: bytes that this rank may take on each tier; None: what is free here and now.
-        activation_bytes: counted, and not allocated, for forward and backward.
-        host_activation_bytes: the same in host memory, for units that send their activations there.
+            StaleStateError with the parameter's name if a forward writes into it.
+        gather: how parameters are sent between nodes; the bits are the same. "world": each rank receives from every
+            other rank. "node": parameters cross nodes once per update, because at stage 3 each node keeps all of them
+            in secondary shards, 1 / ranks per node on each rank. These are on the device, or in host memory unless
+            `offload.param` is none. "auto" is "node" if secondary shards fit, but keeps none if parameters may be on a
+            disk.
+        reduce: "node" adds up gradients within each node first and then across nodes, which sends fewer bytes between
+            nodes and changes the order of additions. "world" adds them over all ranks directly.
+        shard: "node" keeps a copy of the state on each node, sharded over its ranks, as hybrid sharding does. Gradients
+            are then reduced by node. Parameters never cross nodes, sums cross them twice. `gather="node"` with
+            `reduce="node"` sends as few bytes between nodes, with one copy of the state.
+        room: bytes that this rank may use on each tier; None: the bytes that are free now.
+        activation_bytes: bytes to count for activations on the device; they are not allocated.
+        host_activation_bytes: bytes to count for activations that units offload to host memory.
 
     Attributes:
-        activations: of each unit, by its index: "keep", "remat" or "offload".
+        activations: "keep", "remat" or "offload" for each unit, by its index.
         placement: the tier of parameters, of gradients, and of every page of master and moments.
-        arena_slots: slots of host memory that pages pass through.
+        arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
 
     Raises:
-        PlanError: a setting that does not exist or does not go together with another; a model that cannot be split, or
-            that an earlier `zero.init` has taken over.
-        DoesNotFit: what has to be in a memory does not fit there.
+        PlanError: a setting has an unknown value or contradicts another one; or the model cannot be split, or an
+            earlier `zero.init` has taken it over.
+        DoesNotFit: the state does not fit in the bytes that this rank may use.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class Plan(PageTable):
         )
 
     def kind(self, page: Page) -> str:
-        """Return the row of `bytes` that counts a page."""
+        """Return the kind under which `bytes` counts a page."""
         if self.is_updated(page):
             return "master" if page.kind == self.precision.master.kind else "moments"
         if page.kind == PageKind.SECONDARY:
@@ -211,12 +213,12 @@ class Plan(PageTable):
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory that pages pass through."""
+        """Bytes of the arena, the host memory through which pages are read and written."""
         return self.arena_slots and self.arena_slots * self.slot_bytes
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model, each tied one counted once."""
+        """The number of elements of all parameters of the model; a tied parameter counts once."""
         return sum(layout.numel for unit in self.units for layout in unit.layouts)
 
     @property
@@ -226,7 +228,7 @@ class Plan(PageTable):
 
     @property
     def bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes on this rank: tier to kind to bytes. Temporaries of a few MiB are not in it."""
+        """Bytes on this rank as a dict from tier to kind to bytes, without temporaries of a few MiB."""
         held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
         held["device"].update(self.buffer_bytes(), buffers=self.model_buffer_bytes, activations=self.activation_bytes)
         held[self.placement.param]["parameters"] = self.param_bytes()
@@ -244,7 +246,7 @@ class Plan(PageTable):
         }
 
     def fields(self) -> dict[str, str]:
-        """Return the settings that all ranks must agree on before they start."""
+        """Return the settings, as text, that must be equal on all ranks before they start."""
         agreed = {
             "zero.stage": str(self.stage.level),
             "zero.prefetch": str(self.prefetch),
@@ -288,10 +290,10 @@ class Plan(PageTable):
 
 
 def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> tuple[Activations, ...]:
-    """Return the policy for each unit's activations, by its index.
+    """Return the activation policy ("keep", "remat" or "offload") of each unit, by its index.
 
     Raises:
-        PlanError: a pattern that fits no unit.
+        PlanError: a pattern matches no unit.
     """
     names = [unit.name for unit in splitting.units]
     for pattern in by_pattern:
@@ -303,7 +305,10 @@ def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) 
 
 
 def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
-    """Return the bytes that this rank may take; rank 0's readings on all ranks if tiers depend on them, or `shared`."""
+    """Return the bytes that this rank may use on each tier, from the free memory now.
+
+    All ranks use the readings of rank 0 if tiers or page sizes depend on them, or if `shared`.
+    """
     world, device = facts.world, facts.world.compute
     device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes())
     host_bytes = usable_host_bytes(offload, free_host_bytes(), device_is_host=facts.device_is_host)
@@ -314,7 +319,7 @@ def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
 
 
 def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
-    """Raise PlanError unless a plan can be made of these."""
+    """Raise PlanError unless the arguments are a module that no state has taken over, a Transform and a World."""
     for key, value, kind, instead in (
         ("model", model, nn.Module, "pass a torch.nn.Module"),
         ("optimizer", optimizer, Transform, "make one with zero.adamw(lr); torch's own is for zero.initialize"),
@@ -324,7 +329,7 @@ def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
             raise PlanError(f"{key} is {type_text(value)}; {instead}")
     assert isinstance(model, nn.Module)
     refuse_taken(model)
-    if type(model).__name__ == "OptimizedModule":  # so torch's compiler need not be imported
+    if type(model).__name__ == "OptimizedModule":  # compared by name to avoid importing torch's compiler
         raise PlanError(
             "model is what torch.compile made of one: pass the model itself; zero.Plan(compile=True) compiles what "
             "each unit computes"
@@ -340,7 +345,7 @@ def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Of a sparse tensor: its values and their indices."""
+    """Return the bytes of a tensor; for a sparse tensor those of its values and indices."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
     return tensor._nnz() * (tensor.element_size() + 8 * tensor.ndim)

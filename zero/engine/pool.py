@@ -1,15 +1,16 @@
-"""A fixed set of buffers that units are gathered into: peak memory is known before the first step.
+"""A fixed set of buffers for gathered units, so that peak memory is known before the first step.
 
-There are buffers for each distinct unit size. Which unit takes which buffer depends only on the order of calls, so
-every rank decides alike. No rank waits for a buffer, because the thread that would wait is the one that would free it:
-when every buffer of a size is pinned, an extra one is made, counted in `overflowed`, and dropped when it is unpinned.
+The pool has buffers for each distinct unit size. The choice of a buffer for a unit depends only on the order of calls,
+so every rank decides alike. A rank never waits for a free buffer, because the waiting thread is the one that would free
+it. When every buffer of a size is pinned, an extra one is allocated, counted in `overflowed`, and dropped when it is
+unpinned.
 
-A buffer that is not pinned keeps its unit until another takes it, so the last units of a forward are still there when
-backward begins.
+An unpinned buffer keeps its unit until another unit takes the buffer, so the last units of a forward are still gathered
+when backward begins.
 
-A view of a buffer may outlive its pin: a parameter that user code stored, or a tensor that a checkpoint recomputed.
-Before a buffer gets another unit the tensors that use its storage are counted. If there are others they keep that
-memory and the buffer gets fresh memory, counted in `renewed`.
+A view of a buffer may outlive the pin, for example a parameter that user code stored, or a tensor that a checkpoint
+recomputed. Before a buffer gets another unit, the pool therefore counts the references to its storage. If other tensors
+use it, they keep that memory, and the buffer gets fresh memory, counted in `renewed`.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,18 @@ from zero.platform.device import Device, Event
 
 
 class Buffer:
-    """One flat buffer, and the unit and version that it holds."""
+    """A flat buffer for a gathered unit, with the unit's index and version.
+
+    Attributes:
+        extra: whether it was allocated beyond the pool's fixed set.
+        unit: the index of the unit that it holds; None if it holds none.
+        version: the `UnitState.version` that it holds; -1 if its content is not valid.
+        pins: the number of uses that have not ended.
+        ahead: whether it was gathered ahead and not used since.
+        used: a counter that orders the pool's buffers by their last use.
+        arrivals: handles of the gathers into it that nothing has waited for.
+        ready: the event at the end of the work that was enqueued on the gather stream when the gather started.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: Device, *, extra: bool = False) -> None:
         self._device = device
@@ -48,18 +60,18 @@ class Buffer:
 
     @property
     def is_seen(self) -> bool:
-        """Another tensor than `flat` uses this memory."""
+        """Whether another tensor than `flat` uses the buffer's memory."""
         return torch._C._storage_Use_Count(self._storage._cdata) > self._alone
 
     def land(self) -> None:
         """Have the current stream wait for the gathers into this buffer."""
-        self.ready.wait()  # first, because an arrival enqueues work after it
+        self.ready.wait()  # first, because waiting for an arrival may enqueue further work
         while self.arrivals:
-            self.arrivals[-1].wait()  # an interrupt leaves it there, to be waited for again
+            self.arrivals[-1].wait()  # removed only afterwards, so that it is waited for again after an interrupt
             self.arrivals.pop()
 
     def renew(self) -> None:
-        """Take fresh memory, and leave the old to the tensors that use it."""
+        """Allocate fresh memory for the buffer and leave the old memory to the tensors that use it."""
         self.flat = _zeros(self.flat.numel(), self.flat.dtype, self._device)
         self._watch()
 
@@ -69,10 +81,7 @@ class Buffer:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of the memory that holds the tensor's values; 0 if no single storage does.
-
-    A sparse tensor has no storage, and torch raises an error for that of a wrapper such as DTensor.
-    """
+    """Return the address of the tensor's storage; 0 if it has no single one: sparse tensors, wrappers like DTensor."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return 0
     with torch._C.DisableTorchFunctionSubclass():
@@ -80,15 +89,15 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
-    with torch.inference_mode(False):  # an evaluation may make it, and a later step use it for backward
+    with torch.inference_mode(False):  # also inside an evaluation: a later backward uses it
         return device.zeros(numel, dtype)
 
 
 class Pool:
-    """Buffers by size; a unit takes the least recently used one.
+    """The pooled buffers of each size; a unit takes the least recently used buffer of its size.
 
     Args:
-        counts: elements of a buffer to the number of buffers of that size.
+        counts: number of elements -> number of buffers of that size.
     """
 
     def __init__(self, counts: Mapping[int, int], dtype: torch.dtype, device: Device) -> None:
@@ -106,7 +115,7 @@ class Pool:
 
     @property
     def pinned(self) -> int:
-        """Buffers in use now, or gathered ahead."""
+        """The number of buffers that are pinned or gathered ahead."""
         return sum(not buffer.is_free for buffer in self.buffers)
 
     @property
@@ -114,20 +123,20 @@ class Pool:
         return sum(buffer.flat.nbytes for buffer in self.buffers)
 
     def find(self, unit: int) -> Buffer | None:
-        """Return the buffer that holds `unit` in any version."""
+        """Return the buffer that holds `unit`, in any version, or None."""
         return self._by_unit.get(unit)
 
     def holding(self, tensor: Tensor) -> Buffer | None:
-        """Return the buffer whose memory `tensor` uses."""
+        """Return the buffer whose memory `tensor` uses, or None."""
         return self._by_address.get(address) if (address := storage_address(tensor)) else None
 
     def has_room(self, numel: int) -> bool:
         return self._least_recent(numel) is not None
 
     def take(self, unit: int, numel: int) -> Buffer:
-        """Return a buffer for `unit` to be overwritten: the one that holds it, else the least recently used."""
+        """Return a buffer that `unit` may overwrite: the buffer that holds it, else the least recently used one."""
         buffer = self._by_unit.get(unit) or self._least_recent(numel) or self._overflow(numel)
-        buffer.land()  # a gather ahead that nobody used must not overwrite the next one
+        buffer.land()  # an unused earlier gather must end before the next one starts
         if buffer.unit is not None:
             del self._by_unit[buffer.unit]
         if buffer.is_seen:
@@ -135,7 +144,7 @@ class Pool:
             self._by_address.pop(buffer.address, None)
             buffer.renew()
             self._by_address[buffer.address] = buffer
-        buffer.version = -1  # first: an interrupt must not leave another unit's version
+        buffer.version = -1  # first, so that after an interrupt no wrong version is valid
         buffer.unit = unit
         self._by_unit[unit] = buffer
         self.touch(buffer)
@@ -150,13 +159,13 @@ class Pool:
         self._drop_extra(buffer)
 
     def drop_ahead(self) -> None:
-        """Free buffers that were gathered ahead and not used since."""
+        """Release the buffers that were gathered ahead and not used since."""
         for buffer in self.buffers:
             buffer.ahead = False
             self._drop_extra(buffer)
 
     def reset(self) -> None:
-        """Unpin all buffers after an error, and make records again that it may have left half made."""
+        """Unpin all buffers after an error, drop extra ones, and rebuild records that the error left inconsistent."""
         self._buffers = {
             numel: [buffer for buffer in buffers if not buffer.extra] for numel, buffers in self._buffers.items()
         }
@@ -176,7 +185,7 @@ class Pool:
         return buffer
 
     def _drop_extra(self, buffer: Buffer) -> None:
-        """Drop a buffer that was made beyond the fixed set, once nobody uses it."""
+        """Drop `buffer` if it is an extra one and neither pinned nor gathered ahead."""
         if not (buffer.extra and buffer.is_free):
             return
         self._buffers[buffer.flat.numel()].remove(buffer)

@@ -1,7 +1,7 @@
-"""Run a module now and once more in backward, instead of keeping its activations (remat).
+"""Activation checkpointing of a unit (remat): recompute its forward in backward instead of keeping its activations.
 
-The parameters go into torch's checkpoint as arguments, and a checkpoint keeps its arguments through the saved-tensor
-hooks around it. Those are the gatherer's, so a gathered parameter is not kept but found again.
+The parameters are passed to torch's `checkpoint` as arguments, because it saves its arguments through the surrounding
+saved-tensor hooks. These are the gatherer's hooks, which save a position instead of a gathered parameter.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from zero.engine.takeover import call_with
 
 UNCOUNTED_NUMEL = 65_536
-"""torch's batch norm changes running statistics without counting it in their version. They have one element per
-channel, so a buffer of at most this many elements is taken as changed."""
+"""Buffers of at most this many elements are assumed to change in every forward.
+
+torch's batch norm changes its running statistics, one element per channel, without incrementing their version.
+"""
 
 
 def recomputed_call(
@@ -26,21 +28,21 @@ def recomputed_call(
     kwargs: Mapping[str, Any],
     call: Callable[..., Any] = call_with,
 ) -> Any:
-    """Run `module` with `parameters` in place of its own, its activations not kept.
+    """Run `module` with `parameters` in place of its own, and recompute its activations in backward.
 
     Args:
-        call: `call_with`, bound to where the module is.
+        call: `call_with`, bound to the module's path for messages.
     """
     names, (tensors, rebuild) = tuple(parameters), _apart(args, kwargs)
-    # What forward changes (running statistics) is put back for the recomputation, which must neither see the change
-    # nor repeat it: it works on copies of what forward saw.
+    # Forward may change buffers (running statistics). The recomputation must neither read nor repeat these changes, so
+    # it gets copies of the buffers as they were before forward.
     before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
     replaced: dict[str, Tensor] | None = None
 
     def compute(*values: Tensor) -> Any:
         return call(dict(zip(names, values, strict=False)), module, *rebuild(values[len(names) :]), buffers=replaced)
 
-    # The parameters go in as arguments: a checkpoint keeps its arguments through our hooks, and so not at all.
+    # Parameters are arguments, because `checkpoint` saves arguments through our hooks, which keep only positions.
     outputs = checkpoint(compute, *parameters.values(), *tensors, use_reentrant=False)
     now = dict(module.named_buffers())
     replaced = {
@@ -53,9 +55,9 @@ def recomputed_call(
 
 
 def _apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The distinct tensors among the arguments, and a function from others in their places to (args, kwargs).
+    """Return the distinct tensors among the arguments, and a function that rebuilds (args, kwargs) from replacements.
 
-    A tensor given twice is one tensor then too: attention asks whether `query is key`.
+    A tensor that is passed twice becomes one object again, because attention tests `query is key`.
     """
     values = [*args, *kwargs.values()]
     tensors = {id(value): value for value in values if isinstance(value, Tensor)}

@@ -1,35 +1,37 @@
-"""Add up gradients over calls, microbatches and ranks. They travel in `Facts.flat_dtype`; `World` adds in rank order.
+"""Add up gradients over calls, microbatches and ranks, overlapped with backward.
 
-Gradients arrive one parameter at a time, once for each call of a unit, and are copied into one flat. When all calls of
-the unit have delivered and its turn has come, the flat is reduce-scattered while the next units' backward runs:
+Gradients are sent in `Facts.flat_dtype`, and each rank adds the received ones in fp32 and in rank order. They arrive
+one parameter at a time, once for each call of a unit, and are copied into one flat tensor. When all calls of the unit
+have delivered and it is the unit's turn, the flat is reduce-scattered while the next units' backward runs. The flat is:
 
-    gradients sharded, or one microbatch    a pooled flat, free again when its reduction is done; two may be under way
-    several microbatches, not sharded       `grad`, which adds up microbatches; after the last a pooled flat takes it on
+    gradients sharded, or one microbatch    a pooled flat, free again after its reduction; two reductions may run
+    several microbatches, not sharded       `grad`, which adds up microbatches and is copied to a pooled flat at the end
     one rank                                `grad` itself, and nothing is reduced
 
-Reductions come in rounds: every trainable unit once, in one order that all ranks share. A step has one round for each
-microbatch of the plan, or a single one where microbatches are added up first. A unit that is ready early waits for its
-turn. When the microbatch ends the rest of its round is sent, zeros where this rank has nothing. Gradients that arrive
-for a unit after it was ready (a second backward, more microbatches than planned) are added up in an extra flat. The
-step's totals say whether any rank has one; then one more round follows.
+Reductions are organized in rounds. A round reduces every trainable unit once, in an order that all ranks share. A step
+has one round per microbatch of the plan, or a single round if microbatches are added up first. A unit that is ready
+early waits for its turn. When the microbatch ends, the remaining units of the round are reduced, with zeros where this
+rank has no gradient. Gradients that arrive for a unit after it was ready (from a second backward, or more microbatches
+than planned) are added up in an extra flat. If the step's totals show that any rank has an extra flat, all ranks run
+one more round.
 
-So every rank starts the same operations in the same order, whatever it used, and waits only for operations that it has
-started itself. Of all ranks that wait, one waits for the earliest operation; the ranks that have not started it yet
-wait for nothing and will come to it. No step can hang.
+So every rank starts the same operations in the same order, whichever units it used, and waits only for operations that
+it has started. A step cannot deadlock: consider the earliest operation that any rank waits for. A rank that has not
+started it has started only earlier ones, so it waits for none, and it will start this one.
 
-The order begins as the plan's, backward. After a step in which units became ready in another order, which was the same
-on all ranks, it is that one. What a unit sends in a round is what arrived until it was ready, so no bit of a sum
-depends on the order.
+The first order is the plan's, reversed. If units became ready in another order in a step, and this order was the same
+on all ranks, the next steps use it. The order changes no bit of a sum, because a unit's flat contains exactly the
+gradients that arrived until it was ready.
 
-Sums are in fp32, ranks in rank order; `grad` holds the sum over ranks and microbatches, and the update divides once.
-An all-reduce (stage 0) is this reduce-scatter followed by a gather, so every stage adds alike.
+`grad` is the sum over ranks and microbatches, and the update divides it once. An all-reduce (stage 0) is this
+reduce-scatter followed by an all-gather, so all stages add in the same order.
 
-On a GPU flats are filled, and their exchange starts, on the stream that computes; sums, and whatever comes after them
-until the step's end, are on a stream of their own, "reduce", in the order of reductions. So:
+On a GPU the compute stream fills flats and starts their exchange. Sums, and all work after them until the step's end,
+run on the side stream "reduce", in the order of the reductions. So:
 
-    a flat        is taken by the stream that computes, which waits for the event that it was given back with
-    `grad`        belongs to the stream that computes while microbatches are added up in it, and from the start of its
-                  reduction to `reduce`, which is entered after what was computed so far; `finish` hands all of it back
+    a flat        is taken by the compute stream, after it has waited for the flat's `free` event
+    `grad`        is used by the compute stream while microbatches are added up in it, and by "reduce" from the start of
+                  its reduction; `finish` makes the compute stream wait for "reduce"
 
 Source: Rajbhandari et al. 2020, "ZeRO", sections 5.2 and 7; Li et al. 2020, "PyTorch Distributed", section 3.2.3, for
 the order of buckets that ranks must share.
@@ -58,7 +60,7 @@ from zero.platform.timeline import Tape
 
 @dataclass(eq=False)
 class GradientFlat:
-    """A (P,) buffer that gradients are sent from or arrive in; usable once `free` has passed."""
+    """A (P,) buffer from which gradients are sent or in which they are received; usable after the event `free`."""
 
     flat_P: Tensor
     free: Event
@@ -66,10 +68,12 @@ class GradientFlat:
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduce-scatter under way.
+    """A started reduce-scatter.
 
     Attributes:
-        last: the unit is complete after it, unless a rank has an extra flat.
+        flats: the flat that is sent, and the one in which other ranks' gradients are received.
+        partial: the fp32 buffer for the sum within the node; None if sums are not by node.
+        last: whether the unit's sum is complete after it, unless a rank has an extra flat.
     """
 
     unit: UnitState
@@ -80,16 +84,16 @@ class Reduction:
 
 
 class Reducer:
-    """Takes gradients from backward, leaves their sum in each unit's `grad`.
+    """Receiver of gradients from backward, which leaves their sum in each unit's `grad`.
 
     Args:
-        gradients: where each unit's `grad` is.
-        routes: how sums travel.
-        updater: makes a unit's deferred update, which still needs the old gradient, before another one arrives, and
-            is given each unit whose `grad` is final for this step.
-        first: called before a step's first reduction.
-        log: where every collective is noted.
-        tape: records reductions.
+        routes: the collectives, plain or by node.
+        gradients: the memory of each unit's `grad`.
+        updater: applies a unit's deferred update, which needs the old gradient, before a new gradient arrives. It also
+            measures each final `grad` for the norm.
+        first: a callback, called before a step's first reduction.
+        log: records every collective, to compare ranks.
+        tape: records reductions in the timeline.
     """
 
     def __init__(
@@ -108,12 +112,12 @@ class Reducer:
         self._world, self._rank, self._device, self._gradients = plan.world, plan.rank, plan.world.compute, gradients
         self._alone = plan.world.size == 1
         self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
-        self._full = plan.full_update and not self._alone  # every rank needs the full sum, not its own range
+        self._full = plan.full_update and not self._alone  # every rank needs the full sum
         self._apply, self._measure, self._first = updater.apply_deferred, updater.measure, first
         self._flat_dtype = plan.flat_dtype
         self._backward = tuple(unit.index for unit in reversed(units) if unit.spec.trainable.slots)
         self._order = self._backward
-        self._planned = len(self._order) * (1 if self._local else plan.accumulate)  # turns of a step
+        self._planned = len(self._order) * (1 if self._local else plan.accumulate)  # reductions of a step
         self._flats = {
             numel: [GradientFlat(self._device.zeros(numel, plan.flat_dtype), PASSED) for _ in range(count)]
             for numel, count in plan.flat_counts().items()
@@ -121,56 +125,59 @@ class Reducer:
         self._sums = {
             numel: [self._device.zeros(numel, torch.float32) for _ in range(count)]
             for numel, count in plan.partial_counts().items()
-        }  # of this node, written and read on `reduce` alone
+        }  # sums within this node, used by the stream "reduce" only
         self._free_all(PASSED)
-        self._turns = 0  # taken in this step
-        self._waiting: dict[int, None] = {}  # units whose turn in this round is still to come, in order
-        self._ready: set[int] = set()  # those of them to whose part of this round nothing is added any more
+        self._turns = 0  # reductions that this step has started
+        self._waiting: dict[int, None] = {}  # units of this round that are not reduced yet, in order
+        self._ready: set[int] = set()  # waiting units that have all their gradients of this round
         self._seen: dict[int, None] = {}  # units in the order in which they were ready in this step
-        self._filling: dict[int, GradientFlat] = {}  # by unit: what it sends in this round
-        self._extra: dict[int, GradientFlat] = {}  # by unit: what arrived after it was ready
-        self._unwritten: dict[int, set[int]] = {}  # by unit: slots of its flat in which nothing has arrived
-        self._written: list[tuple[Tensor, Tensor]] = []  # places, and gradients that are to be copied there
+        self._filling: dict[int, GradientFlat] = {}  # by unit: gradients of this round
+        self._extra: dict[int, GradientFlat] = {}  # by unit: gradients that arrived after it was ready
+        self._unwritten: dict[int, set[int]] = {}  # by unit: slots of its flat without a gradient yet
+        self._written: list[tuple[Tensor, Tensor]] = []  # pending copies: (destination, gradient)
         self._written_bytes = 0
         self._under_way: deque[Reduction] = deque()
-        self._unpublished: deque[UnitState] = deque()  # complete after a reduction that has started, oldest first
-        self._gathers: dict[int, tuple[UnitState, Handle]] = {}  # by unit: the sums of the other ranks' ranges
-        self._summed: set[int] = set()  # units of which `grad` holds a sum over ranks
-        self._closed: set[int] = set()  # units that expect nothing more in this step
+        self._unpublished: deque[UnitState] = deque()  # their last reduction has started, oldest first
+        self._gathers: dict[int, tuple[UnitState, Handle]] = {}  # by unit: all-gathers of the sum
+        self._summed: set[int] = set()  # units whose `grad` holds a sum over ranks
+        self._closed: set[int] = set()  # units whose `grad` is final in this step
         self._done = PASSED
         self._last = self._arrived = False
 
     @property
     def allocated_bytes(self) -> int:
-        """Of the pooled flats, between steps."""
+        """Bytes of the pooled flats, measured between steps."""
         return sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
 
     @property
     def partial_bytes(self) -> int:
-        """Of the sums of this node, between steps."""
+        """Bytes of the buffers for sums within the node, measured between steps."""
         return sum(partial.nbytes for partials in self._partials.values() for partial in partials)
 
     @property
     def is_busy(self) -> bool:
-        """Gradients have arrived, or are on their way, that no step has taken."""
+        """Whether there are gradients that no step has finished: received, or being reduced."""
         return bool(self._filling or self._extra or self._under_way or self._gathers)
 
     @property
     def has_extra(self) -> bool:
-        """This rank needs one more round than planned."""
+        """Whether this rank has an extra flat, so that all ranks need one more round than planned."""
         return bool(self._extra)
 
     @property
     def order_seen(self) -> int:
-        """A fingerprint of the order in which units were ready in this step."""
+        """A CRC-32 of the order in which units became ready in this step, to compare ranks."""
         return zlib.crc32(repr([*self._seen]).encode())
 
     def adopt_order(self) -> None:
-        """Reduce units in the order in which they were ready in this step; it must have been the same on all ranks."""
+        """Use the order in which units became ready in this step for the next steps.
+
+        It must have been the same on all ranks.
+        """
         self._order = (*dict.fromkeys((*self._seen, *self._backward)),)
 
     def clear(self) -> None:
-        """Begin a step."""
+        """Begin a step: reset the counts and orders of the last one."""
         for by_unit in (self._waiting, self._ready, self._seen, self._summed, self._closed):
             by_unit.clear()
         self._turns, self._arrived = 0, False
@@ -179,7 +186,7 @@ class Reducer:
         """Begin a microbatch.
 
         Args:
-            last: no other one follows in this step.
+            last: whether it is the last planned microbatch of the step.
         """
         self._last = last
         if not self._local:
@@ -188,7 +195,7 @@ class Reducer:
 
     @torch.no_grad()
     def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
-        """Add the gradient of one trainable slot, from one call."""
+        """Add the gradient of one trainable slot from one call of the unit."""
         self._arrived = True
         place = unit.spec.trainable.slots[slot].of(self._open(unit))
         unwritten = self._unwritten.get(unit.index, set())
@@ -200,7 +207,7 @@ class Reducer:
             unit.spec.trainable.slots[slot].of(self._open(unit, sums=True)).add_(grad)
 
     def start_reduce(self, unit: UnitState) -> None:
-        """Reduce `unit` when its turn comes: every call of this microbatch has delivered."""
+        """Mark `unit` as ready: all its calls of this microbatch have delivered. It is reduced when its turn comes."""
         self._flush()
         adds_up = self._adds_up(unit)
         if unit.index in self._unwritten or (adds_up and not unit.filled):
@@ -216,9 +223,9 @@ class Reducer:
                 self._take_turn()
 
     def finish(self) -> None:
-        """Take all turns that are planned. Collective.
+        """Start and complete all planned reductions. Collective.
 
-        Every unit's `grad` is then final, on the compute stream, if no rank `has_extra`.
+        If no rank `has_extra`, every unit's `grad` is then final and may be read on the compute stream.
         """
         self._check_complete()
         if not self._alone:
@@ -226,16 +233,16 @@ class Reducer:
         self._settle()
 
     def finish_extra(self) -> None:
-        """Take one more turn with each unit, because some rank `has_extra`. Collective."""
+        """Run one more round with the extra flats, because a rank `has_extra`. Collective."""
         self._filling, self._extra = self._extra, {}
         self._take_turns(self._turns + len(self._order))
         self._settle()
 
     def sum_so_far(self) -> bool:
-        """Have in `grad` the sum of what has arrived in this step, for a read; more may come. Collective.
+        """Reduce all gradients that have arrived in this step, so that `grad` can be read; more may arrive. Collective.
 
         Returns:
-            whether any rank has a gradient.
+            Whether any rank has a gradient.
         """
         self._check_complete()
         if self._alone:
@@ -248,7 +255,7 @@ class Reducer:
         return some_arrived
 
     def forget(self) -> None:
-        """Drop what has arrived in this step, on every rank. Collective."""
+        """Drop all gradients that have arrived in this step, on every rank. Collective."""
         in_microbatch = bool(self._turns or self._waiting)
         if not self._alone:
             self._meet(self._turns)
@@ -257,13 +264,13 @@ class Reducer:
             self._open_round()
 
     def reset(self) -> None:
-        """After an exception: wait for what is under way and forget it."""
+        """Clean up after an exception: wait for started operations and drop all gradients."""
         handles = [
             *(reduction.handle for reduction in self._under_way),
             *(gather[1] for gather in self._gathers.values()),
         ]
         self._done.wait()
-        with suppress(WorldError):  # a broken world is what is being reported already
+        with suppress(WorldError):  # the caller is already handling the error of a failed world
             for handle in handles:
                 handle.wait()
         self._free_all(self._device.mark())
@@ -278,16 +285,21 @@ class Reducer:
     # -- what arrives --------------------------------------------------------------------------------------------------
 
     def _adds_up(self, unit: UnitState) -> bool:
-        """Gradients of `unit` go straight into `grad`: it holds what this rank has, not yet the sum over ranks."""
+        """Return whether gradients of `unit` are added directly to `grad`, which is not reduced over ranks yet."""
         return self._local and unit.index not in self._summed and unit.index not in self._ready
 
     def _is_open(self, unit: UnitState) -> bool:
-        """Gradients that arrive for `unit` are sent in this round."""
+        """Return whether gradients that arrive for `unit` now are still part of this round."""
         return unit.index in self._waiting and unit.index not in self._ready
 
     def _open(self, unit: UnitState, *, sums: bool = False) -> Tensor:
-        """The flat that gradients of `unit` are copied to, (P,), or with `sums` added to."""
-        self._apply(unit)  # not visited since the last step: its deferred update needs the gradient that is there
+        """Return the flat, (P,), that gradients of `unit` are copied into.
+
+        Args:
+            sums: a gradient will be added to the flat instead, so it must be in the dtype of sums.
+        """
+        # a unit that was not gathered since the last step still has its deferred update, which reads the old gradient
+        self._apply(unit)
         adds_up = self._adds_up(unit)
         flats = self._filling if self._is_open(unit) else self._extra
         fresh = not unit.filled if adds_up else unit.index not in flats
@@ -305,14 +317,17 @@ class Reducer:
         return flats[unit.index].flat_P
 
     def _write(self, place: Tensor, grad: Tensor) -> None:
-        """Copy a gradient to its place, with others at once where each copy would be a launch."""
+        """Copy a gradient to its slot of the flat; on a GPU copies are batched, to launch fewer kernels."""
         self._written.append((place, grad))
         self._written_bytes += grad.nbytes
         if self._written_bytes > self._device.batch_bytes:
             self._flush()
 
     def _flush(self) -> None:
-        """Make the copies that were put off; before a gradient is opened too, since that may send another away."""
+        """Execute the batched copies.
+
+        Must also be called before a gradient is opened, because that may park another one, to which copies are pending.
+        """
         if self._written:
             places, grads = zip(*self._written, strict=True)
             torch._foreach_copy_(places, grads)
@@ -321,7 +336,7 @@ class Reducer:
 
     @torch.no_grad()
     def _complete(self, unit: UnitState) -> None:
-        """Zeros where nothing has arrived: in slots that were not used, and between slots."""
+        """Write zeros into the slots without a gradient and into the gaps between slots."""
         flat_P, layout = self._open(unit), unit.spec.trainable
         for slot in self._unwritten.pop(unit.index):
             layout.slots[slot].of(flat_P).zero_()
@@ -329,7 +344,7 @@ class Reducer:
             flat_P[start:stop].zero_()
 
     def _check_complete(self) -> None:
-        if self._unwritten:  # no pass has ended for them: a gradient would be missing in silence
+        if self._unwritten:  # never reduced: a gradient would be missing silently
             names = ", ".join(self._units[index].spec.name for index in self._unwritten)
             raise AssertionError(f"gradients of {names} have arrived and were never reduced")
 
@@ -337,11 +352,11 @@ class Reducer:
 
     @property
     def _round_end(self) -> int:
-        """Turns that are taken when this round has ended."""
+        """The value of `_turns` at the end of this round."""
         return self._turns + len(self._waiting)
 
     def _open_round(self) -> None:
-        """Begin the next round, if one is planned and this one has ended."""
+        """Begin the next planned round, if this one has ended."""
         if not self._alone and not self._waiting and self._turns < self._planned:
             self._waiting = dict.fromkeys(self._order)
 
@@ -351,7 +366,7 @@ class Reducer:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        """Start the next reduction of this round."""
+        """Start the next reduction of this round, whether its unit is ready or not."""
         self._flush()
         if not self._turns:
             self._first()
@@ -364,11 +379,15 @@ class Reducer:
         self._start(unit, sent, last=self._turns > self._planned - len(self._order))
 
     def _copied(self, unit: UnitState) -> GradientFlat:
-        """Return the sum of microbatches in a flat, because the sum over ranks lands in `grad`; zeros without one."""
+        """Return a pooled flat with the unit's sum of microbatches, or with zeros if it has no gradient.
+
+        `grad` cannot be sent itself, because the sum over ranks is written into it.
+        """
         self._apply(unit)
         sent = self._take(unit.spec.trainable.P)
         if self._local and unit.index not in self._summed:
-            grad = self._gradients.open(unit, fresh=not unit.filled)  # on the stream that wrote what this parks
+            # on the compute stream, because opening may park another gradient, which was written on it
+            grad = self._gradients.open(unit, fresh=not unit.filled)
             if unit.filled:
                 sent.flat_P.copy_(grad)
                 return sent
@@ -376,10 +395,13 @@ class Reducer:
         return sent
 
     def _meet(self, turns: int) -> tuple[bool, bool]:
-        """Take at least so many turns, as many as the rank that needs the most.
+        """Agree with the other ranks on the largest number of turns, and take turns up to it. Collective.
+
+        Args:
+            turns: the number of turns of this step that this rank needs.
 
         Returns:
-            whether any rank has an extra flat, and a gradient.
+            (whether any rank has an extra flat, whether any rank has a gradient).
         """
         self._advance(through=True)
         report = torch.tensor([turns, self.has_extra, self._arrived], dtype=torch.int64, device="cpu")
@@ -388,7 +410,10 @@ class Reducer:
         return bool(some_extra), bool(some_arrived)
 
     def _advance(self, *, through: bool = False) -> None:
-        """Before a wait that others may not come to: start the second halves of what every rank has begun, or will."""
+        """Start the second halves of started collectives, see `zero.distributed.routes`.
+
+        Must be called before a wait, because other ranks may need these halves before they reach the same wait.
+        """
         if self._routes.are_waiting:
             with self._device.aside("reduce", after=PASSED) as self._done:
                 self._routes.advance(through=through)
@@ -396,8 +421,13 @@ class Reducer:
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def _start(self, unit: UnitState, sent: GradientFlat, *, last: bool) -> None:
-        """Reduce one flat into `grad`; `last` says that the unit is then complete."""
-        while len(self._unpublished) > 1:  # by turns, and not by when they are done: all ranks must start alike
+        """Start the reduction of one flat into `grad`.
+
+        Args:
+            sent: the flat with this rank's gradients.
+            last: whether it is the unit's last planned reduction of the step.
+        """
+        while len(self._unpublished) > 1:  # counted, not timed: all ranks must start alike
             self._publish_oldest()
         self._advance()
         self._closed.discard(unit.index)
@@ -405,7 +435,7 @@ class Reducer:
         self._log.note(f"reduction of {unit.spec.name}")
         again = unit.index in self._summed
         self._summed.add(unit.index)
-        with self._device.aside("reduce", after=PASSED) as self._done:  # where its sum will be
+        with self._device.aside("reduce", after=PASSED) as self._done:  # the stream that computes the sum
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
         of_node = partial_numel(self._world, unit.spec.trainable.P)
@@ -441,17 +471,17 @@ class Reducer:
         unit = self._unpublished.popleft()
         while self._is_under_way(unit):
             self._complete_oldest()
-        with self._device.aside("reduce", after=PASSED) as self._done:  # a gather elsewhere could start too early
+        with self._device.aside("reduce", after=PASSED) as self._done:  # the all-gather must start after the sum
             self._publish(unit)
 
     def _settle(self) -> None:
-        """Complete what is under way, and have the compute stream wait for it."""
+        """Complete all started operations, finish every unit's `grad`, and have the compute stream wait for them."""
         while self._unpublished:
             self._publish_oldest()
         while self._under_way:
             self._complete_oldest()
         unpublished = [unit for unit in self._units if unit.filled and unit.index not in self._closed]
-        if self._alone:  # what computes made the sum
+        if self._alone:  # the sum was made on the compute stream
             for unit in unpublished:
                 self._publish(unit)
         else:
@@ -464,16 +494,16 @@ class Reducer:
         with self._tape.stream_standing("reduce"):
             self._done.wait()
         if not self._extra:
-            self._free_all(PASSED)  # and drop the flats that were made beyond the plan's
+            self._free_all(PASSED)  # this also drops flats that were allocated beyond the plan's
 
     def _publish(self, unit: UnitState) -> None:
-        """This rank's range is summed: that is all, or every rank gets the others' ranges too."""
+        """Finish a unit whose own range is reduced; if every rank needs the full sum, start its all-gather first."""
         self._closed.add(unit.index)
         grad = self._gradients.open(unit, fresh=False)
         if not self._full:
             self._finalise(unit)
             return
-        self._advance()  # between nodes a gather waits for another rank, which may wait for these first
+        self._advance()  # other ranks may need these halves before they join this all-gather
         own_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
         [handle] = self._tape.under_way(
             "reduce", unit.spec.name, lambda: [self._routes.gather(own_S, grad, of_sum=True, what=what)]
@@ -493,7 +523,7 @@ class Reducer:
         self._park(unit)
 
     def _park(self, unit: UnitState) -> None:
-        """Nothing arrives in `grad` for now, unless another reduction of this unit is under way."""
+        """Park the unit's gradient, unless another reduction will write into it."""
         if not self._is_under_way(unit):
             self._gradients.park(unit)
 
@@ -503,7 +533,10 @@ class Reducer:
     # -- flats ---------------------------------------------------------------------------------------------------------
 
     def _take(self, numel: int) -> GradientFlat:
-        """A flat of this size; where all of them are filling a further one, until the step ends."""
+        """Return a flat of `numel` elements.
+
+        If none is free, wait for a reduction. If none is under way, because all flats are being filled, allocate one.
+        """
         while not self._free[numel]:
             if not any(reduction.flats[0].flat_P.numel() == numel for reduction in self._under_way):
                 return GradientFlat(self._device.zeros(numel, self._flat_dtype), PASSED)
@@ -514,14 +547,14 @@ class Reducer:
         return flat
 
     def _free_all(self, free: Event) -> None:
-        """Nobody uses any of them: neither a unit, nor a reduction, nor one that failed before it was under way."""
+        """Mark all pooled flats and node sums as unused, also those of operations that failed before they started."""
         self._free: dict[int, list[GradientFlat]] = {numel: [] for numel in self._flats}
         for flats in self._flats.values():
             self._give_back(flats, free)
         self._partials = {numel: list(sums) for numel, sums in self._sums.items()}
 
     def _give_back(self, flats: Sequence[GradientFlat], free: Event) -> None:
-        """Free these flats: the next user waits for `free`."""
+        """Return flats to the pool; their next user waits for the event `free`."""
         for flat in flats:
             flat.free = free
             self._free[flat.flat_P.numel()].append(flat)

@@ -1,14 +1,15 @@
-"""Gather units on this rank, the next ones ahead of time, and release their buffers.
+"""All-gather units, the next ones ahead of time, and release their buffers.
 
-A unit is gathered into a buffer of its own (resident) or one borrowed from the pool. Its copy is current while the
-buffer's version is the unit's; a deferred update is made before a gather, so it brings this step's parameters.
+A unit is gathered into a buffer of its own (resident) or one borrowed from the pool. The copy is current while the
+buffer's version equals the unit's. A unit's deferred update is applied before it is gathered, so that the buffer gets
+this step's parameters.
 
-The gather of an offloaded unit does not wait for the update: the store keeps the order, and each page arrives as soon
-as it is updated.
+The gather of an offloaded unit does not wait for the whole update. The store orders each page's read after its update,
+so pages are read as they are updated.
 
-Gathers into borrowed buffers depend on the order of calls alone, so ranks that call alike start the same ones. Where
-units are resident ranks may call differently: a unit is gathered after all that come before it in the plan, and the
-rest before any other collective.
+Gathers into borrowed buffers depend only on the order of calls, so ranks with the same calls start the same gathers. If
+units are resident, ranks may call different units. Then a unit is gathered after all changed units before it in the
+plan, and the remaining units before any other collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +27,19 @@ from zero.store import Ticket
 
 
 class Residency:
-    """Gathers units into their buffers.
+    """The gathered units of this rank: gathers them into buffers, and releases the buffers.
 
     Args:
-        updater: makes a unit's deferred update first. Where parameters are offloaded it hands it off instead: `fetch`
-            reads after it. Elsewhere a unit is gathered ahead only if its update is made.
-        fetch: starts to fill a buffer with a unit, whose update may be under way; returns handles.
-        advance: starts second halves of gathers that this rank does not wait for, see `Routes.advance`.
-        log: notes every collective.
-        tape: records gathers.
+        updater: applies a unit's deferred update before the gather. If parameters are offloaded, the update may still
+            run while the unit is gathered, because `fetch` reads each page after its update. Else a unit is gathered
+            ahead only if its update does not wait for the store's threads.
+        fetch: starts to fill a buffer with a unit, see `zero.engine.fetch`.
+        advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
+        log: records every collective, to compare ranks.
+        tape: records gathers in the timeline.
 
     Attributes:
-        pool: None when every unit is resident.
+        pool: the borrowed buffers; None if every unit is resident.
     """
 
     def __init__(
@@ -55,21 +57,21 @@ class Residency:
         self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
         self._hand_off = updater.hand_off if plan.params_offloaded else None
         self.pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, self._device)
-        self._alone = plan.world.size == 1  # gathers ahead may depend on time
+        self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
         self._keeps = plan.keeps_secondary
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
-        self._next = 0  # if so, the unit after the last one that was gathered
+        self._next = 0  # with `_in_order`: the index after the last gathered unit
         self._orders = {True: VisitOrder(), False: VisitOrder()}
-        self._ahead: set[int] = set()  # units requested before their turn, and not used yet
+        self._ahead: set[int] = set()  # units that were gathered ahead and not used yet
 
     def begin(self) -> None:
-        """Begin a microbatch, or a forward without gradients."""
+        """Begin a microbatch, or an evaluation."""
         for order in self._orders.values():
             order.begin()
         self.end()
 
     def end(self) -> None:
-        """End the pass: release buffers that were gathered ahead and not used, after their gathers."""
+        """End the pass: wait for gathers ahead that were not used, and release their buffers."""
         for index in sorted(self._ahead):
             buffer = self._find(self._units[index])
             if buffer is not None:
@@ -79,12 +81,12 @@ class Residency:
             self.pool.drop_ahead()
 
     def reset(self) -> None:
-        """Forget pins and half-made records after an exception."""
+        """Clean up after an exception: unpin all buffers and forget the incomplete visit order."""
         for order in self._orders.values():
             order.forget()
         self._ahead.clear()
         for unit in self._units:
-            unit.secondary_versions = -1, -1  # the gather that should fill it may be lost with its buffer
+            unit.secondary_versions = -1, -1  # the gather that fills them may be lost
         if self.pool is not None:
             self.pool.reset()
 
@@ -92,7 +94,7 @@ class Residency:
         """Gather `unit`, and the next ones ahead of time; return its buffer, pinned and ready to compute on.
 
         Args:
-            training: backward will follow, or is under way; forwards without it have an order of their own.
+            training: whether backward will follow, or is running. Evaluations have a separate visit order.
         """
         upcoming = self._orders[training].visit(unit.index, self._prefetch)
         self._request(unit)
@@ -126,24 +128,27 @@ class Residency:
                 unit.resident.land()
 
     def complete(self) -> None:
-        """Start the gathers of all resident units that have changed."""
+        """Start the gathers of all resident units that have changed, if there are several ranks."""
         if self._in_order:
             for unit in self._units:
                 self._request(unit)
-            self._advance()  # other ranks may wait for units that this one does not use
+            self._advance()  # other ranks may wait for units that this rank does not use
 
     def _request(self, unit: UnitState) -> None:
-        """Start the gather of `unit` unless a current copy is loaded or on its way."""
+        """Start the gather of `unit`, unless its buffer is current or a gather of this version has started."""
         if not self._is_current(unit):
             for changed in self._starting(unit):
                 self._start(changed)
             self._next = unit.index + 1
 
     def _starting(self, unit: UnitState) -> list[UnitState]:
-        """Return the units to gather when `unit`, which has changed, is requested."""
+        """Return the units to gather when the changed `unit` is requested.
+
+        For resident units these include all changed units before it in the plan, so that all ranks gather in one order.
+        """
         if not self._in_order:
             return [unit]
-        first = self._next if self._next <= unit.index else 0  # else it has changed since the last one was gathered
+        first = self._next if self._next <= unit.index else 0  # else start again from the first unit
         return [before for before in self._units[first : unit.index + 1] if not self._is_current(before)]
 
     def _is_current(self, unit: UnitState) -> bool:
@@ -167,27 +172,30 @@ class Residency:
             buffer.ready = ready
             buffer.arrivals += tickets
             if buffer.version != unit.version:
-                buffer.version = -1  # an interrupt before the next line must not leave it current
+                buffer.version = -1  # so that the buffer is not current after an interrupt in `_fill`
                 self._fill(unit, buffer, tickets)
                 buffer.version = unit.version
-                if self._keeps:  # even if nobody waits for it: the next user of the buffer does
+                if self._keeps:  # safe before the gather ends, because the buffer's next user waits for it
                     unit.secondary_versions = unit.versions
 
     def _fill(self, unit: UnitState, buffer: Buffer, tickets: Sequence[Ticket]) -> None:
-        if not self._in_order:  # else ranks may gather at different times, one before its step begins
+        if not self._in_order:  # else ranks may gather at different times, even before the step begins
             self._log.note(f"gather of {unit.spec.name}")
         buffer.arrivals += self._tape.under_way(
             "gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat, tickets, not self._is_over(tickets))
         )
 
     def _is_over(self, tickets: Sequence[Ticket]) -> bool:
-        """An update is made; of several ranks none may decide by time, so there it must not have been offloaded."""
+        """Return whether the update with these tickets has ended.
+
+        With several ranks any ticket counts as not ended, because a decision by timing would differ between ranks.
+        """
         return not tickets or (self._alone and all(ticket.ended for ticket in tickets))
 
     def _request_ahead(self, unit: UnitState) -> None:
         tickets = [ticket for changed in self._starting(unit) for ticket in changed.tickets]
         if not self._is_over(tickets) and self._hand_off is None:
-            return  # a wait for the store's threads here would hold up the unit before it
+            return  # waiting for the store's threads here would delay the current unit
         self._ahead.add(unit.index)
         if unit.resident is not None:
             self._request(unit)
@@ -200,7 +208,7 @@ class Residency:
     def _arrive(self, unit: UnitState) -> Buffer:
         self._ahead.discard(unit.index)
         buffer = self.buffer(unit)
-        with self._tape.stream_standing("gather, update", unit.spec.name):  # both were enqueued aside
+        with self._tape.stream_standing("gather, update", unit.spec.name):  # both run on side streams
             buffer.land()
         buffer.ahead = False
         if self.pool is not None:

@@ -1,4 +1,4 @@
-"""The parts that all states of one run share."""
+"""The objects that all states of one run share: plan, model, store, units and the parts that train them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,11 +19,15 @@ from zero.store import PrefetchStore
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """The model of a run and the parts that train it.
+    """The objects that all states of one run share.
 
     Attributes:
-        tree: compares the model with what it was when the state was made.
-        open_edits: of blocks of `zero.gathered` that edit: each writes the edits so far. Collective.
+        takeover: the conversion of the model to sharded training, and back.
+        tree: detects parameters that the model gained, lost or exchanged since the first state was made.
+        log: the collectives of the step, to compare ranks.
+        tape: the recorder of timelines.
+        open_edits: one function for each open block of `zero.gathered` with `modify`, which writes its edits so far.
+            Collective.
     """
 
     plan: Plan
@@ -41,27 +45,31 @@ class Runtime:
     open_edits: list[Callable[[], None]] = field(default_factory=list)
 
     def gather_changed(self) -> None:
-        """Start to gather resident units that have changed: a rank may have run forwards of its own. Collective."""
+        """Start to gather all resident units that have changed. Collective.
+
+        Afterwards all ranks have started the same gathers. Before, a rank may be ahead of others, because it ran
+        forwards that they did not run.
+        """
         with self.gatherer.use:
             self.gatherer.residency.complete()
 
     def make_updates(self) -> None:
-        """Make all deferred updates, and wait for the device. Collective."""
+        """Apply all deferred updates, and wait for the device. Collective."""
         self.gather_changed()
         for unit in self.units:
             self.updater.apply_deferred(unit)
         self.gatherer.residency.land()
-        self.plan.world.compute.join()  # the host considers an update made as soon as it is launched
+        self.plan.world.compute.join()  # `apply_deferred` returns when the update is launched
 
     def finish_step(self) -> None:
-        """Make all deferred updates, to the last page written. Collective."""
+        """Apply all deferred updates, and wait until all pages are written. Collective."""
         self.make_updates()
         self.store.drain()
 
     def settle(self) -> None:
-        """Write open edits, make all deferred updates, and wait for the device. Collective.
+        """Write open edits of `zero.gathered`, apply all deferred updates, and wait for the device. Collective.
 
-        Call it before pages and parameters are read or written outside of a step, also by the host.
+        Call it before reading or writing pages or parameters outside of a step.
         """
         for write in self.open_edits:
             write()

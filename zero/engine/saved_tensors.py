@@ -1,12 +1,11 @@
-"""Keep autograd's saved tensors between forward and backward, where autograd made them or in host memory.
+"""Keep autograd's saved tensors between forward and backward, on the device (`InPlace`) or in host memory (`OnHost`).
 
-`OnHost` copies a storage to host memory as soon as a tensor in it is saved, beside forward, and copies it back one
-storage ahead of the backward that needs it. It copies storages, because saved tensors are often views: query, key and
-value of one product are one copy. A storage of less than `LEAST_BYTES` stays. On a CPU everything is in host memory
-already.
+`OnHost` starts to copy a storage to host memory when a tensor in it is saved, overlapped with forward. It copies it
+back one storage ahead of the backward that needs it. It copies whole storages, because saved tensors are often views:
+query, key and value of one matrix product share a storage. A storage of less than `LEAST_BYTES` stays on the device.
 
-The host never waits. A storage that is copied out is held until the compute stream has a wait for the copy, which
-happens `MOST_LEAVING` storages later; so is a storage that was copied back and not used.
+The host never waits for a copy. A storage that is copied out stays allocated until the compute stream waits for the
+copy, which is enqueued `MOST_LEAVING` storages later. The same holds for a storage that was copied back and not used.
 """
 
 import weakref
@@ -22,20 +21,20 @@ from zero.core.sizes import BLOCK_BYTES, round_up
 from zero.platform.device import Arena, Device, Event
 
 LEAST_BYTES = 1 << 20
-"""Smaller storages stay: they are not worth two copies."""
+"""Smaller storages stay on the device, because two copies would cost more than their memory is worth."""
 
 MOST_LEAVING = 2
-"""Storages that are copied to the host at a time."""
+"""The largest number of storages whose copies the compute stream has not waited for."""
 
 
 class Kept(NamedTuple):
-    """A saved tensor that stays. With hooks in place torch does not check versions, so this does."""
+    """A saved tensor that stays on the device, with its version, because torch checks no versions under hooks."""
 
     tensor: Tensor
     version: int
 
     def unchanged(self) -> Tensor:
-        """Return the tensor; raise, as torch without hooks, if it was written to since."""
+        """Return the tensor; raise RuntimeError, as torch does without hooks, if it was written to since."""
         _same_version(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
@@ -49,35 +48,46 @@ def _same_version(tensor: Tensor, version: int, shape: torch.Size) -> None:
 
 
 class InPlace:
-    """Keeps every tensor where it is.
+    """Saved tensors that stay on the device.
 
     Attributes:
-        offloads: tensors are copied elsewhere, so every unit's forward needs hooks.
-        allocated_bytes: bytes of host memory.
+        offloads: whether tensors are copied to host memory, so that every unit's forward needs saved-tensor hooks.
+        allocated_bytes: bytes of host memory for copies.
     """
 
     offloads = False
     allocated_bytes = 0
 
     def keep(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps in place of `tensor`."""
+        """Return the object that autograd saves in place of `tensor`."""
         return Kept(tensor, tensor._version)
 
     def find(self, kept: Any) -> Tensor:
-        """Return the tensor that was kept."""
+        """Return the tensor for which `keep` returned `kept`."""
         tensor: Tensor = kept.unchanged()
         return tensor
 
     def release_all(self) -> None:
-        """Hold no storage any longer: a pass is over, or was interrupted."""
+        """Release all storages that are held for copies, because a pass has ended or was interrupted."""
 
 
 class _Home:
-    """A copy of one storage in host memory, and on the device again while backward needs it."""
+    """The copy of one storage in host memory, and on the device again while backward needs it.
+
+    Attributes:
+        block: the host memory, uint8.
+        origin: prevents that another storage gets the same address while this object exists.
+        before: the storage that was copied out just before this one.
+        left, ready: the events at the end of the copy out, and of the copy back.
+        back: the copy on the device, uint8; None while there is none.
+        kept: the number of saved tensors in the storage.
+        found: how many of them the running backward pass has used.
+        passes: the number of backward passes that have used all of them.
+    """
 
     def __init__(self, storage: Any, block: Tensor, before: "_Home | None") -> None:
         self.nbytes, self.block = storage.nbytes(), block
-        self.origin = StorageWeakRef(storage)  # no other storage gets its address as long as this lives
+        self.origin = StorageWeakRef(storage)
         self.before = None if before is None else weakref.ref(before)
         self.left, self.ready = Event(), Event()
         self.back: Tensor | None = None
@@ -85,9 +95,9 @@ class _Home:
 
 
 class Sent(NamedTuple):
-    """A saved tensor as a view of a storage that was copied to the host.
+    """A saved tensor as a view of a storage that was copied to host memory.
 
-    `witness` shares the tensor's version counter and none of its memory.
+    `witness` is an empty tensor that shares the tensor's version counter, to detect writes.
     """
 
     home: _Home
@@ -100,12 +110,12 @@ class Sent(NamedTuple):
 
 
 class OnHost(InPlace):
-    """Copies large storages of the device to host memory and back.
+    """Saved tensors whose large storages are copied to host memory in forward, and back in backward.
 
     Args:
-        pin: lock host memory for the GPU's copy engines.
-        least_bytes: smaller storages stay.
-        new_block: makes host memory, (n,) uint8 of n bytes; None: an arena for each block.
+        pin: use page-locked host memory, which the GPU copies asynchronously.
+        least_bytes: smaller storages stay on the device; None: `LEAST_BYTES`.
+        new_block: allocates host memory: a number of bytes to a uint8 tensor; None: an `Arena` for each block.
     """
 
     offloads = True
@@ -123,7 +133,7 @@ class OnHost(InPlace):
         self._new_block = new_block or self._arena
         self._homes: weakref.WeakValueDictionary[tuple[int, int], _Home] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Home] | None = None
-        self._free: dict[int, list[Tensor]] = {}  # blocks of host memory that are not used
+        self._free: dict[int, list[Tensor]] = {}  # by size: unused blocks of host memory
         self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._coming: deque[tuple[Event, Tensor]] = deque()
 
@@ -155,7 +165,7 @@ class OnHost(InPlace):
             self._coming.append((before.ready, coming))
             self._let_go(self._coming, MOST_LEAVING)
         home.found += 1
-        if home.found == home.kept:  # the last of this pass; another pass over the graph fetches it once more
+        if home.found == home.kept:  # all used in this pass; another pass copies it back again
             home.found, home.back, home.passes = 0, None, home.passes + 1
         view = torch.empty(0, dtype=kept.dtype, device=back.device)
         return view.set_(back.untyped_storage(), kept.offset, kept.size, kept.stride)
@@ -171,7 +181,7 @@ class OnHost(InPlace):
 
     @torch.no_grad()
     def _send(self, storage: Any) -> _Home:
-        self._let_go(self._coming, 0)  # a block may be filled again while its last content is on the way
+        self._let_go(self._coming, 0)  # else a block could be overwritten while it is still copied back
         home = _Home(storage, self._take(storage.nbytes()), None if self._last is None else self._last())
         weakref.finalize(home, self._free[home.block.numel()].append, home.block).atexit = False
         self._last = weakref.ref(home)
@@ -192,15 +202,16 @@ class OnHost(InPlace):
         return home.back
 
     def _let_go(self, held: deque[tuple[Event, Tensor]], limit: int) -> None:
-        """Free memory that a side stream works on, after a wait of the compute stream for that."""
+        """Release all but the last `limit` storages of `held`, each after the compute stream waits for its copy."""
         while len(held) > limit:
             event, _memory = held.popleft()  # held until the wait is enqueued
             event.wait()
 
     def _take(self, nbytes: int) -> Tensor:
-        """Return a block of host memory, of a size rounded up by an eighth at most.
+        """Return a block of host memory of at least `nbytes`, rounded up by at most an eighth.
 
-        So lengths that differ from step to step share blocks. It is free again when its home is gone.
+        Rounding lets sequence lengths that differ from step to step share blocks. The block is free again when its
+        `_Home` is deleted.
         """
         size = round_up(nbytes, max(BLOCK_BYTES, 1 << max(nbytes.bit_length() - 4, 0)))
         free = self._free.setdefault(size, [])

@@ -1,8 +1,8 @@
-"""The `State` that moves from step to step.
+"""The training state (`State`) between two steps.
 
-A `State` is a value: `step` takes one and returns the next, and the old one is spent. The tensors are the same memory
-(the `UnitState` of each unit, and pages in the store), so a state costs nothing, and a spent one says so instead of
-showing numbers of a later step.
+A step takes a `State` and returns the next one. Both use the same memory (the `UnitState` of each unit, and pages in
+the store), so a step copies nothing. The old state is spent: its attributes raise StaleStateError, because its memory
+already has the values of a later step.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from zero.platform.device import free_host_bytes
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The training state after `step` updates. `zero.init` makes the first one, and every step the next.
+    """The training state after `step` updates. `zero.init` returns the first one, and every step the next.
 
-    One thread of one process may use it at a time; another thread gets ConfigError.
+    Only one thread may use it at a time; another thread gets a ConfigError.
 
     Attributes:
-        step: updates made, the skipped ones not counted.
+        step: the number of updates, without skipped steps.
         scale: the loss scale and its counters.
-        skipped: steps that changed nothing because a gradient was not finite.
-        tried: `step` and `skipped` together.
-        plan: that it was made from.
-        model: the plan's model, which trains; reading one of its parameters outside of a forward gathers its unit.
+        skipped: the number of steps that were skipped because a gradient was infinite or NaN.
+        tried: the sum of `step` and `skipped`.
+        plan: the plan that the state was made from.
+        model: the plan's model. Reading one of its parameters outside of a forward gathers the parameter's unit.
 
     Raises:
-        StaleStateError: an attribute was read of a state that a later step has consumed.
+        StaleStateError: by every attribute, if a later step has consumed the state.
     """
 
     machinery_: Runtime = field(repr=False)
@@ -59,7 +59,7 @@ class State:
 
     @property
     def tried(self) -> int:
-        """Steps that were made, the skipped ones counted."""
+        """The number of steps, including skipped ones."""
         return self.step + self.skipped
 
     @property
@@ -71,7 +71,7 @@ class State:
 
     @property
     def state(self) -> State:
-        """Itself: whatever has a state gives it by this name."""
+        """The state itself, for functions that accept a State, a Step or an engine and read its `state`."""
         return self._live()
 
     @property
@@ -83,30 +83,37 @@ class State:
         return self.plan.model
 
     def advance(self, *, scale: LossScale, finite: bool) -> State:
-        """The state after one more step; this one is spent, and so are its gradients, which the update may use up."""
+        """Return the state after one more step and mark this one as spent.
+
+        Its gradients cannot be read any more, because the update may overwrite them.
+
+        Args:
+            scale: the loss scale of the next step.
+            finite: whether the step made an update.
+        """
         live = self._live()
         live.machinery_.updater.sums.clear()
         self.spent_.append(live.tried + 1)
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 
     def restored(self, *, step: int, scale: LossScale) -> State:
-        """The state that a checkpoint is about to put in this one's memory; this one is spent."""
+        """Return the state for a checkpoint that is about to be loaded into the same memory; mark this one as spent."""
         return replace(self.advance(scale=scale, finite=False), step_=step)
 
     def spend(self) -> None:
-        """Something changed that cannot go back: nothing may take this for the state that it was."""
+        """Mark the state as spent, because a partial change has made its memory inconsistent."""
         self.advance(scale=self.scale, finite=False)
 
     def close(self) -> None:
         """Close the store and make the model an ordinary one again. Collective; a second call has no effect.
 
-        Each parameter is an `nn.Parameter` again. It has its full trained value, on every rank, in the dtype and on the
-        device that it was given with, or on the CPU if it was given without values. Buffers keep their values. The
-        model can be planned again.
+        Each parameter becomes an ordinary parameter again, with its full trained value on every rank. Its dtype and
+        device are those that it had before `zero.init`, or the CPU if it was on meta. Buffers keep their values. The
+        model can be used for another plan.
 
-        The model keeps no values where they cannot be collected: if the ranks or the store have failed, if this state
-        is spent, if host memory is too small, or while an exception is being handled, because the other ranks do not
-        know of it. Then all parameters are on meta, and a warning or a note of that exception says so.
+        In some cases the values cannot be gathered: a rank or the store has failed, this state is spent, host memory is
+        too small, or an exception is being handled (the other ranks do not know of it, so a collective could hang).
+        Then all parameters are on meta, and a warning, or a note on that exception, says so.
         """
         runtime = self.machinery_
         if runtime.takeover.is_over:
@@ -124,7 +131,10 @@ class State:
                 error.add_note(text)
 
     def _values(self) -> tuple[dict[str, Tensor] | None, str]:
-        """Return the full parameters as the model was given them, or None and the reason. Collective."""
+        """Return (full parameters by name, ""), or (None, the reason why they cannot be gathered). Collective.
+
+        The parameters have the dtypes that they had before `zero.init`.
+        """
         runtime = self.machinery_
         if self.spent_:
             return None, "the state is spent"

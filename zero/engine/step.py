@@ -1,8 +1,7 @@
-"""One training step: run the microbatches; skip the update if a gradient is not finite, else clip and defer it.
+"""One training step: run the microbatches, then skip the update if a gradient is not finite, else clip and defer it.
 
-`make_step` is a loop over `Step` that calls a loss function; `Step` is the same in pieces, for a loop of one's own. A
-microbatch is whatever lies between `microbatch()` and the next one: any number of forwards and backwards, whoever
-calls backward.
+`make_step` wraps a loss function into a step. `Step` is the same in pieces, for custom training loops. A microbatch is
+everything between one call of `Step.microbatch` and the next: any number of forwards and backwards.
 
 Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
@@ -38,28 +37,28 @@ LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
 
 class Metrics(NamedTuple):
-    """Results of one step, the same on every rank."""
+    """The results of one step, the same on every rank."""
 
     loss: float
-    """Mean over the global batch."""
+    """The mean loss over the global batch."""
     grad_norm: float
-    """Of the mean gradient, before clipping; infinite or NaN when the step was skipped."""
+    """The L2 norm of the mean gradient before clipping; infinite or NaN if the step was skipped."""
     lr: float
-    """Learning rate of the default group."""
+    """The learning rate of the default parameter group."""
     loss_scale: float
-    """The loss scale that this step ran with; 1 unless in fp16."""
+    """The loss scale of this step; 1 unless the precision is fp16."""
     skipped: bool
-    """Nothing was updated, because a gradient was not finite."""
+    """Whether the update was skipped because a gradient was infinite or NaN."""
     nonfinite_unit: str | None
-    """The first unit with a gradient that is not finite."""
+    """The name of the first unit with an infinite or NaN gradient; None if there is none."""
     aux: Mapping[str, float]
-    """Means over the global batch of what `loss_fn` returned beside the loss."""
+    """The means over the global batch of the further numbers that `loss_fn` returned with the loss, by name."""
     rank_flags: tuple[float, ...]
-    """The `flag` of each rank."""
+    """Each rank's `flag`, see `make_step`, by rank."""
 
 
 class Step:
-    """A step from `state` to the next one.
+    """A training step in pieces, from `state` to the next state, for custom training loops.
 
         step = zero.Step(state)
         for batch in microbatches:
@@ -68,8 +67,8 @@ class Step:
             step.backward(loss)
         state, metrics = step.finish()
 
-    `state` is good until `finish` returns the next one; after an exception call `abandon`, which forgets the gradients,
-    and begin another step. Buffers such as running statistics have seen the microbatches then.
+    `state` stays valid until `finish` returns the next one. After an exception call `abandon`, which drops the
+    gradients, and begin another step from `state`. Changes of buffers such as running statistics are not undone.
 
     Args:
         state: the state that the step begins from.
@@ -78,9 +77,9 @@ class Step:
         microbatches: the number of microbatches that have begun.
 
     Raises:
-        ConfigError: by every method, another thread uses the state.
+        ConfigError: by every method, if another thread uses the state.
         StaleStateError: `state` is spent.
-        PlanError: the model has nothing to train.
+        PlanError: the model has no trainable parameter.
     """
 
     def __init__(self, state: State) -> None:
@@ -93,14 +92,14 @@ class Step:
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
         _clear(self._runtime)
-        if self._runtime.reducer.is_busy:  # a backward that belonged to no step
+        if self._runtime.reducer.is_busy:  # gradients of a backward outside of any step
             self._runtime.reducer.reset()
         self._runtime.reducer.clear()
         self._runtime.updater.begin()
         self._runtime.tape.passed("before the step")
 
     def microbatch(self) -> None:
-        """Begin the next microbatch; `plan.accumulate` of them make a step."""
+        """Begin the next microbatch; a step normally has `plan.accumulate` of them."""
         with self._runtime.gatherer.use:
             self.read_groups()  # first: it may raise, and then no microbatch has begun
             self._end_microbatch()
@@ -112,18 +111,18 @@ class Step:
             self._at("forward")
 
     def read_groups(self) -> None:
-        """Read from the optimizer's groups which of them train in the forwards that follow."""
+        """Read from the optimizer which parameter groups train in the next forwards."""
         groups = self._hyper().groups
         self._runtime.updater.train(groups)
         self._runtime.gatherer.frozen_groups = frozenset(n for n, group in enumerate(groups) if not group.trains)
 
     def backward(self, loss: Tensor, aux: Mapping[str, Any] | None = None, **keywords: Any) -> None:
-        """Go backward from a scalar, the mean over its rows; several losses of a microbatch add up.
+        """Run backward from a loss, with the loss scale in fp16; several losses of a microbatch add up.
 
         Args:
-            loss: 0-dim, or one element.
-            aux: scalars to be averaged over microbatches and ranks beside the loss, by name.
-            keywords: for `Tensor.backward`, such as `retain_graph`.
+            loss: a tensor with one element, the mean over the microbatch.
+            aux: further numbers by name, which are averaged over microbatches and ranks like the loss.
+            keywords: arguments of `Tensor.backward`, such as `retain_graph`.
 
         Raises:
             ConfigError: `loss` is not a scalar tensor, a value of `aux` is not one number, or no microbatch has begun.
@@ -132,7 +131,7 @@ class Step:
             check_loss(loss, "step.backward({})")
             self._check_begun()
             numbers_by_name(aux or {})  # checked before backward, and read after it: backward may write into them
-            if self._plan.params_offloaded:  # host memory is scarce: give back forward's temporaries
+            if self._plan.params_offloaded:  # host memory is scarce: free forward's temporaries
                 self._plan.world.compute.give_back_memory()
             self._runtime.tape.passed("forward")
             self._at("backward")
@@ -142,11 +141,11 @@ class Step:
             self.count(loss, aux)
 
     def scaled(self, loss: Tensor, *, already: bool = False) -> Tensor:
-        """Return `loss` times fp16's loss scale, to call `backward` on.
+        """Return `loss` times the loss scale of fp16, from which the caller runs `backward`.
 
         Args:
-            loss: a scalar, or with `already` any output.
-            already: the scale is in `loss` already, or in the gradient that its backward will get.
+            loss: a scalar, or with `already` any output of the model.
+            already: do not multiply, because `loss`, or the gradient that is passed to its `backward`, is scaled.
         """
         scale = self.state.scale.scale
         if scale == 1.0:
@@ -158,16 +157,16 @@ class Step:
 
     @property
     def has_gradients(self) -> bool:
-        """A gradient has arrived in this step."""
+        """Whether a gradient has arrived in this step."""
         return self._runtime.gatherer.arrived
 
     @property
     def has_loss(self) -> bool:
-        """A loss of this step has been counted."""
+        """Whether a loss of this step has been counted."""
         return any(self._losses)
 
     def count(self, loss: Tensor, aux: Mapping[str, Any] | None = None) -> None:
-        """Add a loss to the step's mean; the caller goes backward itself.
+        """Add a loss to the step's mean loss, if the caller runs backward itself.
 
         Args:
             loss: a scalar, without the loss scale.
@@ -183,7 +182,10 @@ class Step:
             self._aux.setdefault(name, []).append(number.double())
 
     def forget(self) -> None:
-        """Drop the gradients that have arrived in this step; forwards under way may still go backward. Collective."""
+        """Drop the gradients and losses of this step so far. Collective.
+
+        Forwards that have run may still be followed by their backward.
+        """
         with self._runtime.gatherer.use:
             self._dropped = self._dropped or self._runtime.gatherer.arrived
             self._runtime.reducer.forget()
@@ -192,7 +194,7 @@ class Step:
             _clear(self._runtime)
 
     def abandon(self) -> None:
-        """Drop everything that this step did, after an exception that may have lost tickets. Not collective."""
+        """Drop the gradients of this step and wait for all started work, after an exception. Not collective."""
         runtime = self._runtime
         _drain(runtime.store)
         self._plan.world.compute.join()  # side streams must not write into memory that is allocated again
@@ -201,27 +203,27 @@ class Step:
         runtime.updater.sums.clear()
 
     def finish(self, flag: float = 0.0) -> tuple[State, Metrics]:
-        """End the step: defer each unit's update to its next gather, or skip the step. Collective.
+        """End the step: defer each unit's update to its next gather, or skip the update. Collective.
 
-        Gradients are divided by `plan.accumulate`, however many microbatches there were, and so are their losses.
+        Gradients and losses are divided by `plan.accumulate`, even if the number of microbatches was different.
 
         Args:
-            flag: a number that every rank gets to know.
+            flag: a number of this rank that is sent to every rank, see `Metrics.rank_flags`.
 
         Returns:
             The next state, and the step's metrics. `self.state` is spent.
 
         Raises:
-            ConfigError: no gradient has arrived on any rank, or in fp16 one without the loss scale; or the model has
-                gained, lost or exchanged a parameter.
-            WorldError: the ranks visited different units.
+            ConfigError: no gradient has arrived on any rank; in fp16 a gradient came from a backward without the loss
+                scale; or the model has gained, lost or exchanged a parameter.
+            WorldError: the ranks ran different units, or in another order.
         """
         with self._runtime.gatherer.use:
             return self._finish(flag)
 
     def _finish(self, flag: float) -> tuple[State, Metrics]:
         plan, state, runtime = self._plan, self.state, self._runtime
-        runtime.tree.check()  # not before: a forward may be inside torch.func.functional_call
+        runtime.tree.check()  # only here, because a forward may run inside torch.func.functional_call
         self._end_microbatch()
         hyper = self._hyper()
         self._at("norm")
@@ -246,7 +248,7 @@ class Step:
         return following, metrics
 
     def _reduce(self, hyper: Hyper, flag: float) -> Totals:
-        """Sum gradients and numbers over ranks; again where a rank has gradients that no planned round has taken."""
+        """Sum gradients over ranks and exchange losses and norms; repeat both if any rank has an extra flat."""
         runtime, reducer = self._runtime, self._runtime.reducer
         reducer.finish()
         runtime.log.note(repr(hyper))
@@ -286,7 +288,7 @@ class Step:
 
 
 def _clear(runtime: Runtime) -> None:
-    """Forget the last step's sums and gradients, but for those that a deferred update still needs."""
+    """Reset the records of the last step; gradients stay in memory for deferred updates."""
     runtime.log.clear()
     runtime.gatherer.clear()
     for unit in runtime.units:
@@ -299,15 +301,15 @@ def _drain(store: PrefetchStore) -> None:
 
 
 def _clip(limit: float | None, norm: float) -> float:
-    """Return the factor of the gradient, as in `torch.nn.utils.clip_grad_norm_`."""
+    """Return the factor that clips the gradient, computed as in `torch.nn.utils.clip_grad_norm_`."""
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
 def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
-    """Give every unit this step's update to make before its next gather, or make it now.
+    """Schedule this step's update of every unit for before its next gather; with update="serial" apply it now.
 
-    Nothing has waited yet for the last update of a unit that this step skipped. That update reads numbers that the next
-    decision drops, and the gather after it reads the shard.
+    First wait for the last updates and gathers of units that this step did not use, because nothing else has waited for
+    them: these updates read numbers that `Updater.decide` frees, and the gathers read shards that this update writes.
     """
     runtime.gatherer.residency.land()
     for unit in runtime.units:
@@ -316,7 +318,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
     for unit in runtime.units:
         if not unit.spec.trainable.slots:
             continue
-        if not unit.filled:  # not visited: the last update may still be deferred, and this one has no gradient
+        if not unit.filled:  # unused in this step: its last update may still be deferred, and its gradient is zero
             runtime.updater.apply_deferred(unit)
             runtime.gradients.open(unit, fresh=True).zero_()
             runtime.gradients.park(unit)
@@ -331,24 +333,24 @@ def make_step(
     *,
     flag: Callable[[], float] = lambda: 0.0,
 ) -> Callable[[State, Sequence[Any]], tuple[State, Metrics]]:
-    """Make the training step: `state, metrics = step(state, microbatches)`.
+    """Return the training step as a function: `state, metrics = step(state, microbatches)`.
 
-    The step takes `plan.accumulate` microbatches of this rank and returns the next state; the old one is spent. If it
-    raises, the old state is still good, except that buffers such as running statistics have seen the microbatches.
+    The step takes a list of `plan.accumulate` microbatches of this rank and returns the next state; the old one is
+    spent. If the step raises, the old state is still valid, but buffers such as running statistics may have changed.
 
     Args:
         plan: the plan that the states are made from.
-        loss_fn: (model, microbatch) to a scalar loss, the mean over the microbatch, or to (loss, dict of scalars). The
-            model is the plan's.
-        flag: returns a number that every rank gets to know, so that all act on it after the same step; it is called
-            once a step, and `Metrics.rank_flags` has the numbers.
+        loss_fn: a function of (model, microbatch) that returns a scalar loss, the mean over the microbatch, or (loss,
+            dict of scalars). The model is the plan's.
+        flag: a function that is called once per step and returns a number. Every rank gets all ranks' numbers in
+            `Metrics.rank_flags`, so that all ranks can react to a flag after the same step.
 
     Raises:
-        ConfigError: `plan` is not a Plan, or `loss_fn` not a function of a model and a microbatch. By the step: an
-            argument is not a state of this plan, not a list of `plan.accumulate` microbatches; the loss is not a
-            scalar, or there is no gradient.
-        StaleStateError: by the step, the state is spent.
-        WorldError: by the step, the ranks visited different units.
+        ConfigError: `plan` is not a Plan, or `loss_fn` not a function of a model and a microbatch. By the step: the
+            state is not of this plan, `microbatches` is not a list of `plan.accumulate` microbatches, the loss is not a
+            scalar, or no gradient has arrived.
+        StaleStateError: by the step, if the state is spent.
+        WorldError: by the step, if the ranks ran different units, or in another order.
     """
     check_type(plan, Plan, "zero.make_step", "step = zero.make_step(plan, loss_fn)")
     check_function(loss_fn, "loss_fn", "step = zero.make_step(plan, loss_fn)")
@@ -370,18 +372,18 @@ def make_step(
 
 
 def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an evaluation: `forward(state, *args)` is `fn(model, *args)` in eval mode without gradients.
+    """Return an evaluation function: `forward(state, *args)` calls `fn(model, *args)` in eval mode without gradients.
 
-    Deferred updates are made first, so the parameters are those of the state's step. Every rank must call it the same
-    number of times.
+    Each unit's deferred update is applied before the unit is used, so the parameters are those of the state's step.
+    Every rank must call `forward` the same number of times.
 
     Args:
         plan: the plan that the states are made from.
-        fn: (model, further arguments) to anything.
+        fn: a function of (model, further arguments); `forward` returns its result.
 
     Raises:
-        ConfigError: `plan` is not a Plan, or `fn` not a function; by `forward`, a state of another plan.
-        StaleStateError: by `forward`, the state is spent.
+        ConfigError: `plan` is not a Plan, or `fn` not a function. By `forward`, if the state is of another plan.
+        StaleStateError: by `forward`, if the state is spent.
     """
     check_type(plan, Plan, "zero.make_forward", "forward = zero.make_forward(plan, fn)")
     check_function(fn, "fn", "forward = zero.make_forward(plan, fn)")
@@ -406,24 +408,25 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
-    """Record what this rank does, and when, until the block ends.
+    """Context manager that records a timeline of this rank's work: compute, collectives, copies and updates.
 
         with zero.record(state) as timeline:
             state, metrics = step(state, microbatches)
         print(timeline.hidden()["page in"])
         timeline.write(folder / "trace.json")
 
-    The timeline is empty until the block ends. Not collective: one rank may record alone, and gets the same bits. Work
-    that began before the block is not recorded, and work that ends after it is cut off there; with `zero.update=lazy`
-    most updates in it were decided by the step before. On a GPU the block waits for the device at its start and end.
+    The timeline is empty until the block ends. Not collective: one rank may record alone. Recording changes no bit of
+    the results. Work that began before the block is not recorded, and work that ends after the block is cut off at its
+    end. With `zero.update=lazy` most recorded updates belong to the step before. On a GPU the block waits for the
+    device at its start and end.
 
     Args:
         state: a state of the run to record.
-        profile: also mark everything as ranges of torch.profiler ("gather blocks.3"), for a profile made meanwhile. It
-            has those of the store's threads if it records all threads.
+        profile: also mark the work as ranges of torch.profiler, such as "gather blocks.3", in a profile that the caller
+            records. Ranges of the store's threads appear only if the profiler records all threads.
 
     Raises:
-        StaleStateError: the state is spent, or its run is being recorded already.
+        StaleStateError: the state is spent, or its run is already being recorded.
     """
     check_type(state, State, "zero.record", "with zero.record(state) as timeline:")
     with state.runtime.tape.record(profile=profile) as timeline:

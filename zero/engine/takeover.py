@@ -1,7 +1,7 @@
-"""Take a model over for training in shards, and give it back.
+"""Convert a model to sharded training in place, and back.
 
-Each parameter becomes a `ParameterPlaceholder`, and stays the object that it is. A site gathers its units when it is
-called, runs as it did before, and releases them.
+Each parameter becomes a `ParameterPlaceholder` but stays the same Python object. When a site is called, it gathers its
+units, runs its original forward, and releases them.
 """
 
 import types
@@ -21,13 +21,13 @@ from zero.engine.unit import Site, Splitting
 from zero.errors import ConfigError, PlanError, StaleStateError, if_it_fails
 
 BATCH_NORM = nn.BatchNorm1d.forward
-"""The forward of all dimensions. A subclass with its own forward chooses its dtype itself."""
+"""The forward that torch's batch norms of all dimensions share; buffers of subclasses that override it keep dtypes."""
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 class Form(NamedTuple):
-    """The class, dtype and device of a tensor in the given model."""
+    """The class, dtype and device that a tensor had before the model was taken over."""
 
     type: type[Tensor]
     dtype: torch.dtype
@@ -39,17 +39,17 @@ class Form(NamedTuple):
 
 
 class Takeover:
-    """A model that trains in shards.
+    """The conversion of a model to sharded training.
 
-    Buffers move to `device`. They keep their dtype, except those of torch's batch norm, whose kernel takes statistics
-    and weights of one dtype only.
+    Its parameters become placeholders. Buffers move to `device` and keep their dtype, except those of torch's batch
+    norm, whose kernel needs statistics and weights of the same dtype.
 
     Args:
-        model: it is changed; where this raises it is as before.
-        dtype, device: of gathered parameters.
+        model: the model, which is changed in place; if an error is raised it is unchanged.
+        dtype, device: dtype and device of gathered parameters.
 
     Raises:
-        PlanError: the model was taken over already.
+        PlanError: the model is already taken over.
     """
 
     def __init__(self, model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,38 +76,38 @@ class Takeover:
             move_buffers(model, dtype, device)
 
     def undo(self) -> None:
-        """Put the given values and buffers back."""
+        """Restore the original parameters and buffers of the model."""
         self._undo.close()
         self._parameters = {}
 
     def commit(self) -> None:
-        """Free the given values and the records of how to make them: `undo` is not possible any more."""
+        """Free the original values and the recorded initializations; `undo` has no effect afterwards."""
         self._undo.pop_all()
         for placeholder, _ in self._parameters.values():
             placeholder.recipe = None
 
     def attach(self, run: Callable[[Site], "Run"]) -> None:
-        """Have each site run through `run`."""
+        """Replace the call of each site by `run(site)`, see `attach`."""
         self._detach.callback(attach(self._model, self._splitting, run))
 
     @property
     def is_over(self) -> bool:
-        """The model is an ordinary one again."""
+        """Whether the model is an ordinary one again."""
         return not self._parameters
 
     @property
     def forms(self) -> Mapping[str, Form]:
-        """Of the given parameters, by name."""
+        """The original form of each parameter, by name."""
         return {name: form for name, (_, form) in self._parameters.items()}
 
     def release(self, values: Mapping[str, Tensor] | None) -> None:
         """Make the model an ordinary one again.
 
-        Parameters and buffers get the dtype and device that they were given with; parameters that were given on meta
-        are on the CPU, as new objects where torch cannot exchange the memory.
+        Parameters and buffers get their original dtype and device, but parameters that were on meta get the CPU. A
+        parameter that moves from or to meta becomes a new object, because torch cannot move it in place.
 
         Args:
-            values: of all parameters by name; None: parameters are on meta.
+            values: the values of all parameters by name; None: all parameters are put on meta.
         """
         self._detach.close()
         for name, (placeholder, form) in self._parameters.items():
@@ -140,7 +140,7 @@ def _watch_optimizers() -> None:
 
 
 def refuse_taken(model: nn.Module) -> None:
-    """Raise PlanError if `model` trains in shards already."""
+    """Raise PlanError if `model` is already taken over."""
     if any(isinstance(parameter, ParameterPlaceholder) for parameter in model.parameters()):
         raise PlanError(
             "model: an earlier zero.init or zero.initialize has taken it over. Write copy.deepcopy(model) before "
@@ -149,7 +149,7 @@ def refuse_taken(model: nn.Module) -> None:
 
 
 def move_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Move buffers to `device`, and those of torch's batch norm to `dtype`. A shared one stays one."""
+    """Move buffers to `device`, and those of torch's batch norm to `dtype`. Shared buffers stay shared."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         cast = dtype if type(module).forward is BATCH_NORM else None
@@ -163,7 +163,7 @@ def move_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 class Body(nn.Module):
-    """Calls a site's module as torch did before it was taken over. Names of parameters begin with `module.`."""
+    """A wrapper that runs the original call of a site's module. Names of its parameters begin with "module."."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -175,13 +175,13 @@ class Body(nn.Module):
 
 
 Run = Callable[[Body, Any, Any], Any]
-"""Takes a site's body and the arguments of its call."""
+"""A function of (body of a site, args, kwargs) that runs a call of the site and returns its outputs."""
 
 
 def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -> Callable[[], None]:
-    """Have each site of `model` run through `run`, whichever reference it is called by; returns a function to undo it.
+    """Replace the call of each site of `model` by `run(site)`; return a function that undoes this.
 
-    Hooks of a site run inside, with the full parameters in place. `state_dict` has full values.
+    The user's hooks on a site run inside `run`, with the full parameters in place. `state_dict` returns full values.
     """
     undo = ExitStack()
     for site in splitting.sites:
@@ -194,9 +194,9 @@ def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -
 
 
 def call_through(module: nn.Module, run: Callable[[Any, Any], Any]) -> Callable[[], None]:
-    """Send calls of `module` to `run(args, kwargs)`, and reject copies of it; returns a function to undo it.
+    """Replace the call of `module` by `run(args, kwargs)`, and make copying it raise; return a function to undo this.
 
-    torch calls a module by `_call_impl`, here an attribute of the instance. The class stays what it is.
+    `nn.Module.__call__` calls `self._call_impl`, so an attribute of the instance replaces it, and the class stays.
     """
 
     def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ def call_through(module: nn.Module, run: Callable[[Any, Any], Any]) -> Callable[
 
 
 class NoCopy:
-    """Raises when the module that has it as an attribute is copied or pickled."""
+    """An attribute that makes copying or pickling its module raise ConfigError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -231,7 +231,10 @@ class NoCopy:
 
 
 def _full_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put values on the CPU, in the dtype of compute, into a state dict in place of detached placeholders."""
+    """Replace detached placeholders in a state dict by full values on the CPU, in the dtype of compute.
+
+    A hook for `register_state_dict_post_hook`.
+    """
     for name, parameter in module._parameters.items():
         if isinstance(parameter, ParameterPlaceholder) and state_dict.get(prefix + name) is not parameter:
             state_dict[prefix + name] = parameter.value(constant=True).detach().to("cpu", copy=True)
@@ -247,15 +250,15 @@ def call_with(
     path: str = "",
     check_writes: bool = False,
 ) -> Any:
-    """Run `module` with `parameters`, and perhaps `buffers`, in place of its own.
+    """Run `module` with `parameters`, and `buffers` if given, in place of its own.
 
     Args:
-        path: where in the model it is, for messages.
-        check_writes: compare the values of parameters too, and undo what was written.
+        path: the path of the module in the model, for messages.
+        check_writes: also compare the values of parameters before and after, and undo writes.
 
     Raises:
-        StaleStateError: it wrote into a parameter, or put another tensor in its place. That would change a gathered
-            copy, on one rank only.
+        StaleStateError: the forward wrote into a parameter or replaced it, which would change only the gathered copy of
+            this rank.
     """
     held = dict(parameters) | dict(buffers or {})
     versions = {name: version_of(parameter) for name, parameter in parameters.items()}
@@ -279,12 +282,12 @@ def call_with(
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape are equal in every bit; torch compares no float8."""
+    """Return whether two tensors of equal dtype and shape have equal bits; works for float8, unlike `torch.equal`."""
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers of a model by name."""
+    """Return the persistent buffers of a model by full name."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()

@@ -1,6 +1,6 @@
-"""One small collective at the end of a step: every rank's sums of squares, losses and flags.
+"""Exchange every rank's sums of squares, losses and flags in one collective at the end of a step, before any update.
 
-They are added in rank order and in unit order, so all ranks have the same bits. Nothing has been updated yet.
+All ranks add them in rank order and in unit order, so the results have the same bits on all ranks.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from zero.errors import ConfigError, WorldError
 
 
 class GradientStatus(IntEnum):
-    """Result of one rank's backwards in a step."""
+    """The state of a rank's gradients at the end of a step."""
 
     NONE = 0
     """No gradient has arrived."""
@@ -28,22 +28,26 @@ class GradientStatus(IntEnum):
 
 
 class Totals(NamedTuple):
-    """Numbers of one step over all ranks."""
+    """The results of one step over all ranks, see `Metrics`."""
 
     sums: Sequence[float]
-    """By unit, the sum of squares of its gradient."""
+    """The sum of squares of each unit's gradient, by unit index."""
     loss: float
     aux: Mapping[str, float]
     nonfinite_unit: str | None
     rank_flags: tuple[float, ...]
     statuses: Collection[int]
     any_extra: bool
-    """Some rank has gradients that are not in the sums."""
+    """Whether any rank has an extra flat of gradients, which is not in `sums`."""
     one_order: bool
-    """Units became ready in the same order on all ranks."""
+    """Whether the units' gradients became ready in the same order on all ranks."""
 
     def norm(self, divisor: float) -> float:
-        """Return the global norm of the mean gradient, added in unit order and rounded once to fp32."""
+        """Return the L2 norm of the mean gradient over all parameters, rounded once to fp32.
+
+        Args:
+            divisor: the number by which the sum of gradients is divided.
+        """
         total = sum(self.sums)
         root = math.sqrt(total) if math.isfinite(total) else math.nan
         return ctypes.c_float(root / divisor).value
@@ -52,12 +56,13 @@ class Totals(NamedTuple):
 def gather_totals(
     runtime: Runtime, losses: list[Tensor], aux: dict[str, list[Tensor]], flag: float, status: GradientStatus
 ) -> Totals:
-    """Exchange the numbers of each rank. Collective.
+    """Exchange each rank's numbers of the step and return the totals. Collective.
 
     Args:
-        losses: of each microbatch, 0-dim fp64.
-        aux: by name, means beside the loss, likewise.
-        flag: a number that every rank gets to know.
+        losses: the loss of each microbatch, 0-dim fp64.
+        aux: further numbers by name, a list of 0-dim fp64 each.
+        flag: a number of this rank that is sent to every rank.
+        status: the state of this rank's gradients.
 
     Raises:
         WorldError: ranks ran different collectives.
@@ -72,7 +77,7 @@ def gather_totals(
     ]
     reducer = runtime.reducer
     numbers = flag, status, reducer.has_extra, reducer.order_seen, runtime.log.fingerprint
-    # `new_full` is a launch; `tensor` would copy from the host and wait for it
+    # `new_full` launches a kernel; `torch.tensor` would copy from the host and wait for the copy
     mine = torch.stack([*measured, *(zero.new_full((), number) if number else zero for number in numbers)])
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     what = "norms and losses"
@@ -81,7 +86,8 @@ def gather_totals(
     ranks = world.compute.numbers(everyone.view(world.size, -1))
     flags, statuses, extras, orders, fingerprints = zip(*(rank[-len(numbers) :] for rank in ranks), strict=True)
     _check_fingerprints(runtime, fingerprints)
-    sums = [sum(rank[number] for rank in ranks[: runtime.plan.sharers]) for number in range(count)]  # of one copy
+    # the ranks of one copy of the state
+    sums = [sum(rank[number] for rank in ranks[: runtime.plan.sharers]) for number in range(count)]
     means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, count + 1 + len(names))]
     nonfinite = (unit for unit, total in zip(runtime.units, sums, strict=True) if not math.isfinite(total))
     return Totals(
@@ -97,13 +103,11 @@ def gather_totals(
 
 
 def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
-    """Raise an error for a step whose backward went wrong on any rank.
+    """Raise ConfigError if no rank has a gradient, or if any rank has one from a backward without the loss scale.
 
     Args:
-        went_back: this rank called backward of a step, so it had a loss.
-
-    Raises:
-        ConfigError: no gradient on any rank, or one without the loss scale.
+        statuses: the states that occur among the ranks.
+        went_back: whether this rank called `Step.backward`, which selects the message.
     """
     if GradientStatus.UNSCALED in statuses:
         raise ConfigError(
@@ -117,7 +121,7 @@ def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
 
 
 def _check_fingerprints(runtime: Runtime, fingerprints: Sequence[float]) -> None:
-    """Raise WorldError if ranks ran different collectives, because then tensors got the bytes of others."""
+    """Raise WorldError if ranks ran different collectives, because then tensors received the data of other tensors."""
     odd = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if odd:
         raise WorldError(

@@ -1,4 +1,4 @@
-"""The planned traffic of a step, in bytes of one rank: arithmetic only. The meter counts what a step really moves."""
+"""Compute from a plan how many bytes a step moves on one rank. The tracker's meter measures the actual traffic."""
 
 import operator
 from collections import defaultdict
@@ -15,14 +15,16 @@ from zero.store import PageKind
 
 
 class Load(NamedTuple):
-    """Bytes that one rank moves."""
+    """Bytes that one rank moves, by medium."""
 
     disk: float = 0
+    """Bytes read from or written to disk."""
     copy: float = 0
+    """Bytes copied between host memory and a GPU."""
     link: float = 0
-    """From other ranks."""
+    """Bytes received from other ranks."""
     wire: float = 0
-    """Of those, from ranks of other nodes."""
+    """The part of `link` that is received from ranks of other nodes."""
 
     def __add__(self, other: object) -> "Load":
         assert isinstance(other, Load)
@@ -33,33 +35,33 @@ class Load(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes that a step moves on one rank."""
+    """The bytes that a step moves on one rank, by phase."""
 
     update: Load
-    """Of states, once."""
+    """Bytes of the update, once per step."""
     forward: Load
-    """In each microbatch's forward."""
+    """Bytes of each microbatch's forward."""
     backward: Load
-    """In each microbatch's backward."""
+    """Bytes of each microbatch's backward."""
     first: Load
-    """Beside that in the first forward: the gather of what is resident, and of what later ones find still gathered."""
+    """Further bytes of the first forward: gathers of resident units, and of units that later forwards find gathered."""
     last: Load
-    """Beside that in the last backward: the reduction of what microbatches added up, and the sum's way to all."""
+    """Further bytes of the last backward: the reduction of local sums of microbatches, and the all-gather of sums."""
     offloaded_numel: int
-    """Parameters that the store's threads update."""
+    """The number of parameters that the store's threads update."""
 
     def of_step(self, microbatches: int) -> Load:
-        """All of it."""
+        """Return the bytes of a whole step with this number of microbatches."""
         return self.update + (self.forward + self.backward).times(microbatches) + self.first + self.last
 
 
 def traffic(plan: Plan) -> Traffic:
-    """Count the bytes that a step of `plan` moves on one rank, by tier."""
+    """Return the bytes that a step of `plan` moves on one rank."""
     by_kind: dict[str, Load] = defaultdict(Load)
-    passing: dict[int, Load] = defaultdict(Load)  # by unit, from the store: parameters, and secondary shards
+    passing: dict[int, Load] = defaultdict(Load)  # by unit: parameters and secondary shards read from the store
     offloaded_numel, updated_grads = 0, Load()
     device_is_host = plan.world.compute.shares_memory
-    # a kind that has one page per update
+    # the kind whose pages are counted to get `offloaded_numel`: it has one page in each updated group
     counted = next((kind for kind in plan.state_kinds if kind != PageKind.PARAM), PageKind.PARAM)
     for page, spec in plan.store_pages().items():
         moved = _moved(plan.tier(page), spec.nbytes, device_is_host)
@@ -79,13 +81,13 @@ def traffic(plan: Plan) -> Traffic:
     first, forward, backward = _gathers(plan, passing)
     count = plan.accumulate
     single = grads.times(plan.first_grad_dtype.itemsize / plan.grad_dtype.itemsize)
-    # the first microbatch writes its gradients, each other one reads what there is and writes the sum; after the last
-    # one ranks have added up, and what is updated here is all that is written
+    # The first microbatch writes its gradients. Each later one reads the sum so far and writes the new sum. After the
+    # last one the gradients are reduced over ranks, and only the range that this rank updates is written.
     summing = single.times(2) + grads.times(2 * count - 4) if count > 1 else Load()
     arriving = (summing + updated_grads).times(1 / count)
-    kept = Load(copy=plan.host_activation_bytes)  # out in forward, in again in backward
+    kept = Load(copy=plan.host_activation_bytes)  # copied out in forward, back in backward
     return Traffic(
-        # what was read goes back; new parameters out, gradients in
+        # states are read and written, new parameters written, gradients read
         update=states.times(2) + params.times(1 + (PageKind.PARAM in plan.state_kinds)) + updated_grads,
         forward=forward + kept,
         backward=backward + kept + arriving + (Load() if plan.local_sum else reduction),
@@ -96,13 +98,13 @@ def traffic(plan: Plan) -> Traffic:
 
 
 def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]:
-    """Count what gathers bring a rank: in the first forward beside others, in each forward, and in each backward.
+    """Return the bytes that gathers move on a rank: further ones of the first forward, of each forward and backward.
 
-    A pass finds the units that were used last still in gathered buffers, and the first one of those what no update
-    has changed.
+    Units that are still in gathered buffers from the pass before are not counted. In the first forward of a step they
+    are counted if the update has changed them.
 
     Args:
-        passing: by unit, what comes from the store.
+        passing: the bytes that each unit's gather reads from the store, by unit index.
     """
     after_forward, after_backward = plan.gathered_at_turns()
     loads = {unit.index: passing[unit.index] + _gather_of(plan, unit) for unit in plan.units}
@@ -114,7 +116,7 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
         return Load() if plan.full_update else all_but(set()), Load(), Load()
     changed = {unit.index for unit in plan.units if unit.trainable.slots}
     first = all_but(loads.keys() - (after_backward & changed))
-    if plan.keeps_secondary:  # what is frozen crosses the wire once a run
+    if plan.keeps_secondary:  # frozen parameters cross nodes only once per run
         trainable_numel = sum(unit.trainable.P for unit in plan.units)
         wire = _gather(plan, plan.precision.compute.itemsize * trainable_numel).wire
         first += Load(link=wire, wire=wire)
@@ -122,13 +124,13 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
 
 
 def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
-    """Count what a gather of a unit brings a rank; with secondary shards only from its own node."""
+    """Return the bytes that a rank receives in a gather of a unit; with secondary shards only those of its own node."""
     gather = _gather(plan, plan.precision.compute.itemsize * unit.full_numel)
     return Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
 
 
 def _gather(plan: Plan, full_bytes: int) -> Load:
-    """Count what a gather of flats of `full_bytes` brings a rank."""
+    """Return the bytes that a rank receives when flat tensors of `full_bytes` in total are all-gathered."""
     size, local, nodes = plan.world.size, plan.world.local_size, plan.world.nodes
     if plan.sharers < size:
         return Load(link=full_bytes * (local - 1) / local)
@@ -137,7 +139,10 @@ def _gather(plan: Plan, full_bytes: int) -> Load:
 
 
 def _sum(plan: Plan, numel: int) -> Load:
-    """Count what the sum of flats of `numel` elements brings a rank."""
+    """Return the bytes that a rank receives when flat tensors of `numel` elements in total are reduce-scattered.
+
+    If each node has a copy of the state, this includes the exchange that gives every copy the sum.
+    """
     size, local, nodes, sent_bytes = plan.world.size, plan.world.local_size, plan.world.nodes, plan.flat_dtype.itemsize
     if not plan.sums_by_node:
         return Load(*(numel * sent_bytes * others / size for others in (0, 0, size - 1, size - local)))
@@ -147,7 +152,7 @@ def _sum(plan: Plan, numel: int) -> Load:
 
 
 def _moved(tier: Tier, nbytes: int, device_is_host: bool) -> Load:
-    """One page on its way between its tier and the device, once."""
+    """Return the bytes that moving one page once between its tier and the device takes."""
     if tier == "device" or (tier == "host" and device_is_host):
         return Load()
     return Load(disk=nbytes if tier == "nvme" else 0, copy=0 if device_is_host else nbytes)

@@ -1,7 +1,7 @@
-"""Copy one page between the store and the device's memory.
+"""Copy one page between the store and device memory.
 
-The store's threads move host memory, which is enough where the device is the host. On a GPU a page of a disk passes
-through a slot of the pinned arena, and a thread of the store copies it on a stream of its own.
+The store's threads read and write host memory. If the device is a CPU, nothing else is needed. On a GPU a page on disk
+is copied through a slot of the pinned arena, by a thread of the store on its own stream.
 """
 
 import threading
@@ -15,7 +15,7 @@ from zero.store import Group, Page, PrefetchStore, Ticket
 
 
 def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Ticket:
-    """Read `page` to `into`, (K,), on the device, after what is enqueued there now."""
+    """Start to read `page` into `into`, (K,), on the device, after the work that is enqueued now; return the ticket."""
     narrower = _narrower(store, page, into)
     if narrower is not None:
         device.copy(into, narrower)
@@ -27,9 +27,10 @@ def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Tick
 
 
 def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
-    """Write `source`, (K,), on the device, after what is enqueued there now; it may change after `wait`.
+    """Start to write `source`, (K,) on the device, to `page`, after the work that is enqueued now; return the ticket.
 
-    A page in memory takes a narrower dtype than its own, too, and must be read in that.
+    `source` may be changed after `wait` of the ticket. A page in memory accepts a narrower dtype than its own; it must
+    then be read in that dtype.
     """
     narrower = _narrower(store, page, source)
     if narrower is not None:
@@ -42,7 +43,10 @@ def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ti
 
 
 def _narrower(store: PrefetchStore, page: Page, like: Tensor) -> Tensor | None:
-    """Return the first bytes of a page in memory in the dtype of `like`, if that is narrower than the page's."""
+    """Return the first bytes of a page in memory, viewed in the dtype of `like`, or None.
+
+    None means that the page is not in memory, or that its dtype is not wider.
+    """
     in_place = store.in_place(page)
     if in_place is None or in_place.dtype.itemsize <= like.dtype.itemsize:
         return None

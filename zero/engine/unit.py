@@ -1,16 +1,15 @@
-"""Split a model into units: what is gathered and released together.
+"""Split a model into units, the groups of parameters that are gathered and released together.
 
-A **unit** owns parameters. A **site** is a module whose forward needs a unit; usually each site has its own unit and
-each unit one site, but a tied weight is one slot in one unit with several sites. A parameter belongs to the unit of the
-nearest site above the place where it is first found, and every other place that holds it makes its own nearest site
-need that unit too.
+A **unit** owns parameters. A **site** is a module whose forward needs one or more units. Usually a site has one unit
+and a unit one site. A tied weight is one slot in one unit that several sites need: it belongs to the unit of the
+innermost site that contains its first occurrence in the module tree, and the innermost sites around its other
+occurrences need that unit too.
 
-By default every element of an outermost `ModuleList` or `Sequential` is a site. Modules above those lists are descended
-into, and their other parameter-owning children are sites, so that an embedding or a head does not stay gathered for the
-whole step; parameters that such an ancestor owns directly make the ancestor itself a site. Or the sites are named by
-class.
+By default every element of an outermost `ModuleList` or `Sequential` is a site. The other children, with parameters, of
+the modules that contain these lists are sites too, so that an embedding or a head is not gathered for the whole step. A
+containing module that owns parameters directly is itself a site. Alternatively the user names the classes of sites.
 
-Nothing here touches the user's model: `Splitting` is names and sizes.
+The user's model is not changed: a `Splitting` consists of names and sizes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,15 +24,15 @@ from zero.engine.unsupported import check_model
 from zero.errors import PlanError
 
 AUTO = "auto"
-"""The name of the default policy among names of classes."""
+"""The word that stands for the default policy in a list of class names."""
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """The parameters of one unit: a flat of trainable ones and a flat of frozen ones.
+    """The parameters of one unit: a flat tensor of trainable ones and a flat tensor of frozen ones.
 
     Attributes:
-        lookup: the parameters are only looked up by index (`nn.Embedding`), so backward does not read their values.
+        lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
     """
 
     index: int
@@ -48,13 +47,20 @@ class UnitSpec:
 
     @property
     def full_numel(self) -> int:
-        """Elements of a buffer that both flats are gathered into."""
+        """The number of elements of a buffer for both gathered flats."""
         return self.trainable.P + self.frozen.P
 
 
 @dataclass(frozen=True)
 class Binding:
-    """One parameter of one site: `local` inside the site's module is slot number `slot` of a flat of `unit`."""
+    """The position in the units of one parameter of a site.
+
+    Attributes:
+        local: the parameter's name relative to the site's module.
+        unit: the index of its unit.
+        slot: the number of its slot in the unit's trainable or frozen flat.
+        trainable: whether that is the trainable flat.
+    """
 
     local: str
     unit: int
@@ -64,7 +70,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class Site:
-    """A module whose forward needs `units`, in the order in which they are gathered."""
+    """A module, at `path` in the model, whose forward needs `units`; they are gathered in that order."""
 
     path: str
     bindings: tuple[Binding, ...]
@@ -76,7 +82,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that holds parameters directly: `slots` maps its own parameter names to full names."""
+    """A module that holds parameters directly; `slots` has (local name, full name) of each parameter."""
 
     path: str
     slots: tuple[tuple[str, str], ...]
@@ -84,10 +90,10 @@ class Owner:
 
 @dataclass(frozen=True)
 class Splitting:
-    """A model as units and sites.
+    """The units, sites and owners of a model.
 
-    `depth` is how many units are gathered at most beside the first: sites lie inside one another, and a site may need
-    several units.
+    `depth` is the largest number of units in use at the same time, minus one. It exceeds 0 if sites are nested, or a
+    site needs several units.
     """
 
     units: tuple[UnitSpec, ...]
@@ -97,21 +103,21 @@ class Splitting:
 
     @property
     def trains(self) -> bool:
-        """There is a trainable parameter."""
+        """Whether the model has a trainable parameter."""
         return any(unit.trainable.slots for unit in self.units)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every parameter's full name."""
+        """The full name of every parameter."""
         return tuple(self.shapes())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's full name and shape."""
+        """Return the shape of every parameter by full name."""
         slots = (slot for unit in self.units for layout in unit.layouts for slot in layout.slots)
         return {slot.name: slot.shape for slot in slots}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
-        """A parameter's full name to every name that it has in the model, its own first: ties have several."""
+        """Return all names of each parameter in the model, by full name, which comes first. Tied ones have several."""
         aliases: dict[str, dict[str, None]] = {name: {name: None} for name in self.names}
         for owner in self.owners:
             for local, name in owner.slots:
@@ -120,7 +126,7 @@ class Splitting:
 
 
 class _Visited(NamedTuple):
-    """One parameter while the tree is walked."""
+    """A parameter that `_walk` has visited, with its full name and the path of its unit's site."""
 
     name: str
     parameter: nn.Parameter
@@ -134,15 +140,17 @@ def split(
     class_names: Sequence[str] | None = None,
     group: Callable[[str, tuple[int, ...]], int] = lambda name, shape: 0,
 ) -> Splitting:
-    """Find the units and sites of `model`, whose parameters may be on any device, meta included.
+    """Return the units and sites of `model`. Its parameters may be on any device, including meta.
 
     Args:
-        class_names: classes whose instances are sites; None for the default policy of this module's docstring. With
-            "auto" among them it is that policy, which looks into no module of the other classes.
-        group: parameter name and shape to the number of its optimizer group.
+        world_size: the number of ranks that a flat tensor is sharded over.
+        class_names: classes whose instances are sites; None for the default policy of this module's docstring. If
+            "auto" is one of the names, the default policy is used, but instances of the other classes are sites as a
+            whole.
+        group: a function from parameter name and shape to the number of its optimizer group.
 
     Raises:
-        PlanError: no parameters, a class name that no module has, or a part that `unsupported` rejects.
+        PlanError: the model has no parameters, no module of a named class, or a part that `unsupported` rejects.
     """
     check_model(model)
     roots = _roots(model, class_names or (AUTO,))
@@ -191,7 +199,7 @@ def _unit(
 
 
 def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:
-    """Return the units of which every parameter belongs to embeddings only."""
+    """Return the names of units whose parameters all belong to `nn.Embedding` modules only."""
     read = {
         id(parameter)
         for module in model.modules()
@@ -205,12 +213,16 @@ def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:
 def _walk(
     model: nn.Module, roots: set[int]
 ) -> tuple[dict[int, _Visited], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]]]:
-    """Visit every place that holds a parameter. Ties are found by identity."""
+    """Visit every module; tied parameters are recognized by identity.
+
+    Returns:
+        (parameter's id -> its record, site's path -> local name -> parameter's id, path and parameters of each owner).
+    """
     visited: dict[int, _Visited] = {}
     needs: dict[str, dict[str, int]] = {}
     owners: list[tuple[str, list[tuple[str, int]]]] = []
-    sites: dict[int, str] = {}  # by module: one at two places is one site
-    bound: set[tuple[str, int]] = set()  # (site, module): under two names of one site it has one binding
+    sites: dict[int, str] = {}  # by module id: a module at two places is one site
+    bound: set[tuple[str, int]] = set()  # (site, module id): a module with two names in a site gets one binding
 
     def visit(module: nn.Module, path: str, site: str, local: str) -> None:
         if id(module) in roots and path != site:

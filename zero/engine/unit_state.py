@@ -1,4 +1,4 @@
-"""One unit's tensors on one rank, and the update that it waits for."""
+"""One unit's tensors on this rank, and its deferred update."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,30 +14,29 @@ from zero.store import Ticket
 
 @dataclass(eq=False)
 class UnitState:
-    """One unit's tensors on this rank, and the update that it waits for.
+    """One unit's tensors on this rank, and its deferred update.
 
-    The store has the rest in pages: moments, the master of half precision, offloaded shards and gradients.
+    The store has the rest in pages: moments, the fp32 master of half precision, offloaded shards and gradients.
 
     Attributes:
-        resident: the buffer that always holds the full unit, trainable and frozen flat in one, in the compute dtype;
-            None when the unit is gathered into the pool.
-        shard_S: (S,) of the trainable flat, compute dtype, a view of `resident` if there is one; None where parameters
-            are offloaded.
-        frozen_S: the same of the frozen flat.
-        grad: (P,) or (S,), see `Plan.grad_numel`; None when nothing is trainable, or while it is offloaded.
-        secondary: ((N - 1) x S,) of the trainable and of the frozen flat, compute dtype: the shards of other nodes that
-            this rank keeps, in the store; see `zero.distributed.routes`.
-        secondary_versions: the `versions` that they hold, or will hold after the gather that was started last; -1 where
-            they hold nothing.
-        deferred: the update that has to be made before the next gather, or None.
-        tickets: the parts of that update that the store's threads work on.
-        interrupted: that update began and did not end.
-        grad_readers: work that still reads `grad`, see `await_grad_readers`.
-        version: the number of changes of parameters.
-        frozen_version: the number of changes that included frozen ones: steps do not.
+        resident: the buffer that permanently holds the full unit, first the trainable flat and then the frozen one, in
+            the compute dtype; None if the unit is gathered into the pool.
+        shard_S: (S,) this rank's shard of the trainable flat, compute dtype; a view of `resident` if there is one; None
+            if parameters are offloaded.
+        frozen_S: (S,) the same for the frozen flat.
+        grad: (P,) or (S,), see `Plan.grad_numel`; None if nothing is trainable, or while the gradient is offloaded.
+        secondary: secondary shards of the trainable and of the frozen flat, ((N - 1) x S,) each for N nodes, compute
+            dtype. They are copies, kept in the store, of other nodes' shards; see `zero.distributed.routes`.
+        secondary_versions: the `versions` of the secondary shards after the last started gather; -1 if they are empty.
+        deferred: the numbers of the update that must be applied before the next gather, or None.
+        tickets: tickets of the parts of that update that the store's threads execute.
+        interrupted: whether that update has started and an exception interrupted it.
+        version: the number of changes of the parameters.
+        frozen_version: the number of changes that included frozen parameters, which steps do not change.
         calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
-        returned: the number of calls whose gradients have arrived.
-        filled: `grad` holds a part of this step's gradient.
+        returned: the number of these calls whose gradients have arrived.
+        filled: whether `grad` holds at least a part of this step's gradient.
+        grad_readers: handles of updates that still read `grad`, see `await_grad_readers`.
     """
 
     spec: UnitSpec
@@ -63,24 +62,25 @@ class UnitState:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Versions of the trainable and of the frozen flat."""
+        """The versions of the trainable and of the frozen flat."""
         return self.version, self.frozen_version
 
     def await_grad_readers(self) -> None:
-        """Have the current stream wait for the last update, which reads `grad` beside compute.
+        """Have the current stream wait for the last update, which reads `grad` on another stream or thread.
 
-        Compute waits for a unit that it visits. Nothing else orders the next gradient of a skipped unit after its
-        update.
+        The next gradient must not be written earlier. The gather of a unit waits for its update, but nothing else waits
+        for the update of a unit that is not gathered in a step.
         """
         while self.grad_readers:
-            self.grad_readers[-1].wait()  # an interrupt leaves it there, to be waited for again
+            self.grad_readers[-1].wait()  # removed only afterwards, so that it is waited for again after an interrupt
             self.grad_readers.pop()
 
     def mark_changed(self, *, resident: bool, frozen: bool = False) -> None:
-        """Make gathered copies stale, because the parameters changed, or also frozen ones.
+        """Note that the parameters changed, so that gathered copies are stale.
 
         Args:
-            resident: the resident copy was changed too, and stays current.
+            resident: whether the resident buffer was changed too and stays current.
+            frozen: whether frozen parameters changed too.
         """
         self.version += 1
         self.frozen_version += frozen
@@ -88,7 +88,7 @@ class UnitState:
             self.resident.version = self.version
 
     def own_params(self, *, full_update: bool) -> Tensor | None:
-        """Return the (P,) or (S,) parameters that this rank updates, compute dtype; None where they are offloaded."""
+        """Return the trainable parameters that this rank updates, (P,) or (S,), compute dtype; None if offloaded."""
         if full_update and self.resident is not None:
             return self.resident.flat[: self.spec.trainable.P]
         return self.shard_S

@@ -1,6 +1,6 @@
-"""Reject, by name, parts of a model that cannot be sharded, computed in a plan's precision, or saved.
+"""Reject parts of a model that cannot be sharded, computed in a plan's precision, or saved; name them in the error.
 
-Classes of other libraries are recognised by the name of their module, so that nothing is imported for them.
+Classes of other libraries are recognized by the name of their Python module, to avoid importing these libraries.
 """
 
 import re
@@ -23,7 +23,7 @@ WRAPPERS = (
     ("torch.distributed.fsdp", "which shards it already; pass the model as it is before FSDP"),
     ("torch.nn.parallel", "which reduces gradients itself; pass its .module"),
 )
-"""The module that a wrapper's class is from -> the rest of the message."""
+"""(Python module of a wrapper's class, end of the error message) for wrappers that are rejected."""
 
 ROUNDED = "load the model in bf16 or fp32, without quantization_config, load_in_4bit or load_in_8bit"
 
@@ -31,7 +31,7 @@ _ABOUT_DTYPES = re.compile(r"\bdtypes?\b|scalar type|type \(c10::")
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise PlanError, with the name of the part, unless all of `model` can be sharded, computed with and saved."""
+    """Raise PlanError, with the name of the part, if a part of `model` cannot be sharded, computed or saved."""
     for path, module in model.named_modules():
         _refuse(f"{path or 'the model'} is a {type(module).__name__}", _faults_of_module(module))
         for name, parameter in module._parameters.items():
@@ -49,7 +49,7 @@ def check_model(model: nn.Module) -> None:
 
 
 Faults = Iterator[tuple[bool, str]]
-"""Whether a part has a fault, and the rest of a sentence about it."""
+"""(whether the fault is present, end of the error message) for each fault that a part can have."""
 
 
 def _refuse(part: str, faults: Faults) -> None:
@@ -107,12 +107,12 @@ def _faults_of_buffer(buffer: Tensor, *, saved: bool) -> Faults:
 
 
 def _check_name(name: str) -> None:
-    if not name.isprintable():  # no lone surrogates either: they have no bytes
+    if not name.isprintable():  # also false for lone surrogates, which UTF-8 cannot encode
         raise PlanError(f"{name!r} has a character that cannot be printed, and a checkpoint needs names; rename it")
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Reject memory that a parameter shares with another tensor: one would be updated without the other."""
+    """Raise PlanError if a parameter overlaps in memory with another tensor, which its update would not change."""
     by_memory: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *_attributes(model)):
         if tensor.layout is torch.strided and tensor.numel():
@@ -128,7 +128,10 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that are plain attributes, except those that torch's older spectral_norm computes."""
+    """Yield (name, tensor) of tensors that are plain attributes of modules.
+
+    Skip those that torch's older `spectral_norm` computes before each forward.
+    """
     for path, module in model.named_modules():
         computed = [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
         for name, value in vars(module).items():
@@ -137,7 +140,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether the ranges of two tensors in one storage have a byte in common."""
+    """Return whether the byte ranges of two tensors in the same storage overlap."""
     (first, last), (other_first, other_last) = _extent(a), _extent(b)
     return first < other_last and other_first < last
 
@@ -152,11 +155,11 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def note_dtypes(error: RuntimeError, names: Sequence[str], precision: Precision) -> None:
-    """Add a note with the parameters of a site to an error of torch about dtypes, where they are not fp32.
+    """Add a note with the names of a site's parameters to torch's error about dtypes, unless compute is in fp32.
 
     Args:
-        error: from a call of the site; an inner site may have added its note already.
-        names: of the site's parameters.
+        error: an error from a call of the site. If it has a note already (from a nested site), none is added.
+        names: the full names of the site's parameters.
     """
     is_noted = bool(getattr(error, "__notes__", ()))
     if precision.compute == torch.float32 or not names or is_noted or not _ABOUT_DTYPES.search(str(error)):

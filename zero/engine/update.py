@@ -1,13 +1,14 @@
-"""The optimizer's update of a unit, page by page: read, update, write; applied before the unit's next gather.
+"""The optimizer's update of a unit, deferred until before the unit's next gather; offloaded state is updated by pages.
 
-A step only decides. It computes the norm, captures every number the update needs by value (`Hyper`), and defers each
-unit's update. State on the device is updated by `apply_deferred`, just before the unit is next gathered. Offloaded
-state is given to the store's threads at once, in the order in which units will be gathered: they read, update and write
-page by page while the forward of the units before it computes, and `apply_deferred` only waits for the rest. The order
-cannot change a bit, because an update is elementwise and reads only its page, its gradient and `Hyper`.
+The end of a step computes the norm, captures every number that the update needs by value (`Hyper`), and defers each
+unit's update. State on the device is updated by `apply_deferred`, just before the unit is next gathered. Updates of
+offloaded state are queued for the store's threads immediately, in the order in which units will be gathered. The
+threads read, update and write page by page while the forward of earlier units computes, and `apply_deferred` waits for
+the remaining pages. The order changes no bit, because an update is elementwise and reads only its page, its gradient
+and `Hyper`.
 
-A page is updated in pieces that stay in the cache: unscale, clip, decay, moments, and the cast to the compute dtype all
-happen to one piece before the next.
+A page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its moments and
+cast to the compute dtype before the next piece begins.
 
 Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.
 """
@@ -36,19 +37,25 @@ from zero.store import Group, Page, PageKind, PrefetchStore, Ticket
 
 
 class Part(NamedTuple):
-    """A range of this rank's elements of a unit, and the pages that hold its state: those of one number."""
+    """A range of the elements that this rank updates of a unit, with the group of pages that hold its state.
+
+    The group has the pages of one number, one of each kind.
+    """
 
     start: int
     stop: int
     group: Group
     on_device: bool
-    """All of it is on the device: updated in place, by the thread that trains."""
+    """Whether all its pages are on the device, where the training thread updates them in place."""
     in_memory: bool
-    """No page of it is on a disk."""
+    """Whether none of its pages is on a disk."""
 
 
 class Launched(Ticket):
-    """Work of a store thread that ends for the host when it is launched, and for a stream after `end`."""
+    """The ticket of an update that a store thread launches on a GPU.
+
+    It has ended for the host when the thread has launched the work, and for a stream after the event `end`.
+    """
 
     def __init__(self, ticket: Ticket, end: Event) -> None:
         self._ticket, self._end = ticket, end
@@ -58,35 +65,35 @@ class Launched(Ticket):
         return self._ticket.ended
 
     def wait(self) -> None:
-        """Have the current stream wait for it."""
+        """Wait until the work is launched, and have the current stream wait until it is done."""
         self._ticket.wait()
         self._end.wait()
 
 
 class Piece(NamedTuple):
-    """K elements that are updated at a time, where they are worked on."""
+    """K elements that are updated together, as tensors on the device that updates them."""
 
     first: int
-    """Their offset in the unit's flat."""
+    """The index of the first element in the unit's trainable flat."""
     param_K: Tensor
-    """In the dtype of compute."""
+    """The parameters, (K,), in the dtype of compute."""
     kept: Sequence[Tensor]
-    """The pages' part of the master, if any, and the moments."""
+    """The master, if it is stored separately, and the moments, in the formats of their pages."""
     grad_K: Tensor
 
     def cut(self, start: int, stop: int) -> "Piece":
-        """Return elements [start, stop)."""
+        """Return the piece with elements [start, stop) of this one."""
         numel = self.grad_K.numel()
-        # a kind may take several elements of its dtype for each parameter, or one for several
+        # a page may have several elements per parameter, or one for several parameters
         kept = [page[page.numel() * start // numel : page.numel() * stop // numel] for page in self.kept]
         return Piece(self.first + start, self.param_K[start:stop], kept, self.grad_K[start:stop])
 
 
 class Updater:
-    """Applies deferred updates on this rank.
+    """The optimizer of this rank, which schedules and applies deferred updates.
 
     Attributes:
-        sums: by unit, the sum of squares of this rank's range of the gradient, fp64.
+        sums: unit index -> the sum of squares of this rank's shard of the gradient, 0-dim fp64.
     """
 
     def __init__(
@@ -102,15 +109,15 @@ class Updater:
         self._order = [unit.index for unit in units]
         self._visited: list[int] = []
         self.sums: dict[int, Tensor] = {}
-        self._trains = [True] * len(plan.optimizer.groups)  # by group, in this step
-        self._rested = [0] * len(plan.optimizer.groups)  # by group, steps in which it did not train
-        self._numbers: Mapping[float, Tensor] = {}  # kept until the next decision: other streams read them
+        self._trains = [True] * len(plan.optimizer.groups)  # by group: whether it trained in this step
+        self._rested = [0] * len(plan.optimizer.groups)  # by group: the number of steps in which it did not train
+        self._numbers: Mapping[float, Tensor] = {}  # kept until the next `decide`, because other streams read them
         self._expect()
 
     # -- what a step decides -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a step: expect updates in the order of the last one, as far as that is known."""
+        """Begin a step: expect updates in the order of the last step, and units without an update there at the end."""
         self.sums.clear()
         self._trains = [False] * len(self._trains)
         self._order = list(dict.fromkeys([*self._visited, *self._order]))
@@ -118,13 +125,13 @@ class Updater:
         self._expect()
 
     def train(self, groups: Sequence[Settings]) -> None:
-        """Note which groups train in a forward of this step: they have gradients, and are updated."""
+        """Note which groups train in the next forward; a group that trains in any forward of a step is updated."""
         self._trains = [before or now.trains for before, now in zip(self._trains, groups, strict=True)]
 
     def measure(self, unit: UnitState) -> None:
-        """Take the sum of squares of what trains of the unit's gradient, which is final.
+        """Compute the sum of squares of the unit's final gradient, over this rank's shard and groups that train.
 
-        Summed by ranges of the shard, so the bits do not depend on stage, page size or tier.
+        It is always added over ranges of the shard, so the bits do not depend on stage, page size or tier.
         """
         grad_S = unit.own_grad_S(self._rank)
         squares = [self._device.sum_of_squares(grad_S[first:last]) for first, last in self._training(unit)]
@@ -134,7 +141,7 @@ class Updater:
             self.sums[unit.index] = grad_S.new_zeros((), dtype=torch.float64)
 
     def decide(self, hyper: Hyper) -> Hyper:
-        """Add to a step's numbers which groups train in it, each with its own count of updates."""
+        """Return `hyper` with the groups that trained in this step and with each group's own number of updates."""
         self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
         each = zip(hyper.groups, self._trains, self._rested, strict=True)
         groups = tuple(group._replace(trains=trains, step=hyper.step - n) for group, trains, n in each)
@@ -143,18 +150,21 @@ class Updater:
         return hyper._replace(groups=groups, numbers=self._numbers)
 
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
-        """Defer the update of `unit` to its next gather; the store's threads begin their parts at once."""
+        """Defer the update of `unit` to its next gather; queue its offloaded parts for the store's threads now."""
         unit.deferred = hyper
         parts = [part for part in self._parts[unit.index] if not part.on_device]
         if not parts:
             return
-        with self._device.aside("updates") as after:  # also after what was enqueued on side streams
+        with self._device.aside("updates") as after:  # includes the gradient's copy on a side stream
             self._gradients.left(unit).wait()
         place = self._order.index(unit.index)
         unit.tickets = [self._begin(unit, hyper, part, after, place) for part in parts]
 
     def _begin(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, place: int) -> Ticket:
-        """Have one part updated; if the device does it and no page is on a disk, no host waits for the device."""
+        """Queue the update of one part for the store's threads and return its ticket.
+
+        If a GPU updates the part and no page is on a disk, the thread only launches the work and does not wait for it.
+        """
         end = self._device.event() if part.in_memory and not self._where.shares_memory else None
         work = partial(self._update_in_thread, unit, hyper, part, after, end)
         ticket = self._store.modify(part.group, work, (place, part.group.number))
@@ -162,38 +172,41 @@ class Updater:
 
     @property
     def rested(self) -> dict[str, int]:
-        """By parameter name, the number of steps in which its group did not train, if any."""
+        """The number of steps in which a parameter's group did not train, by parameter name; zeros are left out."""
         slots = [slot for unit in self._plan.units for slot in unit.trainable.slots]
         return {slot.name: self._rested[slot.group] for slot in slots if self._rested[slot.group]}
 
     def resume(self, rested: Mapping[str, int]) -> None:
-        """Go on with the counts of another run; a group whose parameters differ takes the largest."""
+        """Continue with the counts (`rested`) of another run.
+
+        If the parameters of a group have different counts, the group gets the largest one.
+        """
         self._rested = [0] * len(self._rested)
         for slot in (slot for unit in self._plan.units for slot in unit.trainable.slots):
             self._rested[slot.group] = max(self._rested[slot.group], rested.get(slot.name, 0))
 
     def hand_off(self, unit: UnitState) -> list[Ticket]:
-        """Count the deferred update of `unit` as made, though the store's threads may still work on it.
+        """Mark the deferred update of `unit` as applied, although the store's threads may still execute it.
 
-        For units that are offloaded entirely: a read of a page in the store comes after its update.
+        Only for offloaded parameters, because the store orders each read of a page after the page's update.
 
         Returns:
-            The tickets of that work.
+            The tickets of the update.
         """
         tickets = unit.tickets
         self._visited.append(unit.index)
-        unit.mark_changed(resident=False)  # first: an interrupt must not leave an old copy that counts as current
+        unit.mark_changed(resident=False)  # first, so that no old copy is current after an interrupt
         unit.deferred, unit.tickets = None, []
         return tickets
 
     @torch.no_grad()
     def apply_deferred(self, unit: UnitState) -> None:
-        """Make the deferred update of `unit`, if it has one, in order with the current stream.
+        """Apply the deferred update of `unit`, if it has one, on the current stream.
 
-        A host that reads its tensors itself has to `join` after it.
+        Call the device's `join` before the host reads the updated tensors.
 
         Raises:
-            StaleStateError: that update was interrupted before.
+            StaleStateError: the update was interrupted before.
         """
         if unit.deferred is None:
             return
@@ -220,13 +233,13 @@ class Updater:
     def _update_in_thread(
         self, unit: UnitState, hyper: Hyper, part: Part, after: Event, end: Event | None, tensors: Sequence[Tensor]
     ) -> None:
-        """Update one part on a thread of the store, which has its pages in memory as `tensors`."""
+        """Update one part on a thread of the store; `tensors` are its pages in memory, in the order of `Group.all`."""
         name, now = threading.current_thread().name, self._where.shares_memory
         with self._device.paging(name, after, now=now, end=end), self._tape.streaming("update", unit.spec.name):
             self._update_offloaded(unit, hyper, self._piece(unit, part, part.group.all, tensors))
 
     def _piece(self, unit: UnitState, part: Part, pages: Sequence[Page], tensors: Sequence[Tensor | None]) -> Piece:
-        """Return a part of which `pages` are at `tensors`, and the rest is in memory of the unit."""
+        """Return the piece for a whole part: `tensors` for its `pages`, and tensors of the unit for the rest."""
         start, stop, layout = part.start, part.stop, unit.spec.trainable
         paged = {page.kind: page_K for page, page_K in zip(pages, tensors, strict=True)}
         params = unit.own_params(full_update=self._full_update)
@@ -237,7 +250,7 @@ class Updater:
         return Piece(first, cast(Tensor, param_K), cast(list[Tensor], [*paged.values()]), cast(Tensor, grad_K))
 
     def _update_offloaded(self, unit: UnitState, hyper: Hyper, piece: Piece) -> None:
-        """Update one part where the plan says; copy what is elsewhere there and back."""
+        """Update one part on the device that the plan chose, and copy tensors of other devices there and back."""
         where, param_K = self._where, piece.param_K
         there = [where.bring(page_K) for page_K in piece.kept]
         param_there = where.bring(param_K) if self._master.reads_params else where.room_for(param_K)
@@ -247,7 +260,7 @@ class Updater:
                 where.copy(page_K, changed_K)
 
     def _update_pieces(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
-        """Update as many elements at a time as suit `where`, all of a group at once."""
+        """Update pieces on the device `where`, in batches of at most its `piece_numel` elements."""
         layout = unit.spec.trainable
         for batch in _batches(pieces, where.piece_numel):
             ranges = [(piece.first, piece.first + piece.grad_K.numel()) for piece in batch]
@@ -259,8 +272,12 @@ class Updater:
     def _transform_all(
         self, layout: Layout, hyper: Hyper, pieces: Sequence[Piece], tensors: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Update masters, the first of `tensors`, and moments, the others: each has an fp32 tensor for each piece."""
-        grouped: dict[int, list[list[Tensor]]] = {}  # by number of the group: gradients, masters, moments
+        """Update the masters and moments of some pieces, group by group.
+
+        Args:
+            tensors: first the masters, then each moment, as one fp32 tensor for each piece.
+        """
+        grouped: dict[int, list[list[Tensor]]] = {}  # group number -> gradients, masters, moments
         gradients = [piece.grad_K for piece in pieces]
         if gradients[0].dtype != torch.float32:
             gradients = cut_as(gradients, in_fp32(gradients))
@@ -297,13 +314,13 @@ class Updater:
         return parts
 
     def _expect(self) -> None:
-        """Name the coming updates to the store, so that it reads ahead."""
+        """Tell the store the order of the coming updates, so that it reads pages ahead."""
         groups = [part.group for index in self._order for part in self._parts[index] if not part.on_device]
         if groups:
             self._store.expect(groups)
 
     def _training(self, unit: UnitState) -> list[tuple[int, int]]:
-        """Return the longest ranges of this rank's shard in which everything trains."""
+        """Return the maximal ranges of this rank's shard in which all groups train, as (start, stop) in the shard."""
         layout = unit.spec.trainable
         if all(self._trains):
             return [(0, layout.S)]
@@ -314,7 +331,7 @@ class Updater:
 
 
 def _batches(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
-    """Yield the same elements in the same order, `limit` of them at a time."""
+    """Yield the elements of `pieces` in the same order, in batches of `limit` elements; the last may have fewer."""
     batch: list[Piece] = []
     numel = 0
     for piece in pieces:

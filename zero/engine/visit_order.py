@@ -1,11 +1,11 @@
-"""The order in which units are visited, recorded in one microbatch and expected in the next; a log of collectives.
+"""The order in which units are visited, to predict the next gathers, and a log of collectives.
 
-A visit is a gather: a unit's forward, or backward's first touch of it. What was seen last time says what to gather
-ahead this time. A microbatch that deviates still gives the right answer: the order finds its place again at the next
-visit it knows, and until then nothing is gathered ahead.
+A visit is a unit's forward, or the first use of the unit in backward, either of which gathers it. The order of the last
+microbatch predicts which units to gather ahead in this one. If a microbatch visits units in another order, results stay
+correct: nothing is gathered ahead until a visit matches the recorded order again.
 
-All ranks must visit alike. The log turns a step's collectives into one number that the ranks compare before they trust
-what arrived.
+All ranks must visit units in the same order. The log hashes a step's collectives to one number, and the ranks compare
+their numbers before they use the received data.
 """
 
 import zlib
@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 
 MOST_VISITS = 65_536
-"""Visits that are remembered. A model that runs outside of steps, such as a teacher, never ends a microbatch."""
+"""The largest number of recorded visits, because a model that runs outside of steps never begins a new microbatch."""
 
 
 class VisitOrder:
-    """Records visits and says which come next."""
+    """A record of visits that predicts the next ones."""
 
     def __init__(self) -> None:
         self._expected: list[int] = []
@@ -25,17 +25,17 @@ class VisitOrder:
         self._at = 0
 
     def begin(self) -> None:
-        """A microbatch starts: what the last one saw is what this one expects."""
+        """Begin a microbatch, and expect the visits of the last one."""
         if self._seen:
             self._expected, self._seen = self._seen, []
         self._at = 0
 
     def forget(self) -> None:
-        """The microbatch broke off: do not expect its half of a record."""
+        """Drop the record of an interrupted microbatch, because it is incomplete."""
         self._seen, self._at = [], 0
 
     def visit(self, unit: int, ahead: int) -> Sequence[int]:
-        """Record a visit; returns the next `ahead` distinct units, nearest first."""
+        """Record a visit of `unit`; return the next `ahead` distinct units that are expected, nearest first."""
         if len(self._seen) == MOST_VISITS:
             self.begin()
         self._seen.append(unit)
@@ -53,7 +53,12 @@ class VisitOrder:
 
 
 class CollectiveLog:
-    """The collectives that this rank started since `clear`: a number to compare, and the last names to show."""
+    """A record of the collectives that this rank started since `clear`.
+
+    Attributes:
+        fingerprint: a CRC-32 of them, to compare ranks.
+        recent: the last 8 of them, for error messages.
+    """
 
     def __init__(self) -> None:
         self.fingerprint = 0
@@ -63,6 +68,6 @@ class CollectiveLog:
         self.fingerprint = 0
 
     def note(self, what: str) -> None:
-        """Add one collective."""
+        """Record one collective, described by `what`."""
         self.fingerprint = zlib.crc32(what.encode(), self.fingerprint)
         self.recent.append(what)

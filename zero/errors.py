@@ -1,4 +1,4 @@
-"""The tree of all errors that zero raises on purpose.
+"""The class hierarchy of the errors that zero raises on purpose.
 
     ZeroError                    exit code 1; the message is one line: key or value, problem, remedy
     ├── ConfigError              2  a setting or a call is wrong; raised before anything is allocated
@@ -6,19 +6,19 @@
     │   ├── LayoutError             sizes that do not describe a flat parameter
     │   └── PlanError               a model that cannot be split
     ├── OutsideUnitError         1  a parameter was written to outside a step, or read before it had values
-    ├── StaleStateError          1  a spent State, or parameters changed under a live graph
+    ├── StaleStateError          1  a `State` used after its step, or parameters changed under a live graph
     ├── MachineError             3  a limit or a fault of this machine
     │   └── StoreError              a page that cannot be read or written
-    ├── NumericsError            6  the numbers are wrong, and more steps do not mend them
+    ├── NumericsError            6  loss or gradients are wrong, and more steps will not repair them
     ├── CheckpointError          4  a checkpoint that is damaged, does not fit, or cannot be written
-    ├── Preempted                75 a signal stopped the run, and it has saved
-    └── WorldError               5  ranks that cannot go on together
+    ├── Preempted                75 a signal stopped the run, which has saved a checkpoint
+    └── WorldError               5  the ranks cannot continue together
         ├── HandshakeError       2  ranks have different settings, first values or arguments
-        ├── DeadlineError        5  a wait ran out; the message names rank and operation
+        ├── DeadlineError        5  a wait for other ranks timed out; the message names rank and operation
         └── RankFailedError      5  another rank died; the message names it and its cause
 
-`exit_code` is the exit code of the command line; a child without a number has its parent's. 0 is success. A run that a
-signal ended at once returns 128 plus the signal's number.
+`exit_code` is the exit code of the command line; a class without a number above has its parent's. 0 is success. A run
+that a signal ended at once returns 128 plus the signal's number.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ class ZeroError(Exception):
 
 
 class ConfigError(ZeroError):
-    """A setting or a call is wrong, and can be mended in the config or the script."""
+    """A setting or a call is wrong, and the user can correct it in the config or the script."""
 
     exit_code = 2
 
@@ -54,21 +54,21 @@ class OutsideUnitError(ZeroError):
 
 
 class StaleStateError(ZeroError):
-    """A `State` was used again after the step that consumed it."""
+    """A `State` was used again after the step that consumed it, or parameters changed under a live graph."""
 
 
 class MachineError(ZeroError):
-    """A limit or a fault of this machine: no such GPU, no room, a limit of the system, a disk that fails."""
+    """A limit or a fault of this machine: a missing GPU, too little space, a limit of the system, a failing disk."""
 
     exit_code = 3
 
 
 class StoreError(MachineError):
-    """A page could not be read or written whole."""
+    """A page could not be read or written completely."""
 
 
 class NumericsError(ZeroError):
-    """The numbers are wrong, and more steps do not mend them."""
+    """Loss or gradients are wrong, and more steps will not repair them."""
 
     exit_code = 6
 
@@ -80,13 +80,16 @@ class CheckpointError(ZeroError):
 
 
 class Preempted(ZeroError):
-    """A signal stopped the run, and it has saved. 75 is a temporary failure in sysexits.h: start again."""
+    """A signal stopped the run, which has saved a checkpoint.
+
+    The exit code 75 is a temporary failure in sysexits.h: start the run again.
+    """
 
     exit_code = 75
 
 
 class WorldError(ZeroError):
-    """The ranks cannot go on together."""
+    """The ranks cannot continue together."""
 
     exit_code = 5
 
@@ -98,7 +101,7 @@ class HandshakeError(WorldError):
 
 
 class DeadlineError(WorldError):
-    """A wait ran out of time."""
+    """A wait for other ranks timed out."""
 
 
 class RankFailedError(WorldError):
@@ -106,12 +109,12 @@ class RankFailedError(WorldError):
 
 
 def one_line(error: object) -> str:
-    """Return the message of an error on one line; empty if it has none."""
+    """Return the message of an error on one line; "" if it has none."""
     return " ".join(str(error).split())
 
 
 def with_class(error: BaseException) -> str:
-    """Return the message of an error on one line, after its class unless it is a ZeroError."""
+    """Return the message of an error on one line, after the name of its class unless it is a ZeroError."""
     text = one_line(error) or "no message"
     return text if isinstance(error, ZeroError) else f"{type(error).__name__}: {text}"
 

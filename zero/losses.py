@@ -1,9 +1,9 @@
-"""Losses that never hold all logits of a large vocabulary.
+"""Losses that do not hold all logits of a large vocabulary at once.
 
-`linear_cross_entropy` is a linear layer and cross entropy in one. It goes through the vocabulary chunk by chunk, so
-only (tokens, chunk) logits exist at a time, in forward and in backward. Forward keeps one number per token, the
-logarithm of the sum of exponentials; backward computes each chunk of logits again. Each row of the weight's gradient is
-one product over all tokens, as in the plain loss. The hidden states' gradient is a sum of parts in fp32.
+`linear_cross_entropy` is a linear layer and cross entropy in one. It processes the vocabulary in chunks, so only
+(tokens, chunk) logits exist at a time, in forward and in backward. Forward keeps one number per token, the logarithm of
+the sum of exponentials; backward computes each chunk of logits again. Each row of the weight's gradient is one product
+over all tokens, as in the plain loss. The hidden states' gradient is summed over chunks in fp32.
 
 Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Milakov and Gimelshein 2018, "Online
 normalizer calculation for softmax".
@@ -19,13 +19,13 @@ from torch import Tensor
 from zero.errors import ConfigError
 
 CHUNK_NUMEL = 2**23
-"""The logits of a chunk of size "auto": 32 MiB of fp32."""
+"""Number of logits in a chunk of size "auto": 32 MiB of fp32."""
 
 LEAST_CHUNK = 64
-"""The smallest number of entries of the vocabulary in such a chunk."""
+"""Fewest entries of the vocabulary in a chunk of size "auto"."""
 
 IGNORED = -100
-"""The target of a token that does not count."""
+"""The target of a token that does not count in the loss."""
 
 
 def linear_cross_entropy(
@@ -39,21 +39,21 @@ def linear_cross_entropy(
     """Return the mean cross entropy of `hidden @ weight.T + bias`, in nats: a 0-dim fp32 tensor.
 
     Args:
-        hidden: (..., D) the input of the last linear layer, of any floating-point dtype.
-        weight: (V, D) of that layer, in the same dtype.
+        hidden: (..., D), input of the last linear layer, of any floating-point dtype.
+        weight: (V, D), weight of that layer, in the same dtype.
         targets: (...) int64, from 0 to V - 1; tokens with -100 do not count.
-        chunk: entries of the vocabulary whose logits exist at a time, 1 or more; "auto": 32 MiB of fp32 logits, at
+        chunk: number of vocabulary entries whose logits exist at a time, 1 or more; "auto": 32 MiB of fp32 logits, at
             least 64 entries, and the plain loss if all logits take no more; None: the plain loss.
         bias: (V,) or None.
 
     Returns:
-        `F.cross_entropy` of the fp32 logits, up to the rounding of fp32; NaN if no token counts. Gradients go to
-        hidden, weight and bias, once.
+        `F.cross_entropy` of the fp32 logits, up to the rounding of fp32; NaN if no token counts. It can be
+            differentiated once, with respect to hidden, weight and bias.
 
     Raises:
-        ConfigError: shapes do not fit, a chunk is not a size, or, on a CPU, a target is not an entry of the
-            vocabulary; on a GPU such a target ends the program, as with `F.cross_entropy`.
-        IndexError: such a target, from the plain loss.
+        ConfigError: shapes do not fit, a chunk is not a size, or, on a CPU, a target is not an entry of the vocabulary;
+            on a GPU such a target ends the program, as with `F.cross_entropy`.
+        IndexError: on a CPU, the plain loss is used and a target is not an entry of the vocabulary.
     """
     _check(hidden, weight, targets, bias)
     rows, goals = hidden.flatten(0, -2), targets.flatten()
@@ -66,7 +66,7 @@ def linear_cross_entropy(
 
 
 def _chunk(chunk: int | str | None, tokens: int, vocab: int) -> int | None:
-    """Return the entries at a time; None for all, by the plain loss."""
+    """Return the number of vocabulary entries in a chunk; None for the plain loss of all entries at once."""
     if chunk == "auto":
         return None if tokens * vocab <= CHUNK_NUMEL else max(LEAST_CHUNK, CHUNK_NUMEL // tokens)
     if chunk is not None and (type(chunk) is not int or chunk < 1):
@@ -85,10 +85,10 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
 
 
 def _check_range(targets: Tensor, vocab: int) -> None:
-    # no chunk has such a target, so its token would silently get another loss
+    # a target out of range is in no chunk, so its token would get a wrong loss without an error
     right = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
     if targets.is_meta or torch.compiler.is_compiling():
-        return  # no values
+        return  # the targets have no values
     if not targets.is_cpu:
         torch._assert_async(right.all())  # the host does not wait for it
     elif not right.all():
@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first, last in _ranges(len(weight), chunk):
             logits = _logits(hidden, weight, bias, first, last)
             inside, index = _inside(targets, first, last)
-            chosen += torch.where(inside, logits.gather(1, index)[:, 0], 0)  # not a product: a logit may be infinite
+            chosen += torch.where(inside, logits.gather(1, index)[:, 0], 0)  # no product: 0 x inf is NaN
             total = torch.logaddexp(total, logits.logsumexp(1))
             del logits
         counts = targets != IGNORED
@@ -141,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _empty(like: Tensor) -> Tensor:
-    # not `empty_like`, which on meta, where plans count activations, imports sympy
+    # not `empty_like`, which imports sympy for meta tensors, with which plans count activations
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
@@ -150,10 +150,10 @@ def _ranges(vocab: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
-    """Return (tokens, last - first) fp32 logits, not views."""
+    """Return the fp32 logits of a chunk, (tokens, last - first), as a new tensor."""
     return F.linear(hidden, weight[first:last], None if bias is None else bias[first:last]).float()
 
 
 def _inside(targets: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Return (tokens,) whether a target is in a chunk, and (tokens, 1) its place there."""
+    """Return whether each target is in the chunk, (tokens,), and its index there clamped to the chunk, (tokens, 1)."""
     return (targets >= first) & (targets < last), (targets - first).clamp(0, last - first - 1)[:, None]

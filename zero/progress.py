@@ -1,6 +1,7 @@
-"""Report the progress of long work: the type of a function that the work calls, and that a progress bar implements.
+"""Progress of long work: the type of the callback, which a progress bar implements, and functions that call it.
 
-It is called in the thread that trains, on every rank, with this rank's share of the work; `done == total` ends it.
+The callback is called in the training thread, on every rank, with this rank's share of the work. `done == total` is the
+last call.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,15 +10,15 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 Progress = Callable[[str, int, int], None]
-"""A function of (text, done, total): the name of the work, this rank's done part and its total, in any unit."""
+"""A callback with (text, done, total): the name of the work, this rank's finished part and its total, in any unit."""
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore the progress."""
 
 
 def reported(items: Sequence[Item], what: str, progress: Progress) -> Iterator[Item]:
-    """Yield the items, and call `progress` before each and after the last."""
+    """Yield the items, and call `progress` before each item and after the last."""
     for done, item in enumerate(items):
         progress(what, done, len(items))
         yield item

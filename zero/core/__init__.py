@@ -1,1 +1,1 @@
-"""Arithmetic: what a stage, a layout, a dtype and an optimizer mean. No ranks, no files, no clock."""
+"""Arithmetic of stages, layouts, dtypes, optimizers and settings, without ranks, files or clocks."""

@@ -1,4 +1,4 @@
-"""The arithmetic of a batch: global = micro x accumulate x ranks."""
+"""The sizes of a batch: global (rows per step) = micro (rows per microbatch) x accumulate (microbatches) x ranks."""
 
 from typing import Literal
 
@@ -14,13 +14,17 @@ def solve_batch(
     ranks: int,
     names: tuple[str, str, str] = ("batch.global", "batch.micro", "batch.accumulate"),
 ) -> tuple[int, int, int]:
-    """Replace each "auto" of (global, micro, accumulate) by its number; a free accumulate is 1.
+    """Return (global, micro, accumulate) with each "auto" replaced by the number that follows from the others.
 
     Args:
-        names: of the three, for messages.
+        rows: rows per step over all ranks.
+        micro: rows per microbatch and rank.
+        accumulate: microbatches per step and rank; "auto" is 1 unless `rows` and `micro` are both numbers.
+        ranks: the number of ranks.
+        names: the names of `rows`, `micro` and `accumulate` in messages.
 
     Raises:
-        ConfigError: the numbers contradict each other or do not divide.
+        ConfigError: `rows` and `micro` are both "auto", or the numbers contradict each other or do not divide.
     """
     typed = {names[1]: micro, names[2]: accumulate}
     if accumulate == "auto":

@@ -1,7 +1,8 @@
-"""Groups of parameters that share settings, and the values of these at each step.
+"""Groups of parameters with settings of their own, and the values of these settings at each step.
 
-A **group** is the parameters that share `Settings`. Its learning rate, decay and momenta are numbers, functions of the
-step, or read at each step from a dict that the user holds, as the `param_groups` of torch; so is whether it trains.
+A **group** is a set of parameters that share `Settings`: learning rate, weight decay, momenta, and whether they train.
+Each setting is a constant, a function of the step, or an entry of a dict that the user holds and that is read at each
+step, like an entry of torch's `param_groups`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,26 +22,30 @@ Number = float | Schedule
 
 
 def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter has 2 or more dimensions: weights decay, biases and norms do not."""
+    """Return whether a parameter decays by default: weights of 2 or more dimensions do, biases and norms do not."""
     return len(shape) >= 2
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters with settings of their own; a setting that is None is as in the optimizer's call.
+    """A set of parameters with settings of their own; a setting of None is the optimizer's.
 
         slow, late = zero.Group(["embed.*"], lr=1e-4), zero.Group(["head.*"], trains=lambda step: step > 100)
         optimizer = zero.adamw(1e-3, groups=[slow, late])
 
-    The first group that takes a parameter has it.
+    A parameter that several groups match belongs to the first of them.
 
     Args:
-        takes: names of parameters, or patterns such as "blocks.*.bias", or a function of (name, shape).
+        takes: the group's parameters: names, patterns such as "blocks.*.bias", or a function of (name, shape) that
+            returns whether a parameter belongs to the group.
         lr: learning rate, a number or a function of the step; None: the optimizer's.
-        weight_decay: of all that it takes, likewise; None: the optimizer's, and its mask says what decays.
-        betas: in the order of the optimizer's; SGD has its momentum there. None: the optimizer's.
-        trains: whether it is updated at all, or a function of the step.
-        live: a dict that is read at each step; what it has of lr, weight_decay, betas, momentum and trains wins.
+        weight_decay: weight decay of every parameter of the group, a number or a function of the step; None: the
+            optimizer's, for the parameters that its `decay` function selects.
+        betas: decay rates of the moments in the optimizer's order, each a number or a function of the step; (momentum,)
+            for SGD. None: the optimizer's.
+        trains: whether the parameters are updated, a bool or a function of the step.
+        live: a dict that is read at each step. Its entries lr, weight_decay, betas, momentum and trains override the
+            arguments above.
     """
 
     takes: Collection[str] | Mask
@@ -56,7 +61,11 @@ class Group:
         return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def problem(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Return a message about a name, a pattern or a function that fits none of these parameters; None: all fit."""
+        """Return a message if a name, a pattern or the function in `takes` matches no parameter; None: all match.
+
+        Args:
+            shapes: name -> shape of every parameter.
+        """
         if callable(self.takes):
             taken = any(self.takes(name, shape) for name, shape in shapes.items())
             return None if taken else f"takes none of the model's {len(shapes)} parameters"
@@ -67,11 +76,11 @@ class Group:
 
     @property
     def masked(self) -> bool:
-        """Return whether the optimizer's mask decides which of its parameters decay."""
+        """Return whether the optimizer's `decay` function selects the parameters of this group that decay."""
         return self.weight_decay is None and "weight_decay" not in self.live
 
     def now(self) -> dict[str, Any]:
-        """Return lr, weight_decay, betas and trains as they are now."""
+        """Return lr, weight_decay, betas and trains; the current entries of `live` override the arguments."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "trains": self.trains}
         if "momentum" in self.live:
             values["betas"] = (self.live["momentum"],)
@@ -87,7 +96,10 @@ class Group:
 
 
 def number_of(groups: tuple[Group, ...], decay: Mask, name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of a parameter's settings: 2 i without decay, 2 i + 1 with it, i = 0 where no group has it."""
+    """Return the index of a parameter's settings: 2 i without weight decay, 2 i + 1 with it.
+
+    i numbers the groups from 1; 0 is for parameters that no group matches.
+    """
     for number, group in enumerate(groups, 1):
         if group.has(name, shape):
             return 2 * number + (decay(name, shape) if group.masked else True)
@@ -95,15 +107,15 @@ def number_of(groups: tuple[Group, ...], decay: Mask, name: str, shape: tuple[in
 
 
 def settings_at(group: Group, default: Group, betas: tuple[str, ...], decays: bool, where: str, step: int) -> Settings:
-    """Return the settings of a group at a step; what the group leaves out is the default group's.
+    """Return the settings of a group at `step`; a setting that the group does not have is taken from `default`.
 
     Args:
-        betas: their names in the optimizer.
-        decays: the half of the group that has weight decay.
-        where: the group in a message.
+        betas: the names of the optimizer's betas.
+        decays: True: the settings of parameters that decay. False: the same with a weight decay of 0.
+        where: prefix of a setting's name in messages, such as "groups[0].".
 
     Raises:
-        ConfigError: a number out of range, or another number of betas.
+        ConfigError: a setting is out of range, or the number of betas is not the optimizer's.
     """
     values = default.now() | {key: value for key, value in group.now().items() if value is not None}
 
@@ -130,7 +142,12 @@ def as_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def check_setting(key: str, value: float, where: str = "") -> float:
-    """Return a rate, a decay or a momentum that an update takes; `where` replaces `key` in the message."""
+    """Return `value`, a learning rate, a weight decay or a momentum, or raise ConfigError if it is out of range.
+
+    Args:
+        key: "lr", "weight_decay", or the name of a momentum.
+        where: the setting's name in the message; "" for `key`.
+    """
     if key in ("lr", "weight_decay"):
         return require(
             where or key, value, lambda number: 0 <= number < inf, "0 or more and finite: check the schedule"
@@ -139,7 +156,10 @@ def check_setting(key: str, value: float, where: str = "") -> float:
 
 
 def require(key: str, value: float, holds: Callable[[float], bool], wanted: str) -> float:
-    """Return `value` if it `holds`, which must be false for NaN, as every comparison with NaN is."""
+    """Return `value` if `holds(value)`, else raise ConfigError.
+
+    `holds` must be false for NaN, as every comparison with NaN is.
+    """
     if not isinstance(value, SupportsFloat):
         raise ConfigError(f"optim.{key}={value!r} is a {type(value).__name__}; it must be a number")
     if not holds(value):

@@ -1,4 +1,4 @@
-"""The forms in which a run keeps master and moments: an update opens them in fp32 and writes them back."""
+"""Storage formats of a run's master and moments: an update decodes them to fp32 and encodes the results."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,11 +14,11 @@ from zero.core.optim import Transform
 
 
 class Kept:
-    """The forms in which a run keeps the state that it updates.
+    """The storage formats of the state that a run updates: master and moments.
 
     Args:
-        master: of the precision.
-        optimizer: says how its moments are kept.
+        master: the storage format of the master.
+        optimizer: names the moments and their storage formats.
     """
 
     def __init__(self, master: Master, optimizer: Transform) -> None:
@@ -27,21 +27,21 @@ class Kept:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of pages by kind: of the part of the master that is kept, if any, and of the moments."""
+        """Dtypes of pages by kind of state: the stored part of the master, if there is one, and each moment."""
         master = {} if self._master.kind is None else {self._master.kind: self._master.dtype}
         return master | {kind: form.dtype for kind, form in self._moments.items()}
 
     def numel(self, kind: str, count: int) -> int:
-        """Return the elements of a page of one kind for `count` parameters."""
+        """Return the number of elements in a page of `kind` that stores the state of `count` parameters."""
         return self._moments[kind].numel(count) if kind in self._moments else count
 
     @cached_property
     def draws(self) -> bool:
-        """Writing back takes random bits, so `opened` needs each element's place."""
+        """Whether encoding takes random bits, which depend on each element's parameter and index."""
         return any(form.draws for form in self._moments.values())
 
     def prepare(self, device: torch.device) -> None:
-        """Make the tensor of random bits on `device`, before several threads or streams could each make one."""
+        """Create the table of random bits on `device` now, so that threads or streams do not each create one later."""
         if self.draws:
             permutation(device)
 
@@ -49,13 +49,13 @@ class Kept:
     def opened(
         self, params: Sequence[Tensor], kept: Sequence[Sequence[Tensor]], places: Sequence[Sequence[Piece]], step: int
     ) -> Iterator[list[Sequence[Tensor]]]:
-        """Yield the master and each moment in fp32, to be updated in place; then write them back.
+        """Yield the master and each moment as fp32 tensors to be updated in place, then encode them into their pages.
 
         Args:
-            params: some (K,) tensors in the dtype of compute, which follow their master.
-            kept: for each of them its pages of the same elements, in the order of `dtypes`.
-            places: for each of them its pieces of parameters; empty where nothing is drawn.
-            step: of the update, from 1.
+            params: (K,) tensors in the dtype of compute, which are rounded from the updated master.
+            kept: for each of `params`, the pages of the same elements, in the order of `dtypes`.
+            places: for each of `params`, the pieces of parameters that it consists of; empty if `draws` is False.
+            step: the number of the update, from 1; part of the seed of random bits.
         """
         by_kind = dict(zip(self.dtypes, zip(*kept, strict=True), strict=True))
         with ExitStack() as stack:

@@ -1,11 +1,11 @@
-"""The places of a unit's parameters inside one flat tensor.
+"""Offsets of a unit's parameters in one flat tensor.
 
-A flat tensor is slots in order, one per parameter, with gaps of zeros between them. Every slot starts at a whole
-vector of 64 elements and the flat is padded so that every rank's shard is whole vectors too: fused kernels give
-the same bits however a flat is cut between vectors, and not elsewhere. Offsets do not depend on the world size,
-only the padding at the end does, so ranges of a flat mean the same in every world.
+A flat tensor (a flat) consists of slots in order, one per parameter, with gaps of zeros between them. Every slot starts
+at a multiple of 64 elements (a vector), and the flat is padded so that every rank's shard is a multiple of 64 too,
+because fused kernels give the same bits however a flat is cut at such multiples, and only there. Offsets do not depend
+on the world size, only the padding at the end does, so a range of a flat means the same in every world.
 
-Pure arithmetic: sizes and ranks are integers, nothing here communicates. The only file that divides by the world size.
+Sizes and ranks are integers, and nothing here communicates. No other file divides by the world size.
 
 Letters: P padded elements, W world size, S = P / W elements of one shard, K elements of one page.
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
@@ -26,12 +26,15 @@ from zero.core.sizes import round_up
 from zero.errors import LayoutError
 
 VECTOR = 64
-"""Elements; cuts fall on multiples of it. 128 bytes in a 2-byte dtype: a cache line or more in every dtype."""
+"""Alignment of slots and shards, in elements: 128 bytes in a 2-byte dtype, at least one cache line in every dtype."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: elements [offset, stop) of the flat, row-major. Parameters of a `group` share settings."""
+    """The range of one parameter: elements [offset, stop) of the flat, row-major.
+
+    Parameters with the same `group` number share settings.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -51,13 +54,16 @@ class Slot:
         return tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
     def of(self, full_P: Tensor) -> Tensor:
-        """Return a view of this slot of a flat tensor, in the slot's shape."""
-        # Every gather comes through here: as_strided is one operator, a third of the time of slice and view.
+        """Return a view of this parameter in a flat tensor, in the parameter's shape."""
+        # Every gather calls this, and as_strided, one operator, takes a third of the time of slice and view.
         return full_P.as_strided(self.shape, self.stride, full_P.storage_offset() + self.offset)
 
 
 class Piece(NamedTuple):
-    """Elements [slot_start, slot_stop) of a slot, counted from the slot's start, lie at `start_in_range` of a range."""
+    """The part of a slot that lies in a range of the flat.
+
+    The part is elements [slot_start, slot_stop) of the slot, and starts at element `start_in_range` of the range.
+    """
 
     slot: Slot
     slot_start: int
@@ -66,7 +72,7 @@ class Piece(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Elements [start, stop) of the flat belong to one group."""
+    """A range [start, stop) of the flat whose parameters belong to one group."""
 
     start: int
     stop: int
@@ -75,7 +81,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots of one flat tensor, in order, and the number of ranks that share it. `Layout.of` makes one."""
+    """The slots of one flat tensor, in order, and the number of ranks that share it. Create it with `Layout.of`."""
 
     slots: tuple[Slot, ...]
     world_size: int
@@ -84,11 +90,11 @@ class Layout:
     def of(
         cls, shapes: Mapping[str, Sequence[int]], *, world_size: int, groups: Mapping[str, int] | None = None
     ) -> Layout:
-        """Place parameters one after another, in the mapping's order.
+        """Lay out parameters one after another, in the order of `shapes`.
 
         Args:
-            shapes: name -> shape. Empty shapes (0-dim) take 1 element, zero sizes take none.
-            groups: name -> group, 0 where missing.
+            shapes: name -> shape. A 0-dim parameter takes 1 element, one with a size of zero takes none.
+            groups: name -> group number, 0 where missing.
         """
         groups = groups or {}
         slots, end = [], 0
@@ -115,7 +121,7 @@ class Layout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) ranges that no slot covers, in order; always zeros in a flat."""
+        """The (start, stop) ranges that no slot covers, in order. They are zeros in a flat."""
         ends = [0, *(slot.stop for slot in self._filled)]
         begins = [*(slot.offset for slot in self._filled), self.P]
         return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)
@@ -142,9 +148,9 @@ class Layout:
         return pieces
 
     def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Cover [start, stop) with the longest runs of one group; a gap belongs to the slot before it.
+        """Split [start, stop) into the longest segments of one group each; a gap belongs to the slot before it.
 
-        Cuts fall on multiples of 64, so each segment may go through a fused kernel on its own.
+        Cuts are at multiples of 64 elements, so a fused kernel may process each segment alone and give the same bits.
 
         Raises:
             LayoutError: the range is not inside the flat.
@@ -164,7 +170,7 @@ class Layout:
         return tuple(slot for slot in self.slots if slot.numel)
 
     def _filled_from(self, start: int, stop: int) -> tuple[Slot, ...]:
-        """Return the filled slots that begin before `stop`, from the last one that begins at or before `start`."""
+        """Return the slots with elements that begin before `stop`, from the last that begins at or before `start`."""
         if not 0 <= start <= stop <= self.P:
             raise LayoutError(f"[{start}, {stop}) is not a range of a flat of {self.P} elements")
         if start == stop:
@@ -175,5 +181,5 @@ class Layout:
 
 
 def pages(numel: int, page_numel: int) -> tuple[tuple[int, int], ...]:
-    """Cut `numel` elements into (start, stop) pages of `page_numel`; the last one may be shorter."""
+    """Split `numel` elements into (start, stop) pages of `page_numel` elements; the last one may be shorter."""
     return tuple((start, min(start + page_numel, numel)) for start in range(0, numel, page_numel))

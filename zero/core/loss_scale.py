@@ -1,7 +1,8 @@
-"""The factor of the loss that keeps fp16 gradients from vanishing: a pure automaton.
+"""Loss scaling: multiplies the loss by a factor so that small fp16 gradients do not become zero.
 
-`LossScaling` is the rule, `LossScale` the state, and `advance` makes the next state from the last one and whether the
-step's gradients were finite. It imports no torch, so a wrong setting is rejected at once.
+`LossScaling` has the settings, `LossScale` the state. `LossScaling.advance` computes the next state from the last one
+and from whether the step's gradients were finite. This file does not import torch, so a wrong setting is reported
+before torch is imported.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; hysteresis as in DeepSpeed's and
 Megatron-LM's dynamic scalers.
@@ -17,25 +18,26 @@ from zero.errors import ConfigError
 
 
 class LossScale(NamedTuple):
-    """The state of the automaton, which checkpoints hold."""
+    """The state of loss scaling, which checkpoints contain."""
 
     scale: float
     good_steps: int
-    """Finite steps since the last overflow or growth."""
+    """Steps with finite gradients since the last overflow or the last doubling of the scale."""
     hysteresis_left: int
-    """Overflows until the scale halves, counting the one that halves it."""
+    """Number of overflows until the scale is halved, including the one that halves it."""
     skipped: int
-    """Steps skipped since the start."""
+    """Steps skipped since the start of the run because of an overflow."""
 
 
 _Scale = Annotated[float, Field(gt=0, le=2**40), AfterValidator(in_fp32)]
 
 
 class LossScaling(Section):
-    """The rule of loss scaling, for precision=fp16 only.
+    """The settings of loss scaling, for precision=fp16 only.
 
-    A step whose gradients are not finite uses up hysteresis, then halves the scale each time; `window` finite steps in
-    a row double it and refill the hysteresis. A static scale never moves.
+    The scale is halved by the overflow that uses up the hysteresis, and by every further overflow until the next
+    doubling. After `window` steps in a row without overflow the scale is doubled and the hysteresis restored. A static
+    scale never changes.
     """
 
     section_key = "precision.scale"
@@ -67,7 +69,7 @@ class LossScaling(Section):
         return LossScale(scale, good_steps=0, hysteresis_left=self.hysteresis, skipped=0)
 
     def advance(self, last: LossScale, finite: bool) -> LossScale:
-        """Return the state after a step; one whose gradients were not `finite` on every rank was skipped."""
+        """Return the state after a step. If its gradients were not `finite` on every rank, the step was skipped."""
         if self.static is not None:
             return last if finite else last._replace(skipped=last.skipped + 1)
         if not finite:
@@ -77,7 +79,15 @@ class LossScaling(Section):
         return LossScale(min(last.scale * 2, self.maximum), 0, self.hysteresis, last.skipped)
 
     def resumed(self, saved: LossScale, *, dynamic: bool) -> LossScale:
-        """Return the state with which a run resumes; a scale that was saved under a static rule begins anew."""
+        """Return the state in which a resumed run continues.
+
+        A dynamic scale continues within the current bounds. If the saved or the current scale is static, the scale
+        starts anew, and only the count of skipped steps is kept.
+
+        Args:
+            saved: the state in the checkpoint.
+            dynamic: whether the saved scale was dynamic.
+        """
         if self.static is not None or not dynamic:
             return self.start()._replace(skipped=saved.skipped)
         return saved._replace(scale=min(max(saved.scale, self.minimum), self.maximum))

@@ -1,11 +1,14 @@
 """Learning rates and momenta as functions of the step.
 
-`step` counts updates from 1: the first update is made with `schedule(1)`. A warm-up rises from `start` at step 1 to lr
-at step `warmup`, in a straight line or with the logarithm of the step; without a `start` the line comes from 0 at the
-step before the first. A decay then leads from the peak, which may last `hold` more steps, to `final` at step `total`,
-and stays there; with a `hold` of -1 it is a step ahead, and the peak is passed. A cycle rises and falls once, and may
-decay after that; the momentum of `CycledMomentum` moves against it. Every schedule can be printed, pickled and sent to
-another process.
+`step` counts updates from 1: the first update uses `schedule(1)`.
+
+* A warm-up rises from `start` at step 1 to lr at step `warmup`, linearly or with the logarithm of the step. Without a
+  `start` a linear warm-up begins one step earlier at 0: its rate at step s is lr x s / warmup.
+* A decay falls from lr to `final` at step `total` and stays there. Before it lr may last `hold` more steps. With a
+  `hold` of -1 the decay begins one step earlier, so that lr itself is never used.
+* A cycle rises and falls once, and may decay afterwards. `CycledMomentum` falls while the learning rate rises.
+
+Every schedule can be printed, pickled and sent to another process.
 
 Source: Goyal et al. 2017, section 2.2 (warm-up); Loshchilov and Hutter 2017, "SGDR", equation 5 (cosine); Smith 2018,
 "A disciplined approach to neural network hyper-parameters" (range test, one cycle).
@@ -25,11 +28,11 @@ Curve = Literal["linear", "log"]
 
 
 def linear_warmup(lr: float, warmup: int, *, start: float | None = None, curve: Curve = "linear") -> Schedule:
-    """Make a rise over `warmup` steps, then `lr` for good. `warmup` 0 is a constant.
+    """Make a schedule that rises to `lr` over `warmup` steps and stays there. With a `warmup` of 0 it is constant.
 
     Args:
-        start: learning rate of step 1; None: a line from 0 before it, and 0 for the logarithm.
-        curve: "linear", or "log": steep at first, as the logarithm of the step.
+        start: learning rate of step 1; None: lr / warmup for curve="linear", 0 for curve="log".
+        curve: "linear", or "log", which rises with the logarithm of the step: steep at first.
     """
     return _Warmup(lr, warmup, start, curve)
 
@@ -44,10 +47,12 @@ def warmup_linear(
     start: float | None = None,
     curve: Curve = "linear",
 ) -> Schedule:
-    """Make a warm-up, `hold` steps more at the peak, then a straight line to `final` (a learning rate) at step `total`.
+    """Make a schedule of a warm-up, `hold` more steps at the peak, then a linear decay to `final` at step `total`.
+
+    `final` is a learning rate. `start` and `curve` are those of `linear_warmup`.
 
     Raises:
-        ConfigError: a `final` above lr, or no step between the peak and `total`.
+        ConfigError: `final` is above lr, or `total` is not after the peak.
     """
     return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, cosine=False)
 
@@ -62,17 +67,22 @@ def warmup_cosine(
     start: float | None = None,
     curve: Curve = "linear",
 ) -> Schedule:
-    """Make a warm-up, `hold` steps more at the peak, then half a cosine to `final` (a learning rate) at step `total`.
+    """Make a schedule of a warm-up, `hold` more steps at the peak, then half a cosine to `final` at step `total`.
+
+    `final` is a learning rate. `start` and `curve` are those of `linear_warmup`.
 
     Raises:
-        ConfigError: a `final` above lr, or no step between the peak and `total`.
+        ConfigError: `final` is above lr, or `total` is not after the peak.
     """
     return _Decay(_Warmup(lr, warmup, start, curve), hold, total, final, cosine=True)
 
 
 @dataclass(frozen=True)
 class LrRange:
-    """A test of learning rates: `lr` at step 1, and `rate` x lr more every `every` steps, evenly or in stairs."""
+    """A learning-rate range test: `lr` at step 1, then `rate` x lr more for every `every` steps.
+
+    With `stairs` the rate changes once per `every` steps, otherwise evenly at every step.
+    """
 
     lr: float
     every: int
@@ -86,9 +96,10 @@ class LrRange:
 
 @dataclass(frozen=True)
 class Cycle:
-    """One cycle: `rise` steps up, `fall` steps down, then a decay over each `decay_every` steps.
+    """One cycle of `rise` steps up and `fall` steps down, and the intervals of the decay after it.
 
-    `stairs` is the number of equal stairs in each half, 0 for none; `decay_every` 0: no decay.
+    `stairs` is the number of equal stairs of the rise and of the fall; 0: a change at every step. `decay_every` is the
+    number of steps in an interval of the decay; 0: no decay.
     """
 
     rise: int
@@ -97,7 +108,7 @@ class Cycle:
     decay_every: int = 0
 
     def between(self, end: float, middle: float, step: int) -> float:
-        """Return `end` at both ends of the cycle and after it, `middle` between its halves."""
+        """Return the value at `step`: `end` at both ends of the cycle and after it, `middle` at its turning point."""
         done, left = step - 1, self.rise + self.fall - (step - 1)
         rises = done <= self.rise
         at, half, stairs = (done, self.rise, self.stairs[0]) if rises else (left, self.fall, self.stairs[1])
@@ -106,14 +117,17 @@ class Cycle:
         return end + (middle - end) * ((at * stairs // half) / stairs if stairs else at / half)
 
     def decays(self, step: int) -> float:
-        """Return the intervals of the decay until `step`."""
+        """Return the number of intervals of the decay, with a fraction, that have passed at `step`."""
         after = step - 1 - self.rise - self.fall
         return after / self.decay_every if self.decay_every and after > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class OneCycle:
-    """A cycle from `start` to `lr` and back; then start / (1 + decay_rate x intervals of the decay)."""
+    """A learning rate that rises from `start` to `lr` and falls back to `start` in one cycle, then decays.
+
+    After the cycle the rate is start / (1 + decay_rate x passed intervals of the decay).
+    """
 
     lr: float
     start: float
@@ -126,9 +140,10 @@ class OneCycle:
 
 @dataclass(frozen=True)
 class CycledMomentum:
-    """The momentum of a cycle: from `high` to `low` and back; then high x (1 + decay_rate x intervals).
+    """A momentum that falls from `high` to `low` and rises back to `high` in one cycle, then changes with the decay.
 
-    `first` is the momentum of the first step, in place of `high`.
+    After the cycle the momentum is high x (1 + decay_rate x passed intervals of the decay). `first`, if given, is the
+    momentum of step 1.
     """
 
     low: float
@@ -165,7 +180,7 @@ class _Warmup:
 
 @dataclass(frozen=True)
 class _Decay:
-    """A warm-up and a decay, in a straight line or half a cosine."""
+    """A warm-up followed by a decay, which is linear or half a cosine."""
 
     warmup: _Warmup
     hold: int

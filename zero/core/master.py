@@ -1,16 +1,17 @@
-"""The fp32 master, kept whole or as the half that the bf16 parameter lacks, and its rounding to that parameter.
+"""The fp32 master of the parameters: how it is stored beside them, and how they are rounded from it.
 
 fp32 compute     `Master`: the parameters are the master
 bf16             `SplitMaster`: the 16 bits that the parameters lack, 2 bytes a parameter
 fp16, or whole   `WholeMaster`: fp32 pages of its own, 4 bytes a parameter
 
-A bf16 parameter is the upper half of its master, rounded. Read the lower half as a signed number: then the bits of the
-master are those of the parameter times 2^16, plus that number, whose sign says which way the parameter was rounded.
-Every number comes back if a tie, a lower half of exactly 0x8000, is rounded up in magnitude. (To the nearest even
-number, two masters would share one pair.) A whole master is rounded like that too, so both give the same bits.
+A bf16 parameter is the upper half of its master, rounded. The lower half, read as a signed number, is the difference:
+the bits of the master are the bits of the parameter times 2^16, plus that number, whose sign says whether the parameter
+was rounded up or down. Every master is restored exactly if a tie, a lower half of exactly 0x8000, is rounded up in
+magnitude. (Rounded to the nearest even number, two masters would have the same parameter and lower half.) A whole
+master is rounded in the same way, so both formats give the same bits.
 
 Source: Kalamkar et al. 2020, "Optimizing Deep Learning Recommender Systems Training on CPU Cluster Architectures",
-section on Split-SGD-BF16, which truncates where this rounds.
+section on Split-SGD-BF16, which truncates instead of rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +25,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Master:
-    """The parameters themselves, which are fp32.
+    """The master of fp32 parameters, which is the parameters themselves. Base class of the storage formats.
 
     Attributes:
-        kind: the name of its pages; None where it has none.
-        dtype: of its pages.
-        reads_params: the update has to read the parameters, not only to write them.
+        kind: the kind of the pages that store it; None: it has no pages.
+        dtype: the dtype of these pages.
+        reads_params: whether an update reads the parameters; otherwise it only writes them.
     """
 
     kind: ClassVar[str | None] = None
@@ -38,26 +39,26 @@ class Master:
 
     @contextmanager
     def opened(self, params: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Yield the master in fp32, to be updated in place; then write it back and round the parameters from it.
+        """Yield the master as fp32 tensors to be updated in place, then store it and round the parameters from it.
 
         Args:
-            params: (K,) tensors in the dtype of compute, one or more.
-            kept: (K,) tensors of its pages, for the same elements; empty where it has none.
+            params: one or more (K,) tensors in the dtype of compute.
+            kept: the (K,) pages of the master for the same elements; empty if it has none.
         """
         yield params
 
     def of(self, param_K: Tensor, kept_K: Tensor) -> Tensor:
-        """Return the master in fp32, to be read only."""
+        """Return the fp32 master of the parameters. The caller must not write to it."""
         return param_K
 
     def page_of(self, values_K: Tensor) -> Tensor:
-        """Return the contents of its page for fp32 values, (K,)."""
+        """Return the contents of the page that stores the fp32 master `values_K`, (K,)."""
         return values_K
 
 
 @dataclass(frozen=True)
 class WholeMaster(Master):
-    """An fp32 master in pages of its own."""
+    """An fp32 master that is stored whole in pages of its own."""
 
     kind = "master"
     reads_params = False
@@ -73,7 +74,7 @@ class WholeMaster(Master):
 
 @dataclass(frozen=True)
 class SplitMaster(Master):
-    """A master whose lower halves are in pages, beside parameters in bf16."""
+    """The master of bf16 parameters, of which pages store the lower 16 bits."""
 
     kind = "master_low"
     dtype = torch.int16
@@ -94,12 +95,12 @@ class SplitMaster(Master):
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 values to the nearest in the dtype that a model computes in; in bf16 a tie goes up in magnitude."""
+    """Round fp32 values to the nearest number of the compute dtype. In bf16 a tie is rounded up in magnitude."""
     return (_without_ties(values) if dtype == torch.bfloat16 and values.dtype == torch.float32 else values).to(dtype)
 
 
 def low(master_K: Tensor) -> Tensor:
-    """Return the lower halves of fp32 numbers as signed numbers, (K,) int16."""
+    """Return the lower 16 bits of fp32 numbers as signed integers, (K,) int16."""
     return master_K.view(torch.int32).to(torch.int16)
 
 
@@ -111,34 +112,34 @@ def join(param_K: Tensor, low_K: Tensor) -> Tensor:
 
 
 def _without_ties(values: Tensor) -> Tensor:
-    """Return numbers whose nearest bf16 number is that of `values`, and the larger one of two that are as near.
+    """Return fp32 numbers near `values` whose rounding to bf16 rounds the ties of `values` up in magnitude.
 
-    Without the lower 15 bits a tie stays a tie, and what is above it becomes one. A 4096th of each value, less than the
-    distance to the next tie, then moves all of these up; how that sum is rounded does not matter. Infinities and NaN
-    stay what they are.
+    Clearing the lower 15 bits keeps a tie and turns every value above it into that tie. Adding 1/4096 of each value,
+    less than the distance to the next tie, then moves all of these up, however that sum is rounded. Infinities and NaN
+    do not change.
     """
     return values.view(torch.int32).bitwise_and(~0x7FFF).view(torch.float32).add_(values, alpha=2**-12)
 
 
 def _round_into(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Write the parameters of masters, which have the same elements in one sequence."""
+    """Write masters, rounded, to `params`, which have the same elements in the same order."""
     if params[0].dtype == torch.bfloat16:
         masters = cut_as(params, _without_ties(one_after_another(masters)))
     torch._foreach_copy_(list(params), list(masters))
 
 
 def one_after_another(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors: on a GPU each operator is a launch, so all of them go through at once."""
+    """Concatenate tensors, so that an operator on all of them is one launch on a GPU."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype in fp32, in one launch."""
+    """Concatenate tensors of one dtype and convert them to fp32, in one launch."""
     flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32)
     torch._foreach_copy_(cut_as(tensors, flat), list(tensors))
     return flat
 
 
 def cut_as(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Cut `flat` as the tensors are."""
+    """Split `flat` into views with the lengths of `tensors`."""
     return [flat] if len(tensors) == 1 else list(flat.split_with_sizes([tensor.numel() for tensor in tensors]))

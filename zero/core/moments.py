@@ -1,21 +1,23 @@
-"""Moments between updates: kept in fp32, in bf16 or in 8 bits. Updates always work in fp32.
+"""Storage of moments between updates in fp32, bf16 or 8 bits. Updates always compute in fp32.
 
-fp32   `Moments`: as they are, 4 bytes a parameter each
-bf16   `Bf16Moments`: rounded stochastically, 2 bytes a parameter each
-8bit   `EightBitMoments`: likewise, with an exponent for each 64 elements, 1 1/64 bytes a parameter each
+fp32   `Moments`: not rounded, 4 bytes per parameter and moment
+bf16   `Bf16Moments`: rounded stochastically, 2 bytes per parameter and moment
+8bit   `EightBitMoments`: likewise, with an exponent for each 64 elements, 1 1/64 bytes per parameter and moment
 
-A running mean in so few bits would stand still if it were rounded to the nearest number: beta2 = 0.999 moves it by less
-than half of bf16's last bit. Stochastic rounding goes up or down with the probability that keeps the mean exact. The
-random bits are a function of (seed, step, parameter, element) alone, so they are the same however state is cut and
-whatever holds it.
+A running mean in so few bits would stop changing if it were rounded to the nearest number, because with beta2 = 0.999 a
+step changes it by less than half of bf16's last bit. Stochastic rounding rounds up or down with probabilities that keep
+the expected value exact. The random bits are a function of (seed, step, parameter, element) only, so they do not depend
+on how state is cut or where it is stored.
 
-Eight bits are an exponent, counted from one that a block of 64 elements shares, and three bits after the leading one:
+Eight bits are an exponent, relative to the exponent that a block of 64 elements shares, and the first three bits of the
+mantissa:
 
 a mean               sign, 4 bits of exponent: down to 2^-15 of the block's largest, and zero
-a mean of squares    5 bits of exponent: down to 2^-31 of the block's largest, and not zero beside what is not
+a mean of squares    5 bits of exponent: down to 2^-31 of the block's largest; not zero in a block with other values
 
-Smaller values are kept as the smallest of these, so their mean is not exact. A mean of squares that became zero would
-be a division by zero. A block is a vector of the flat: no cut falls into it, and every parameter begins a new one.
+Smaller values are stored as the smallest of these, so their expected value is not exact. A mean of squares must not
+become zero, because updates divide by its root. A block is 64 aligned elements of the flat tensor: no cut divides it,
+and every parameter begins a new one.
 
 Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.1; Zamirai et al. 2020,
 "Revisiting BFloat16 Training", section 4; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; Rouhani
@@ -37,26 +39,26 @@ from zero.core.layout import VECTOR, Piece
 from zero.core.master import cut_as, one_after_another, rounded
 
 BLOCK = 2**16
-"""Elements of a parameter that share a number of 16 random bits."""
+"""Consecutive elements of a parameter that share one random number: a 16-bit offset into `permutation`."""
 
 _KEYS = 32
-"""Numbers in one hash."""
+"""Number of 16-bit random numbers taken from one hash."""
 
 _NAN = 0x7FC00000
-"""The bits of a NaN, as an integer."""
+"""The bits of an fp32 NaN, as an integer."""
 
 _DROPPED = 20
-"""Bits of a mantissa that are dropped: 3 of 23 are kept."""
+"""Number of mantissa bits that the 8-bit format drops: 3 of 23 are kept."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments in fp32.
+    """The storage of moments in fp32. Base class of the storage formats.
 
     Attributes:
-        dtype: of the pages.
-        saved: of a checkpoint's values, which hold what pages hold to the bit.
-        draws: random bits are needed, so elements have to be known by their places.
+        dtype: the dtype of the pages.
+        saved: the dtype of a checkpoint's values, which represents the contents of pages exactly.
+        draws: whether rounding takes random bits, for which each element's parameter and index must be known.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -64,39 +66,39 @@ class Moments:
     draws: ClassVar[bool] = False
 
     def of_squares(self) -> "Moments":
-        """Return the form for moments that are never negative."""
+        """Return this format for moments that are never negative."""
         return self
 
     def numel(self, count: int) -> int:
-        """Return the elements of `dtype` that keep `count` values, a multiple of 64."""
+        """Return the number of elements of `dtype` that store `count` values; `count` is a multiple of 64."""
         return count
 
     @contextmanager
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
-        """Yield one moment in fp32, to be updated in place; then write it back.
+        """Yield one moment as fp32 tensors to be updated in place, then encode it into its pages.
 
         Args:
-            kept: (K,) tensors of its pages, one or more.
-            places: of each, its pieces of parameters; empty where nothing is drawn.
-            key: of this moment in this step, for random bits.
+            kept: one or more pages of the moment, (K,).
+            places: for each page, the pieces of parameters that it consists of; empty if `draws` is False.
+            key: identifies this moment in this step; part of the seed of random bits.
         """
         yield kept
 
     def page_of(self, values_K: Tensor) -> Tensor:
-        """Return the contents of a page for fp32 values, (K,), rounded to the nearest."""
+        """Return the contents of the page that stores fp32 values, (K,), rounded to the nearest."""
         return values_K
 
     def values_of(self, page: Tensor) -> Tensor:
-        """Return the values of a page, (K,), in the dtype `saved`."""
+        """Return the values that a page stores, (K,), in the dtype `saved`."""
         return page
 
 
 @dataclass(frozen=True)
 class Bf16Moments(Moments):
-    """Moments in bf16, rounded stochastically.
+    """The storage of moments in bf16, rounded stochastically.
 
     Attributes:
-        seed: of the random bits.
+        seed: the seed of the random bits.
     """
 
     dtype = saved = torch.bfloat16
@@ -108,8 +110,8 @@ class Bf16Moments(Moments):
         flat = one_after_another(kept).float()
         yield cut_as(kept, flat)
         bits = flat.view(torch.int32)
-        bits.clamp_(max=_NAN)  # a GPU's NaN is the largest number of all: to add to it would make it -0
-        _draw(cut_as(kept, bits), places, f"{self.seed}/{key}")  # up or down in magnitude, as these bits carry or not
+        bits.clamp_(max=_NAN)  # a GPU's NaN is 0x7FFFFFFF: an addition would overflow to -0
+        _draw(cut_as(kept, bits), places, f"{self.seed}/{key}")  # rounds up in magnitude if the sum carries
         torch._foreach_copy_([page.view(torch.int16) for page in kept], cut_as(kept, bits.bitwise_right_shift_(16)))
 
     def page_of(self, values_K: Tensor) -> Tensor:
@@ -118,11 +120,11 @@ class Bf16Moments(Moments):
 
 @dataclass(frozen=True)
 class EightBitMoments(Moments):
-    """Moments in 8 bits, rounded stochastically: of each block its exponent, then its codes.
+    """The storage of moments in 8 bits, rounded stochastically: for each block an exponent and 64 codes.
 
     Attributes:
-        seed: of the random bits.
-        signed: they are means; otherwise means of squares.
+        seed: the seed of the random bits.
+        signed: whether the moment is a mean, which has a sign; otherwise it is a mean of squares.
     """
 
     dtype = torch.uint8
@@ -148,7 +150,7 @@ class EightBitMoments(Moments):
 
     def page_of(self, values_K: Tensor) -> Tensor:
         page = values_K.new_empty(self.numel(values_K.numel()), dtype=torch.uint8)
-        self._write(page, values_K, lambda bits: bits.add_(1 << (_DROPPED - 1)))  # half of what random bits can be
+        self._write(page, values_K, lambda bits: bits.add_(1 << (_DROPPED - 1)))  # rounds to the nearest
         return page
 
     def values_of(self, page: Tensor) -> Tensor:
@@ -157,18 +159,20 @@ class EightBitMoments(Moments):
         if not self.signed:
             return codes.bitwise_left_shift_(_DROPPED).add_(lowest).view(torch.float32).view(-1)
         sizes = codes.bitwise_and(0x7F)
-        lowest = lowest * (sizes > 0)  # what is zero has no exponent
+        lowest = lowest * (sizes > 0)  # a code of zero is 0.0, without the block's exponent
         bits = sizes.bitwise_left_shift_(_DROPPED).add_(lowest)
         return bits.bitwise_or_(codes.bitwise_and_(0x80).bitwise_left_shift_(24)).view(torch.float32).view(-1)
 
     def _write(self, page: Tensor, values: Tensor, add: Callable[[Tensor], object]) -> None:
-        """Fill a page. `add` adds the rounding of the bits that are dropped to all bits, (K,) int32."""
+        """Encode fp32 values into a page.
+
+        `add` gets the values' bits without sign, (K,) int32, and adds to the bits that will be dropped, for rounding.
+        """
         codes = 128 if self.signed else 256
-        flat = values.abs().view(torch.int32).clamp_(max=_NAN)  # a GPU's NaN would become negative, as for bf16
+        flat = values.abs().view(torch.int32).clamp_(max=_NAN)  # a GPU's NaN would overflow, as for bf16
         add(flat)
         bits = flat.view(-1, VECTOR).bitwise_right_shift_(_DROPPED)
-        # the exponent of the largest after rounding: a value just below a power of two could not round up to it
-        # otherwise
+        # taken after rounding, which may raise the largest value of a block to the next power of two
         lowest = bits.amax(1, keepdim=True).bitwise_right_shift_(23 - _DROPPED).sub_(codes // 8 - 1)
         lowest.clamp_(min=0)
         bits.sub_(lowest.bitwise_left_shift(23 - _DROPPED)).clamp_(min=0)
@@ -180,19 +184,22 @@ class EightBitMoments(Moments):
 
 
 def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str, left: int = 0) -> None:
-    """Add random bits to (K,) int32 tensors, as `add_random` does; nothing in gaps, which are zero."""
+    """Add random bits to (K,) int32 tensors with `add_random`, but not in gaps, which stay zero."""
     for tensor, pieces in zip(bits, places, strict=True):
         for slot, start, stop, place in pieces:
             add_random(tensor[place : place + stop - start], f"{key}/{slot.name}", start, left)
 
 
 def add_random(bits: Tensor, key: str, start: int, left: int = 0) -> None:
-    """Add 16 random bits to each element from `start` on: (n,) int32; uniform, independent for each key.
+    """Add 16 random bits to each element in place: uniform, and independent for each key.
 
-    Within a block of 2^16 elements they are all values once: one permutation, from a random place on.
+    Within a block of 2^16 elements each value of 16 bits occurs once, because a block uses one permutation, from a
+    random offset on.
 
     Args:
-        left: places by which they are shifted to the left.
+        bits: (n,) int32: elements [start, start + n) of a parameter.
+        key: the seed.
+        left: the number of bits by which the random bits are shifted to the left.
     """
     stop = start + bits.numel()
     for block in range(start // BLOCK, -(-stop // BLOCK)):
@@ -209,10 +216,10 @@ def _number(key: str, block: int) -> int:
 
 @cache
 def permutation(device: torch.device) -> Tensor:
-    """Return (2^17,) int32: a permutation of all values of 16 bits, twice.
+    """Return a permutation of all 16-bit values, twice in a row: (2^17,) int32.
 
-    Made by the first call; other threads and streams must come after it. Source: Wellons 2018, "Prospecting for Hash
-    Functions", of 16 bits.
+    The first call for a device creates it; other threads and streams must not use it before that call has ended.
+    Source: Wellons 2018, "Prospecting for Hash Functions", of 16 bits.
     """
     x = torch.arange(BLOCK, dtype=torch.int64)
     for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):

@@ -1,4 +1,4 @@
-"""The settings of `offload`: a tier, or `auto`, for each kind of state, and the ways between tiers."""
+"""The settings of `offload`: a tier, or `auto`, for each kind of state, and how pages move between tiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero.core.sizes import BLOCK_BYTES, GiB, size_text
 from zero.errors import ConfigError, SettingError
 
 IF_SHARDED = "cpu_if_sharded"
-"""The setting of presets for parameters: cpu at the stage that shards them, else none."""
+"""The setting of parameters in presets: cpu at the stage that shards parameters, else none."""
 
 PRESETS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
@@ -24,9 +24,9 @@ PRESETS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "auto": ("auto", "auto", "auto"),
     }
 )
-"""Name -> the settings of (optimizer, param, grad)."""
+"""Name of a preset -> its settings of (optimizer, param, grad)."""
 
-# Types of settings: auto is kept as None.
+# Types of settings. auto becomes None.
 
 
 def _page(value: object) -> int:
@@ -159,11 +159,11 @@ class Offload(Section):
 
         Args:
             preset: "none", "cpu", "nvme", "infinity" or "auto": defaults for `optimizer`, `param` and `grad`.
-            **settings: fields of this class; None is the default. A budget is a number of bytes (int) or a share of
-                what is free (float).
+            **settings: fields of this class; None is the default. A budget is a number of bytes (int) or a share of the
+                free memory (float).
 
         Raises:
-            SettingError: an unknown word, a page that is not whole blocks, a number that is too small.
+            SettingError: an unknown word, a page size that is not a multiple of 4 KiB, or a number that is too small.
         """
         if not isinstance(preset, str) or preset not in PRESETS:
             example = "" if isinstance(preset, str) else '; or write offload=zero.Offload(optimizer="cpu")'
@@ -179,7 +179,7 @@ class Offload(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return the folders for files, one or more; $NAME is not expanded yet."""
+        """Return the folders for files of pages, one or more; $NAME in them is not expanded yet."""
         return (self.path or ".",) if self.path is None or isinstance(self.path, str) else self.path
 
     @property
@@ -188,14 +188,16 @@ class Offload(Section):
         return self.optimizer, self.param, self.grad
 
     def budget(self, memory: str) -> int | float | None:
-        """Return the budget of a memory."""
+        """Return the setting of the budget of a memory: "device" or "host"."""
         return self.device_budget if memory == "device" else self.host_budget
 
     def at(self, *, parameters_sharded: bool) -> Offload:
-        """Replace presets' settings by those of a stage: none, cpu, nvme and auto remain.
+        """Return the settings at a stage, in which `param` is none, cpu, nvme or auto.
+
+        If parameters are not sharded, `param` is none.
 
         Raises:
-            ConfigError: parameters leave the device where every rank needs them whole.
+            ConfigError: parameters are offloaded at a stage that does not shard them.
         """
         if parameters_sharded:
             return self.model_copy(update={"param": "cpu"}) if self.param == IF_SHARDED else self
@@ -211,5 +213,5 @@ class Offload(Section):
 
 
 def budget_text(budget: int | float) -> str:
-    """Write a budget as a user may type it."""
+    """Return a budget as a user types it: a size or a percentage."""
     return size_text(budget) if isinstance(budget, int) else _percent(budget)

@@ -1,8 +1,8 @@
-"""Optimizers as functions of one page.
+"""Optimizers as functions that update pages of parameters.
 
-A `Transform` is a record: which moments a parameter has, which group it belongs to, and `update`, which moves one page
-of parameters in place. It knows nothing of ranks, stores or files: what changes from step to step arrives by value in
-`Hyper`, so an update may run long after the step that decided it.
+A `Transform` is a record of the names of the moments, a function from parameters to groups, and `update`, which updates
+pages of parameters and moments in place. It knows nothing of ranks, stores or files. Numbers that change from step to
+step are passed by value in `Hyper`, so an update may run long after the step that decided it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +31,15 @@ from zero.errors import ConfigError
 
 
 class Hyper(NamedTuple):
-    """Every number that one step's updates need besides tensors, captured by value when the step decides them."""
+    """All numbers that the updates of one step need, copied by value when the step decides the updates."""
 
     step: int
     """1 for the first update; skipped steps do not count."""
     divisor: float
-    """Gradients are divided by it once, in fp32: ranks x accumulate x loss scale / clip coefficient."""
+    """Divisor of the gradients, applied once in fp32: ranks x accumulate x loss scale / clip coefficient."""
     groups: tuple[Settings, ...]
     numbers: Numbers = NO_NUMBERS
-    """The numbers that kernels read from memory, made once for all updates of a step."""
+    """Device tensors of numbers that fused kernels read from memory, made once for all updates of a step."""
 
     @property
     def lr(self) -> float:
@@ -49,14 +49,14 @@ class Hyper(NamedTuple):
 
 FP32_MOMENTS = Moments()
 SQUARES = "nu"
-"""The moment of every optimizer that is a mean or a sum of squares."""
+"""The name of the moment that is a mean or a sum of squared gradients, in every optimizer that has one."""
 
 
 @dataclass(frozen=True)
 class Transform:
     """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
 
-    Moments are zeros before the first update, except `copies`, which begin as the parameters.
+    Moments start as zeros, except those in `copies`, which start as copies of the parameters.
 
     Raises:
         ConfigError: `clip` is not more than 0.
@@ -66,36 +66,36 @@ class Transform:
     moments: tuple[str, ...]
     update: Update
     constants: tuple[float, ...]
-    """The numbers that `update` was made with, for comparison between ranks."""
+    """Numbers such as eps that are fixed in `update`, for comparison between ranks."""
     groups: tuple[Callable[[int], Settings], ...]
-    """By number, a function of the step, 1 for the first update; the first is the default group's."""
+    """Function from the step, 1 for the first update, to the settings, by group number; the default group is first."""
     group: Callable[[str, tuple[int, ...]], int]
-    """(name, shape) of a parameter -> the number of its group."""
+    """Function from the (name, shape) of a parameter to the number of its group."""
     clip: float | None = None
-    """The largest global gradient norm, None for no clipping."""
+    """Largest global gradient norm; None: no clipping."""
     copies: tuple[str, ...] = ()
     given_groups: tuple[Group, ...] = ()
     kept: Moments = FP32_MOMENTS
-    """The form of moments between updates; `copies` are always kept in fp32."""
+    """The storage format of moments between updates; moments in `copies` are always stored in fp32."""
 
     def __post_init__(self) -> None:
         if self.clip is not None:
             require("clip", self.clip, lambda clip: 0 < clip < inf, "more than 0, or none")
 
     def form(self, moment: str) -> Moments:
-        """Return the form in which a moment is kept."""
+        """Return the storage format of a moment."""
         if moment in self.copies:
             return FP32_MOMENTS
         return self.kept.of_squares() if moment == SQUARES else self.kept
 
     def check_groups(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every group, name and pattern fits a parameter.
+        """Check that every group, and every name and pattern in it, matches a parameter.
 
         Args:
-            shapes: the shapes of all parameters by name.
+            shapes: name -> shape of all parameters.
 
         Raises:
-            ConfigError: a group fits none, or one of its names does not.
+            ConfigError: a group, or a name or pattern in it, matches no parameter.
         """
         for number, group in enumerate(self.given_groups):
             problem = group.problem(shapes)
@@ -103,10 +103,11 @@ class Transform:
                 raise ConfigError(f"optim.groups[{number}] {problem}")
 
     def hyper_at(self, step: int, divisor: float) -> Hyper:
-        """Return the numbers of update `step`, as far as they are known before the norm.
+        """Return the numbers of update `step` that are known before the gradient norm is.
 
         Raises:
-            ConfigError: a schedule or a dict gave a number out of range, or a momentum that begins later.
+            ConfigError: a schedule or a `live` dict returned a number out of range, or a momentum above 0 for an
+                optimizer that was made without momentum, so that no moment is stored for it.
         """
         groups = tuple(group(step) for group in self.groups)
         if self.moments == self.copies and any(any(now.betas) for now in groups):
@@ -114,7 +115,7 @@ class Transform:
         return Hyper(step, divisor, groups)
 
     def fields(self) -> dict[str, str]:
-        """Return everything that all ranks must agree on."""
+        """Return the settings that must be equal on all ranks, as name -> text."""
         return {
             "optim": f"{self.name} clip={self.clip}",
             "optim settings": f"{self.constants} {[tuple(group(1)[1:]) for group in self.groups]}",
@@ -134,20 +135,21 @@ def adamw(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Make AdamW: Adam whose parameters shrink by lr x weight_decay, which its moments never see.
+    """Make AdamW: Adam with decoupled weight decay, which subtracts lr x weight_decay x parameter.
 
     Args:
         lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
         beta1: decay of the mean of gradients, 0 or more and less than 1; a number or a function of the step.
-        beta2: decay of the mean of squared gradients; likewise.
-        eps: added to the root of that mean, 0 or more.
+        beta2: decay of the mean of squared gradients, 0 or more and less than 1; a number or a function of the step.
+        eps: added to the root of the mean of squared gradients, 0 or more.
         weight_decay: 0 or more; a number or a function of the step.
         clip: the largest global norm of the gradient, more than 0; None: no clipping.
-        decay: (name, shape) of a parameter to whether it decays; by default those of 2 or more dimensions do.
-        groups: parameters with settings of their own; what no group takes has those of this call.
+        decay: function of (name, shape) that returns whether a parameter decays; by default, parameters of 2 or more
+            dimensions do.
+        groups: groups of parameters with settings of their own; parameters in no group have the settings of this call.
 
     Raises:
-        ConfigError: a setting that is not a number or is out of range.
+        ConfigError: a setting is not a number or is out of range.
     """
     constants, betas = (_checked("eps", eps),), {"beta1": beta1, "beta2": beta2}
     update = partial(updates.adam, torch._fused_adamw_, eps)
@@ -184,8 +186,8 @@ def sgd(
     """Make stochastic gradient descent with L2 weight decay, as `torch.optim.SGD`; other arguments as in `adamw`.
 
     Args:
-        momentum: 0 or more and less than 1; a number or a function of the step. 0 keeps no moment.
-        nesterov: look ahead along the momentum.
+        momentum: 0 or more and less than 1; a number or a function of the step. With 0 no moment is stored.
+        nesterov: use Nesterov momentum.
 
     Raises:
         ConfigError: as `adamw`, or `nesterov` without a momentum.
@@ -207,12 +209,13 @@ def lion(
     decay: Mask = decay_matrices,
     groups: Sequence[Group] = (),
 ) -> Transform:
-    """Make Lion: steps along the sign of a momentum, and decoupled weight decay. Other arguments as in `adamw`.
+    """Make Lion: steps along the sign of a momentum, with decoupled weight decay. Other arguments as in `adamw`.
 
     Args:
-        lr: a third to a tenth of AdamW's.
-        beta1: share of the momentum in the direction, 0 or more and less than 1; a number or a function of the step.
-        beta2: decay of the momentum; likewise.
+        lr: learning rate, usually a third to a tenth of AdamW's.
+        beta1: weight of the momentum in the direction of the step, beside 1 - beta1 for the gradient; 0 or more and
+            less than 1; a number or a function of the step.
+        beta2: decay of the momentum, 0 or more and less than 1; a number or a function of the step.
     """
     betas = {"beta1": beta1, "beta2": beta2}
     return _transform("lion", ("mu",), updates.lion, (), lr, betas, weight_decay, clip, decay, groups)
@@ -233,7 +236,7 @@ def adagrad(
     Other arguments as in `adamw`.
 
     Args:
-        lr_decay: the rate of step t is lr / (1 + (t - 1) x lr_decay); 0 or more.
+        lr_decay: the learning rate of step t is lr / (1 + (t - 1) x lr_decay); 0 or more.
     """
     constants = _checked("lr_decay", lr_decay), _checked("eps", eps)
     update = partial(updates.adagrad, lr_decay, eps)
@@ -241,12 +244,13 @@ def adagrad(
 
 
 def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
-    """Add a running mean of the parameters, ema = decay x ema + (1 - decay) x parameter per update.
+    """Add an exponential moving average of the parameters: ema = decay x ema + (1 - decay) x parameter per update.
 
-    The mean is a moment, "ema", on the tier of the others; `full_state_dict(state, "ema")` reads it.
+    The average is a moment named "ema", stored on the tier of the other moments; `full_state_dict(state, "ema")` reads
+    it.
 
     Args:
-        transform: an optimizer, from `adamw` and its family.
+        transform: an optimizer, from `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
         decay: 0 or more and less than 1.
 
     Raises:
@@ -263,20 +267,19 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
 
 
 def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) -> Transform:
-    """Keep the moments of an optimizer in another dtype; updates still compute in fp32.
+    """Store the moments of an optimizer in another dtype; updates still compute in fp32.
 
-    In bf16 each moment takes 2 bytes per parameter instead of 4, on its tier and on every way; in 8 bits 1 1/64, the
-    64th for an exponent that 64 elements share. They are rounded stochastically, with bits that depend on seed, step,
-    parameter and element alone: see `zero.core.moments`. A running mean of the parameters, from `with_ema`, stays in
-    fp32.
+    A moment takes 4 bytes per parameter in fp32, 2 in bf16, and 1 1/64 in 8 bits, where 64 elements share an exponent;
+    in memory, on disk and in transfers. bf16 and 8 bits are rounded stochastically, with random bits that depend on
+    seed, step, parameter and element only, see `zero.core.moments`. The average of `with_ema` stays in fp32.
 
     Args:
-        transform: an optimizer, from `adamw` and its family.
+        transform: an optimizer, from `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
         dtype: "fp32", "bf16" or "8bit".
-        seed: of the random bits; the same on every rank.
+        seed: the seed of the random bits; the same on every rank.
 
     Raises:
-        ConfigError: another dtype.
+        ConfigError: `dtype` is none of these.
     """
     forms = {"fp32": FP32_MOMENTS, "bf16": Bf16Moments(seed), "8bit": EightBitMoments(seed)}
     if dtype not in forms:
@@ -296,7 +299,10 @@ def _transform(
     decay: Mask,
     groups: Sequence[Group],
 ) -> Transform:
-    """Make a transform with two groups for each group i: 2 i without weight decay and 2 i + 1 with it."""
+    """Make a transform with two numbers for each group i: 2 i without weight decay and 2 i + 1 with it.
+
+    Group 0 has the parameters that none of `groups` matches.
+    """
     if not callable(decay):
         raise ConfigError(
             f"decay={decay!r}: it must be a function of a parameter's name and shape. Write decay=lambda name, shape: "

@@ -3,12 +3,12 @@
 `place` turns the settings of `Offload`, sizes and budgets into one tier for the parameters, one for the gradients, and
 one for every page of master and moments.
 
-Pages of master and moments are visited once per step in a fixed cyclic order, so a cache of the last pages would never
-hit: pages that fit stay, the others stream. The earliest pages get the fastest tier, because the first unit of forward
-has no compute before it to hide a read behind.
+Every step visits the pages of master and moments once, in a fixed cyclic order, so a cache of the latest pages would
+never hit. Therefore pages that fit on a tier stay there, and the others are read and written in every step. The
+earliest pages get the fastest tier, because no compute before the first unit of forward can hide a read.
 
-Source: Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
-section 5.
+Source: Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", section
+5.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from zero.errors import ConfigError
 Tier = Literal["device", "host", "nvme"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
-"""Fastest first."""
+"""The tiers, fastest first."""
 
 HOST_SHARE = 0.9
-"""The default share of a machine's free memory beside a GPU. It is pinned, so data, checkpoints and libraries need the
-rest.
+"""The share of a machine's free host memory that is used by default on a machine with a GPU.
+
+This memory is pinned, so data, checkpoints and libraries need the rest.
 """
 
 _TIER_OF: Mapping[str, Tier] = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
 
 
 class Room(NamedTuple):
-    """Bytes that one rank may still take."""
+    """Bytes of each memory that one rank may still use."""
 
     device: int
     host: int
     disk: int | None = None
-    """None: unknown until the file is made."""
+    """None: unknown until the file is created."""
 
 
 NO_LIMIT = Room(2**62, 2**62)
-"""Room for a plan that only counts."""
+"""Unlimited room, for a plan that only counts bytes."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The tier of everything on one rank.
+    """The tier of each kind of state on one rank.
 
     Attributes:
-        optimizer: (unit, number) of a page group -> tier of its master and moments, in visiting order.
-        bytes: tier -> bytes there, fixed buffers included.
+        optimizer: (unit, number) of a page group -> tier of its master and moments, in the order of visits.
+        bytes: tier -> bytes that the rank uses there, fixed buffers included.
     """
 
     param: Tier
@@ -65,13 +66,13 @@ class Placement:
 
 
 class DoesNotFit(ConfigError):
-    """A plan that needs more of a memory than there is.
+    """Error of a plan that needs more of a memory than there is.
 
     Attributes:
-        problem: the memory, its limit and the needs, in words.
-        ways: advice, the easiest first.
-        needs_bytes: of everything that has to be in the memory.
-        activation_bytes: of these, activations.
+        problem: text with the memory, its limit, and the bytes that are needed.
+        ways: texts of remedies, the easiest first.
+        needs_bytes: bytes that must be in the memory, all together.
+        activation_bytes: bytes of activations among them.
     """
 
     def __init__(self, problem: str, ways: Sequence[str], *, needs_bytes: int, activation_bytes: int) -> None:
@@ -95,27 +96,28 @@ def place(
     parameters_sharded: bool = True,
     disk_bytes: int | None = None,
 ) -> Placement:
-    """Choose a tier for everything.
+    """Choose a tier for parameters, gradients and every page group.
 
-    Kinds with a tier of their own are counted first; then what is `auto` takes the fastest tier that has room:
-    parameters, gradients, page groups in order. A group that finds a tier full closes it for the groups after it, so
-    no group is on a faster tier than an earlier one.
+    Kinds of state with a tier in the settings are counted first. Then those set to `auto` take the fastest tier that
+    has room, in this order: parameters, gradients, page groups. When a group does not fit on a tier, no later group
+    uses that tier, so no group is on a faster tier than an earlier one.
 
     Args:
-        offload: as `Offload.at` resolved it.
+        offload: settings that `Offload.at` returned.
         groups: (unit, number, bytes of master and moments) in the order in which a step visits them.
-        param_bytes, grad_bytes: of this rank between two uses.
-        device_fixed_bytes, host_fixed_bytes: buffers.
-        activation_bytes: of forward and backward on the device.
-        resorts: advice that lowers every need: one at least.
-        parameters_sharded: False keeps parameters on the device.
-        device_bytes, host_bytes: the budgets as numbers, see `budget_bytes`.
-        device_is_host: the CPU computes. Then there is one memory: all of it counts against `host_bytes`, and `auto`
-            calls it "host".
-        disk_bytes: free on the disk; None if unknown.
+        param_bytes, grad_bytes: bytes of this rank's parameters and gradients between two uses.
+        device_fixed_bytes, host_fixed_bytes: bytes of buffers.
+        activation_bytes: bytes of activations of forward and backward on the device.
+        resorts: remedies for the error message that lower every need: one at least.
+        parameters_sharded: whether parameters may leave the device.
+        device_bytes, host_bytes: the budgets as numbers of bytes, see `budget_bytes`.
+        device_is_host: True if the CPU computes. There is one memory then: all state counts against `host_bytes`, and
+            `auto` calls its tier "host".
+        disk_bytes: free bytes on the disk; None if unknown.
 
     Raises:
-        DoesNotFit: a memory is too small for everything without a choice.
+        DoesNotFit: buffers, activations and the kinds of state with a tier in the settings do not fit in a memory.
+        ConfigError: the disk is too small, or the CPU computes and `offload.device_budget` is set.
     """
     if device_is_host and offload.device_budget is not None:
         raise ConfigError(
@@ -173,11 +175,11 @@ def _does_not_fit(
     movable: Sequence[str],
     resorts: Sequence[str],
 ) -> DoesNotFit:
-    """Phrase the error for a memory, of one tier or of both, that is too small.
+    """Return the error for a memory that is too small; on a CPU one memory has two tiers.
 
     Args:
-        inside: the bytes in `needs_bytes` of each kind of state with this tier.
-        movable: the kinds that may leave.
+        inside: bytes of each kind of state that must be in this memory, included in `needs_bytes`.
+        movable: the kinds of state that may move to a slower tier.
     """
     words = {"optimizer": "master and moments", "param": "parameters", "grad": "gradients"}
     parts = [f"{size_text(needs_bytes - sum(inside.values()) - active_bytes)} of buffers (their smallest number)"]
@@ -186,10 +188,10 @@ def _does_not_fit(
     name, budget = memory[0], offload.budget(memory[0])
     is_limit = budget == limit_bytes if isinstance(budget, int) else budget is not None and budget < 1
     ways = [f"raise offload.{name}_budget"] * is_limit
-    if active_bytes <= limit_bytes:  # else nothing but smaller activations helps
+    if active_bytes <= limit_bytes:  # otherwise only smaller activations help
         moves = [f"set offload.{kind}={'cpu' if memory == ('device',) else 'nvme'}" for kind in movable]
         if memory == ("host",) and not inside and offload.page_bytes != BLOCK_BYTES:
-            moves = ["set offload.page smaller"]  # only slots that pages pass through are there
+            moves = ["set offload.page smaller"]  # the memory holds only slots for pages in transfer
         ways += [*moves[:1], *resorts]
     return DoesNotFit(
         f"{_limit(offload, name, limit_bytes)}: a rank needs at least {size_text(needs_bytes)} there: "
@@ -209,18 +211,22 @@ def _limit(offload: Offload, tier: Tier, limit_bytes: int) -> str:
 
 
 def usable_bytes(offload: Offload, free_bytes: int, total_bytes: int) -> int:
-    """Return the part of a GPU's free memory for tensors: cuBLAS, NCCL and gaps between tensors need the rest."""
+    """Return the bytes of a GPU's free memory for tensors; cuBLAS, NCCL and fragmentation need the rest."""
     auto = GiB + total_bytes // 50
     return max(0, free_bytes - (auto if offload.reserve_bytes is None else offload.reserve_bytes))
 
 
 def usable_host_bytes(offload: Offload, free_bytes: int, *, device_is_host: bool) -> int:
-    """Return the part of a machine's free memory for tensors: see `HOST_SHARE`."""
+    """Return the bytes of a machine's free memory for tensors, see `HOST_SHARE`."""
     return free_bytes if device_is_host or offload.host_budget is not None else int(HOST_SHARE * free_bytes)
 
 
 def budget_bytes(budget: int | float | None, free_bytes: int) -> int:
-    """Return a budget, bytes or a share of what is free, as a number that is at most what is free."""
+    """Return a budget in bytes, at most `free_bytes`.
+
+    Args:
+        budget: bytes (int), a share of the free bytes (float), or None for all of them.
+    """
     if budget is None:
         return free_bytes
     return min(budget if isinstance(budget, int) else int(budget * free_bytes), free_bytes)

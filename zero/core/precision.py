@@ -1,7 +1,7 @@
 """The dtypes of a run.
 
-Parameters are kept, and gradients added, in fp32 (the master, see `zero.core.master`); the model computes in `compute`;
-ranks exchange gradients in `reduce`.
+The master is stored, and gradients are added, in fp32 (see `zero.core.master`). The model computes in the dtype
+`compute`. Ranks exchange gradients in the dtype `reduce`.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.
 """
@@ -26,12 +26,13 @@ class Precision:
     """The dtypes of a run, named "fp32", "bf16" or "fp16".
 
     Args:
-        compute: what the model's parameters are gathered in, and what forward and backward compute in; default "fp32".
-        reduce: the widest dtype in which gradients travel between ranks; they are added in fp32. Default "fp32".
+        compute: dtype of gathered parameters, forward and backward; default "fp32".
+        reduce: dtype in which ranks exchange gradients, or `compute` if that is narrower; they are added in fp32.
+            Default "fp32".
         scale: loss scaling; by default dynamic with "fp16", none otherwise.
-        master: how the fp32 master is kept beside half-precision parameters: "split", as the 16 bits that a bf16
-            parameter lacks; "whole", in 4 bytes a parameter; "auto": split with "bf16", whole with "fp16". The bits of
-            a run are the same either way.
+        master: how the fp32 master is stored beside half-precision parameters: "split": the 16 bits that a bf16
+            parameter lacks, 2 bytes a parameter; "whole": 4 bytes a parameter; "auto": split with "bf16", whole with
+            "fp16". A run gives the same bits either way.
 
     Raises:
         ConfigError: an unknown name, a loss scale other than 1 where compute is not fp16, or a split master where
@@ -41,7 +42,7 @@ class Precision:
     compute: torch.dtype
     reduce: torch.dtype
     scale: LossScaling
-    """Dynamic for fp16 by default, else a static 1."""
+    """Loss scaling; by default dynamic for fp16, else a static scale of 1."""
     master: Master
 
     def __init__(

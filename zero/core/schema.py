@@ -1,7 +1,7 @@
 """Sections of settings, and the one-line message for a wrong value or key.
 
-Pydantic's errors have several lines each. A person at a command line needs the key as typed, the problem and the
-nearest right word.
+Pydantic's errors have several lines each. The messages made here name the key as it was typed, the problem and the
+nearest valid word.
 """
 
 import typing
@@ -18,19 +18,19 @@ from zero.errors import SettingError
 
 
 class Section(BaseModel):
-    """A closed, frozen, strict group of keys.
+    """A section of settings: a frozen pydantic model that rejects unknown keys and values of another type.
 
     Raises:
-        SettingError: one line about the first key or value that no run could have, unknown keys first.
+        SettingError: a key is unknown or a value is invalid. One line about the first problem, unknown keys first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
     section_key: ClassVar[str] = ""
-    """The dotted key of this section in a run's settings; "" for a whole run, and where a message needs none."""
+    """The dotted key of this section in a run's settings; "" for all settings, or if messages need no key."""
 
     first: ClassVar[tuple[str, ...]] = ()
-    """The fields that a reader meets first, in this order; the others follow as they are declared."""
+    """The fields that are listed first, in this order; the others follow in the order of their declaration."""
 
     def __init__(self, /, **values: Any) -> None:
         aliases = {name: field.alias or name for name, field in type(self).model_fields.items()}
@@ -40,16 +40,16 @@ class Section(BaseModel):
         except ValidationError as errors:
             raise SettingError(sentence(type(self), errors, typed, self.section_key)) from None
 
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic makes inner sections without it
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic makes nested sections without it
 
     @classmethod
     def in_reading_order(cls) -> dict[str, FieldInfo]:
-        """Return the fields by name."""
+        """Return the fields by name, those in `first` before the others."""
         return {name: cls.model_fields[name] for name in (*cls.first, *cls.model_fields)}
 
 
 class Key(NamedTuple):
-    """A declaration of a key; each option of a group may have one."""
+    """One declaration of a key; a key may be declared in several options of a section."""
 
     name: str
     section: type[Section]
@@ -57,7 +57,7 @@ class Key(NamedTuple):
 
 
 def walk(model: type[Section], at: str = "") -> Iterator[Key]:
-    """Yield every declaration of a dotted key below `at`, in reading order."""
+    """Yield every declaration of a dotted key in `model`, in reading order; `at` is the prefix of the keys."""
     for name, field in model.in_reading_order().items():
         key = ".".join([*filter(None, [at]), field.alias or name])
         below = list(models_in(field.annotation))
@@ -68,15 +68,16 @@ def walk(model: type[Section], at: str = "") -> Iterator[Key]:
 
 
 def keys(model: type[Section], at: str = "") -> tuple[str, ...]:
-    """Return every dotted key that some choice of options has, in reading order."""
+    """Return the dotted keys of all options together, in reading order."""
     return tuple(dict.fromkeys(key.name for key in walk(model, at)))
 
 
 def sentence(model: type[Section], errors: ValidationError, raw: Mapping[str, Any], at: str = "") -> str:
-    """Write one line about the first of pydantic's errors, unknown keys before wrong values.
+    """Return one line about the first of pydantic's errors, unknown keys before wrong values.
 
     Args:
-        at: the dotted key of the section that `raw` is for; "" for a whole run.
+        raw: the values of the section as they were typed.
+        at: the dotted key of the section; "" for all settings.
     """
     error = min(errors.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
     path, value = _typed(error, raw)
@@ -146,7 +147,7 @@ def _takes_null(model: type[Section], key: str, at: str) -> bool:
 
 
 def _typed(error: ErrorDetails, raw: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """Return the path of a wrong value as typed, without the tags of unions that pydantic adds, and the value."""
+    """Return the path of a wrong value, without the tags of unions that pydantic adds to it, and the value."""
     path: list[str] = []
     node: Any = raw
     for part in error["loc"]:
@@ -157,7 +158,7 @@ def _typed(error: ErrorDetails, raw: Mapping[str, Any]) -> tuple[list[str], Any]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value, of nested values."""
+    """Return nested values as one dict of dotted key -> value."""
     dotted: dict[str, Any] = {}
     for key, value in values.items():
         dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -165,7 +166,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unknown_key(model: type[Section], key: str, at: str = "") -> str:
-    """Write the message for a key that does not exist, or not with the chosen options."""
+    """Return the message for a key that does not exist, or that the chosen options do not have."""
     known = keys(model, at)
     if key in known:
         section = key.split(".")[0]

@@ -1,8 +1,8 @@
 """Detection of secrets in settings: keys, tokens and passwords.
 
 Settings are written to the run folder, to checkpoints and to dashboards, so none of them may be a secret. A value is a
-secret if its key or its variable is named like one. A token under another key, such as a run's name, has no such name,
-so the shapes of common services' tokens are rejected too, and addresses with a password.
+secret if its key, or the environment variable that it is read from, has the name of a secret, such as API_KEY. Under
+any other key a value is a secret if it has the form of a common service's token, or is a URL with a password.
 """
 
 import re
@@ -35,41 +35,44 @@ _SHAPES = re.compile(
 )
 
 _HEX = re.compile(r"[0-9a-fA-F]{40,}")
-"""W&B's older keys. Only as a word of its own: hashes are usual inside paths."""
+"""Older keys of W&B. They are matched as whole words only, because paths often contain hashes."""
 
 _SECRET_NAME = re.compile(
     r"(?:_KEY|APIKEY|(?:^|_)TOKEN|(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(?:_.*)?)$", re.I
 )
 _PLACE_NAME = re.compile(r"_(?:FILE|PATH|DIR|URL|NAME|ID)$", re.I)
-"""Names of secrets, and names that only say where a secret is."""
+"""Names that match `_SECRET_NAME` but only say where a secret is, such as SECRET_FILE."""
 
 _NAMES = re.compile(r"oc\.env:\s*(\w+)|[{,]\s*(\w+)\s*:")
-"""Variables that a text reads, and keys of a mapping that is written as text."""
+"""Names of environment variables that a text reads (oc.env:NAME), and keys of a mapping that is written as text."""
 
 SHORTEST = 8
-"""Characters of a variable's value that is searched for in other texts: a shorter one may be in any path by chance."""
+"""Fewest characters of an environment variable's value for which other texts are searched.
+
+A shorter value may be part of any path by chance.
+"""
 
 
 def looks_secret(text: str) -> bool:
-    """Return whether some part of `text` has the shape of a key, a token or a password in an address."""
+    """Return whether some part of `text` has the form of a key, a token, or a URL with a password."""
     return bool(_SHAPES.search(text)) or any(_HEX.fullmatch(word) for word in re.split(r"[\s,;=\[\]{}'\"]+", text))
 
 
 def hidden(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` with *** in place of words that look secret, and of secrets of the environment."""
+    """Return `text` with *** in place of words that look like secrets and of secrets in the environment variables."""
     for value in _secrets_of(environment).values():
         text = text.replace(value, "***")
     return " ".join("***" if looks_secret(word) else word for word in text.split(" "))
 
 
 def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str]) -> None:
-    """Check every text in a nested mapping.
+    """Raise ConfigError if a text in nested settings is a secret.
 
     Args:
-        environment: variables; the values of those with the name of a secret are secrets.
+        environment: environment variables; if the name of one is that of a secret, its value is a secret.
 
     Raises:
-        ConfigError: a text is a secret; names its key, and does not repeat the text.
+        ConfigError: a text is a secret. The message names its key and does not repeat the text.
     """
     secrets = _secrets_of(environment)
     for key, text in _texts(settings, ""):
@@ -84,7 +87,7 @@ def refuse_secrets(settings: Mapping[str, object], environment: Mapping[str, str
 
 
 def refuse_secret_words(words: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Check the words of a command line, before an error message repeats one.
+    """Raise ConfigError if a word of a command line is a secret, before an error message could repeat that word.
 
     Raises:
         ConfigError: as `refuse_secrets`.

@@ -1,8 +1,8 @@
-"""The declaration of one setting: `key`, and types of values with the words that describe them.
+"""The declaration of one setting (`key`), and types of values with the texts that describe them.
 
-A setting is declared once, by the part that uses it. Its words are printed in errors, by mode=explain and in
-docs/config.md. Pydantic's own types would report a mistake in `int | "auto"` as two errors, and read 0.5 as a size of
-no bytes.
+A setting is declared once, by the code that uses it. Its texts are printed in errors, by mode=explain and in
+docs/config.md. Pydantic's own types are not used because they report a mistake in `int | "auto"` as two errors, and
+read 0.5 as a size of 0 bytes.
 """
 
 import os
@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 from zero.core.suggest import meant
 
 MOST = 2**53
-"""The largest whole number that every reader of JSON and YAML gets right."""
+"""The largest whole number that all readers of JSON and YAML read exactly."""
 
 
 def key(
@@ -35,9 +35,9 @@ def key(
 
     Args:
         text: its meaning, a sentence without a full stop.
-        unit: of a number.
-        trades: the cost and the benefit of more of it.
-        example: a typed value; settings that belong to it may follow.
+        unit: the unit of a number.
+        trades: the cost and the benefit of changing it.
+        example: a value as typed; other settings that it needs may follow.
         **field: an alias or bounds, as pydantic's Field takes them.
     """
     texts = {"unit": unit, "trades": trades, "example": example}
@@ -47,10 +47,10 @@ def key(
 
 @dataclass(frozen=True)
 class Reads:
-    """The reader of a value, and the words for the values that it accepts.
+    """A type of setting: the function that reads a typed value, and the words for the values that it accepts.
 
-    `read` returns the value to keep, or raises a ValueError; one without a message becomes "must be ...". `write`
-    returns the text that one types for a kept value.
+    `read` returns the value to keep, or raises ValueError; if that has no message, the message is "must be ..." with
+    the words. `write` returns the text that a user types for a kept value.
     """
 
     words: str
@@ -74,7 +74,7 @@ class Reads:
 def or_auto(
     words: str, read: Callable[[Any], Any], auto: Any = "auto", write: Callable[[Any], Any] = lambda kept: kept
 ) -> Reads:
-    """Accept the values of `read`, or the word auto, which is kept as `auto`."""
+    """Return the type of values that `read` accepts, or of the word auto, which becomes `auto`."""
     return Reads(
         f"{words}, or auto",
         lambda value: auto if value == "auto" else read(value),
@@ -83,7 +83,7 @@ def or_auto(
 
 
 def whole_or_auto(least: int, largest: int = MOST, auto: Any = "auto") -> Reads:
-    """Accept a whole number, or the word auto; `True` and `2.0` are neither."""
+    """Return the type of whole numbers in a range, or of the word auto. `True` and `2.0` are rejected."""
 
     def read(value: object) -> int:
         if type(value) is not int or value < least:
@@ -122,7 +122,7 @@ _MOST_BYTES = 2**60
 
 
 def bytes_of(value: object) -> int:
-    # pydantic's ByteSize ignores text after the unit, and reads 0.5 as no bytes
+    # pydantic's ByteSize ignores text after the unit, and reads 0.5 as 0 bytes
     if not (type(value) is int or (isinstance(value, str) and _SIZE.fullmatch(value))):
         raise ValueError
     try:
@@ -135,7 +135,7 @@ def bytes_of(value: object) -> int:
 
 
 def memory_of(value: object) -> int:
-    """Reject a bare 80: the user means 80GiB. 80B is accepted below as an explicit size."""
+    """Return the bytes of a size; reject a bare 80, because the user means 80GiB, but accept 80B."""
     nbytes = bytes_of(value)
     if nbytes >= 2**20 or re.fullmatch(r"\d+B", str(value)):
         return nbytes
@@ -191,7 +191,7 @@ def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Activations = Literal["keep", "remat", "offload"]
-"""The treatment of the tensors that a unit's forward leaves for its backward."""
+"""The treatment of a unit's activations: keep them, compute them again in backward, or offload them to host memory."""
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 
 
@@ -219,7 +219,7 @@ UnitActivations = Annotated[
 Place = Annotated[str, Reads("a path", _place)]
 Places = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
 Needed = Annotated[str, Reads("a path, or null", lambda value: value if value is None else _place(value))]
-"""A path without a default; its section rejects null with its own message."""
+"""A path without a default. Its section rejects null with a message of its own."""
 Word = Annotated[str, Reads("text", text_of)]
 Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", names_of)]
 
@@ -227,7 +227,7 @@ Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", names_of)]
 
 
 def words(field: FieldInfo) -> str:
-    """Describe the values of a setting: "a whole number from 1, or null"."""
+    """Return a description of a setting's values, such as "a whole number from 1, or null"."""
     return _words(field.annotation, field.metadata)
 
 
@@ -254,7 +254,7 @@ def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
 
 
 def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
-    """Describe bounds below a million; larger ones are those of the number's type."""
+    """Yield descriptions of bounds below a million; larger ones are limits of the type and are not described."""
     words = {"ge": "from", "gt": "above", "le": "at most", "lt": "below"}
     for note in metadata:
         for bound, word in words.items():

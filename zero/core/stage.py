@@ -1,4 +1,4 @@
-"""A ZeRO stage is three booleans: which of moments, gradients and parameters are sharded.
+"""A ZeRO stage as three booleans: whether moments, gradients and parameters are sharded.
 
 Stage 0 shards nothing. Every rank keeps everything; gradients are all-reduced once per step, as in plain data
 parallelism.
@@ -7,13 +7,13 @@ Stage 1 shards the moments and the fp32 master. A rank updates only its own rang
 gradient: the all-reduce becomes a reduce-scatter. The other ranges of the new parameters arrive with the next gather,
 which overlaps with the next forward.
 
-Stage 2 also shards the gradients: each microbatch is reduce-scattered as soon as it exists, and what accumulates over
-microbatches is one shard.
+Stage 2 also shards the gradients: each microbatch's gradients are reduce-scattered as soon as they exist, so that only
+one shard is accumulated over microbatches.
 
-Stage 3 also shards the parameters: a unit is gathered just before it computes, released after, and gathered once more
-when backward comes back to it.
+Stage 3 also shards the parameters: a unit is gathered just before its forward, released after it, and gathered again
+for its backward.
 
-This is the only file that knows the four numbers; all others read the booleans.
+No other file knows the four numbers; all others read the booleans.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
@@ -47,10 +47,10 @@ class Stage:
 
     @property
     def gradients(self) -> bool:
-        """Return whether accumulated gradients are sharded: reduced every microbatch."""
+        """Return whether accumulated gradients are sharded, so that they are reduce-scattered in every microbatch."""
         return self.level >= 2
 
     @property
     def parameters(self) -> bool:
-        """Return whether parameters are sharded between uses: gathered just in time and released."""
+        """Return whether parameters are sharded between uses, so that they are gathered just in time and released."""
         return self.level >= 3

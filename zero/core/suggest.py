@@ -1,4 +1,4 @@
-"""Suggestions for misspelt words, and values and names on one line as a person types them."""
+"""Suggestions for misspelt words, and texts of values and names as a user types them."""
 
 import difflib
 import re
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 SHOWN = 5
-"""Names that a sentence lists before it only counts."""
+"""Number of names that a message lists; of the others it gives only the number."""
 
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 _SHELL_LEAVES = re.compile(r"[\w@%+=:,./\[\]-]+")
@@ -14,14 +14,14 @@ _NO_TEXT = ("true", "false", "null", "inf", "nan")
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a sentence with the option that looks most like `word`, or with all options."""
+    """Return a sentence with the option most similar to `word`, or with all options if none is similar."""
     by_lower = {option.lower(): option for option in options}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"Did you mean {by_lower[close[0]]}?" if close else f"Choose from {', '.join(by_lower.values())}."
 
 
 def meant(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ". Did you mean X?" with the option that looks most like `word`; "" if none does."""
+    """Return ". Did you mean X?" with the option most similar to `word`; "" if none is similar."""
     close = difflib.get_close_matches(word, options, n=1, cutoff=cutoff)
     return f". Did you mean {close[0]}?" if close else ""
 
@@ -38,7 +38,7 @@ def unknown(key: str, known: Sequence[str]) -> str:
 def likely_key(key: str, known: Sequence[str]) -> str:
     """Return the known dotted key that `key` most likely stands for, or two or three as "a or b"; "" if none does.
 
-    Names are compared within the section first: with their section, any two of its keys look alike.
+    The last part of the key is compared within its section first, because whole keys of one section are always similar.
     """
     section, _, name = key.rpartition(".")
     siblings = {own.rpartition(".")[2]: own for own in known if own.rpartition(".")[0] == section}
@@ -59,7 +59,7 @@ def likely_key(key: str, known: Sequence[str]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return at most `SHOWN` of the names on one line, and how many more there are."""
+    """Return at most `SHOWN` of the names on one line, and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:SHOWN]) + more
 
@@ -70,7 +70,7 @@ def alternatives(names: Sequence[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as it was typed, on one short line without control characters."""
+    """Return a value as it was typed, on one line of at most 60 characters, without control characters."""
     if value is None or isinstance(value, bool):
         return word(value)
     if isinstance(value, list | tuple):
@@ -80,10 +80,10 @@ def shown(value: object) -> str:
 
 
 def command(words: Iterable[str], **instead: object) -> str:
-    """Return the command line of a run, quoted for a shell.
+    """Return the command line that starts a run, quoted for a shell.
 
     Args:
-        words: its settings.
+        words: the run's settings as words of a command line.
         instead: keys with a new value.
     """
     kept = [setting for setting in words if setting.partition("=")[0] not in instead]
@@ -91,14 +91,14 @@ def command(words: Iterable[str], **instead: object) -> str:
 
 
 def typed(word: str) -> str:
-    """Quote one word of a command line for a shell, where that is needed."""
+    """Quote one word of a command line for a shell if it needs quotes."""
     if _SHELL_LEAVES.fullmatch(word):
         return word
     return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)
 
 
 def word(value: object) -> str:
-    """Return a value in Hydra's grammar."""
+    """Return a value in the syntax of Hydra's overrides."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""The tensors inside the arguments and results of a module: in containers of every kind, inside one another.
+"""Search and replacement of tensors in the nested arguments and results of a module.
 
-Lists, tuples, named tuples, mappings of any class, dataclasses whether torch knows them or not, and whatever was
-registered with torch's pytree. Anything else is opaque, and so is what it holds.
+Containers are lists, tuples, named tuples, mappings of any class, dataclasses whether torch knows them or not, and
+classes that were registered with torch's pytree. Tensors inside any other object are not seen.
 """
 
 import copy
@@ -14,25 +14,30 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return every tensor in `value`, in order, as often as it is there."""
+    """Return every tensor in `value`, in order; a tensor that occurs twice is returned twice."""
     tensors: list[Tensor] = []
     _collect(value, tensors, set())
     return tensors
 
 
 def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
-    """Return `value` with other tensors in the places of those whose ids `new` has.
+    """Return `value` with each tensor whose id is in `new` replaced by that entry.
 
     Containers that hold a replaced tensor are copied; all others are the same objects.
     """
     return _replace(value, new, set()) if new else value
 
 
-# Functions of the module, as closures that call themselves are cycles: they would keep tensors until a collection.
+# These are functions of the module because recursive closures are reference cycles, which would keep tensors until the
+# next garbage collection.
 
 
 def _collect(value: Any, tensors: list[Tensor], within: set[int]) -> None:
-    """Args: within: ids of the containers around `value`, as a container may hold itself."""
+    """Append the tensors in `value` to `tensors`.
+
+    Args:
+        within: ids of the containers around `value`, because a container may hold itself.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
     elif id(value) not in within:
@@ -55,7 +60,7 @@ def _replace(value: Any, new: Mapping[int, Tensor], within: set[int]) -> Any:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return (key, part) of the contents of a container; nothing for an opaque object."""
+    """Return (key, part) of the contents of a container; an empty list for any other object."""
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     if type(value) in SUPPORTED_NODES and not isinstance(value, dict):
@@ -68,9 +73,9 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _rebuilt(value: Any, parts: list[tuple[Any, Any]], changed: Mapping[Any, Any]) -> Any:
-    """Return a copy of the container with other parts."""
+    """Return a copy of a container in which the parts in `changed` are replaced."""
     if isinstance(value, tuple):
-        make = getattr(type(value), "_make", type(value))  # a named tuple takes its parts one by one otherwise
+        make = getattr(type(value), "_make", type(value))  # the class of a named tuple takes separate arguments
         return make(changed.get(key, part) for key, part in parts)
     if type(value) in SUPPORTED_NODES and not isinstance(value, dict | list):
         node = SUPPORTED_NODES[type(value)]
@@ -81,6 +86,6 @@ def _rebuilt(value: Any, parts: list[tuple[Any, Any]], changed: Mapping[Any, Any
     for key, part in changed.items():
         if isinstance(copied, list | MutableMapping):
             copied[key] = part
-        if dataclasses.is_dataclass(copied) and not isinstance(copied, list):  # some are mappings too
-            object.__setattr__(copied, key, part)  # also a frozen one: the copy is not shared yet
+        if dataclasses.is_dataclass(copied) and not isinstance(copied, list):  # some dataclasses are mappings too
+            object.__setattr__(copied, key, part)  # also if frozen: only this function has the copy
     return copied

@@ -1,14 +1,14 @@
-"""The arithmetic of optimizers: pages of parameters and moments, updated in place.
+"""Optimizer updates of pages of parameters and moments, in place.
 
-Every update gives the same bits for any cut of a flat at multiples of 64 elements and for any number of threads. The
-fused kernels of torch do, because they hand out work in units of 64 elements (at other cuts the tail of their vector
-loop rounds differently). Threads cut elementwise operators anywhere, so the operators used here round once:
-`add(alpha=)` and `lerp` round once or twice as the compiler likes, in the loop and in its tail.
+Every update gives the same bits for any cut of a flat tensor at multiples of 64 elements and for any number of threads.
+The fused kernels of torch do so because they split work into units of 64 elements (at other cuts the tail of their
+vector loop rounds differently). Elementwise operators are split between threads anywhere, so only operators that round
+once are used here. `add(alpha=)` and `lerp` may round once or twice, differently in the vector loop and in its tail.
 
 Letters: K elements of one page.
-Source: Kingma and Ba 2015, "Adam"; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization";
-Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms" (Lion); Duchi et al. 2011, "Adaptive Subgradient
-Methods for Online Learning and Stochastic Optimization".
+Source: Kingma and Ba 2015, "Adam"; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"; Chen et al.
+2023, "Symbolic Discovery of Optimization Algorithms" (Lion); Duchi et al. 2011, "Adaptive Subgradient Methods for
+Online Learning and Stochastic Optimization".
 """
 
 from collections.abc import Callable, Mapping
@@ -20,32 +20,32 @@ from torch import Tensor
 
 Tensors = list[Tensor]
 Numbers = Mapping[float, Tensor]
-"""Numbers that kernels read from memory, as 0-dim fp32 tensors of one device."""
+"""Number -> the 0-dim fp32 tensor on the device from which kernels read it."""
 NO_NUMBERS: Numbers = MappingProxyType({})
 
 
 class Settings(NamedTuple):
-    """The numbers with which one group is updated at one step."""
+    """Optimizer settings of one group at one step."""
 
     lr: float
     weight_decay: float = 0.0
     betas: tuple[float, ...] = ()
-    """As many as the optimizer has: two for Adam and Lion, the momentum for SGD."""
+    """Two for Adam and Lion, the momentum for SGD, none for Adagrad."""
     trains: bool = True
-    """False keeps the group's parameters and moments, and leaves its gradient out of the norm."""
+    """False: parameters and moments of the group do not change, and its gradient does not count in the norm."""
     step: int = 1
     """1 for the group's first update; skipped steps and steps in which the group does not train are not counted."""
 
 
 class PageBatch(NamedTuple):
-    """Pages of one group and one device that are updated at once; no tensor requires a gradient.
+    """Pages of one group on one device that are updated together; no tensor requires a gradient.
 
     Args:
         params: fp32, updated in place; each K is a multiple of 64.
         grads: fp32, may be overwritten.
-        moments: a list as long as `params` for each moment, updated in place.
+        moments: for each moment a list as long as `params`, updated in place.
         divisor: gradients are divided by it.
-        numbers: the step and the divisor as tensors, where they exist already.
+        numbers: device tensors of the step and the divisor, if they exist already.
     """
 
     params: Tensors
@@ -112,7 +112,7 @@ def lion(batch: PageBatch) -> None:
     params, grads, now = batch.params, batch.grads, batch.settings
     (mus,), (beta1, beta2) = batch.moments, now.betas
     batch.divide_grads()
-    # The sign of beta1 mu + (1 - beta1) grad, divided by 1 - beta1: one temporary less.
+    # sign(beta1 mu + (1 - beta1) grad), computed from the sum divided by 1 - beta1 to save a temporary tensor.
     directions = torch._foreach_mul(mus, beta1 / (1 - beta1))
     torch._foreach_add_(directions, grads)
     torch._foreach_sign_(directions)
@@ -147,5 +147,5 @@ def ema(update: Update, decay: float, batch: PageBatch) -> None:
 
 
 def on_device(value: float, device: torch.device) -> Tensor:
-    """Make a 0-dim fp32 tensor by `full`: on a GPU that is one launch, and `tensor` would wait for a copy."""
+    """Make a 0-dim fp32 tensor with `full`: one launch on a GPU, where `torch.tensor` would wait for a copy."""
     return torch.full((), value, dtype=torch.float32, device=device)

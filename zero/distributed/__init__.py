@@ -1,1 +1,1 @@
-"""Other ranks: the only room that talks to them, and the error when one fails."""
+"""Communication with other ranks, and errors that name a failed rank. No other room communicates."""

@@ -1,11 +1,11 @@
-"""Find the rank that failed first, from notes that failing ranks leave for each other, and phrase the error.
+"""Search for the rank that failed first, by notes that failing ranks leave for each other, and the error that names it.
 
-A torn connection does not tell its cause. So a rank whose operation fails leaves a note in the rendezvous store (why it
-stopped, the operations that it started last), waits a moment for the notes of the others, and then knows the cause: a
-rank that raised, ranks that ran different operations, a rank that never came, a rank that was killed.
+A broken connection does not tell its cause. So a rank whose operation fails writes a note to the rendezvous store (why
+it stopped, the operations that it started last), waits a moment for the notes of the others, and then knows the cause:
+a rank raised an error, ranks ran different operations, a rank never arrived, or a rank was killed.
 
-Ranks communicate here only through that store, and only after a failure. Except that a rank that hangs writes no note,
-so each rank keeps its place ("step 3, backward") where the others can read it.
+Ranks communicate here only through that store, and only after a failure. One exception: a rank that hangs writes no
+note, so each rank always records its current phase ("step 3, backward") in memory that the others can read.
 """
 
 import contextlib
@@ -25,8 +25,11 @@ GRACE_S = 1.0
 """Seconds that a failing rank waits for the others' notes."""
 
 NAMING_S = 5 * GRACE_S
-"""Seconds until a rank whose operation failed has found the cause: 1 to leave a note, 3 to read the others', each cut
-off where the store is out of reach; and 1 for a busy machine."""
+"""Seconds until a rank whose operation failed has found the cause.
+
+1 to write a note and 3 to read the others' notes, both limited even if the store cannot be reached, and 1 for a busy
+machine.
+"""
 
 _PAUSE_S = 0.01
 _NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")
@@ -34,16 +37,16 @@ _NETWORK_PREFIX = re.compile(r"^\[[^]]*\] *")
 
 @dataclass(frozen=True)
 class Note:
-    """The reason why a rank stopped.
+    """The record of a rank about why it stopped.
 
     Attributes:
-        kind: its wait ran out, its connection broke, its wait was found to be in vain, its own code raised, or it
-            closed its world.
-        op: the operation that it was in; "" where there was none.
-        text: the message of the cause; "" where it closed its world.
-        started: its latest operations by number, so that the first difference can be found; each part of the world has
-            numbers of its own.
-        peer: the rank at the other end of a broken connection, where known.
+        kind: "waited": its wait timed out. "lost": its connection broke. "vain": its wait could never end. "raised":
+            its own code raised an error. "left": it closed its world.
+        op: the operation that failed; "" if none was running.
+        text: the message of the cause; "" if the rank closed its world.
+        started: number -> signature of its latest operations, to find the first one that differs between ranks; each
+            part of the world has numbers of its own.
+        peer: the rank at the other end of a broken connection, if known.
     """
 
     kind: Literal["waited", "lost", "vain", "raised", "left"]
@@ -67,32 +70,35 @@ class Note:
 
     @classmethod
     def of_ending(cls) -> "Note":
-        """Make the note of a process that ends now, by an error that nobody caught or by itself."""
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # of a child, of a script
+        """Make the note of a process that ends, because of an uncaught error or without one."""
+        # exc_info has the error in a child process, last_value in a script
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if isinstance(error, SystemExit):
             error = error.__context__ if error.code else None
         return cls.of_leaving("its process came to its end") if error is None else cls.of_raise(error)
 
 
 class PlaceBoard(Protocol):
-    """Memory in which the ranks of a machine write their places in the program."""
+    """Shared memory in which the ranks of a machine record the phase of the program that they are in."""
 
     def set_place(self, rank: int, place: str, /) -> None: ...
     def place_of(self, rank: int, /) -> str: ...
 
 
 class Notes:
-    """The notes of all ranks, in a store.
+    """The notes of all ranks, in the rendezvous store.
 
-    The store may be gone, or its host stopped. So a thread makes every visit, and is left behind when it is late.
+    The store may be gone, or its host stopped. So each access runs in a thread of its own, which is abandoned when it
+    takes too long.
 
     Args:
-        store: c10d's.
-        is_there: returns whether the store's host is there. A write to one that is gone makes torch log for pages.
+        store: the store, of c10d.
+        is_there: returns whether the store's host accepts connections. torch logs pages of errors for a write to a host
+            that is gone.
     """
 
     board: ClassVar[PlaceBoard | None] = None
-    """Only ranks that `launch` started have one."""
+    """The shared memory with the phases of ranks; None unless `launch` started the ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, is_there: Callable[[], bool] = lambda: True) -> None:
         self.store = store
@@ -102,11 +108,11 @@ class Notes:
         self._posted = False
 
     def post(self, note: Note) -> None:
-        """Leave this rank's note. Only the first one counts: later ones are its consequences."""
+        """Write this rank's note within `GRACE_S`. Only the first note counts: later failures are its consequences."""
         _within(GRACE_S, lambda: self.write(note))
 
     def write(self, note: Note) -> None:
-        """Leave it without a limit of time."""
+        """Write this rank's note without a time limit."""
         if self._posted:
             return
         self._posted = True
@@ -126,7 +132,7 @@ class Notes:
                     fields = json.loads(self.store.get(f"note/{r}"))
                     started = {int(number): signature for number, signature in fields.pop("started").items()}
                     entries.append((fields.pop("order"), r, Note(**fields, started=started)))
-            # Rank 0 may be the store's host: it stays until the ranks that wait for notes have read them.
+            # Rank 0 may host the store, so it stays until the ranks that wait for notes have read them.
             self.store.set(f"read/{self.rank}", "")
             if self.rank == 0:
                 self._await([f"read/{r}" for _, r, note in entries if note.kind in ("waited", "lost", "vain")])
@@ -135,7 +141,7 @@ class Notes:
         return {r: note for _, r, note in sorted(entries, key=lambda entry: entry[0])}
 
     def _await(self, keys: list[str]) -> None:
-        """Wait for keys; the store's own wait would log every time-out from C++."""
+        """Wait up to `GRACE_S` for keys. The store's own `wait` would log every timeout from C++."""
         end_s = time.monotonic() + GRACE_S
         pause = threading.Event()
         while not self.store.check(keys) and time.monotonic() < end_s:
@@ -145,15 +151,15 @@ class Notes:
 class LastWord:
     """The note of a rank whose process ends before its world was closed.
 
-    A process that ends starts no thread any more (Python 3.12), and the store may be stopped: so a thread waits from
-    the beginning.
+    A process that is ending cannot start a thread (Python 3.12), and the store may not respond, so a thread waits from
+    the beginning to write the note.
     """
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._note: Note | None = None
         self._due, self._written = threading.Event(), threading.Event()
-        self._at_end = Finalize(None, self._speak, exitpriority=0)  # unlike atexit's, heard in a child too
+        self._at_end = Finalize(None, self._speak, exitpriority=0)  # unlike atexit, it is called in a child process too
         threading.Thread(target=self._write, name="last word", daemon=True).start()
 
     def cancel(self) -> None:
@@ -182,12 +188,14 @@ def explain(
     board: PlaceBoard | None = None,
     hosts: Sequence[str] = (),
 ) -> WorldError:
-    """Return the error that ended an operation on `rank`, from its note and the others' (by rank, oldest first).
+    """Return the error that ended an operation on `rank`, derived from the notes of all ranks.
 
     Args:
-        wait_s: the deadline of an operation.
-        board: the last place of each rank.
-        hosts: the machine of each rank; named where there are several.
+        mine: the note of `rank`.
+        notes: the notes by rank, oldest first.
+        wait_s: the deadline of an operation, in seconds.
+        board: the last recorded phase of each rank.
+        hosts: the machine of each rank; the error names machines if there are several.
     """
 
     several = len(set(hosts)) > 1
@@ -225,7 +233,11 @@ def explain(
 
 
 def first_difference(started: Mapping[int, Mapping[int, str]]) -> str:
-    """Return the first operation, by number, that ranks started differently; "" if there is none."""
+    """Return each rank's signature of the first operation, by number, that differs; "" if none differs.
+
+    Args:
+        started: rank -> number -> signature of the operations that the rank started.
+    """
     for number in sorted(set().union(*started.values())):
         signatures = {r: ops[number] for r, ops in started.items() if number in ops}
         if len(set(signatures.values())) > 1:
@@ -234,7 +246,7 @@ def first_difference(started: Mapping[int, Mapping[int, str]]) -> str:
 
 
 def by_rank(values: Mapping[int, str]) -> str:
-    """Return each rank's value, equal values together: "3 on rank 0; 4 on ranks 1, 2"."""
+    """Return each value with the ranks that have it: "3 on rank 0; 4 on ranks 1, 2"."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(values):
         ranks.setdefault(values[rank], []).append(rank)
@@ -246,7 +258,7 @@ def some_ranks(ranks: Sequence[int]) -> str:
 
 
 def field_difference(fields: Sequence[Mapping[str, str]]) -> str:
-    """Return the first field that is not the same on every rank, as one line; "" if there is none."""
+    """Return the first field that differs between ranks, with values and ranks, on one line; "" if there is none."""
     for name in sorted(set().union(*fields)):
         values = [rank.get(name, "(absent)") for rank in fields]
         if len(set(values)) > 1:
@@ -255,13 +267,13 @@ def field_difference(fields: Sequence[Mapping[str, str]]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's message without the source position and the advice that network libraries add."""
+    """Return the first line of an error, without the source position and the advice that network libraries add."""
     line = (str(error).splitlines() or [""])[0]
     return _NETWORK_PREFIX.sub("", line).split(". This is typically")[0]
 
 
 def _clip(values: Sequence[str]) -> list[str]:
-    """Return long values cut to where they begin to differ."""
+    """Return values cut to 160 characters, from 40 characters before their first difference on."""
     columns = enumerate(zip(*values, strict=False))
     start = max(0, next((i for i, column in columns if len(set(column)) > 1), min(map(len, values))) - 40)
     return [

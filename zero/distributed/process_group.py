@@ -1,8 +1,8 @@
-"""Messages in host memory by gloo and collectives of GPUs by NCCL, between ranks that are processes.
+"""Communication between processes: gloo messages for host tensors, NCCL collectives for GPU tensors.
 
-Host tensors travel point to point. Gloo's collectives copy through a buffer of their own as large as the result and
-take half as long again; they also mix up operations that differ between ranks without an error. Here the tag of every
-message is a digest of its operation, so that only equal operations meet.
+Host tensors are sent point to point, because gloo's collectives copy through a buffer as large as the result, take 1.5
+times as long, and mix up operations that differ between ranks without an error. Here the tag of every message is a hash
+of its operation, so only messages of equal operations match.
 
 Every wait has a deadline. After a failed operation the group cannot be used again.
 """
@@ -35,17 +35,18 @@ from zero.platform.device import Device
 from zero.platform.handle import Done, Handle, Then
 
 RECENT_OPS = 64
-"""Operations that a rank remembers, to find the first one that ranks started differently."""
+"""Number of latest operations that a rank remembers, to find the first one that differs between ranks."""
 
 
 class ProcessGroup:
     """The connections of one rank to all others.
 
-    An operation waits for five seconds less than `timeout_s`, so that the missing rank is named within it; where that
-    is less than ten, for half of it. On a GPU the host never waits: NCCL's watchdog keeps the deadline and ends the
-    process.
+    An operation waits for at most `timeout_s` less 5 seconds, so that the missing rank can be named within `timeout_s`;
+    if `timeout_s` is less than 10, for half of it. On a GPU the host never waits: NCCL's watchdog enforces the deadline
+    and ends the process.
 
-    Where a default process group exists already it is left alone, and so is its order of collectives.
+    If torch's default process group is open already, a new group is opened beside it, so that the order of the script's
+    collectives does not change.
     """
 
     def __init__(self, rank: int, size: int, compute: Device, timeout_s: float) -> None:
@@ -54,7 +55,7 @@ class ProcessGroup:
         self._compute, self._wait_s = compute, timeout_s - min(NAMING_S, timeout_s / 2)
         self._store = open_store(self.rank, self.size, timeout_s)
         self._claim_gpu()
-        address = store_address()  # now: the environment may be another when the process ends
+        address = store_address()  # read now, because the environment may have changed when the process ends
         self._notes = Notes(self._store, self.rank, self.size, partial(listens, address))
         self._place = ""
         self._hosts = hosts(self._store, self.size)
@@ -68,16 +69,16 @@ class ProcessGroup:
         self._group = connect_all(
             self._store, rank, size, self._connect, timeout_s=timeout_s, wait_s=self._wait_s, hint=hint
         )
-        self._parts: dict[str, dist.ProcessGroup] = {}  # communicators of GPUs, by the names of parts
+        self._parts: dict[str, dist.ProcessGroup] = {}  # name of a part -> its GPU communicator
         connections = open_sockets() - before
-        self._numbers = Counter[str]()  # of operations that were started, by the order that they are in
+        self._numbers = Counter[str]()  # order -> number of operations started in it
         self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
         self._failure: WorldError | None = None
         self._raised = False
         self._last_word = LastWord(self._notes)
         self._stalls = StallWatch(
             self._notes,
-            started=lambda: dict(self._started.copy()),  # copied at once, while the other thread goes on
+            started=lambda: dict(self._started.copy()),  # an atomic copy: the training thread appends meanwhile
             counted=self._numbers.copy,
             sockets=connections,
         )
@@ -101,7 +102,7 @@ class ProcessGroup:
         return dist.group.WORLD
 
     def at(self, place: str) -> None:
-        """Note what this rank is at, for ranks that wait for it."""
+        """Record the phase that this rank is in, for the errors of ranks that wait for it."""
         self._place = place
         if Notes.board is not None:
             Notes.board.set_place(self.rank, place)
@@ -112,30 +113,30 @@ class ProcessGroup:
         self._notes.post(Note.of_raise(error))
 
     def open_part(self, ranks: Sequence[int], name: str) -> None:
-        """Open a communicator of some ranks; on a CPU messages find their way by their tags.
+        """Open a GPU communicator of some ranks. On a CPU nothing is opened, because messages are matched by tags.
 
-        Parts of the same ranks have one each: below stage 3 a gather may come before a sum on one rank and after it on
-        another, and a communicator pairs operations in the order in which they come.
+        Parts of the same ranks get a communicator each, because below stage 3 a gather may start before a sum on one
+        rank and after it on another, and a communicator matches operations in the order in which they start.
         """
         if not self._compute.shares_memory and name not in self._parts:
             timeout, backend = timedelta(seconds=self._wait_s), self._compute.backend
             self._parts[name] = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
 
     def close(self, *, keep_default: bool) -> None:
-        """Leave the group; torch's default one stays open with `keep_default`."""
+        """Leave the group. With `keep_default` torch's default process group stays open."""
         if self._group is None:
             return
         self._last_word.cancel()
         self._stalls.close()
         self._notes.post(Note.of_leaving())
         whole, self._group = self._group, None
-        failed = self._failure is not None or self._raised  # here or elsewhere
+        failed = self._failure is not None or self._raised  # in an operation, or in this rank's own code
         for group in (*self._parts.values(), whole):
             is_default = self._owns_default and group is whole
             if keep_default and is_default:
                 continue
             if failed and not self._compute.shares_memory:
-                _abort(group)  # to destroy it would wait for kernels whose other half never comes
+                _abort(group)  # destroying it would wait for kernels that wait for a failed rank
             else:
                 dist.destroy_process_group(None if is_default else group)
 
@@ -144,7 +145,8 @@ class ProcessGroup:
 
         Args:
             whole: a tensor whose size and dtype must be the same on every rank.
-            order: the name of the order that the operation is in; ranks must start alike within each.
+            order: the name of the operation's order; within each order, ranks must start the same operations in the
+                same sequence.
         """
         tag = self._begin(op, whole, order)
         if not whole.numel():
@@ -167,7 +169,7 @@ class ProcessGroup:
         return Then(wait, (out, into))
 
     def start(self, collective: Callable[..., Any], out: Tensor, source: Tensor, op: str, order: str) -> Handle:
-        """Start a collective of GPUs, in the part named `order`. Only bytes move, so every dtype may travel."""
+        """Start a GPU collective, in the part named `order`. Tensors are sent as bytes, so every dtype works."""
         self._begin(op, out, order)
         if not out.numel():
             return Done()
@@ -177,14 +179,14 @@ class ProcessGroup:
         return Then(lambda: self._try(op, None, work.wait), (out, source))
 
     def _begin(self, op: str, whole: Tensor, order: str) -> int:
-        """Note the operation as started; return the tag that only the same operation of another rank has."""
+        """Record the start of an operation and return its tag, which only the same operation has on other ranks."""
         if self._group is None:
             raise WorldError(f"{op}: rank {self.rank} has left this world; open a new one")
         if self._failure is not None:
             raise self._failure
         signature = signature_of(op, whole)
         self._numbers[order] += 1
-        if not order.endswith(" aside"):  # the numbers of parts come after those of the whole world
+        if not order.endswith(" aside"):  # operations of parts get larger numbers than those of the whole world
             self._started.append((self._numbers[order] + (_tag(order) << 32 if order else 0), signature))
         return _tag(f"{order} {self._numbers[order]} {signature}")
 
@@ -202,12 +204,12 @@ class ProcessGroup:
 
 
 def signature_of(op: str, whole: Tensor) -> str:
-    """Return the description of an operation that must be the same on every rank."""
+    """Return a description of an operation, which must be the same on every rank."""
     return f"{op}, {whole.numel()} elements of {whole.dtype}"
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Return torch's default process group; None where it is not open."""
+    """Return torch's default process group; None if it is not open."""
     return dist.group.WORLD
 
 
@@ -217,7 +219,7 @@ def open_group_of_one(backend: str) -> None:
 
 
 def all_gather_rows(out: Tensor, source: Tensor, **keywords: Any) -> Any:
-    """Gather into rows that may be apart from one another."""
+    """All-gather into rows that need not be adjacent in memory."""
     return dist.all_gather(list(out.unbind()), source, **keywords)
 
 
@@ -231,7 +233,7 @@ def broadcast(flat: Tensor, _: Tensor, *, source: int, **keywords: Any) -> Any:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """End what the group's communicators of GPUs have under way; torch forgets the group."""
+    """Abort the running operations of the group's GPU communicators; torch then forgets the group."""
     dist.distributed_c10d._abort_process_group(group)
 
 

@@ -1,4 +1,4 @@
-"""The first meeting of the ranks of a run: a store at torchrun's address, and a connection from each to all."""
+"""The rendezvous of the ranks of a run: a store at torchrun's address, and connections between all ranks."""
 
 import contextlib
 import ipaddress
@@ -15,14 +15,17 @@ from zero.distributed.failure import GRACE_S, first_line, some_ranks
 from zero.errors import ConfigError, DeadlineError, RankFailedError, WorldError
 
 _HOSTED: dict[tuple[str, int], dist.Store] = {}
-"""Stores that this process hosts until it ends: a rank may open its next world before this one has left the last."""
+"""Stores that this process hosts, kept until it ends.
+
+The next world of another rank may need the store before this rank has closed the last world.
+"""
 
 
 def env_int(name: str, default: str = "") -> int:
     """Read a whole number from the environment.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: the variable is missing or not a whole number.
     """
     value = os.environ.get(name, default)
     try:
@@ -32,19 +35,19 @@ def env_int(name: str, default: str = "") -> int:
 
 
 def check_environment() -> None:
-    """Raise ConfigError unless torchrun's variables are there."""
+    """Raise ConfigError unless torchrun's environment variables are set."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
 
 
 def store_address() -> tuple[str, int]:
-    """Return host and port of the store."""
+    """Return host and port of the rendezvous store."""
     return os.environ["MASTER_ADDR"], env_int("MASTER_PORT")
 
 
 def listens(address: tuple[str, int]) -> bool:
-    """Return whether the store's host takes connections."""
+    """Return whether the store's host accepts connections."""
     try:
         socket.create_connection(address, GRACE_S).close()
     except OSError:
@@ -53,14 +56,14 @@ def listens(address: tuple[str, int]) -> bool:
 
 
 def rank_of_process() -> int:
-    """Return this process's rank, which is known before there is a world."""
+    """Return this process's rank, also before a world is open."""
     return dist.get_rank() if dist.is_initialized() else env_int("RANK", "0")
 
 
 def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT, and return once every rank has.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT, and return when every rank has connected.
 
-    torchrun's agent hosts it, or else rank 0 does.
+    torchrun's agent hosts the store; without an agent rank 0 does.
     """
     host, port = store_address()
     hosting_is_ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -70,8 +73,9 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         server = dist.TCPStore(host, port, size, hosting, timeout, wait_for_workers=False, multi_tenant=True)
         if hosting:
             _HOSTED[host, port] = server
-        # A second world in the same processes must not find the first one's keys, nor a later start, in an agent's
-        # store, those of an earlier one. Without that the ranks of two nodes may have counted different restarts.
+        # Keys have a prefix, so that a second world in the same processes does not find the keys of the first, and a
+        # restart does not find those of an earlier start in an agent's store. If rank 0 hosts the store, the prefix has
+        # no count of restarts, because the ranks of two nodes may have counted different ones.
         start = "0" if hosting_is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         opened = server.add(f"zero/opened/{rank}/{start}", 1)
         store = dist.PrefixStore(f"zero/{start}/{opened}", server)
@@ -100,11 +104,13 @@ def connect_all(
     wait_s: float,
     hint: str,
 ) -> dist.ProcessGroup | None:
-    """Call `connect` and return when all ranks have: one that left earlier would tear connections still being made.
+    """Call `connect` and return when all ranks have connected.
+
+    A rank that left earlier would break connections that others are still making.
 
     Args:
-        wait_s: the deadline of `connect`.
-        hint: what may help where it fails.
+        wait_s: the deadline of `connect`, in seconds.
+        hint: advice that the message adds if `connect` fails.
 
     Raises:
         DeadlineError, RankFailedError: some rank could not connect.
@@ -125,15 +131,15 @@ def connect_all(
         if message := store.get(f"connected/{other}").decode():
             raise RankFailedError(message)
     store.set(f"joined/{rank}", "")
-    if rank == 0:  # it may be the store's host, and stays until the others have read
+    if rank == 0:  # rank 0 may host the store, so it stays until the others have read
         _await_all(store, "joined", rank, size, timeout_s, "join")
     return group
 
 
 def have_gloo_listen_towards(address: tuple[str, int]) -> None:
-    """Name the interface through which this machine reaches `address`, unless the user has named one.
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches `address`, unless the user has set it.
 
-    By itself gloo listens where the machine's own name leads, and that is often the loopback.
+    By default gloo listens on the address of the machine's own name, which is often the loopback.
     """
     with socket.create_connection(address, GRACE_S) as connection:
         here = connection.getsockname()[0]
@@ -143,7 +149,7 @@ def have_gloo_listen_towards(address: tuple[str, int]) -> None:
 
 
 def _await_all(store: dist.Store, key: str, rank: int, size: int, timeout_s: float, to: str) -> None:
-    """Wait until every rank has set its `key`, as it does once it came `to` that point."""
+    """Wait until every rank has set its `key`. `to` is the awaited action in messages, such as "connect"."""
     begin_s = time.monotonic()
     try:
         store.wait([f"{key}/{r}" for r in range(size)], timedelta(seconds=timeout_s))

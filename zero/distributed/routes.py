@@ -1,25 +1,28 @@
-"""Collectives between nodes: straight from rank to rank, or by node, once over each wire.
+"""Collectives between nodes: directly from rank to rank, or by node, which sends each byte once over each wire.
 
-With L ranks on each of N nodes, rank r = n x L + l is number l of node n. Straight, a shard crosses the wire to every
-rank of every other node, L times to each, and so does a rank's part of a sum. By node:
+With L ranks on each of N nodes, rank r = n x L + l has number l on node n. A direct gather sends a shard to every rank
+of every other node, so L times over the wire to each node, and a direct sum does the same with a rank's part of a sum.
+By node:
 
-    gather    the ranks of one number give each other their shards; then each node's ranks give each other all of those
-    sum       each node adds up its own, in the order of its ranks; then the ranks of one number add up the nodes' sums,
-              in the order of nodes
+    gather    ranks with the same number gather their shards; then the ranks of each node gather all of those
+    sum       the ranks of each node add their tensors, in the order of ranks; then ranks with the same number add the
+              nodes' sums, in the order of nodes
 
-So a byte crosses each wire once. A gather copies, and gives the same bits either way; a sum by node has an order of its
-own, which is the same for every stage, tier and schedule. The shards that a rank received from other nodes are its
-*secondary shard*: if it keeps them, on the device or in host memory, it gathers again without the wire.
+So a byte crosses each wire once. A gather only copies, and gives the same bits either way; a sum by node has its own
+order of additions, which is the same for every stage, tier and schedule. The shards that a rank received from other
+nodes are its *secondary shard*: if it keeps them, on the device or in host memory, it can gather again without the
+wire.
 
-Where each node has a copy of the state, in shards on its ranks, gathers stay within the node. Each rank of one number
-has then added up a part of their shard, and they gather these parts, so that each copy has all of it.
+If each node has a copy of the state, sharded over its ranks, gathers stay within the node. After a sum by node each of
+the ranks with the same number has a part of the sum of their shard; they gather these parts, so that each copy has all
+of it.
 
-Both are operations of two halves, and the second starts when the first has ended; where nodes have copies, a sum has
-three. On a GPU no host waits for that: the second half of a gather follows on its stream, the other parts of a sum on
-the stream of reductions. On a CPU it starts when the operation is waited for, after those of all earlier operations, so
-ranks that wait in different orders still start alike. A rank that does not wait for an operation must not hold up
-others that do: before it waits for anything else it calls `advance`. That waits for first halves, so only for those
-that every rank is sure to start.
+Gathers and sums by node have two parts, and the second starts when the first has ended; a sum for copies has three. On
+a GPU no host waits between parts: the second part of a gather follows on its stream, the later parts of a sum on the
+stream of reductions. On a CPU the second part starts when the operation is waited for, after the second parts of all
+earlier operations, so ranks that wait in different orders still start parts in the same order. A rank that does not
+wait for an operation must not hold up others that do, so it calls `advance` before it waits for anything else.
+`advance` waits only for first parts, which every rank is sure to start.
 
 Letters: W ranks, P elements of a full flat, S = P / W.
 Source: Wang et al. 2023, "ZeRO++", hpZ, for secondary shards; Jia et al. 2018, "Highly Scalable Deep Learning Training
@@ -41,12 +44,13 @@ from zero.platform.handle import Handle, Then
 
 
 class Routes:
-    """The collectives of one rank.
+    """The collectives of one rank, direct or by node.
 
     Args:
-        gather_by_node, sum_by_node: gathers, and sums, go by node, of which each has several ranks.
-        copies: each node has a copy of the state: gathers stay within it, and sums are for all of them.
-        travels: the dtype that a node's sum is sent in, if that is narrower than the sum.
+        gather_by_node, sum_by_node: whether gathers, and sums, go by node; there are several nodes with several ranks
+            each.
+        copies: whether each node has a copy of the state: gathers stay within a node, and sums are for all nodes.
+        travels: the dtype in which a node's sum is sent to other nodes, if that is narrower than the sum.
     """
 
     def __init__(
@@ -74,12 +78,12 @@ class Routes:
         of_sum: bool = False,
         what: str = "",
     ) -> Handle:
-        """Gather as `World.gather`.
+        """Start an all-gather as `World.gather`.
 
         Args:
-            secondary: ((N - 1) x S,), memory that keeps the secondary shard and that the device copies to and from.
-            current: `secondary` has been filled already, or is being filled by an earlier gather.
-            of_sum: it ends an all-reduce, see `advance`.
+            secondary: ((N - 1) x S,), memory for the secondary shard, from and to which the device can copy.
+            current: whether `secondary` was filled, or is being filled, by an earlier gather; then it is the source.
+            of_sum: whether this gather ends an all-reduce, see `advance`.
         """
         if self._gathers is None or not shard_S.numel():
             return self._world.gather(shard_S, full_P, what=what)
@@ -95,11 +99,11 @@ class Routes:
         accumulate: bool,
         what: str = "",
     ) -> Handle:
-        """Add as `World.reduce_scatter`.
+        """Start a reduce-scatter as `World.reduce_scatter`.
 
         Args:
-            partial: (`partial_numel`,) fp32, where sums are by node: this node's; scratch until the handle was waited
-                for.
+            partial: (`partial_numel`,) fp32, for the sum of this node if sums are by node; scratch, in use until the
+                handle was waited for.
         """
         if self._sums is None or partial is None or not partial.numel():
             return self._world.reduce_scatter(full_P, recv_P, sum_S, accumulate=accumulate, what=what)
@@ -107,33 +111,33 @@ class Routes:
 
     @property
     def are_waiting(self) -> bool:
-        """Parts of operations have not been started."""
+        """Whether parts of operations have not been started."""
         return self._queue.is_waiting
 
     def advance(self, *, sums: bool = True, through: bool = False) -> None:
-        """Start the second halves of what this rank has begun, on the current stream.
+        """Start the second parts of the operations that this rank has begun, on the current stream.
 
         Args:
-            sums: also of sums, and of operations after them. Without, it is safe where other ranks wait for this one
-                before they begin the sums that it has begun.
-            through: the third parts too, which have to wait for the second ones.
+            sums: also start those of sums, and of operations after a sum. False is safe where other ranks wait for this
+                one before they begin the sums that it has begun.
+            through: also start third parts, which have to wait for the second ones.
         """
         self._queue.advance(sums=sums, through=through)
 
 
 def within_node(world: World, operation: str) -> World:
-    """Return the ranks of this node."""
+    """Return the ranks of this node as a world."""
     first = world.rank - world.rank % world.local_size
     return world.part(range(first, first + world.local_size), f"{operation} within a node")
 
 
 def across_nodes(world: World, operation: str) -> World:
-    """Return the ranks of this number."""
+    """Return the ranks with the same number as this one, one on each node, as a world."""
     return world.part(range(world.rank % world.local_size, world.size, world.local_size), f"{operation} across nodes")
 
 
 def partial_numel(world: World, numel: int) -> int:
-    """Return the elements of a node's sums on one rank: its share of `numel`, as equal parts for each node."""
+    """Return the number of elements of a node's sum on one rank: `numel` / L, rounded up to equal parts per node."""
     return -(-numel // world.size) * world.nodes
 
 
@@ -158,7 +162,7 @@ class _GathersByNode:
                 self._copy(kept, others)
             own = [shard_S if n == here else rows[n] for n in range(nodes)]
             handles = [self._within.gather(own[n], places[n].view(-1), what=what) for n in range(nodes)]
-            if kept and not current:  # beside those gathers, which leave the rows as they are
+            if kept and not current:  # runs beside those gathers, which do not change the rows
                 self._copy(others, kept)
             return handles
 
@@ -182,7 +186,7 @@ class _Sum(NamedTuple):
 
 
 class _SumsByNode:
-    """Within a node, then across nodes."""
+    """Sums within each node, then across nodes."""
 
     def __init__(self, world: World, travels: torch.dtype, queue: "_Queue") -> None:
         self._within, self._across = within_node(world, "sum"), across_nodes(world, "sum")
@@ -192,7 +196,7 @@ class _SumsByNode:
         rows = (flat.view(self._across.size, -1) for flat in (request.full_P, request.recv_P, request.partial))
         first: list[Handle] = []
 
-        def wait() -> None:  # they use flats that others will be given
+        def wait() -> None:  # the started sums use flats that the caller frees after an error
             for started in first:
                 started.wait()
 
@@ -202,7 +206,7 @@ class _SumsByNode:
         return self._queue.add(first, lambda: [self._add_nodes(request)], is_sum=True)
 
     def _add_nodes(self, request: _Sum) -> Handle:
-        """Start the second half. The memory of the first one's flats is free by now."""
+        """Start the second part, in the memory of the first part's flats, which are not needed any more."""
         sent = request.partial
         if self._travels != sent.dtype:
             sent = _reused(request.full_P, self._travels, sent.numel()).copy_(sent)
@@ -213,7 +217,10 @@ class _SumsByNode:
 
 
 class _SumsForCopies(_SumsByNode):
-    """Sums of which each node gets all of its share, P / L, by a gather across nodes."""
+    """Sums for nodes that each have a copy of the state: every node gets the whole sum, P / L elements on each rank.
+
+    A third part gathers the sum across nodes.
+    """
 
     def __init__(self, world: World, travels: torch.dtype, queue: "_Queue") -> None:
         super().__init__(world, travels, queue)
@@ -230,7 +237,7 @@ class _SumsForCopies(_SumsByNode):
             added = self._add_nodes(request._replace(sum_S=own, accumulate=False))
             back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=request.what)])
 
-            def add_share() -> None:  # on the stream that waits
+            def add_share() -> None:  # runs on the stream that waits
                 back.wait()
                 if request.accumulate:
                     total.add_(share)
@@ -244,10 +251,10 @@ class _SumsForCopies(_SumsByNode):
 
 
 class _Queue:
-    """Operations of several parts that are under way: their next parts start in the order of their first ones.
+    """Running operations of several parts. Their next parts start in the order in which the operations began.
 
-    The third part of an operation comes before the second one of the next, so that a rank has started all that others
-    need for an operation before it waits for anything else.
+    The third part of an operation starts before the second part of the next one, so a rank has started all parts that
+    others need for an operation before it waits for anything else.
     """
 
     def __init__(self) -> None:
@@ -268,17 +275,17 @@ class _Queue:
         return operation
 
     def add_third(self, second: Handle, then: Callable[[], Sequence[Handle]]) -> Handle:
-        """Add a third part, as the second one starts."""
+        """Add a third part to the operation whose second part is being started."""
         operation = _TwoHalves([second], then, True, self, is_third=True)
         self._waiting.insert(1, operation)  # the second part is still at the front
         return operation
 
     def advance(self, *, sums: bool, through: bool) -> None:
-        """Start second parts, and third ones as far as they are before those.
+        """Start second parts, and the third parts that come before them in the queue.
 
         Args:
-            sums: also of sums, and of operations after them.
-            through: all third parts too, which have to wait for the second ones.
+            sums: also start the second parts of sums, and of operations after a sum.
+            through: also start the remaining third parts, which have to wait for second ones.
         """
         while self._waiting and (sums or not self._waiting[0].is_sum):
             if self._waiting[0].is_third and len(self._waiting) == 1 and not through:
@@ -286,7 +293,7 @@ class _Queue:
             self.advance_to(self._waiting[0])
 
     def advance_to(self, last: "_TwoHalves") -> None:
-        """Start the next part of `last`, and of all that began earlier."""
+        """Start the next part of `last`, and of all operations that began earlier."""
         operation = None
         while operation is not last:
             operation = self._waiting[0]
@@ -303,7 +310,7 @@ class _TwoHalves:
     is_third: bool = False
 
     def go_on(self) -> None:
-        """Start the second half."""
+        """Wait for the current part, then start the next one."""
         for handle in self.handles:
             handle.wait()
         if self.then is not None:
@@ -317,7 +324,7 @@ class _TwoHalves:
 
 
 def _reused(flat: Tensor, dtype: torch.dtype, numel: int, *, start: int = 0) -> Tensor:
-    """Return bytes of `flat` from `start` as `numel` elements of `dtype`; new memory if they do not fit."""
+    """Return `numel` elements of `dtype` in the memory of `flat`, from byte `start`; new memory if they do not fit."""
     start, nbytes = round_up(start, dtype.itemsize), numel * dtype.itemsize
     if start + nbytes > flat.nbytes:
         return flat.new_empty(numel, dtype=dtype)

@@ -1,13 +1,13 @@
-"""Notice during a wait that it can never end, because the ranks run different operations.
+"""Detection of waits that can never end, because the ranks run different operations.
 
-Gloo waits until the deadline for a message that nobody sends, and its waits can neither be inspected nor cancelled. So
-a thread of each rank watches. When rank 0 has waited for `PATIENCE_S`, it writes the operations that it has started to
-the store; another rank that waits as long compares them with its own. If an operation differs, or if both wait for an
-operation that the other will only start afterwards, it cuts its connections: every wait of every rank then fails at
-once, and finds the cause as any wait that fails.
+Gloo waits until the deadline for a message that no rank sends, and its waits can neither be inspected nor cancelled. So
+a thread of each rank watches its waits. When rank 0 has waited for `PATIENCE_S`, its thread writes the operations that
+it has started to the store; every other rank that has waited as long compares them with its own. If an operation
+differs, or if each of the two ranks waits for an operation that the other one has not started, the other rank cuts its
+connections. Every wait of every rank then fails at once, and the ranks search for the cause as after any failed wait.
 
-Two ranks are known to wait for each other although they were not observed at the same time: a rank that waits for an
-operation that another has not started is still waiting for it.
+The two ranks need not be observed at the same time, because a rank that waits for an operation that another has not
+started is still waiting for it.
 
 Source: the operations of ranks are compared by number as in torch's own `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 """
@@ -26,14 +26,14 @@ from zero.distributed.failure import Note, Notes, by_rank, first_difference
 from zero.platform.threads import Beside
 
 PATIENCE_S = 2.0
-"""Shorter waits are not compared. Most longer ones are for a slow rank, and go on."""
+"""Seconds of waiting before operations are compared. Most longer waits are for a slow rank, and continue."""
 
 PERIOD_S = 0.5
 """Seconds between two comparisons."""
 
 
 class Wait(NamedTuple):
-    """A wait for an operation: the order of operations that it is in, its number there, and the ranks that start it."""
+    """A wait for an operation: its order's name, its number there, its signature, and the other ranks in it."""
 
     order: str
     number: int
@@ -42,13 +42,13 @@ class Wait(NamedTuple):
 
 
 class StallWatch:
-    """The watch of one rank.
+    """The watch over the waits of one rank.
 
     Args:
-        notes: this rank's notes, for ranks whose waits will fail; and their store, through which ranks compare.
-        started: returns this rank's latest operations in order, by number; called by the thread of the watch.
-        counted: returns the number of operations started, by their order; likewise.
-        sockets: descriptors of this rank's connections.
+        notes: this rank's notes, which explain waits that the watch ends; their store is also used for the comparison.
+        started: returns number -> signature of this rank's latest operations; called in the watching thread.
+        counted: returns order -> number of operations started in it; called in the watching thread.
+        sockets: file descriptors of this rank's connections.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class StallWatch:
         sockets: Collection[int],
     ) -> None:
         self._notes, self._started, self._counted, self._sockets = notes, started, counted, sockets
-        self._waits: tuple[float, Wait] | None = None  # since when, and for what
+        self._waits: tuple[float, Wait] | None = None  # start and operation of the current wait
         self._over = threading.Event()
         Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
 
     def begin(self, wait: Wait) -> None:
-        """Note that this rank waits from now on."""
+        """Record that this rank waits from now on."""
         self._waits = time.monotonic(), wait
 
     def end(self) -> None:
-        """Note that it does not wait any more."""
+        """Record that this rank does not wait any more."""
         self._waits = None
 
     def close(self) -> None:
-        """Stop, before the connections are closed."""
+        """Stop the watch. To be called before the connections are closed."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -89,7 +89,7 @@ class StallWatch:
                     return
 
     def _compare(self, mine: Wait) -> str:
-        """Return the operation that differs from rank 0's; "" if none is known."""
+        """Return a text about the operation that differs from rank 0's; "" if none is known."""
         store, rank = self._notes.store, self._notes.rank
         if rank == 0:
             store.set("started", json.dumps([self._started(), self._counted(), mine]))
@@ -109,7 +109,7 @@ class StallWatch:
 
 
 def open_sockets() -> frozenset[int]:
-    """Return the descriptors of this process that are sockets."""
+    """Return the file descriptors of this process that are sockets."""
     return frozenset(number for number in map(int, os.listdir("/dev/fd")) if _is_socket(number))
 
 
@@ -121,7 +121,7 @@ def _is_socket(descriptor: int) -> bool:
 
 
 def cut(sockets: Collection[int]) -> None:
-    """End the connections among `sockets`, in both directions."""
+    """Shut down the connections among `sockets`, in both directions."""
     for number in sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             connection.getpeername()  # raises for a socket that listens, which must stay open

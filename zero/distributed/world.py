@@ -1,11 +1,12 @@
 """Communication between ranks: gather, reduce-scatter, all-reduce of flat tensors.
 
-A `World` knows nothing of layouts, units or steps. A transport brings three primitives (gather, exchange, broadcast);
-everything else is written once, on top of them, so that thread ranks and processes add in the same order and give the
-same bits.
+A `World` knows nothing of layouts, units or steps. A transport implements three primitives (gather, exchange,
+broadcast); everything else is written once, on top of them, so that ranks that are threads and ranks that are processes
+add in the same order and give the same bits.
 
-Sums are local: a chunk travels as it is, and the rank that owns it adds the chunks that arrived in rank order. That is
-exact where gloo's own reduce-scatter is not (it adds bf16 in bf16), deterministic, and faster for large tensors.
+Sums are computed locally: ranks send chunks unchanged, and the rank that owns a chunk adds the received ones in rank
+order. This is exact where gloo's own reduce-scatter is not (it adds bf16 in bf16), deterministic, and faster for large
+tensors.
 
 Letters: W world size, P elements of a full flat tensor, S = P / W.
 Source: Rajbhandari et al. 2020, "ZeRO", section 7 (reduce-scatter and all-gather in place of all-reduce).
@@ -44,12 +45,12 @@ from zero.platform.handle import Done, Handle as Handle, Then
 
 
 class Collectives(NamedTuple):
-    """Bytes that one rank received in gathers and reductions since its world was opened, and time of waits."""
+    """Bytes that one rank received in gathers and reductions, and time of waits, since its world was opened."""
 
     gather_bytes: int
     reduce_bytes: int
     wait_s: float
-    """Seconds that the host was in `wait`, which adds up chunks; on a CUDA world it never waits there."""
+    """Seconds that the host spent in `wait`, additions of chunks included. On a CUDA world the host does not wait."""
     wire_bytes: int = 0
     """The part of `gather_bytes` and `reduce_bytes` that came from other nodes."""
 
@@ -57,25 +58,26 @@ class Collectives(NamedTuple):
 class World(contextlib.AbstractContextManager["World"]):
     """The ranks of one run, seen from one of them.
 
-    Every rank must start the same operations in the same order; handles may be waited for in any order. After its
-    `wait` an operation's result may be read and its inputs may be written; on a CUDA world the current stream waits,
-    the host does not. `what` names the operation's subject (a unit) in error messages. After a failed operation the
-    world cannot be used again.
+    Every rank must start the same operations in the same order; handles may be waited for in any order. After the
+    handle's `wait` an operation's result may be read and its inputs may be written; on a CUDA world the current stream
+    waits, the host does not. `what` names the operation's subject (a unit) in error messages. After a failed operation
+    the world cannot be used again.
 
     Raises:
-        DeadlineError: by a handle's `wait`, as those below: the other ranks did not come in time.
-        RankFailedError: another rank is gone.
+        DeadlineError: from a handle's `wait`, as the errors below: the other ranks did not start the operation in time.
+        RankFailedError: another rank has failed.
         WorldError: the ranks do not run the same operation.
 
     Attributes:
         rank: 0 to size - 1.
         size: W.
-        local_size: ranks on this node, which share its memory.
-        nodes_alike: every node has as many ranks, and consecutive ones; else collectives are not by node.
+        local_size: number of ranks on this node, which share its memory.
+        nodes_alike: whether all nodes have the same number of ranks, with consecutive ranks; otherwise collectives do
+            not go by node.
         device: the device of this rank's full tensors.
-        compute: its streams, memory and readings, for the engine.
+        compute: streams, memory and measurements of that device, for the engine.
         timeout_s: the longest wait for another rank, in seconds; then an error names the missing rank.
-        traffic: bytes that gathers and reductions have moved.
+        traffic: bytes that this rank received in gathers and reductions, and time of waits.
         keeps_default_group: `close` leaves torch's default process group open, because the script may use it.
     """
 
@@ -93,7 +95,7 @@ class World(contextlib.AbstractContextManager["World"]):
         self.compute = compute_device(torch.device(device))
         self.device = self.compute.device
         self.timeout_s = timeout_s
-        self._moved: dict[str, Any] = dict.fromkeys(Collectives._fields, 0)  # by this world and its parts together
+        self._moved: dict[str, Any] = dict.fromkeys(Collectives._fields, 0)  # shared with the world's parts
 
     @property
     def traffic(self) -> Collectives:
@@ -105,23 +107,23 @@ class World(contextlib.AbstractContextManager["World"]):
         return -(-self.size // self.local_size)
 
     def part(self, ranks: Sequence[int], name: str) -> "World":
-        """Return some ranks as a world with an order of operations of its own. Collective among them.
+        """Return some ranks as a world with its own order of operations. Collective among them.
 
-        Its traffic counts as its whole world's, and it ends with that.
+        Its traffic is added to the whole world's, and closing the whole world closes it.
 
         Args:
-            ranks: in the order that they have in the part; this one is among them.
-            name: the same on each of them; two parts with one name must not have a rank in common.
+            ranks: the ranks, in their order in the part; this rank is among them.
+            name: the name of the part, the same on each of its ranks; two parts with one name must not share a rank.
         """
         raise NotImplementedError
 
     def _count(self, nbytes: int, *, gather: bool) -> None:
-        """Count `nbytes` from each other rank."""
+        """Add to the traffic counter the `nbytes` that this rank receives from each other rank."""
         self._moved["gather_bytes" if gather else "reduce_bytes"] += nbytes * (self.size - 1)
         self._moved["wire_bytes"] += nbytes * (self.size - self.local_size)
 
     def _timed(self, handle: Handle) -> Handle:
-        """Return a handle whose wait is counted."""
+        """Return a handle whose `wait` adds its time to the traffic counter."""
 
         def wait() -> None:
             begin_s = time.perf_counter()
@@ -133,7 +135,7 @@ class World(contextlib.AbstractContextManager["World"]):
         return Then(wait)
 
     def _be_part(self, whole: "World", ranks: Sequence[int]) -> None:
-        """Become the part `ranks` of `whole`, and count for it."""
+        """Make this world the part `ranks` of `whole`, with the traffic counter of `whole`."""
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
         self.local_size = sum(rank // whole.local_size == whole.rank // whole.local_size for rank in ranks)
         self.compute, self.device, self.timeout_s = whole.compute, whole.device, whole.timeout_s
@@ -149,7 +151,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
         Raises:
             ConfigError: the environment is incomplete, or there is no such device.
-            DeadlineError: the other ranks did not come.
+            DeadlineError: the other ranks did not connect in time.
         """
         if device is not None and str(device).partition(":")[0] not in ("cpu", "cuda"):
             raise ConfigError(f'device={device}: it is cpu or cuda; write zero.World.from_env(device="cuda")')
@@ -162,7 +164,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
         Args:
             shard_S: (S,), any dtype; may be this rank's own slice of `full_P`, which saves a copy.
-            full_P: (W * S,), the same dtype, or (W, S) with rows apart from one another; filled when the returned
+            full_P: (W * S,), the same dtype, or (W, S) with rows that need not be adjacent; filled when the returned
                 handle has been waited for.
             what: names the subject in error messages.
 
@@ -182,15 +184,16 @@ class World(contextlib.AbstractContextManager["World"]):
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
     ) -> Handle:
-        """Add chunk `rank` of every rank's `full_P`: the transpose of `gather`.
+        """Start to add chunk `rank` of every rank's `full_P` into `sum_S` (reduce-scatter).
 
-        The chunks are added in rank order in sum_S.dtype, (c_0 + c_1) + c_2 and so on, inside `wait`: on a CUDA world
-        by the stream that waits, to which `recv_P`, `sum_S` and this rank's part of `full_P` belong until then.
+        The chunks are added inside `wait`, in rank order and in sum_S.dtype: (c_0 + c_1) + c_2 and so on. On a CUDA
+        world the stream that waits adds them, and no other stream may use `recv_P`, `sum_S` or this rank's chunk of
+        `full_P` before.
 
         Args:
             full_P: (W * S,), this rank's summand.
             recv_P: like `full_P`; scratch, holds nothing useful afterwards.
-            sum_S: (S,), fp32 or full_P.dtype, apart from `full_P`; receives the sum.
+            sum_S: (S,), fp32 or full_P.dtype, not in the memory of `full_P` or `recv_P`; receives the sum.
             accumulate: add the sum to `sum_S` instead of replacing it.
             what: names the subject in error messages.
 
@@ -238,7 +241,7 @@ class World(contextlib.AbstractContextManager["World"]):
     def exchange(self, numbers_N: Tensor, *, what: str = "") -> Tensor:
         """Return every rank's `numbers_N`, on every rank: (W, N) in host memory.
 
-        Exchanges have an order of their own: other operations need not have been started alike so far.
+        Exchanges have an order of their own, so ranks need not have started the same other operations before.
 
         Args:
             numbers_N: (N,) in host memory, any dtype.
@@ -262,18 +265,18 @@ class World(contextlib.AbstractContextManager["World"]):
         return self._broadcast(tensor.view(-1), source, op)
 
     def barrier(self, what: str = "") -> None:
-        """Return when every rank's host is here; device streams are not waited for.
+        """Return when the hosts of all ranks have called `barrier`; device streams are not waited for.
 
         Raises:
-            DeadlineError: some ranks did not come within `timeout_s`; the message names them.
-            RankFailedError: another rank is gone.
+            DeadlineError: some ranks did not call it within `timeout_s`; the message names them.
+            RankFailedError: another rank has failed.
         """
         token_S = torch.zeros(1, dtype=torch.uint8, device="cpu")
         full_P = torch.empty(self.size, dtype=torch.uint8, device="cpu")
         self._gather(token_S, full_P, _label("barrier", what)).wait()
 
     def agree(self, fields: Mapping[str, str], what: str = "settings") -> None:
-        """Check that every rank has the same `fields`; one gather of 64 bytes if so.
+        """Check that every rank has the same `fields`. If so, that takes one gather of 64 bytes per rank.
 
         Raises:
             HandshakeError: on every rank, with the first field that differs, its values and their ranks.
@@ -304,17 +307,17 @@ class World(contextlib.AbstractContextManager["World"]):
         return [_as_text(row[:n]) for row, n in zip(texts, numels.tolist(), strict=True)]
 
     def at(self, place: str) -> None:
-        """Note what this rank is at, such as "step 3, backward", for errors of ranks that wait for it. Not collective.
+        """Record this rank's phase, such as "step 3, backward", for the errors of ranks that wait for it.
 
-        It takes a few microseconds, so call it for the phases of a step and not for each operation.
+        Not collective. A call takes a few microseconds, so call it for the phases of a step and not for each operation.
         """
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Lock what ranks that are threads share: torch's global generator."""
+        """Return a lock of the state that ranks in threads share, such as torch's global random generator."""
         return contextlib.nullcontext()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves because of `error`, so that they can name it."""
+        """Tell the other ranks that this one leaves because of `error`, so that their errors name it."""
 
     def close(self) -> None:
         """Leave the world. Closing again has no effect."""
@@ -329,7 +332,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
     @abstractmethod
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
-        """Start a gather; with `aside` in the order of exchanges, for host tensors."""
+        """Start a gather; with `aside` in the order of exchanges, which is for host tensors."""
 
     @abstractmethod
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
@@ -348,7 +351,7 @@ class SoloWorld(World):
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
     ) -> Handle:
-        """Add as in any world; `recv_P` is not used."""
+        """Add as `World.reduce_scatter`; `recv_P` is not used."""
         return super().reduce_scatter(full_P, full_P, sum_S, accumulate=accumulate, what=what)
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
@@ -364,11 +367,11 @@ class SoloWorld(World):
 
 
 class _Transport(World):
-    """The primitives, from messages between ranks in host memory and from collectives of GPUs."""
+    """The three primitives for processes: by messages for host tensors, by collectives for GPU tensors."""
 
     _processes: ProcessGroup
-    _ranks: Sequence[int]  # what its ranks are in the group
-    _name: str  # of the order that its operations are in
+    _ranks: Sequence[int]  # rank of this world -> its rank in the process group
+    _name: str  # name of the order of its operations
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if self._by_collective(full_P):
@@ -398,7 +401,7 @@ class _Transport(World):
         return not self.compute.shares_memory and self.compute.is_home_of(tensor)
 
     def _others(self) -> list[int]:
-        """Return the other ranks, nearest first, so that no rank is everyone's first."""
+        """Return the other ranks, beginning with the next one, so that not all ranks send to the same rank first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     def _messages(
@@ -409,7 +412,7 @@ class _Transport(World):
 
 
 class ProcessWorld(_Transport):
-    """A world of processes, which torchrun's environment describes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+    """A world of processes, described by torchrun's environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
     LOCAL_RANK picks the GPU.
     """
@@ -443,7 +446,7 @@ class ProcessWorld(_Transport):
 
 
 class _ProcessPart(_Transport):
-    """Some of the ranks of a `ProcessWorld`. Messages use its connections; GPUs have a communicator of their own."""
+    """Some of the ranks of a `ProcessWorld`: host messages use its connections, GPUs have a communicator per part."""
 
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
         self._be_part(whole, ranks)
@@ -452,11 +455,11 @@ class _ProcessPart(_Transport):
 
 
 _OPENING = threading.Lock()
-"""Held while torch's default process group is opened: ranks may be threads."""
+"""Lock for opening torch's default process group, because ranks may be threads."""
 
 
 def open_default_group() -> None:
-    """Open torch's default process group, in a world of one too: for scripts that ask torch for their rank."""
+    """Open torch's default process group, also for a single rank, for scripts that ask torch for their rank."""
     with _OPENING:
         if default_group() is not None:
             return
@@ -473,12 +476,13 @@ def ordered_sum(
 ) -> None:
     """Add `chunks` in order, in sum_S.dtype: sum_S = [sum_S +] ((c_0 + c_1) + c_2) ...
 
-    Adds `Device.sum_numel` elements at a time and allocates two such pieces at most: a host add of two dtypes would
-    first make a converted copy of the whole operand.
+    Adds `Device.sum_numel` elements at a time and allocates at most two tensors of that size, because an addition of
+    two dtypes on a CPU would first make a converted copy of the whole operand.
 
     Args:
-        chunks: each (S,), all of one dtype, apart from `sum_S`.
+        chunks: each (S,), all of one dtype, not in the memory of `sum_S`.
         sum_S: (S,).
+        accumulate: add the sum to `sum_S` instead of replacing it.
         device: the device that adds; None: a CPU.
     """
     on_host = device is None or device.shares_memory
@@ -512,7 +516,7 @@ def _check(op: str, tensor: Tensor, numel: int, dtype: torch.dtype, *, flat: boo
 
 
 def _rows(full_P: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return the shards of a full tensor."""
+    """Return each rank's shard in a full tensor, as views."""
     return (full_P.view(count, -1) if full_P.dim() == 1 else full_P).unbind()
 
 

@@ -1,8 +1,8 @@
-"""The settings of a training step, as one closed schema without model and data.
+"""The settings of a training step, as a schema that rejects unknown keys, without those of model and data.
 
 `Settings.read` turns a nested mapping into a frozen `Settings` or raises a `ConfigError` of one line. Nothing here
-needs ranks or torch, so a mistake is reported before they are started. The trainer's `Config` extends this schema, and
-`build` makes the engine's objects from it.
+needs ranks or torch, so a mistake is reported before ranks are started. The trainer's `Config` extends this schema, and
+`zero.settings.build` makes the engine's objects from it.
 """
 
 import os
@@ -71,7 +71,7 @@ class Settings(Section):
         return self.steps if total is None else total
 
     def on(self, ranks: int) -> Self:
-        """Return the same settings with the batch as numbers.
+        """Return the settings with every "auto" of the batch replaced by its number.
 
         Raises:
             ConfigError: the batch does not divide over `ranks`.

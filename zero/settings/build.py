@@ -18,15 +18,15 @@ from zero.settings.schedule import Decay, LrRange, OneCycle, Warmup, WarmupLinea
 
 
 def build_plan(config: Settings, model: nn.Module, world: World, **overrides: Any) -> Plan:
-    """Make the plan of a run whose batch is solved for this world.
+    """Make the plan of a run.
 
     Args:
-        overrides: arguments of `Plan` in place of the config's, or that no config has, such as `room`; None and False
-            leave the config's.
+        overrides: arguments of `Plan` that replace the config's, or that no config has, such as `room`; None and False
+            do not replace anything.
 
     Raises:
-        ConfigError: a setting that does not fit the model, such as a class in `zero.units` that it does not have; or
-            `zero.stage=auto`, which `zero.trainer.planning.resolve_auto` replaces.
+        ConfigError: a setting does not fit the model, such as a class in `zero.units` that it does not have; or
+            `zero.stage` is still "auto", which `zero.trainer.planning.resolve_auto` replaces.
     """
     if config.zero.stage == "auto":
         raise ConfigError(
@@ -54,7 +54,7 @@ def build_plan(config: Settings, model: nn.Module, world: World, **overrides: An
 
 
 def build_optimizer(config: Settings) -> Transform:
-    """Make the transform with its schedule, clipping, decay and, if set, the mean of the parameters."""
+    """Make the optimizer with its schedule, clipping, decay and, if set, the moving average of the parameters."""
     transform, ema = _build_transform(config), config.optim.ema
     if config.optim.moments != "fp32":
         transform = optim.with_moments(transform, config.optim.moments, seed=config.seed)
@@ -78,7 +78,7 @@ def _build_transform(config: Settings) -> Transform:
 
 
 def build_schedule(config: Settings) -> Schedule:
-    """Make the function from step to learning rate."""
+    """Make the function from the step to the learning rate."""
     chosen, lr = config.schedule, config.optim.lr
     if isinstance(chosen, Warmup):
         start = None if chosen.start is None else chosen.start * lr
@@ -115,7 +115,7 @@ def _cycle(config: Settings, chosen: OneCycle) -> lr_schedule.Cycle:
 
 
 def build_precision(config: Settings) -> Precision:
-    """Make the dtypes, with loss scaling for fp16 only."""
+    """Make the `Precision` of a run, with loss scaling for fp16 only."""
     chosen = config.precision
     scale = chosen.scale if chosen.compute == "fp16" else None
     return Precision(chosen.compute, reduce=chosen.reduce, scale=scale, master=chosen.master)

@@ -79,7 +79,7 @@ class Zero(Section):
 
     @property
     def activations_by_pattern(self) -> dict[str, Any]:
-        """Patterns of units' names to keep, remat or offload; auto counts as keep until it is settled."""
+        """Pattern of units' names -> keep, remat or offload. An "auto" that is not resolved yet counts as keep."""
         if self.activations == "auto":
             return {"*": "keep"}
         listed = (f"*:{self.activations}",) if isinstance(self.activations, str) else self.activations
@@ -124,7 +124,7 @@ class Batch(Section):
         return self.global_ != "auto" and self.micro == "auto" and self.accumulate == "auto"
 
     def solved(self, ranks: int) -> "Batch":
-        """Return the same batch with all three as numbers; see `solve_batch`."""
+        """Return the batch with "auto" replaced by numbers; see `solve_batch`."""
         rows, micro, accumulate = solve_batch(self.global_, self.micro, self.accumulate, ranks)
         return Batch(**{"global": rows, "micro": micro, "accumulate": accumulate})
 

@@ -1,4 +1,7 @@
-"""Pages on tiers. A tier is a class that passes `zero.testing.StoreContract`."""
+"""Storage of state in pages on tiers: device, host memory, disk.
+
+Every class of stores passes the tests of `zero.testing.StoreContract`.
+"""
 
 from zero.platform.files import REQUEST_BYTES
 from zero.store.base import Page, PageKind, Store, Ticket

@@ -1,9 +1,9 @@
-"""The contract of a state store: pages of master and moments, read and written by key.
+"""The interface of a store of state: pages that are read and written by key, such as those of master and moments.
 
 A store knows keys and bytes, and nothing of optimizers, ranks or models. A page is a 1-D tensor of fixed length and
 dtype with the contents that were last written to it.
 
-Every tier passes the same tests, `zero.testing.StoreContract`.
+Every store passes the same tests, `zero.testing.StoreContract`.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,10 @@ Held = TypeVar("Held")
 
 
 class PageKind(StrEnum):
-    """The contents of a page that has neither a master nor a moment; those are named by precision and optimizer."""
+    """The kind of state in a page of neither a master nor a moment.
+
+    Kinds of masters and moments are named by the precision and the optimizer.
+    """
 
     PARAM = "param"
     FROZEN = "frozen"
@@ -37,14 +40,14 @@ class Page(NamedTuple):
     kind: str
     """A `PageKind`, or the name of a master or a moment."""
     number: int
-    """The position within the shard."""
+    """The index of the page within its shard."""
 
     def __str__(self) -> str:
         return f"page {self.kind} {self.number} of unit {self.unit}"
 
 
 class Pages(dict[Page, Held]):
-    """A store's record of each of its pages, until the store is closed."""
+    """A store's record of each of its pages. A look-up of an unknown page, or after `close`, raises StoreError."""
 
     is_closed = False
 
@@ -62,7 +65,7 @@ class Pages(dict[Page, Held]):
             raise StoreError(f"{page} is allocated already")
 
     def close(self) -> None:
-        self.is_closed = True  # first: a page that another thread misses is not "never allocated"
+        self.is_closed = True  # set first, so that another thread reports a closed store
         self.clear()
 
 
@@ -73,7 +76,7 @@ def check_matching(page: Page, numel: int, dtype: torch.dtype, other: Tensor) ->
 
 
 class Ticket(Handle, Protocol):
-    """A read or a write under way; after `wait` the bytes are there."""
+    """A read or a write in progress. It is complete when `wait` has returned."""
 
     @property
     def ended(self) -> bool:
@@ -81,10 +84,11 @@ class Ticket(Handle, Protocol):
 
 
 class Watch(Protocol):
-    """A function from an action of a store to a context that lasts as long. Called from any thread."""
+    """A function that returns a context manager to put around an action of a store. Called from any thread."""
 
     def __call__(self, what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
-        """
+        """Return the context manager for one action.
+
         Args:
             what: "read" or "write" of a page, "work" on a group, or "wait": a caller is blocked.
             unit: the unit of the page or group; -1 of a wait.
@@ -94,16 +98,16 @@ class Watch(Protocol):
 
 
 def watch_nothing(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
-    """Watch nothing."""
+    """Return a context manager that does nothing."""
     return nullcontext()
 
 
 class Store(ABC):
-    """A place for pages between two updates."""
+    """Base class of stores, which keep pages between two updates."""
 
     @abstractmethod
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        """Make room for a page; it holds zeros until it is written.
+        """Reserve space for a page; it holds zeros until it is written.
 
         Raises:
             StoreError: the page exists already.
@@ -111,23 +115,23 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, page: Page, into: Tensor) -> Ticket:
-        """Copy a page to `into`, (K,), the page's length and dtype. `into` is valid after `ticket.wait()`.
+        """Start to copy a page to `into`, (K,), of the page's length and dtype. `into` is valid after `ticket.wait()`.
 
         Raises:
-            StoreError: unknown page, or another length or dtype than was allocated.
+            StoreError: the page is unknown, or was allocated with another length or dtype.
         """
 
     @abstractmethod
     def write(self, page: Page, source: Tensor) -> Ticket:
-        """Copy `source`, (K,), to the page. `source` must not change before `ticket.wait()`.
+        """Start to copy `source`, (K,), to the page. `source` must not change before `ticket.wait()` has returned.
 
         Raises:
-            StoreError: unknown page, or another length or dtype than was allocated.
+            StoreError: the page is unknown, or was allocated with another length or dtype.
         """
 
     @abstractmethod
     def in_place(self, page: Page) -> Tensor | None:
-        """Return the page itself where the compute device can work on it directly, else None."""
+        """Return the page itself if the compute device can use it directly, else None."""
 
     @property
     @abstractmethod

@@ -4,17 +4,18 @@ Memory has a few **slots**. A **group** of pages is in a store, and is loaded in
 
     unloaded -> READING -> READY -> WORKING -> WRITING -> unloaded
 
-A caller submits the modification of a group. A group that is only expected is read ahead and waits, READY; it is clean,
-so its slot can be taken back for free. Beside groups there are **transfers**: single pages that are read or written.
+A caller submits the modification of a group. A caller can also announce groups; such a group is read ahead and waits in
+phase READY. It is not modified yet, so its slot can be reused without a write. Beside groups there are **transfers**:
+reads and writes of single pages.
 
-A modification or a transfer is an **operation** from its submission to its end. Operations that touch one page with at
-least one write keep the order of submission. A page that a group is writing back is still in its slot, so a read that
-waits for the write is a copy from there, and the slot stays until the copy ends, though the write may end first.
-Read-ahead is no operation: it never starts on a page that an operation writes, and a write that is submitted makes
-pages that were read ahead stale.
+A modification or a transfer is an **operation** from its submission to its end. Operations on one page, of which at
+least one writes, run in the order of submission. A page that a group is writing back is still in its slot, so a read
+that waits for this write copies from the slot instead, and the slot stays until the copy ends, even if the write ends
+first. Read-ahead is no operation: it never starts on a page that an operation writes, and a write that is submitted
+makes pages that were read ahead stale.
 
-`tests/store/specification.py` defines the right actions as one pure function, (state, event) -> (state, actions), of
-which `tests/store/test_schedule.py` searches every order of events. `indexed_schedule` decides the same for many
+`tests/store/specification.py` defines the right actions as one pure function, (state, event) -> (state, actions), and
+`tests/store/test_schedule.py` checks it for every order of events. `indexed_schedule` makes the same decisions for many
 groups.
 """
 
@@ -27,16 +28,16 @@ from zero.store.base import Page
 
 
 class Group(NamedTuple):
-    """Pages that one piece of work needs together: one stretch of a unit's master and moments, for example."""
+    """Pages that one update needs together, for example those of one range of a unit's master and moments."""
 
     unit: int
     number: int
     pages: tuple[Page, ...]
-    """Read, changed and written back."""
+    """Pages that are read, changed and written back."""
     beside: tuple[Page, ...] = ()
-    """Only read, just before the work: never read ahead."""
+    """Pages that are only read, just before the work; never read ahead."""
     out: tuple[Page, ...] = ()
-    """Only written, after the work."""
+    """Pages that are only written, after the work."""
 
     @property
     def all(self) -> tuple[Page, ...]:
@@ -55,14 +56,17 @@ class Phase(Enum):
     WORKING = "working"
     WRITING = "writing"
     LEAVING = "leaving"
-    """Written, and a read still copies from the slot or will."""
+    """Written, but a read still copies from the slot, or will."""
 
 
 # -- events and actions ------------------------------------------------------------------------------------------------
 
 
 class Expect(NamedTuple):
-    """The groups that will be modified next, in this order; all have `pages`. Replaces the last such event."""
+    """The announcement of the groups that will be modified next, in this order. Replaces the last announcement.
+
+    Groups without `pages` are not announced.
+    """
 
     groups: tuple[Group, ...]
 
@@ -71,12 +75,12 @@ class Modify(NamedTuple):
     """The submission of work on a group."""
 
     number: int
-    """Of the operation: larger than every earlier one."""
+    """The number of the operation, larger than every earlier one."""
     group: Group
     priority: tuple[int, ...]
-    """Smallest first."""
+    """The operation with the smallest priority starts first."""
     in_place: bool = False
-    """The store lends all pages of the group: no slot, no read, no write."""
+    """The store lends all pages of the group, so there is no slot, no read and no write."""
 
 
 class Transfer(NamedTuple):
@@ -86,7 +90,7 @@ class Transfer(NamedTuple):
     page: Page
     writes: bool
     here: bool = False
-    """True: the calling thread carries it out if it can start at once, without a worker."""
+    """True: the calling thread executes the transfer, without a worker, if it can start at once."""
 
 
 class Read(NamedTuple):
@@ -97,7 +101,7 @@ class Read(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The read of `beside` and then the work; without a slot, on the pages in place."""
+    """The read of the group's `beside` and then the work. If `slot` is None, the work is on the pages in place."""
 
     number: int
     group: Group
@@ -105,7 +109,7 @@ class Work(NamedTuple):
 
 
 class Write(NamedTuple):
-    """The write of `pages` and `out`, by the worker that did the work."""
+    """The write of the group's `pages` and `out`, by the worker that did the work."""
 
     number: int
     group: Group
@@ -121,7 +125,7 @@ class Move(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """The execution of a read from the slot that the page is written from, or was."""
+    """The execution of a read as a copy from the slot of a group that is writing the page, or has just written it."""
 
     number: int
     page: Page

@@ -1,8 +1,8 @@
-"""The decisions about read-ahead and write-behind, found by index: many groups cost no more than few.
+"""The scheduler of read-ahead and write-behind, with indexes so that its cost hardly grows with the number of groups.
 
-`tests/store/specification.py` defines the right decisions as a pure function, and tests search every order of events.
-There each event looks at everything. Here operations are indexed by page, the ones that can start are in a heap by
-turn, and the others know which operations they wait for, so an event costs O(log operations).
+`tests/store/specification.py` defines the right decisions as a pure function, and tests check it for every order of
+events. That function examines everything at each event. Here operations are indexed by page, those that can start are
+in a heap ordered by turn, and the others know which operations they wait for, so an event costs O(log operations).
 `tests/store/test_indexed_schedule.py` compares the two.
 """
 
@@ -33,10 +33,11 @@ class _Operation:
     """A modification or a transfer that has not ended.
 
     Attributes:
-        turn: the smallest of the operations that could start goes first.
+        turn: sort key; of the operations that can start, the one with the smallest turn starts first.
         after: numbers of earlier operations that must end before this one starts.
-        before: later operations that have this one in their `after`.
-        source: the group from whose slot a read is copied, once a worker is free; its write may have ended by then.
+        before: numbers of later operations that have this one in their `after`.
+        source: the group from whose slot a read is copied once a worker is free; the group's write may have ended by
+            then.
     """
 
     __slots__ = ("after", "before", "event", "source", "turn")
@@ -52,8 +53,9 @@ class _Held:
     """A group in a slot.
 
     Attributes:
-        number: of the operation that it is loaded for, None where it was read ahead.
+        number: the number of the operation that it is loaded for; None if it was read ahead.
         readers: the number of reads that copy from the slot, or will once a worker is free.
+        stale: whether a page was written by an operation while the group was being read ahead.
     """
 
     __slots__ = ("number", "phase", "readers", "slot", "stale")
@@ -64,9 +66,10 @@ class _Held:
 
 
 class _Queue:
-    """Operations in one of the places where they wait to be started.
+    """Operations in one of the three queues where they wait to be started.
 
-    An operation that waits for others is a member only; `push` puts it in line once it waits for none.
+    An operation that waits for other operations is only in `members`. `push` adds it to the heap when it waits for
+    none.
     """
 
     def __init__(self) -> None:
@@ -81,7 +84,7 @@ class _Queue:
         passed, action = [], None
         while self._line and action is None:
             entry = heappop(self._line)
-            if entry[1] in self.members:  # else the entry is a second one of an operation that left
+            if entry[1] in self.members:  # otherwise a duplicate entry of an operation that left
                 action = start(entry[1])
                 if action is None:
                     passed.append(entry)
@@ -93,15 +96,15 @@ class _Queue:
 
 
 class Schedule:
-    """The specification's `State`, changed in place.
+    """The state of the scheduler and its decisions. It is the specification's `State`, but changed in place.
 
     Args:
         slots: the number of groups that fit in memory.
-        workers: the most actions under way at once.
+        workers: the most actions in progress at once.
         read_ahead: the most groups in slots that no operation needs yet.
 
     Attributes:
-        running: the actions under way.
+        running: the actions in progress.
     """
 
     def __init__(self, *, slots: int, workers: int, read_ahead: int) -> None:
@@ -112,17 +115,17 @@ class Schedule:
         self._ahead: dict[Group, _Held] = {}  # the loaded groups that were read ahead
         self._ahead_with: dict[Page, list[Group]] = {}
         self._operations: dict[int, _Operation] = {}
-        self._touching: dict[Page, tuple[tuple[int, bool], ...]] = {}  # operations, and whether they write the page
+        self._touching: dict[Page, tuple[tuple[int, bool], ...]] = {}  # page -> (operation, whether it writes the page)
         self._unloaded, self._ready, self._queued = _Queue(), _Queue(), _Queue()
         self.running: set[Action] = set()
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether no operation is queued or under way; groups that were read ahead may be READY."""
+        """Return whether no operation is queued or in progress; groups that were read ahead may be in slots."""
         return not self._operations and not self.running
 
     def advance(self, event: Event) -> list[Action]:
-        """Take in one event and return the actions to start now, in order of urgency."""
+        """Process one event and return the actions to start now, in order of urgency."""
         actions: list[Action] = []
         match event:
             case Expect(groups):
@@ -181,7 +184,7 @@ class Schedule:
             self._wait_in(self._queued, event.number)
 
     def _enter(self, operation: _Operation, written: Sequence[Page], read: Sequence[Page]) -> None:
-        """Queue up behind every conflicting operation, and drop pages that were read ahead of a write."""
+        """Add an operation behind every conflicting one, and drop read-ahead groups with pages that it writes."""
         event, number = operation.event, operation.event.number
         self._operations[number] = operation
         for pages, writes in ((written, True), (read, False)):
@@ -247,7 +250,7 @@ class Schedule:
             if others:
                 self._touching[page] = others
         for later in operation.before:
-            if later not in self._operations:  # a copy from the slot, which ended first
+            if later not in self._operations:  # `later` was a copy from the slot and ended first
                 continue
             self._operations[later].after.discard(number)
             if self._operations[later].after:
@@ -257,7 +260,7 @@ class Schedule:
                 if later in queue.members:
                     queue.push(self._operations[later].turn, later)
 
-    # -- what to start when a worker is free, the most urgent first ----------------------------------------------------
+    # -- actions to start when a worker is free, the most urgent first -------------------------------------------------
 
     def _move(self, number: int) -> Action | None:
         event, source = self._operations[number].event, self._operations[number].source
@@ -302,10 +305,11 @@ class Schedule:
         return not self.running and any(held.number in self._ready.members for held in self._loaded.values())
 
     def _give_up_one(self) -> None:
-        """Free the slot of the READY group that is needed last.
+        """Free the slot of the group read ahead, in phase READY, that is needed last.
 
-        Without one, all slots hold groups that were read ahead and whose own modifications must come after the next
-        modification, which cannot start: one of them is unloaded again.
+        If there is none, all slots hold groups that were read ahead and whose own modifications must come after the
+        next modification, which cannot start without a slot. Then the one of these groups whose turn is last is
+        unloaded again.
         """
         ahead = [group for group, held in self._ahead.items() if held.phase is Phase.READY]
         if ahead:
@@ -317,7 +321,7 @@ class Schedule:
         self._wait_in(self._unloaded, number)
         self._release(self._modify_of(number).group)
 
-    # -- small moves ---------------------------------------------------------------------------------------------------
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def _wait_in(self, queue: _Queue, number: int) -> None:
         queue.members.add(number)
@@ -328,7 +332,10 @@ class Schedule:
             self._may_copy(number)
 
     def _may_copy(self, number: int) -> None:
-        """Put a read in line that waits only for a page on its way out of a slot, which stays until the read ends."""
+        """Queue a read that waits only for a write from a slot, to be copied from that slot.
+
+        The slot stays until the read ends.
+        """
         operation = self._operations[number]
         if number in self._queued.members and operation.source is None:
             operation.source = self._written_by(number)
@@ -337,7 +344,7 @@ class Schedule:
                 self._queued.push(operation.turn, number)
 
     def _written_by(self, number: int) -> Group | None:
-        """Return the group from whose slot a read can be copied, because it waits only for the write of the page."""
+        """Return the group from whose slot a read can be copied: it waits only for that group's write. Else None."""
         operation = self._operations[number]
         if not isinstance(operation.event, Transfer) or operation.event.writes or len(operation.after) != 1:
             return None
@@ -348,7 +355,7 @@ class Schedule:
         return before.group if held is not None and held.phase is Phase.WRITING else None
 
     def _can_start(self, number: int) -> bool:
-        """Return whether every conflicting operation has ended and no page that it writes is being read ahead."""
+        """Return whether all conflicting operations have ended and no page that this one writes is being read ahead."""
         operation = self._operations[number]
         if operation.after:
             return False

@@ -1,7 +1,7 @@
 """The device tier and the host tier: pages in memory.
 
-`in_place` lends the pages themselves. On the compute device the optimizer works on them and nothing is copied; host
-pages of a run on a GPU are copied directly, because they lie in its pinned arena.
+`in_place` returns the pages themselves. Pages on the compute device are updated in place, without a copy. In a run on a
+GPU, host pages are copied directly, because they are in the pinned arena.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from zero.store.base import Page, Pages, Store, Ticket, check_matching
 
 
 class MemoryStore(Store):
-    """Pages as tensors.
+    """A store of pages in memory.
 
     Args:
-        device: of the pages.
-        take: returns (n,) uint8 of zeros for n bytes; None: torch's own.
-        copy: (into, source) between a page and memory of the device that computes.
+        device: the device of the pages.
+        take: allocates n bytes as (n,) uint8 of zeros; None: torch's allocator.
+        copy: copies (into, source) between a page and memory of the compute device.
     """
 
     def __init__(

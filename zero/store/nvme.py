@@ -1,11 +1,11 @@
 """The disk tier: pages in one unlinked file, each checked by length and CRC-32 when it is read.
 
-All pages of a store lie in one unlinked file (`ScratchFile`), each in whole blocks of its own. For each page memory
-holds the CRC-32 of its last write, which a read must match. So a page that was damaged, was written elsewhere or never
-reached the disk is not delivered.
+All pages of a store are in one unlinked file (`ScratchFile`), each in blocks of its own. The CRC-32 of each page's last
+write is kept in memory, and a read must match it. So a read raises an error if the page was damaged, was written to
+another place, or never reached the disk.
 
-Reads and writes are complete when they return. Different threads may move different pages at once: the system calls and
-the checksum release the interpreter's lock. `PrefetchStore` has the threads.
+Reads and writes are complete when they return. Different threads may move different pages at once, because the system
+calls and the checksum release the GIL. `PrefetchStore` has the threads.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from zlib_ng.zlib_ng import crc32  # zlib's own takes five times as long, a core and a half on a fast disk
+from zlib_ng.zlib_ng import crc32  # zlib's takes five times as long: 1.5 cores on a fast disk
 
 from zero.core.sizes import round_up
 from zero.errors import StoreError, if_it_fails
@@ -31,12 +31,12 @@ from zero.store.base import Page, Pages, Store, Ticket, check_matching
 
 _PROBE_BYTES, _PROBE_THREADS = 256 * 2**20, 4
 _ROUNDS = 4
-"""Times that a probe moves each block if it has time."""
+"""Number of times that a probe moves each block if time suffices."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A page's place, and the checksum of its last write; `lost` says why it cannot be read."""
+    """The location of a page and the checksum of its last write; `lost` says why the page cannot be read."""
 
     offset: int
     numel: int
@@ -54,8 +54,8 @@ class NvmeStore(Store):
     """Pages in an unlinked file in `folder`.
 
     Args:
-        capacity_bytes: reserved now; pages beyond it reserve more as they are allocated.
-        verify: compare the checksum of every page that is read. Without it, only what the system reports is noticed.
+        capacity_bytes: bytes to reserve now; pages beyond them reserve more when they are allocated.
+        verify: compare the checksum of every page that is read; False: only errors that the system reports are noticed.
         files: the file system.
 
     Raises:
@@ -148,19 +148,19 @@ def probe(
     clock: Callable[[], float] = time.monotonic,
     progress: Progress = silent,
 ) -> float:
-    """Measure a disk with 4 threads that read and write in turns, as an update does, on a file that is deleted again.
+    """Measure a disk with 4 threads that alternate between reads and writes, as an update does, in a temporary file.
 
     Args:
-        size_bytes: of the later store; a small one is not worth a long measurement.
+        size_bytes: bytes of the store that will be used; the file of the measurement is not larger.
         limit_s: seconds for all requests, even if the disk hangs.
         files: the file system.
-        clock: the time in seconds.
+        clock: returns the time in seconds.
 
     Returns:
         Bytes per second that are read while as many are written; 0 if the disk did not finish anything in time.
 
     Raises:
-        StoreError: as `NvmeStore`, and if the disk reports an error.
+        StoreError: as `NvmeStore`, or the disk reports an error.
     """
     file = ScratchFile(Path(folder), files or Files())
     blocks = max(1, min(size_bytes, _PROBE_BYTES) // REQUEST_BYTES // 2)
@@ -169,7 +169,7 @@ def probe(
         begin_s = clock()
         run = partial(_run, clock=clock, end_s=begin_s + limit_s)
         progress("measuring the disk", 0, 3)
-        # first, because a file system reads blocks that were never written without the disk
+        # written first, because reads of blocks that were never written do not reach the disk
         filled, _ = run(
             lambda number, memory: file.write(memory, number * REQUEST_BYTES), blocks, stop_s=begin_s + limit_s / 3
         )
@@ -194,9 +194,9 @@ def probe(
 def _run(
     move: Callable[[int, memoryview], None], count: int, *, clock: Callable[[], float], stop_s: float, end_s: float
 ) -> tuple[int, float]:
-    """Move numbered requests in threads until `stop_s`; return how many were moved, and the seconds.
+    """Execute numbered requests in threads until `stop_s`; return how many ended, and the seconds that they took.
 
-    0 if one is still under way at `end_s`: the threads are daemons because a disk may hang.
+    The number is 0 if a request is still running at `end_s`. The threads are daemons because a disk may hang.
     """
     numbers, moved, failures = itertools.count(), itertools.count(), list[BaseException]()
 

@@ -1,12 +1,12 @@
-"""Read-ahead and write-behind around any store: threads carry out the decisions of `indexed_schedule`.
+"""Read-ahead and write-behind around any store: threads execute the decisions of `indexed_schedule`.
 
-`modify` has a group of pages read into a slot, worked on and written back by a free worker; `expect` announces the
-groups that will be modified next, so that they are read before. Every page can also be read and written on its own.
-Operations on one page happen in the order in which they were submitted.
+`modify` has a free worker read a group of pages into a slot, call a function on it, and write it back. `expect`
+announces the groups that will be modified next, so that they are read ahead. Every page can also be read and written on
+its own. Operations on one page run in the order in which they were submitted.
 
-A page that the inner store lends is never copied to a slot: work gets the page itself.
+A page that the inner store lends (`in_place`) is never copied to a slot: the function gets the page itself.
 
-`workers` has the threads, the waits and the failures; this file carries out one action on pages and slots.
+`workers` has the threads, the waits and the failures; this file executes one action on pages and slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,15 +26,15 @@ from zero.store.workers import WorkerPool
 
 
 class PrefetchStore(Store):
-    """Any store, with threads before it.
+    """A store that adds threads, read-ahead and write-behind to another store.
 
     Args:
-        inner: reads and writes in the calling thread; called from several threads at once, for different pages. Its
-            pages are allocated through this store.
-        slots: host memory for groups on their way: 1-D uint8, of equal size, aligned to 4 KiB.
+        inner: the other store, which reads and writes in the calling thread. Several threads call it at once, for
+            different pages. Its pages are allocated through this store.
+        slots: host memory for loaded groups: 1-D uint8, of equal size, aligned to 4 KiB.
         threads: the most actions (read, work, write) at a time.
-        read_ahead: the most slots for groups that are only expected.
-        timeout_s: of every wait.
+        read_ahead: the most slots for groups that are only announced.
+        timeout_s: the limit of every wait, in seconds.
         prepare: called once in each thread before its first action.
 
     The threads are started when they are first needed and end in `close`.
@@ -66,7 +66,7 @@ class PrefetchStore(Store):
             meter=self._meter,
         )
 
-    # -- a store like any other --
+    # -- the interface of every store --
 
     def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
         self._inner.allocate(page, numel, dtype)
@@ -82,12 +82,12 @@ class PrefetchStore(Store):
         return self._inner.in_place(page)
 
     def in_place_views(self, pages: Sequence[Page]) -> list[Tensor]:
-        """Return pages of one dtype where they are in memory, adjacent ones as one tensor.
+        """Return views of pages of one dtype in place; pages that are adjacent in memory are one view.
 
-        The caller waits for changes of them, the tickets of `modify`, before it reads.
+        The caller has to wait for the tickets of `modify` on these pages before it reads the views.
 
         Raises:
-            StoreError: a page is not in place, or something has failed.
+            StoreError: a page is not in place, or the store has failed.
         """
         self._workers.check()
         views: list[Tensor] = []
@@ -107,14 +107,14 @@ class PrefetchStore(Store):
 
     @property
     def slots_bytes(self) -> int:
-        """Return the memory of all slots."""
+        """Return the bytes of all slots."""
         return sum(slot.nbytes for slot in self._slots)
 
     def close(self) -> None:
         """End the threads, then close the inner store. Operations that have not started are dropped.
 
         Raises:
-            StoreError: a thread is still at work after `timeout_s`. The inner store stays open then.
+            StoreError: a thread is still running after `timeout_s`. The inner store stays open then.
         """
         self._workers.leave()
         self._shapes.clear()
@@ -124,14 +124,14 @@ class PrefetchStore(Store):
         """Reserve the store for one state.
 
         Raises:
-            StoreError: it has one already.
+            StoreError: the store is reserved already.
         """
         if self._claimed:
             raise StoreError("this store holds a state already. Open another one with zero.open_store(plan).")
         self._claimed = True
 
     def observe(self, watch: Watch) -> None:
-        """Call `watch` around everything from here on: reads, writes and work in the threads, and callers that wait."""
+        """Call `watch` around every later action: reads, writes and work in the threads, and waits of callers."""
         self._workers.watch = watch
 
     # -- groups --
@@ -140,31 +140,31 @@ class PrefetchStore(Store):
         """Announce the groups that will be modified next, in this order; replaces the last announcement.
 
         Raises:
-            StoreError: an unknown page, or a group that is larger than a slot.
+            StoreError: a page is unknown, or a group is larger than a slot.
         """
         self._workers.post(Expect(tuple(group for group in groups if self._shape(group).reads)))
 
     def modify(
         self, group: Group, work: Callable[[tuple[Tensor, ...]], None], priority: tuple[int, ...] = ()
     ) -> Ticket:
-        """Have the group read, run `work` on it in a worker under `no_grad`, and have it written back.
+        """Have a worker read the group, run `work` on it under `no_grad`, and write it back.
 
         Args:
-            work: gets a 1-D tensor for each of `pages`, `beside` and `out`, in this order, until it returns; those of
-                `out` are not initialized. It must not wait for this store.
-            priority: the smallest goes first.
+            work: gets a 1-D tensor for each of `pages`, `beside` and `out`, in this order, which it may use until it
+                returns; those of `out` are not initialized. It must not wait for this store.
+            priority: the group with the smallest priority is modified first.
 
         Returns:
-            A ticket whose `wait` returns when `work` has run. Its launches on a device may still be under way, and the
-            pages are written later.
+            A ticket whose `wait` returns when `work` has returned. Kernels that `work` launched on a device may still
+                be running, and the pages are written later.
 
         Raises:
-            StoreError: an unknown page, or a group that is larger than a slot.
+            StoreError: a page is unknown, or the group is larger than a slot.
         """
         return self._workers.submit(Modify(0, group, priority, self._shape(group).is_in_place), work)
 
     def drain(self) -> None:
-        """Wait until all operations are done and written. Expected groups may stay in slots.
+        """Wait until all operations have ended and all pages are written. Announced groups may stay in slots.
 
         Raises:
             StoreError: an operation failed, now or earlier, or took longer than `timeout_s`.
@@ -175,7 +175,7 @@ class PrefetchStore(Store):
     def traffic(self) -> Traffic:
         return self._meter.read_off()
 
-    # -- what callers do --
+    # -- in the calling thread --
 
     def _transfer(self, page: Page, tensor: Tensor, *, writes: bool) -> Ticket:
         check_matching(page, *self._sizes[page], tensor)
@@ -192,7 +192,7 @@ class PrefetchStore(Store):
         return shape
 
     def _new_shape(self, group: Group) -> "_Shape":
-        """Place the pages of a group one after another from the slot's start, without the pages in place."""
+        """Lay out the pages of a group one after another from the slot's start, without the pages in place."""
         places, end = [], 0
         for page in group.all:
             (numel, dtype), view = self._sizes[page], self._inner.in_place(page)
@@ -211,10 +211,10 @@ class PrefetchStore(Store):
             writes=tuple(number for number in moving if not beside <= number < out),
         )
 
-    # -- what workers do --
+    # -- in worker threads --
 
     def _carry_out(self, action: Action, job: Callable[..., None]) -> None:
-        """Carry out one action. The schedule keeps all others from its slot and its pages."""
+        """Execute one action. The schedule gives no other action its slot or its pages meanwhile."""
         match action:
             case Move():
                 job()
@@ -252,7 +252,7 @@ class PrefetchStore(Store):
 
 
 def _action_on(group: Group) -> str:
-    """Name the work on a group for `Watch`: a group without `pages` only reads `beside` or writes `out`."""
+    """Return the name of the work on a group for `Watch`: without `pages` it only reads `beside` or writes `out`."""
     if group.pages:
         return "work"
     return "read" if group.beside else "write"
@@ -265,17 +265,17 @@ def _adjoin(first: Tensor, second: Tensor) -> bool:
 
 
 class _Place(NamedTuple):
-    """The place of one page while its group is loaded."""
+    """The location of one page while its group is loaded: in the slot, or in place."""
 
     part: slice
-    """Bytes of the slot."""
+    """Range of bytes in the slot."""
     dtype: torch.dtype
     view: Tensor | None
-    """The page itself; it takes nothing of the slot."""
+    """The page itself if it is in place; it then takes no bytes of the slot."""
 
 
 class _Shape(NamedTuple):
-    """A group in memory: the place of every page, and the numbers of the pages that move with each action."""
+    """The layout of a group in memory: each page's location, and the indexes of the pages that each action moves."""
 
     places: tuple[_Place, ...]
     reads: tuple[int, ...]

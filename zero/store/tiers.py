@@ -1,4 +1,4 @@
-"""One store out of several: each page is on the tier, or on the disk, that it was placed on."""
+"""One store that combines several: each page is in the store of its tier, or of its disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,19 +12,20 @@ from zero.store.base import Page, Pages, Store, Ticket
 def spread(
     sizes: Mapping[Page, int], rates: Sequence[float], room_bytes: Sequence[int] | None = None
 ) -> dict[Page, str]:
-    """Choose a disk for each page, so that all disks take as long for each kind.
+    """Choose a disk for each page, so that all disks take equally long for each kind of page.
 
-    A phase of a step moves some kinds only, for example the parameters that backward gathers. So a page goes to the
-    disk that would be done first with the pages of its kind; of disks that are alike, to the one with less of all.
+    Kinds are balanced separately because a phase of a step moves only some of them, for example the parameters that
+    backward gathers. A page is placed on the disk that would finish first with the pages of its kind; among equal
+    disks, on the one that would finish first with the pages of all kinds.
 
     Args:
         sizes: bytes of every page, in the order in which a step uses them.
-        rates: of each disk, in any unit, more than 0.
-        room_bytes: of each disk; None: no limit. The other disks take what exceeds it. A page that fits on none goes to
-            the disk with most room left, whose store raises.
+        rates: speed of each disk, in any unit, more than 0.
+        room_bytes: free bytes of each disk; None: no limit. Pages that do not fit on a disk are placed on the others. A
+            page that fits on none is placed on the disk with most room left, whose store raises.
 
     Returns:
-        Page to the number of its disk, as text.
+        Page -> index of its disk, as text.
     """
     left_bytes = [sum(sizes.values())] * len(rates) if room_bytes is None else list(room_bytes)
     of_kind: dict[str, list[int]] = {page.kind: [0] * len(rates) for page in sizes}
@@ -42,11 +43,11 @@ def spread(
 
 
 class Tiers(Store):
-    """Routes every page to the store of its tier, or of its disk.
+    """A store that passes every page to the store of its tier, or of its disk.
 
     Args:
-        stores: tier to store; closed with this one.
-        where: page to tier, always the same.
+        stores: name of a tier -> its store; closed with this one.
+        where: returns the name of a page's tier, always the same for one page.
         release: called when all stores are closed.
     """
 
@@ -77,7 +78,7 @@ class Tiers(Store):
 
     def close(self) -> None:
         self._pages.close()
-        with ExitStack() as closing:  # a failure does not keep the others open
+        with ExitStack() as closing:  # if one close raises, the others are closed nevertheless
             closing.callback(self._release)
             for store in self._stores.values():
                 closing.callback(store.close)

@@ -9,32 +9,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and times since the store was opened; pages in place do not move."""
+    """Bytes that moved and times, since the store was opened; pages in place do not move."""
 
     read_bytes: int = 0
     write_bytes: int = 0
     read_s: float = 0.0
-    """Wall time in which at least one read was under way."""
+    """Wall time in which at least one read was in progress."""
     write_s: float = 0.0
-    """The same for writes."""
+    """Wall time in which at least one write was in progress."""
     busy_s: float = 0.0
-    """The same for reads or writes."""
+    """Wall time in which at least one read or write was in progress."""
     wait_s: float = 0.0
-    """Time that callers were blocked, added up."""
+    """Time that callers were blocked, summed over the callers."""
 
 
 class Counter:
-    """Bytes, and the wall time in which something was under way. Safe to use from many threads."""
+    """Counter of bytes, and of the wall time in which reads or writes were in progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since_s = time.monotonic()
-        self._under_way, self._bytes, self._s = [0, 0], [0, 0], [0.0, 0.0]  # of reads, and of writes
+        self._under_way, self._bytes, self._s = [0, 0], [0, 0], [0.0, 0.0]  # [reads, writes]
         self._busy_s = self._wait_s = 0.0
 
     @contextmanager
     def moving(self, nbytes: int, writes: bool) -> Iterator[None]:
-        """Count one read or write; its bytes count only without an error."""
+        """Count the read or the write in the body; its bytes count only if the body does not raise."""
         self._change(writes, +1, 0)
         moved = 0
         try:
@@ -59,7 +59,7 @@ class Counter:
             self._bytes[writes] += nbytes
 
     def _tick(self) -> None:
-        """Add the time since the last change to what was under way since then."""
+        """Add the time since the last call to the times of reads and writes that are in progress."""
         now_s = time.monotonic()
         passed_s, self._since_s = now_s - self._since_s, now_s
         for writes, count in enumerate(self._under_way):

@@ -1,10 +1,11 @@
-"""The store's threads: workers that carry out the actions of the schedule, and callers that wait for them.
+"""The store's threads: workers that execute the actions of the schedule, and callers that wait for them.
 
 One lock guards the schedule's state. It is never held during I/O or work, and no worker waits for another operation,
-because the schedule gives out only actions that can start. A worker that finishes takes its next action along, so that
-no other has to be woken.
+because the schedule returns only actions that can start. A worker that finishes an action gets its next action from the
+same call, so that no other worker has to be woken.
 
-After the first error every wait and every submission raises its text, because a page may be half modified.
+After the first error every wait and every submission raises a StoreError with its text, because a page may be half
+modified.
 """
 
 import threading
@@ -23,11 +24,11 @@ from zero.store.indexed_schedule import Schedule
 from zero.store.traffic_counter import Counter
 
 IDLE_S = 1.0
-"""Seconds after which an idle worker looks for work: the delay if an interrupt swallows a wake-up."""
+"""Seconds after which an idle worker looks for work, in case an interrupt swallowed a wake-up."""
 
 
 class _Ticket:
-    """An operation under way; `ended` once its work has run or its page has moved."""
+    """An operation in progress; `ended` is True when its work has run or its page has moved."""
 
     __slots__ = ("_workers", "ended", "event", "job")
 
@@ -44,7 +45,7 @@ class _Ticket:
         self.ended = True
 
     def drop(self) -> None:
-        """Free the job and the tensors that it holds; the ticket may be kept for longer."""
+        """Free the job and the tensors that it holds, because the ticket may be kept for longer."""
         self.job = _nothing
 
 
@@ -53,17 +54,17 @@ def _nothing(*_: Any) -> None:
 
 
 class _Watcher(NamedTuple):
-    """A caller that waits for a condition, which is checked after every action; it is woken only when it holds."""
+    """A caller that waits until `holds()`, which is checked after every action, and is woken only then."""
 
     holds: Callable[[], bool]
     called: threading.Condition
 
 
 class WorkerPool:
-    """The schedule's state, one lock around it, and the threads that carry out its actions.
+    """The schedule's state, one lock around it, and the threads that execute its actions.
 
     Args:
-        carry_out: called with an action and the `job` of its operation.
+        carry_out: called with an action and the `job` of its operation, to execute the action.
     """
 
     def __init__(
@@ -90,16 +91,16 @@ class WorkerPool:
         self._closed = False
         self._failure: tuple[str, BaseException] | None = None
 
-    # -- what callers do --
+    # -- in the calling thread --
 
     def post(self, event: Event) -> None:
-        """Take in an event that has no ticket."""
+        """Process an event that has no ticket."""
         with self._lock, uninterrupted():
             self._refuse()
             self._advance(event)
 
     def submit(self, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
-        """Submit a new operation, which gets its number here."""
+        """Submit a new operation, give it a number, and return its ticket."""
         with self._lock:
             self._refuse()
             with uninterrupted():
@@ -110,7 +111,7 @@ class WorkerPool:
         return ticket
 
     def do_here(self, event: Transfer, job: Callable[..., None]) -> None:
-        """Carry out a transfer in the calling thread, once every earlier operation on its page has ended."""
+        """Execute a transfer in the calling thread, once every earlier operation on its page has ended."""
         move: Action | None = None
         try:
             with self._lock:
@@ -131,7 +132,7 @@ class WorkerPool:
                     self._finish(move, keep_first=False)
 
     def check(self) -> None:
-        """Raise the first failure, if there was one."""
+        """Raise StoreError if something has failed or the store is closed."""
         with self._lock:
             self._refuse()
 
@@ -162,13 +163,16 @@ class WorkerPool:
         self._threads.clear()
 
     def _stop(self) -> None:
-        """End at the end of the interpreter: running actions finish, and waits for others raise this error."""
+        """Fail all operations at interpreter exit.
+
+        Running actions finish; waits for other operations raise this error.
+        """
         self._fail(StoreError("the script is over. Close the store, or destroy the engine, to end it in order."), None)
 
-    # -- what workers do --
+    # -- in worker threads --
 
     def _run(self) -> None:
-        """Carry out actions in a worker until the pool is closed or something failed."""
+        """Execute actions in a worker until the pool is closed or something failed."""
         action: Action | None = None
         try:
             self._prepare()
@@ -191,7 +195,7 @@ class WorkerPool:
         return self._tickets[action.number].job if isinstance(action, Work | Move | Copy) else _nothing
 
     def _finish(self, action: Action, *, keep_first: bool) -> Action | None:
-        """Take in the end of an action; with `keep_first` return the next action for this thread."""
+        """Process the end of an action; with `keep_first` return the next action for this thread."""
         with self._lock:
             if self._is_over:
                 return None
@@ -204,7 +208,7 @@ class WorkerPool:
         return following
 
     def _fail(self, error: BaseException, action: Action | None) -> None:
-        """End everything, and every wait with this error."""
+        """Record the first error, drop all operations, and wake all waiting threads, which raise the error."""
         where = "a thread of the store" if action is None else _words(action)
         message = str(error) if isinstance(error, StoreError) else f"{where}: {type(error).__name__}: {error}"
         with self._lock:
@@ -215,14 +219,14 @@ class WorkerPool:
             self._tickets.clear()
             self._wake_all()
 
-    # -- under the lock --
+    # -- with the lock held --
 
     @property
     def _is_over(self) -> bool:
         return self._closed or self._failure is not None
 
     def _advance(self, event: Event, *, keep_first: bool = False) -> Action | None:
-        """Take in an event and queue its actions; with `keep_first` return the first one instead."""
+        """Process an event and queue its actions; with `keep_first` return the first action instead of queueing it."""
         try:
             actions = self._schedule.advance(event)
             kept, handed = (actions[0], actions[1:]) if keep_first and actions else (None, actions)
@@ -249,10 +253,10 @@ class WorkerPool:
             self._threads.append(thread)
 
     def _wait(self, holds: Callable[[], bool], event: Modify | Transfer | None) -> None:
-        """Return when `holds()`, with the lock held again.
+        """Wait until `holds()` is true, and return with the lock held again.
 
         Raises:
-            StoreError: something failed, or it takes too long.
+            StoreError: something failed, or the wait took longer than the timeout.
         """
         if self._failure is None and holds():
             return
@@ -283,7 +287,7 @@ class WorkerPool:
 
 
 def _words(action: Action | Modify | Transfer | None) -> str:
-    """Name an operation or an action for a message."""
+    """Return the name of an operation or an action for a message."""
     if action is None:
         return "all operations"
     if isinstance(action, Modify | Work):

@@ -1,7 +1,7 @@
-"""Save and load checkpoints: one folder per step, published whole or not at all, loadable in any setting.
+"""Save and load checkpoints: one folder per step, published atomically, loadable at any stage, tier and world size.
 
 `hashes` and `manifest` define the format; `disk`, `shard` and `publish` write and read files; `open` finds a checkpoint
-and compares every byte; `contents`, `save` and `load` connect it with a state.
+and verifies every byte; `contents`, `save` and `load` convert between a checkpoint and a state.
 """
 
 from zero.checkpoint.load import load as load

@@ -1,7 +1,8 @@
-"""List the flats of a plan's state that a checkpoint holds: the same on every rank.
+"""List the flat tensors of a plan's state that a checkpoint holds; the list is equal on every rank.
 
-The ranks share, for every unit, the fp32 parameters (the master, if there is one), each moment, and the frozen
-parameters. Buffers are in the file of rank 0. The list does not depend on stage, tiers and pages; gaps are left out.
+The fp32 parameters of each unit (the master copy, if there is one), each of their moments and the frozen parameters are
+divided among the ranks. Buffers are in the file of rank 0. The list does not depend on stage, tiers and page size. The
+alignment gaps between the tensors of a flat are not saved.
 """
 
 from collections.abc import Mapping
@@ -18,9 +19,9 @@ PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 
 
 def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
-    """Return the trainable flat of each unit, the frozen flat of each, and a flat for each buffer.
+    """Return the trainable flat of each unit, then the frozen flat of each unit, then one flat for each buffer.
 
-    If each node has a copy of the state, the nodes share the writing of it.
+    If each node has a copy of the state, each node writes an equal part of it.
     """
     copies = plan.world.size // plan.sharers
     kinds = {PARAMETER: torch.float32} | {kind: plan.optimizer.form(kind).saved for kind in plan.optimizer.moments}
@@ -34,7 +35,7 @@ def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
 
 
 def lone(name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Flat:
-    """Return a flat with one tensor, which rank 0 writes."""
+    """Return a flat that holds a single tensor and is written by rank 0."""
     return Flat({kind: dtype_name(dtype)}, Layout.of({name: shape}, world_size=1), copies=1)
 
 
@@ -43,7 +44,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check(buffers: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if a buffer has a dtype that no file holds, and so every save would fail."""
+    """Raise CheckpointError if a checkpoint cannot store the dtype of a buffer, because every save would fail."""
     for name, buffer in buffers.items():
         if dtype_name(buffer.dtype) not in ITEM_BYTES:
             raise CheckpointError(

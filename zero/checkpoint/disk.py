@@ -1,7 +1,8 @@
-"""Make the file calls that only checkpoints need: folders, names and fsync.
+"""File system calls that only checkpoints need: making, listing and renaming folders, and fsync.
 
-Each is a method of `Disk`, so that a test can fail, drop or model it. Any user may have made a checkpoint's folder: new
-files and folders belong to their owner alone, and opening a file neither follows a link nor blocks.
+Each call is a method of `Disk`, so that a test can make it fail, skip it or simulate it. Another user may have made a
+checkpoint's folder. So only their owner can access new files and folders, and opening a file neither follows a symbolic
+link nor blocks.
 """
 
 import errno
@@ -18,7 +19,7 @@ FOLDER_MODE = 0o700
 
 
 class Disk(Files):
-    """The calls of the system; each raises OSError as the system does."""
+    """Thin wrappers of system calls; each raises the OSError of its call."""
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path, FOLDER_MODE)
@@ -37,7 +38,7 @@ class Disk(Files):
         os.fsync(fd)
 
     def fsync_folder(self, path: Path) -> None:
-        """Make the names in a folder durable: all that were made, renamed or removed before this call."""
+        """Make all names durable that were created, renamed or removed in a folder before this call."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -45,18 +46,19 @@ class Disk(Files):
             os.close(fd)
 
     def forget(self, fd: int, nbytes: int) -> None:
-        """Ask the page cache to drop the file's first `nbytes`, except pages that are not yet written."""
+        """Ask the system to drop the file's first `nbytes` from the page cache; pages not yet written to disk stay."""
         os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a folder; raise FileExistsError if the new name exists.
 
-        If the name is taken after the check, the system itself rejects a file and a folder that is not empty.
+        If another process takes the new name after the check, the system call still fails for a file and for a folder
+        that is not empty.
         """
         if os.path.lexists(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
         try:
-            os.rename(f"{old}/", new)  # with the slash, ENOTDIR for a file, which could replace a file
+            os.rename(f"{old}/", new)  # the slash: if `old` is a file, raise ENOTDIR instead of replacing a file
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
@@ -69,7 +71,7 @@ class Disk(Files):
         os.rmdir(path)
 
     def mode(self, path: Path) -> int:
-        """Return `st_mode`; of a link, that of the link itself."""
+        """Return `st_mode` of a path; for a symbolic link, the mode of the link itself."""
         return os.lstat(path).st_mode
 
 
@@ -82,14 +84,22 @@ def closing(disk: Disk, fd: int) -> Iterator[int]:
 
 
 def write_text(disk: Disk, path: Path, text: str) -> None:
-    """Write a new file and synchronise it; an error names the path."""
+    """Write a new file and fsync it.
+
+    Raises:
+        CheckpointError: a file call failed; the message names the path.
+    """
     with naming(path, "writing it"), closing(disk, disk.create(path)) as fd:
         move(disk.pwrite, fd, memoryview(text.encode()), 0)
         disk.fsync(fd)
 
 
 def read_bytes(disk: Disk, path: Path, limit: int) -> bytes:
-    """Read a file of at most `limit` bytes; an error names the path."""
+    """Read a whole file.
+
+    Raises:
+        CheckpointError: the file is larger than `limit` bytes, or a file call failed; the message names the path.
+    """
     with naming(path, "reading it"), closing(disk, disk.open(path)) as fd:
         nbytes = disk.size(fd)
         if nbytes > limit:

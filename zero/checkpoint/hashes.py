@@ -1,6 +1,7 @@
 """Compute the checksums of a checkpoint's files: the SHA-256 of each 16 MiB block, and the CRC-32 of each MiB.
 
-Threads and ranks hash blocks independently. The CRCs are finer, to check a small read and to locate damage.
+Blocks are hashed independently of each other, so threads and ranks can divide them. The CRCs cover smaller spans, so
+that a small read can be verified and damage located.
 
     file    |     block 0     |     block 1     |  ..  |        digests = SHA-256 of each block, the last may be shorter
             | MiB | MiB | ..  | MiB | ..        |           crcs    = CRC-32 of each MiB, the last may be shorter
@@ -10,18 +11,18 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import NamedTuple
 
-from zlib_ng.zlib_ng import crc32  # zlib's own takes five times as long
+from zlib_ng.zlib_ng import crc32  # zlib.crc32 takes five times as long
 
 BLOCK_BYTES = 16 * 2**20
 SPAN_BYTES = 2**20
 
 DIGEST_BYTES = 32
 CRC_BYTES = 4
-"""Bytes of a CRC-32, big-endian."""
+"""Size of a stored CRC-32, which is big-endian."""
 
 
 class FileHash(NamedTuple):
-    """Size in bytes, concatenated digests and concatenated CRCs of a file or of one block."""
+    """Size in bytes, concatenated SHA-256 digests and concatenated CRC-32s of a file or of one block."""
 
     size: int
     digests: bytes
@@ -29,12 +30,15 @@ class FileHash(NamedTuple):
 
 
 def crc_of(view: memoryview | bytearray) -> bytes:
-    """Return the CRC-32 of at most a MiB."""
+    """Return the CRC-32 of a span of at most 1 MiB as 4 bytes."""
     return crc32(view).to_bytes(CRC_BYTES, "big")
 
 
 def hash_block(block: memoryview) -> FileHash:
-    """Hash one block, a MiB at a time, so that the second pass finds it in the cache. Releases the GIL."""
+    """Compute both hashes of one block. Releases the GIL.
+
+    Both are computed MiB by MiB, so that the second hash reads the bytes from the CPU's cache.
+    """
     digest = sha256()
     crcs = []
     with block.cast("B") as raw:
@@ -46,7 +50,7 @@ def hash_block(block: memoryview) -> FileHash:
 
 
 def joined(blocks: Iterable[FileHash]) -> FileHash:
-    """Return the hash of a file from those of its blocks, in order; every block but the last is full."""
+    """Combine the hashes of a file's blocks, in order, into the hash of the file; all blocks but the last are full."""
     hashes = list(blocks)
     digests, crcs = (b"".join(part) for part in ([block.digests for block in hashes], [block.crcs for block in hashes]))
     return FileHash(sum(block.size for block in hashes), digests, crcs)

@@ -1,7 +1,8 @@
-"""Convert Python values to JSON and back, such as the state of a scheduler that a loop adds to a checkpoint.
+"""Convert Python values to JSON and back, such as a scheduler's state that the user adds to a checkpoint.
 
-JSON has neither keys other than texts (MultiStepLR), nor infinities (ReduceLROnPlateau), nor tuples, sets, bytes,
-tensors and numpy's arrays (states of random generators). All else stays as it is, and the checkpoint rejects it.
+JSON cannot represent keys that are not strings (MultiStepLR), infinities (ReduceLROnPlateau), tuples, sets, bytes,
+tensors and numpy arrays (states of random generators), so these are encoded. Values of other classes are returned
+unchanged; the save then raises an error.
 """
 
 import base64
@@ -23,12 +24,12 @@ CLASSES: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
     "zero: a set": (set, lambda value: sorted(value, key=repr), set),
     "zero: bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
 }
-"""Mark -> class, conversion to JSON, and conversion back."""
+"""Key that marks an encoded value -> (class, function that encodes, function that decodes)."""
 MARKS = {ITEMS, NUMBER, TENSOR, ARRAY, *CLASSES}
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value to JSON; tensors without dimensions become numbers."""
+    """Convert a value to JSON; 0-dim tensors become numbers."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key not in MARKS for key in value):
             return {key: to_json(item) for key, item in value.items()}
@@ -45,7 +46,7 @@ def to_json(value: Any) -> Any:
         octets = base64.b64encode(memory_of(tensor)).decode()
         return {TENSOR: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), octets]}
     if type(value).__module__ == "numpy":  # numpy need not be installed
-        with suppress(TypeError):  # an array of objects, or of texts
+        with suppress(TypeError):  # torch has no arrays of objects or strings
             return {ARRAY: to_json(torch.as_tensor(value))}
     if isinstance(value, float) and not math.isfinite(value):
         return {NUMBER: str(value)}
@@ -53,10 +54,10 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Convert back what `to_json` returned.
+    """Convert a result of `to_json` back.
 
     Raises:
-        CheckpointError: a tensor cannot be read.
+        CheckpointError: the encoding of a tensor is invalid.
     """
     if isinstance(value, list):
         return [from_json(item) for item in value]
@@ -79,7 +80,7 @@ def from_json(value: Any) -> Any:
 
 
 def _tensor(encoded: Any) -> Tensor:
-    """Decode a tensor from a file that is not trusted."""
+    """Decode a tensor; the encoding comes from a file and may be malformed."""
     try:
         name, shape, octets = encoded
         dtype = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}[f"torch.{name}"]

@@ -1,7 +1,8 @@
-"""Load a checkpoint into a state of the same model, whatever the stage, tier, world, pages and units of either.
+"""Load a checkpoint into a state of the same model; stage, tier, world size, page size and units may differ.
 
-Every name, shape and dtype is compared before anything is written. Then each rank reads the ranges that its flats cover
-and passes them to the sinks that also take first values. Names must match both ways, except those that `partial` names.
+Every name, shape and dtype is compared before the first value is written. Then each rank reads the ranges that its
+flats cover and passes them to the sinks of `engine.first_values`, which write shards and pages. Model and checkpoint
+must have the same names, except for tensors in `partial`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -29,7 +30,7 @@ from zero.errors import CheckpointError, ConfigError
 from zero.progress import Progress, reported, silent
 
 Key = tuple[str, str]
-"""Name and kind of a tensor."""
+"""(name, kind) of a tensor."""
 
 
 def load(
@@ -46,20 +47,22 @@ def load(
     """Return `state` with the checkpoint's values; `state` itself cannot be used again. Collective.
 
     Args:
-        state: of the same model, of any stage, tier and world.
+        state: a state of the same model. Stage, tier and world size need not be those of the checkpoint.
         checkpoint: from `open_checkpoint` or `open_latest`.
-        partial: names, or patterns such as `head.*`, of tensors that keep their present values: they may be missing on
-            either side, or differ in shape. With its kind in front, such as `nu/*`, of that kind only.
-        convert: names or patterns of tensors whose dtype may change; moments may change from any form to any.
-        moments: False keeps the optimizer's moments, whatever the checkpoint has: for a state that is not trained.
-        weights: "parameter" (default), or "ema" to fill the parameters from their running mean.
+        partial: names, or patterns such as `head.*`, of tensors that keep their present values. They may be missing in
+            the model or in the checkpoint, or differ in shape. A kind in front, as in `nu/*`, limits a pattern to
+            tensors of that kind.
+        convert: names or patterns of tensors whose dtype may change. Moments may always change dtype.
+        moments: False keeps the state's own moments and ignores those of the checkpoint, for a state that is not
+            trained.
+        weights: "parameter" (default), or "ema" to load the parameters' exponential moving average as the parameters.
         note: called with a line about the tensors that keep their values because of `partial`.
-        progress: called with the number of units that are filled.
+        progress: called with the number of units loaded so far.
 
     Raises:
         CheckpointError: names, shapes or dtypes do not match, a pattern of `partial` matches nothing, or the checkpoint
-            has no such `weights`: nothing was changed. Or damage that came after the checkpoint was opened: then the
-            state cannot be used again.
+            has no such `weights`; nothing was changed. Also if a file was damaged after the checkpoint was opened;
+            then the state cannot be used again.
     """
     check_type(state, State, "zero.load", "state = zero.load(state, checkpoint)")
     if not isinstance(checkpoint, Checkpoint):
@@ -113,12 +116,15 @@ def load(
 
 
 def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[Key, Entry]:
-    """List all tensors of a plan's state, empty ones too."""
+    """Return an entry for every tensor of a plan's state, empty tensors included."""
     return {(entry.name, entry.kind): entry for entry in entries(flats(plan, buffers))}
 
 
 def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
-    """List the entries of a checkpoint; a parameter has the kind that is wanted, though it was trained or frozen."""
+    """Return the entries of a checkpoint by (name, kind).
+
+    A parameter that is trained in the model and frozen in the checkpoint, or vice versa, gets the model's kind.
+    """
     saved = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
     for name, kind in wanted:
         other = (name, {PARAMETER: FROZEN, FROZEN: PARAMETER}.get(kind, kind))
@@ -134,7 +140,7 @@ def one_sided(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _begun(plan: Plan, wanted: Iterable[Key], saved: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """Map moments that begin as the parameters, and that the checkpoint lacks, to the entry of the parameter."""
+    """Map each moment that begins as a copy of its parameter and is not in the checkpoint to the parameter's entry."""
     lacking = [key for key in wanted if key[1] in plan.optimizer.copies and key not in saved]
     return {key: saved[key[0], PARAMETER] for key in lacking if (key[0], PARAMETER) in saved}
 
@@ -183,7 +189,10 @@ def _match(
 
 
 def _may_become(kind: str, saved: str, dtype: str) -> bool:
-    """Whether values may change their dtype without `convert`: those held in the dtype of compute, and moments."""
+    """Return whether a tensor saved as `saved` may be loaded as `dtype` without `convert`.
+
+    Frozen parameters and floating-point buffers accept every floating-point dtype, and moments accept fp32 and bf16.
+    """
     if kind == FROZEN or (kind == BUFFER and "float" in dtype):
         return "float" in saved
     if kind not in (PARAMETER, BUFFER):
@@ -205,7 +214,7 @@ def _words(key: Key) -> str:
 
 
 def _untouched(plan: Plan, kept: set[Key]) -> set[Key]:
-    """Keys of flats whose tensors are all kept: these are neither read nor written."""
+    """Return the keys of all flats in which every tensor is kept; such a flat is neither read nor written."""
     flats = [(unit.trainable, kind) for unit in plan.units for kind in (PARAMETER, *plan.optimizer.moments)]
     flats += [(unit.frozen, FROZEN) for unit in plan.units]
     by_flat = [{(slot.name, kind) for slot in layout.slots} for layout, kind in flats]
@@ -249,9 +258,9 @@ def _fill(
 
 
 def _current(state: State, kept: Set[Key]) -> dict[Key, Tensor]:
-    """Gather the kept values, whole, on the host. Collective."""
+    """Return the full values of the kept tensors, except buffers, gathered to host memory. Collective."""
     values = dict[Key, Tensor]()
-    for kind in sorted({kind for _, kind in kept if kind != BUFFER}):  # a set has another order in each process
+    for kind in sorted({kind for _, kind in kept if kind != BUFFER}):  # a set's order differs between ranks
         source = {PARAMETER: "param", FROZEN: "param"}.get(kind, kind)
         values |= {(name, kind): tensor for name, tensor in full_values(state, source) if (name, kind) in kept}
     return values

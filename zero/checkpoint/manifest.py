@@ -1,9 +1,9 @@
-"""Read and write the texts of a checkpoint: the manifest, and the index of each rank's file.
+"""Read and write the JSON texts of a checkpoint: the manifest, and the index of each rank's file.
 
-The manifest lists the tensors of each flat, how many ranks share it, and the size of each rank's file with the hash of
-its index. An index has the hashes of one rank's file and the state of its random generators. So the manifest grows by
-100 bytes a rank, and not with the size of a tensor. Each text is one JSON object in ASCII. The manifest's last line is
-the hash of all lines before:
+The manifest lists the tensors of each flat, the number of ranks that share the flat, and for each rank's file its size
+and the hash of its index. An index has the hashes of one rank's file and the state of that rank's random generators. So
+the manifest grows by 100 bytes per rank, and not with the size of the tensors. Each text is one JSON object in ASCII.
+The last line of the manifest is the SHA-256 of all lines before it:
 
     {"facts":{...},"files":[{"index_sha256":"<64 hex digits>","size":8192},..],"finite":true,
      "flats":[{"copies":1,"kinds":{"mu":"float32",..},"sharers":2,"tensors":[{"name":"w","shape":[7,5]},..]},..],
@@ -12,12 +12,13 @@ the hash of all lines before:
 
     {"crcs":"<8 hex digits for each MiB>","digests":"<64 for each 16 MiB>","random":{...}}
 
-The offset of each byte is not written, because it follows (`held`): `Layout.of` places tensors in a flat, sharers cut
-it into equal parts, copies cut each of those again, and a rank's file has its part of every flat, once for each kind in
-alphabetical order, the widest dtype first.
+Byte offsets are not stored, because `held` computes them. `Layout.of` places the tensors in a flat. The flat is cut
+into one equal part for each of its `sharers`, and each part again into one for each of the `copies`. A rank's file has
+the rank's part of every flat, once for each kind in alphabetical order, sorted by dtype, the widest first.
 
-A hash finds damage; it does not stop somebody who recomputes it. So the type of every value is checked, the text names
-no path, and a file must have the length and the header that follow from the list of tensors. This module opens no file.
+Hashes detect damage, but not a deliberate change, because anybody can recompute them. So the type of every value is
+checked, no text names a path, and a file must have the length and the header that are computed from the list of
+tensors. This module opens no file.
 """
 
 import json
@@ -36,13 +37,13 @@ from zero.errors import CheckpointError
 from zero.platform.safetensors_files import LENGTH_BYTES, NAMES, Part, by_width
 
 FORMAT = 2
-"""The format that this library writes and reads."""
+"""The format version that this library writes and reads."""
 
 CAP_BYTES = 64 * 2**20
-"""The limit for the text of a manifest."""
+"""Maximum size of a manifest."""
 
 ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in NAMES}
-"""Each dtype that a checkpoint may hold -> bytes of one element."""
+"""Name of each dtype that a checkpoint can store -> bytes of one element."""
 
 _MAX_INT = 2**63 - 1
 _Digits = Annotated[str, Field(pattern="^[0-9a-f]*$")]
@@ -51,7 +52,7 @@ _REPR.maxstring = 80
 
 
 class Entry(NamedTuple):
-    """A tensor, from element `start` of flat number `flat` on.
+    """A tensor, which begins at element `start` of flat number `flat`.
 
     `kind` is "parameter" (the fp32 master, or the parameter itself), a moment's name such as "mu", "frozen" or
     "buffer". No two entries of a manifest have the same name and kind.
@@ -70,12 +71,12 @@ class Entry(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Tensors in one flat tensor that ranks share, with the same layout for each kind of value.
+    """A flat tensor that is divided among ranks; each kind of value (parameter, moments) has the same layout.
 
     Attributes:
         kinds: kind -> dtype, a key of `ITEM_BYTES`.
-        layout: offsets of the tensors, and how many ranks share a copy.
-        copies: how many groups of that many ranks have the flat. They share the writing of it.
+        layout: offsets of the tensors; `layout.world_size` is the number of ranks that share one copy of the flat.
+        copies: number of groups of `layout.world_size` ranks. Each group has the whole flat and writes an equal part.
     """
 
     kinds: Mapping[str, str]
@@ -91,7 +92,10 @@ class Flat(NamedTuple):
         return start + (stop - start) * copy // self.copies, start + (stop - start) * (copy + 1) // self.copies
 
     def holders(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (rank, first, last) for each file that has elements of a range that is not empty, in order."""
+        """Yield (rank, first, last) in order: the file of `rank` has elements [first, last) of the flat.
+
+        Together they cover [start, stop), which is not empty.
+        """
         for part in range(start // self.layout.S, -(-stop // self.layout.S)):
             for copy in range(self.copies):
                 rank = copy * self.layout.world_size + part
@@ -101,7 +105,7 @@ class Flat(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Elements [start, stop) of a tensor, row-major, in one rank's file."""
+    """The elements [start, stop) of a tensor, flattened in row-major order, that one rank's file has."""
 
     flat: int
     kind: str
@@ -112,23 +116,28 @@ class Held(NamedTuple):
 
     @property
     def part(self) -> Part:
-        """The piece as safetensors lists it: in the tensor's shape if it is all of the tensor, else 1-D."""
+        """Return the safetensors entry: in the tensor's shape if the file has all of its elements, else 1-D."""
         numel = self.stop - self.start
         shape = self.slot.shape if numel == self.slot.numel else (numel,)
         return Part(f"{self.kind}/{self.slot.name}", getattr(torch, self.dtype), shape)
 
 
 class File(NamedTuple):
-    """Size in bytes of a rank's file, and the SHA-256 of its index."""
+    """The size in bytes of a rank's file, and the SHA-256 of its index."""
 
     size: Annotated[int, Field(ge=LENGTH_BYTES, le=_MAX_INT)]
     index_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Manifest(NamedTuple):
-    """A checkpoint. `files` has one entry a rank; `finite`: no element of it is NaN or infinite.
+    """The contents of a checkpoint's manifest.
 
-    `facts` are JSON values that this module does not interpret.
+    Attributes:
+        step: number of steps tried before the save, skipped steps included.
+        world: number of ranks.
+        files: one entry per rank.
+        finite: no element of the checkpoint is NaN or infinite.
+        facts: JSON values that this module does not interpret.
     """
 
     format: int
@@ -141,12 +150,12 @@ class Manifest(NamedTuple):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All tensors, empty ones too."""
+        """Return an entry for every tensor, empty tensors included."""
         return entries(self.flats)
 
 
 class Index(NamedTuple):
-    """The hashes of one rank's file, and the state of its generators; None where another program wrote the file."""
+    """The hashes of one rank's file, and the state of its random generators (None in an imported checkpoint)."""
 
     hashes: FileHash
     random: dict[str, Any] | None
@@ -162,7 +171,7 @@ def entries(flats: Iterable[Flat]) -> tuple[Entry, ...]:
 
 
 def held(flats: Iterable[Flat], rank: int) -> list[Held]:
-    """List the contents of a rank's file, in the order of their bytes."""
+    """List the pieces of tensors in a rank's file, in the order of the file."""
     pieces = [
         Held(number, kind, dtype, slot, start, stop)
         for number, flat in enumerate(flats)
@@ -173,17 +182,17 @@ def held(flats: Iterable[Flat], rank: int) -> list[Held]:
 
 
 def file_name(rank: int, world: int) -> str:
-    """rank-00001-of-00002.safetensors"""
+    """Return a name such as rank-00001-of-00002.safetensors."""
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
 
 
 def index_name(rank: int, world: int) -> str:
-    """rank-00001-of-00002.json"""
+    """Return a name such as rank-00001-of-00002.json."""
     return f"rank-{rank:05d}-of-{world:05d}.json"
 
 
 def step_name(step: int) -> str:
-    """step-0000000020"""
+    """Return a name such as step-0000000020."""
     return f"step-{step:010d}"
 
 
@@ -191,7 +200,7 @@ def step_name(step: int) -> str:
 
 
 class Schema(BaseModel):
-    """An object of JSON: no other keys, and no conversion of types."""
+    """Base class of JSON objects that are validated without conversion of types; other keys are an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -235,7 +244,7 @@ class _IndexText(Schema):
 
 
 def to_text(manifest: Manifest) -> str:
-    """Write a manifest as text; equal manifests have equal texts.
+    """Return a manifest as text; equal manifests have equal texts.
 
     Raises:
         CheckpointError: `from_text` would reject it, or the text is longer than `CAP_BYTES`.
@@ -243,7 +252,7 @@ def to_text(manifest: Manifest) -> str:
     body = manifest._asdict()
     body["flats"] = [_flat_to_json(flat) for flat in manifest.flats]
     body["files"] = [file._asdict() for file in manifest.files]
-    _manifest_of({**body, "sha256": ""})  # JSON itself would write a tuple as a list
+    _manifest_of({**body, "sha256": ""})  # raises for a tuple in it, which json would write as a list
     head = _dumped(body).removesuffix("}") + ",\n"
     text = f'{head}"sha256":"{sha256(head.encode("ascii")).hexdigest()}"}}\n'
     if len(text) > CAP_BYTES:
@@ -252,10 +261,11 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: bytes) -> Manifest:
-    """Read the text of a manifest; nothing in it is trusted.
+    """Parse the text of a manifest and validate every value.
 
     Raises:
-        CheckpointError: it is damaged, of another format, or contradicts itself. The line names the key.
+        CheckpointError: the text is damaged, of another format version, or contradicts itself; the message names the
+            key.
     """
     head, _, last = text.removesuffix(b"\n").rpartition(b"\n")
     if last != b'"sha256":"%s"}' % sha256(head + b"\n").hexdigest().encode():
@@ -275,15 +285,18 @@ def index_to_text(index: Index) -> str:
 
 
 def index_cap_bytes(size: int) -> int:
-    """The limit for the index of a file of `size` bytes: 12 digits a MiB, and generators of 20 KB."""
+    """Return the maximum size in bytes of the index of a file of `size` bytes.
+
+    An index has 12 hex digits per MiB of the file, and 20 KB for the states of the random generators.
+    """
     return 2**17 + 16 * (size // SPAN_BYTES)
 
 
 def index_from_text(text: bytes, size: int) -> Index:
-    """Read the index of a file of `size` bytes.
+    """Parse the text of the index of a file of `size` bytes.
 
     Raises:
-        CheckpointError: the text is not an index.
+        CheckpointError: the text is not a valid index of such a file.
     """
     body = checked(_IndexText, _parsed(text), "the index")
     for key, digits, nbytes, unit_bytes in (
@@ -302,7 +315,7 @@ def _flat_to_json(flat: Flat) -> dict[str, Any]:
 
 
 def _manifest_of(body: Any) -> Manifest:
-    """Validate the values of a manifest."""
+    """Validate a parsed manifest and return it."""
     text = checked(_ManifestText, body, "the manifest")
     if len(text.files) != text.world:
         raise CheckpointError(f"the manifest lists {len(text.files)} files for a world of {text.world}")
@@ -325,10 +338,10 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def checked(schema: type[T], body: Any, what: str) -> T:
-    """Validate a JSON value.
+    """Validate a JSON value and return it as `schema`; `what` names the whole value in the message.
 
     Raises:
-        CheckpointError: the first value that does not fit, by its path.
+        CheckpointError: a value does not match the schema; the message names the path of the first one.
     """
     try:
         return schema.model_validate(body)

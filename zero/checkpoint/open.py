@@ -1,7 +1,7 @@
 """Open a checkpoint: find the newest valid one, read its manifest, compare every byte with its hashes.
 
-The ranks share the hashing, and each reads the indexes of the files that it hashes. `Tensors` reads values from an open
-checkpoint for `load` and the exports, and compares the CRC-32 of every MiB again.
+The ranks divide the blocks to hash, and each rank reads the indexes of the files that it hashes. `Tensors` reads values
+from an open checkpoint for `load` and for exports, and compares the CRC-32 of every MiB again.
 """
 
 import itertools
@@ -47,19 +47,19 @@ from zero.platform.step_folders import is_step, missing, root_at
 from zero.progress import Progress, silent
 
 OPEN_FILES = 8
-"""Files that `Tensors` keeps open. Each has a descriptor and a MiB."""
+"""Maximum number of files that `Tensors` keeps open. Each takes a file descriptor and 1 MiB of memory."""
 
 Places = dict[tuple[str, str], tuple[int, int]]
-"""Name and kind of a tensor -> its first element in a rank's file, and the offset of that element in bytes."""
+"""(name, kind) of a tensor -> (number of its first element in a rank's file, byte offset of that element there)."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose every byte was compared with its hashes.
+    """A checkpoint on disk, every byte of which has been compared with its hashes.
 
     Attributes:
-        facts: the `facts` of `save`.
-        step: steps tried until the save, skipped ones included.
+        facts: the `facts` that were passed to `save`.
+        step: number of steps tried before the save, skipped steps included.
     """
 
     folder: Path
@@ -76,24 +76,24 @@ class Checkpoint:
 
     @property
     def skipped(self) -> int:
-        """Steps that changed nothing because a gradient was not finite."""
+        """Return the number of steps that were skipped because a gradient was not finite."""
         return numbers_of(self.folder, self.manifest).scale.skipped
 
 
 def open_checkpoint(
     world: World, folder: Path | str, disk: Disk | None = None, progress: Progress = silent
 ) -> Checkpoint:
-    """Read the manifest in `folder` and compare all files with it. Collective.
+    """Read the manifest in `folder` and verify all files of the checkpoint. Collective.
 
     Args:
-        world: the ranks that share the comparison.
+        world: the ranks that divide the verification among themselves.
         folder: one checkpoint, such as `checkpoints/step-0000000100`.
-        disk: the file calls, for tests; default: the file system's.
-        progress: called with the bytes that this rank has compared.
+        disk: a replacement for the file system calls, for tests.
+        progress: called with the number of bytes that this rank has verified.
 
     Raises:
         ConfigError: `world` is not a World, or `folder` not a path.
-        CheckpointError: on every rank; the line names file and offset of the first damage.
+        CheckpointError: the checkpoint is not valid. Raised on every rank; names file and offset of the first damage.
     """
     check_type(world, World, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
     check_folder(folder, "zero.open_checkpoint", "checkpoint = zero.open_checkpoint(world, folder)")
@@ -118,17 +118,17 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
     """Open the newest valid checkpoint under `path`. Collective.
 
     Args:
-        world: the ranks that share the comparison.
+        world: the ranks that divide the verification among themselves.
         path: the folder of checkpoints, the `root` of `save`; or one checkpoint.
-        progress: called with the bytes that this rank has compared.
+        progress: called with the number of bytes that this rank has verified.
 
     Returns:
-        (checkpoint, rejected): the newest valid one, or None if there is no checkpoint; and a line about each newer
-        one that is not valid.
+        (checkpoint, rejected): the newest valid checkpoint, or None if `path` has no checkpoints; and a line about each
+        newer checkpoint that is not valid.
 
     Raises:
         ConfigError: `world` is not a World, or `path` not a path.
-        CheckpointError: there are checkpoints, and none is valid.
+        CheckpointError: there are checkpoints, but none is valid.
     """
     check_type(world, World, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     check_folder(path, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
@@ -138,14 +138,14 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
 def open_first(
     world: World, folders: Sequence[Path], *, suspect: Mapping[Path, str] | None = None, progress: Progress = silent
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Open the first valid one of `folders`; also return a line about each one before it. Collective.
+    """Open the first valid checkpoint of `folders`; also return a line about each one rejected before it. Collective.
 
     Args:
-        folders: the same on every rank.
-        suspect: folder -> the reason to reject it.
+        folders: the newest first; the same list on every rank.
+        suspect: folder -> the reason to reject it without reading it.
 
     Raises:
-        CheckpointError: none is valid.
+        CheckpointError: there are folders, but none is a valid checkpoint.
     """
     rejected: list[str] = []
     for folder in folders:
@@ -165,10 +165,10 @@ def open_first(
 
 
 def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Checkpoint, list[str]]:
-    """Open a step's folder under any name, or the newest valid checkpoint of a run or a root. Collective.
+    """Open `path` if it is one checkpoint, else the newest valid checkpoint of that run or folder. Collective.
 
     Returns:
-        The checkpoint, and a line about each newer one that is not valid.
+        The checkpoint, and a line about each newer checkpoint that is not valid.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -182,7 +182,14 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
 def newest(
     world: World, folder: Path, *, below: bool = False, progress: Progress = silent
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Open a step's folder, or the newest valid checkpoint in `folder`, and with `below` in the folders of its tags."""
+    """Open `folder` if it is one checkpoint, else the newest valid checkpoint in it. Collective.
+
+    Args:
+        below: also search the subfolders of `folder`, one for each tag.
+
+    Returns:
+        The checkpoint, None if there is none; and a line about each newer checkpoint that is not valid.
+    """
     if by_rank_0(world, lambda: is_step(folder)):
         return open_checkpoint(world, folder, progress=progress), []
 
@@ -194,14 +201,14 @@ def newest(
     return open_first(world, [Path(path) for path in by_rank_0(world, newest_first)], progress=progress)
 
 
-# -- the comparison ----------------------------------------------------------------------------------------------------
+# -- verification ------------------------------------------------------------------------------------------------------
 
 
 def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Compare every byte with its hashes: each rank takes equally many blocks, and its threads share those.
+    """Compare every byte with its hashes. Each rank compares an equal number of blocks, divided among its threads.
 
     Raises:
-        CheckpointError: on every rank.
+        CheckpointError: a file is damaged; raised on every rank.
     """
     files = checkpoint.manifest.files
     blocks = ((rank, number) for rank, file in enumerate(files) for number in range(-(-file.size // BLOCK_BYTES)))
@@ -235,14 +242,14 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     gather_reports(world, raise_first)
 
 
-# -- its tensors -------------------------------------------------------------------------------------------------------
+# -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 def weights_of(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
-    """Return the entries of one kind by name, to be used as the parameters.
+    """Return name -> entry of the tensors of kind `weights`, "parameter" or "ema", to be used as the parameters.
 
     Raises:
-        CheckpointError: the checkpoint has none of that kind.
+        CheckpointError: the checkpoint has no tensors of that kind.
     """
     by_name = {entry.name: entry for entry in checkpoint.manifest.entries if entry.kind == weights}
     if not by_name and weights != PARAMETER:
@@ -253,18 +260,21 @@ def weights_of(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
 
 
 class Tensors(AbstractContextManager["Tensors"]):
-    """The tensors of a checkpoint. Files are opened as they are needed, and the last few stay open within `with`."""
+    """Reader of a checkpoint's tensors, used in a `with` block.
+
+    Files are opened when they are first needed. The last `OPEN_FILES` of them stay open until the end of the block.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files: dict[int, tuple[ShardReader, Places]] = {}  # by rank, the last used one at the end
+        self._files: dict[int, tuple[ShardReader, Places]] = {}  # by rank; the most recently used file is last
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file[0].close()
 
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
-        """Read elements [start, stop) of a tensor, row-major: 1-D, on the host, in the saved dtype."""
+        """Read elements [start, stop) of a tensor flattened in row-major order; return a 1-D CPU tensor as saved."""
         values = torch.empty(stop - start, dtype=getattr(torch, entry.dtype))
         if start < stop:
             flat = self._checkpoint.manifest.flats[entry.flat]
@@ -298,7 +308,7 @@ def index_of(checkpoint: Checkpoint, rank: int) -> Index:
     """Read the index of a rank's file.
 
     Raises:
-        CheckpointError: its hash is not that of the manifest, or it is not the text of an index.
+        CheckpointError: the index does not match its hash in the manifest, or is not valid.
     """
     manifest, file = checkpoint.manifest, checkpoint.manifest.files[rank]
     path = checkpoint.folder / index_name(rank, manifest.world)
@@ -317,12 +327,12 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Numbers(Schema):
-    """The state in a checkpoint besides tensors: the facts under "state".
+    """The part of a saved state that is not tensors: the facts of a manifest under "state".
 
     Attributes:
-        step: updates made.
-        scale, dynamic: the loss scale, and whether it changes.
-        rested: name of a parameter -> steps in which it did not train.
+        step: number of updates made.
+        scale, dynamic: the loss scale, and whether it is dynamic.
+        rested: name of a parameter -> number of steps in which it did not train.
     """
 
     step: Count
@@ -337,7 +347,7 @@ def numbers_of(folder: Path, manifest: Manifest) -> Numbers:
 
 
 def set_random(state: Mapping[str, Any]) -> None:
-    """Set the random generators from `random_state`."""
+    """Restore the random generators of this rank from a result of `random_state`."""
     version, internal, following = state["python"]
     random.setstate((version, tuple(internal), following))
     torch.set_rng_state(_octets(state["torch"]))

@@ -1,21 +1,22 @@
-"""Publish checkpoint folders and remove them, each by one rename.
+"""Publish and remove checkpoint folders, each atomically by one rename.
 
-A save is written into `.tmp-<step>-<nonce>`, which no reader looks at, and is renamed to `step-<step>` when all of it
-is on the disk. A published folder is never written to. A folder is renamed to `.del-<step>-<nonce>` before its files
-are deleted. If a step is saved again, the old folder is `.old-<step>-<nonce>` while the new one takes the name; if the
-run dies between these two renames, the next run's `sweep` gives the old one its name back.
+A save is written into `.tmp-<step>-<nonce>`, which readers ignore, and is renamed to `step-<step>` when all of it is on
+disk. A published folder is never written to. A folder is renamed to `.del-<step>-<nonce>` before its files are deleted.
+If a step is saved again, the old folder is renamed to `.old-<step>-<nonce>` before the new folder gets the name. If the
+run dies between these two renames, `sweep` in the next run renames the old folder back.
 
-Hashes detect wrong data, and fsync keeps an acknowledged save from being lost. In order, with what each fsync protects:
+Hashes detect wrong data, and fsync makes a save durable before it is reported as successful. The calls of fsync, in
+order, and what each one protects:
 
     a rank's two files   their bytes (each rank, in ShardWriter.finish and `write_index`, before `publish`)
-    the root's parent    the root's own name: without it the root may be gone, with all that is in it
+    the root's parent    the root's own name: without it the root may be lost, with all checkpoints in it
     manifest.json        its bytes: without it a published folder may have half a manifest
     .tmp-...             the names of the files in it: without it a published folder may be empty
-    the root             the new name: without it an acknowledged save may still be called .tmp-...
+    the root             the new name: without it a save reported as successful may still be called .tmp-...
     the root, again      the rename to .del-...: without it a published folder may have half its files
 
-A failed fsync is never repeated, because the system may have dropped the bytes and would report success. That save has
-failed; another one writes everything anew.
+A failed fsync is never repeated, because the kernel may have dropped the bytes and would then report success. The save
+fails, and the next save writes all bytes again.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ from zero.platform.step_folders import MANIFEST_NAME, step_of
 
 
 class _Aside(NamedTuple):
-    """A folder in the root that is not published."""
+    """An unpublished folder in the root; `kind` is "tmp", "old" or "del"."""
 
     path: Path
     kind: str
@@ -60,10 +61,10 @@ class Root:
     """The folder that holds all checkpoints of a run. One process writes in it at a time; any number may read.
 
     Args:
-        path: made by the first save; its parent exists.
+        path: the folder; the first save makes it in its parent, which must exist.
 
     Raises:
-        CheckpointError: from any method; the line names the path.
+        CheckpointError: from any method, if a file call fails; the message names the path.
     """
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
@@ -72,12 +73,12 @@ class Root:
         self._begun: set[Path] = set()
 
     def begin(self, step: int) -> Path:
-        """Make the folder that a save is written into."""
+        """Make the temporary folder that the save of `step` is written into, and return its path."""
         tmp = self._aside("tmp", step)
         with naming(self.path, "making it"):
             with contextlib.suppress(FileExistsError):
                 self.disk.make_folder(self.path)
-            # Also if the root exists: the process that made it may have been killed before this call.
+            # Also if the root exists already, because the process that made it may have been killed before its fsync.
             self.disk.fsync_folder(self.path.parent)
             self._check_not_writable(self.path.resolve())
         with naming(tmp, "making it"):
@@ -86,27 +87,29 @@ class Root:
         return tmp
 
     def write_index(self, tmp: Path, rank: int, world: int, index: Index) -> File:
-        """Write and synchronise the index of a rank's file; return the file's entry in the manifest."""
+        """Write and fsync the index of a rank's file; return the file's entry for the manifest."""
         text = index_to_text(index)
         write_text(self.disk, tmp / index_name(rank, world), text)
         return File(index.hashes.size, sha256(text.encode()).hexdigest())
 
     def publish(self, tmp: Path, step: int, manifest_text: str) -> Path:
-        """Rename a folder from `begin` to its published name. When this returns, no crash loses the checkpoint.
+        """Write the manifest and rename the temporary folder to its published name.
+
+        When this returns, the checkpoint is durable: a crash cannot lose it.
 
         Args:
-            tmp: holds every rank's files, each synchronised by the rank that wrote it, and no manifest yet.
+            tmp: a folder from `begin`, with the files of all ranks, each fsynced by the rank that wrote it.
 
         Returns:
             The published folder.
 
         Raises:
-            CheckpointError: the save failed; call `abandon`. The published checkpoints are as they were.
+            CheckpointError: the save failed; call `abandon`. Published checkpoints are unchanged.
         """
         write_text(self.disk, tmp / MANIFEST_NAME, manifest_text)
         with naming(tmp, "synchronising it"):
             self.disk.fsync_folder(tmp)
-        self._check_sizes(tmp, self.read_manifest(tmp))  # all ranks must have written to this folder
+        self._check_sizes(tmp, self.read_manifest(tmp))  # detects a rank that wrote to another disk
         target = self.path / step_name(step)
         with naming(target, "publishing it"):
             old = self._set_aside(target, step)
@@ -114,7 +117,7 @@ class Root:
                 self.disk.rename(tmp, target)
             except OSError:
                 if old is not None:
-                    with contextlib.suppress(OSError):  # then `sweep` does it in the next run
+                    with contextlib.suppress(OSError):  # `sweep` renames it in the next run
                         self.disk.rename(old, target)
                 raise
             self.disk.fsync_folder(self.path)
@@ -124,16 +127,17 @@ class Root:
         return target
 
     def abandon(self, tmp: Path) -> None:
-        """Remove a folder from `begin` as far as possible. Never raises: an error is being reported already."""
+        """Remove a folder from `begin` as far as possible. Never raises, because the caller reports another error."""
         if tmp in self._begun:
             self._begun.discard(tmp)
             with contextlib.suppress(OSError):  # `sweep` removes the rest
                 self._erase(tmp)
 
     def sweep(self) -> None:
-        """Remove the unpublished folders of earlier runs. Call it before `steps`, in the process that will write.
+        """Remove the unpublished folders of earlier runs, and rename back the old folder of an interrupted `publish`.
 
-        If another process still writes here, its save loses its folder by a rename and fails as a whole.
+        Call it before `steps`, in the process that will write. If another process is still saving into this root, its
+        temporary folder is removed, and its whole save fails.
         """
         with naming(self.path, "sweeping it"):
             self._check_not_writable(self.path.resolve())
@@ -148,20 +152,21 @@ class Root:
             self._discard(doomed)
 
     def steps(self) -> list[int]:
-        """Return the steps that the root has a name for, ascending. Nothing is opened."""
+        """Return the steps in the names of the root's folders, in ascending order. No folder is opened."""
         with naming(self.path, "listing it"):
             return sorted(step for name in self._names() if (step := step_of(name)) is not None)
 
     def retain(self, keep: int, every: int | None, valid: Callable[[Path], bool]) -> None:
         """Remove checkpoints older than the last `keep` valid ones, except for steps that `every` divides.
 
-        Newer ones that are not valid stay, because they may be of a newer version. With fewer than `keep` valid ones,
-        nothing is removed.
+        Newer checkpoints that are not valid are kept, because a newer version of the library may have written them. If
+        fewer than `keep` are valid, nothing is removed.
 
         Args:
-            keep: at least 2, so that an undetected damage of the newest one is not fatal.
-            every: steps, or None to keep no others.
-            valid: called from the newest folder on, until `keep` of them are.
+            keep: at least 2, so that one checkpoint is left if the newest is damaged.
+            every: older steps that are multiples of this number are kept, too; None keeps no older steps.
+            valid: returns whether a folder is a valid checkpoint. Called for the newest folders first, until it has
+                returned True `keep` times.
         """
         kept, doomed = 0, []
         for step in reversed(self._published()):
@@ -174,10 +179,10 @@ class Root:
             self._discard(doomed)
 
     def read_manifest(self, folder: Path) -> Manifest:
-        """Read the manifest of a folder that holds exactly the files in it.
+        """Read the manifest of a checkpoint, and check that the folder holds exactly the files that it lists.
 
         Args:
-            folder: under its published name or another, here or elsewhere. Links are not followed.
+            folder: a checkpoint's folder, in this root or elsewhere, also under another name. Must not be a link.
 
         Raises:
             CheckpointError: a file is missing or unknown, or the manifest is damaged.
@@ -185,7 +190,7 @@ class Root:
         with naming(folder, "listing it"):
             if not self._is_folder(folder):
                 raise CheckpointError(f"{folder}: is not a folder, or a link to one; give the folder itself")
-            self._check_not_writable(folder / "..")  # the root itself may be reached through a link
+            self._check_not_writable(folder / "..")  # not folder.parent, which may be a link
             self._check_not_writable(folder)
             names = set(self.disk.names(folder))
         if MANIFEST_NAME not in names:
@@ -200,7 +205,7 @@ class Root:
             manifest = from_text(text)
         except CheckpointError as error:
             raise CheckpointError(f"{folder / MANIFEST_NAME}: {error}") from error
-        if step_of(folder.name) not in (None, manifest.step):  # a copy would take that step's place
+        if step_of(folder.name) not in (None, manifest.step):  # a copy would be taken for that step
             raise CheckpointError(
                 f"{folder}: holds step {manifest.step}; it was renamed or copied, give it its own name"
             )
@@ -216,12 +221,12 @@ class Root:
                 raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
 
     def _published(self) -> list[int]:
-        """Steps whose name is that of a folder."""
+        """Return the steps of names in the root that are folders."""
         with naming(self.path, "listing it"):
             return [step for step in self.steps() if self._is_folder(self.path / step_name(step))]
 
     def _check_not_writable(self, folder: Path) -> None:
-        """Reject a folder in which any user may replace checkpoints."""
+        """Raise CheckpointError if every user may replace the contents of `folder`."""
         try:
             mode = self.disk.mode(folder)
         except FileNotFoundError:
@@ -230,12 +235,12 @@ class Root:
             raise CheckpointError(f"{os.path.normpath(folder)}: anybody may write here; chmod o-w it if you trust it")
 
     def _set_aside(self, target: Path, step: int) -> Path | None:
-        """Rename the published folder of a step, if there is one; return where it is now."""
+        """Rename the published folder of a step to an "old" name; return the new path, or None if there is none."""
         if target.name not in self._names():
             return None
         if not self._is_folder(target):
             raise CheckpointError(f"{target}: is in the way and is not a folder; remove it")
-        # With two old folders of a step, `sweep` could not tell which was the last.
+        # With two old folders of a step, `sweep` could not tell which is newer.
         self._discard(aside.path for aside in self._asides() if (aside.kind, aside.step) == ("old", step))
         old = self._aside("old", step)
         self.disk.rename(target, old)
@@ -244,16 +249,16 @@ class Root:
     def _discard(self, folders: Iterable[Path]) -> None:
         doomed = [self._retire(folder) for folder in folders]
         if doomed:
-            # Also for renames of a process that was killed before its own fsync.
+            # Also if this call renamed nothing, because the process that did may have been killed before its fsync.
             self.disk.fsync_folder(self.path)
         for folder in doomed:
             self._delete(folder)
 
     def _retire(self, folder: Path) -> Path:
-        """Rename a folder so that no reader looks at it."""
+        """Rename a folder to a "del" name, which readers ignore; return the new path."""
         if folder.name.startswith(".del-"):
             return folder
-        retired = self._aside("del", int(folder.name.split("-")[1]))  # of step-<step> or .<kind>-<step>-<nonce>
+        retired = self._aside("del", int(folder.name.split("-")[1]))  # from step-<step> or .<kind>-<step>-<nonce>
         self.disk.rename(folder, retired)
         return retired
 
@@ -281,7 +286,7 @@ class Root:
         return [aside for aside in asides if aside is not None and self._is_folder(aside.path)]
 
     def _names(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError):  # nothing was ever saved
+        with contextlib.suppress(FileNotFoundError):  # the root does not exist before the first save
             return self.disk.names(self.path)
         return []
 

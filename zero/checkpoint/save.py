@@ -1,13 +1,13 @@
-"""Save a state: every rank writes its file, page by page, and its index; rank 0 publishes them together.
+"""Save a state: every rank writes its file, page by page, and its index; rank 0 publishes all files together.
 
-Deferred updates are applied first, so a checkpoint holds what the next forward would see. Pages are read a few ahead of
-the writer, so a state larger than memory passes through a few buffers. With `behind`, the state is copied first, and a
-thread writes the copy during the next steps.
+Deferred updates are applied first, so a checkpoint holds the parameters that the next forward would use. Only a few
+pages are read before the writer needs them, so a state larger than memory passes through a few buffers. With `behind`,
+the state is copied first, and a thread writes the copy during the next steps.
 
-Ranks exchange their results before any of them returns: a save succeeds on all ranks, or fails on all of them and its
-files are removed.
+Ranks exchange their results before any of them returns. So a save succeeds on all ranks, or it fails on all ranks and
+its files are removed.
 
-Source: Mohan et al. 2021, "CheckFreq", for what belongs to a state.
+Source: Mohan et al. 2021, "CheckFreq", for the list of values that a checkpoint needs.
 """
 
 import itertools
@@ -50,28 +50,31 @@ from zero.progress import Progress, silent
 from zero.store import Page, Ticket
 
 AHEAD = 8
-"""Pages of the store to read before the writer needs them."""
+"""Number of pages that are read from the store before the writer needs them."""
 
 MEET_S = 1.0
-"""Seconds between two meetings of ranks whose threads are at work."""
+"""Seconds between two collectives of `join`, in which ranks report whether their threads are still running."""
 
 
 def save(
     state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None, progress: Progress = silent
 ) -> Path:
-    """Write `state` to a new folder under `root` and publish it. Collective. When it returns, no crash loses it.
+    """Write `state` to a new folder under `root` and publish it. Collective.
+
+    When this returns, the checkpoint is durable: a crash cannot lose it.
 
     Args:
-        state: of any stage and tier. It can be used afterwards; its deferred updates are applied first.
+        state: a state of any stage and tier. Its deferred updates are applied first. It can be used afterwards.
         root: the folder that holds a run's checkpoints, on a disk that all ranks share; made if its parent exists.
         facts: JSON values for `Checkpoint.facts`, such as the config.
-        progress: called with the bytes that this rank has written.
+        progress: called with the number of bytes that this rank has written.
 
     Returns:
-        The published folder: `step-` and the number of steps tried so far, skipped ones included.
+        The published folder: `step-` and the number of steps tried so far, skipped steps included.
 
     Raises:
-        CheckpointError: on every rank, with the first failure. Nothing was published; older checkpoints are untouched.
+        CheckpointError: a rank failed; raised on every rank with the first failure. Nothing was published, and older
+            checkpoints are unchanged.
     """
     return Saving(state, root, facts, progress=progress).finish()
 
@@ -79,12 +82,13 @@ def save(
 def facts_of(
     step: int, scale: LossScale, *, dynamic: bool, ties: Mapping[str, str], rested: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Return the facts of a manifest that `load` reads. The caller adds `given`.
+    """Return the facts of a manifest that `load` reads. The caller adds the user's facts under "given".
 
     Args:
-        step: updates made.
-        dynamic: whether the scale changes.
-        rested: parameter -> steps in which it did not train.
+        step: number of updates made.
+        scale, dynamic: the loss scale, and whether it is dynamic.
+        ties: alias of a tied tensor -> name under which the tensor is saved.
+        rested: name of a parameter -> number of steps in which it did not train.
     """
     numbers = {"step": step, "scale": list(scale), "dynamic": dynamic} | ({"rested": dict(rested)} if rested else {})
     return {"state": numbers, "ties": dict(ties), "versions": versions()}
@@ -101,19 +105,20 @@ def version() -> str | None:
 
 
 def snapshot_bytes(plan: Plan) -> int:
-    """Return the host memory that a copy of this rank's part takes."""
+    """Return the bytes of host memory that `Saving(behind=True)` needs to copy this rank's part of the state."""
     return sum(piece.part.nbytes for piece in held(flats(plan, buffers_of(plan.model)), plan.world.rank))
 
 
 class Saving:
-    """A save under way; `finish` ends it. Creating one is collective.
+    """A save in progress, which `finish` ends. Constructing it is collective.
 
     Args:
-        state, root, facts, progress: as of `save`.
-        behind: copy this rank's part in host memory and let a thread write the copy during the next steps.
+        state, root, facts, progress: as in `save`.
+        behind: copy this rank's part of the state to host memory, and let a thread write the copy during the next
+            steps.
 
     Raises:
-        CheckpointError: no folder could be made, or a buffer has a dtype that no file holds.
+        CheckpointError: the folder could not be made, or a checkpoint cannot store the dtype of a buffer.
     """
 
     def __init__(
@@ -156,7 +161,7 @@ class Saving:
             if behind:
                 with self._reporting():
                     copies = [tensor.clone() for tensor in values]
-                    # no `stop`: the pool of the writer takes no more blocks once the interpreter ends
+                    # No `stop` is needed, because the writer's thread pool rejects blocks once the interpreter ends.
                     self._threads = [Beside(partial(self._write_behind, copies), name="saving")]
                     self._threads[0].start()
             else:
@@ -164,14 +169,14 @@ class Saving:
 
     @property
     def is_written(self) -> bool:
-        """True if `finish` need not wait for this rank."""
+        """Return whether this rank's writing thread has ended, so that `finish` need not wait for this rank."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def finish(self) -> Path:
-        """Wait until every rank's file is written, and publish. Collective.
+        """Wait until every rank's file is written, publish the checkpoint and return its folder. Collective.
 
         Raises:
-            CheckpointError: on every rank, with the first failure.
+            CheckpointError: a rank failed; raised on every rank with the first failure.
         """
         with if_it_fails(self.abandon):
             join(self._world, self._threads)
@@ -179,7 +184,7 @@ class Saving:
             return Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
 
     def abandon(self) -> None:
-        """Remove the written files as far as possible."""
+        """Remove the files of this save as far as possible; errors are ignored."""
         if self._world.rank == 0:
             self._root.abandon(self._folder)
 
@@ -208,7 +213,10 @@ class Saving:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Keep any error for `finish`, which raises it on all ranks: one rank must not leave alone."""
+        """Store an error of the block for `finish`, which raises it on all ranks.
+
+        A rank that raised it here alone would leave the others waiting in the next collective.
+        """
         try:
             yield
         except Exception as error:
@@ -216,24 +224,27 @@ class Saving:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a tensor in the model's state dict to its first one, which a checkpoint uses."""
+    """Return alias -> first name of the tensors that have several names in the model's state dict.
+
+    A checkpoint holds such a tensor once, under its first name.
+    """
     tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name}
 
 
-# -- together ----------------------------------------------------------------------------------------------------------
+# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 def gather_reports(world: World, work: Callable[[], dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Return what `work` returned on every rank, in rank order; {} for None. Collective.
+    """Run `work` on every rank and return all results in rank order, with {} in place of None. Collective.
 
     Raises:
-        CheckpointError: `work` failed on some rank.
+        CheckpointError: `work` raised an error on a rank; raised on every rank.
     """
     try:
         report, cause = work() or {}, None
-    except Exception as error:  # the other ranks wait for this one
+    except Exception as error:  # raised after the collective, because the other ranks wait in it
         report, cause = {"error": with_class(error)}, error
     reports = [json.loads(text) for text in world.gather_texts(json.dumps(report), "reports of a checkpoint")]
     for rank, report in enumerate(reports):
@@ -243,12 +254,13 @@ def gather_reports(world: World, work: Callable[[], dict[str, Any] | None]) -> l
 
 
 def join(world: World, threads: Sequence[threading.Thread], meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Wait until these threads have ended on every rank. Collective.
+    """Wait until `threads` have ended on every rank. Collective.
 
-    A wait for other ranks has a deadline and work has none, so all ranks meet every `MEET_S` until the last is done.
+    The threads may take longer than the timeout of a collective. So all ranks run one collective every `MEET_S` seconds
+    until the last thread has ended.
 
     Args:
-        meanwhile: called before each meeting.
+        meanwhile: called before each of these collectives.
     """
     at_work = True
     while at_work:
@@ -264,16 +276,17 @@ def by_rank_0(world: World, work: Callable[[], Any]) -> Any:
     """Run `work` on rank 0 and return its result, a JSON value, on every rank. Collective.
 
     Raises:
-        CheckpointError: on every rank; `work` failed.
+        CheckpointError: `work` raised an error; raised on every rank.
     """
     return gather_reports(world, lambda: {"value": work()} if world.rank == 0 else {})[0]["value"]
 
 
 def check_shared(world: World, root: Path) -> None:
-    """Raise an error unless all nodes see the same folder. Collective.
+    """Make the folder `root`, and check that all ranks see the same folder there. Collective.
 
     Raises:
-        CheckpointError: on every rank; the folder cannot be made, or some ranks do not see what rank 0 writes there.
+        CheckpointError: the folder cannot be made, or a rank does not see what rank 0 writes there; raised on every
+            rank.
     """
 
     def leave_mark() -> str:
@@ -297,7 +310,7 @@ def check_shared(world: World, root: Path) -> None:
 def _all_values(
     state: State, buffers: Mapping[str, Tensor], flats: Sequence[Flat], pieces: Iterable[Held]
 ) -> Iterator[Tensor]:
-    """Yield the contents of this rank's file in order: contiguous, on the host, each valid until the next."""
+    """Yield the pieces of this rank's file in order, as contiguous CPU tensors; each is valid until the next one."""
     units = state.runtime.units
     for (number, kind), group in itertools.groupby(pieces, key=lambda piece: (piece.flat, piece.kind)):
         if kind == BUFFER:
@@ -314,7 +327,7 @@ def _all_values(
 
 
 def _pages(state: State, unit: UnitState, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first element, values) of each page of this rank that touches [start, stop) of a unit's flat."""
+    """Yield (first element, values) of each page of this rank that overlaps elements [start, stop) of a unit's flat."""
     plan, master = state.plan, state.plan.precision.master
     read = partial(_kept, state, unit, start, stop)
     params = partial(read, "param", plan.precision.compute, unit.own_params(full_update=plan.full_update))
@@ -341,7 +354,11 @@ def _kept(
     dtype: torch.dtype,
     in_memory: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first element, contents) of each page of one kind, from memory or from the store."""
+    """Yield (first element, contents) of each page of one kind that overlaps elements [start, stop) of a unit's flat.
+
+    Args:
+        in_memory: this rank's part of the flat; None: the pages are read from the store.
+    """
     plan, host = state.plan, state.plan.world.compute.host
     layout = unit.spec.frozen if kind == "frozen" else unit.spec.trainable
     origin, end = (0, layout.P) if plan.full_update and kind != "frozen" else layout.shard(plan.rank)
@@ -387,5 +404,5 @@ def _is_finite(tensor: Tensor) -> bool:
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no extremes of float8
+    wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch.aminmax does not support float8
     return all(math.isfinite(end) for end in torch.aminmax(wide))

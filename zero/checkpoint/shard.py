@@ -1,11 +1,12 @@
 """Write and read one rank's file of a checkpoint: plain safetensors, piece by piece, in bounded memory.
 
-A file is a header, which follows from its parts, and the bytes of the parts. The writer knows names, dtypes and shapes
-when it begins, and never seeks back; the reader knows every offset without believing the file. Hashes are computed from
-memory on the way to the disk, never by reading back. A read delivers only bytes whose CRC-32 is right.
+A file is a header, computed from the list of parts, and the bytes of the parts. The writer knows names, dtypes and
+shapes when it begins, and never seeks back. The reader computes every offset from the manifest and does not trust the
+file's own header. Hashes are computed from the bytes in memory before they are written, never by reading them back. A
+read returns only bytes whose CRC-32 matches.
 
-Writes bypass the page cache if the file system allows it: a state larger than memory would evict everything else, and
-on a fast disk the cache's copies cost as much as the hashes.
+Writes bypass the page cache if the file system allows it, because a state larger than memory would evict everything
+else from the cache, and because on a fast disk copying into the cache takes as long as hashing.
 """
 
 import contextlib
@@ -34,16 +35,16 @@ from zero.platform.files import move, naming
 from zero.platform.safetensors_files import ALIGN_BYTES, Part, header, offsets
 
 REQUEST_BYTES = 4 * 2**20
-"""The most bytes that one call writes."""
+"""Maximum number of bytes that one system call writes."""
 
 THREADS = 3
-"""Two to keep two cores hashing while the third waits for the disk."""
+"""Number of threads that hash and do I/O: two keep two cores hashing while the third waits for the disk."""
 
 CLOSED = -1
 
 
 class _OpenFile:
-    """A descriptor that `with` closes."""
+    """A file descriptor that is closed at the end of a `with` block."""
 
     _disk: Disk
     _path: Path
@@ -58,23 +59,23 @@ class _OpenFile:
     def close(self) -> None:
         fd, self._fd = self._fd, CLOSED
         if fd != CLOSED:
-            with contextlib.suppress(OSError):  # nothing was written, or the file is discarded
+            with contextlib.suppress(OSError):  # the file was only read, or will be removed
                 self._disk.close(fd)
 
 
 class ShardWriter(_OpenFile):
-    """Writes a new file from its first to its last byte. Called by one thread.
+    """Writer of a new file, from its first to its last byte. Only one thread may call it.
 
-    Bytes are copied into blocks; threads hash and write the full ones. At most `THREADS` + 1 blocks are kept, 64 MiB.
-    An error of a thread is raised by a later call, at the latest by `finish`. The caller removes the file of a writer
-    that failed.
+    Bytes are copied into blocks, and threads hash and write the full blocks. At most `THREADS` + 1 blocks, 64 MiB, are
+    in memory. An error in a thread is raised by a later call, at the latest by `finish`. After an error the caller
+    removes the file.
 
     Args:
-        path: does not exist yet.
-        parts: the contents, in this order.
+        path: the new file, which must not exist.
+        parts: the tensors of the file, in this order.
 
     Raises:
-        CheckpointError: from any call, if the system refuses; then the writer is closed.
+        CheckpointError: from any method, if a file call fails; the writer is then closed.
     """
 
     def __init__(self, disk: Disk, path: Path, parts: Sequence[Part]) -> None:
@@ -83,22 +84,25 @@ class ShardWriter(_OpenFile):
         begin = header(parts)
         self._nbytes = len(begin) + sum(part.nbytes for part in parts)
         self._given = 0
-        self._block: mmap.mmap | None = None  # a mapping is aligned, and its memory goes back to the system
+        self._block: mmap.mmap | None = None  # aligned, and the system gets the memory back at once
         self._free: list[mmap.mmap] = []
         self._running: deque[tuple[mmap.mmap, Future[FileHash]]] = deque()
         self._hashes: list[FileHash] = []
         with naming(path, "making it"):
             self._fd = disk.create(path)
-        self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts none before there is work
+        self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts no thread before the first block
         self._direct = False
         with if_it_fails(self.close):
-            with contextlib.suppress(OSError):  # then through the page cache
+            with contextlib.suppress(OSError):  # without direct I/O, writes go through the page cache
                 disk.direct(self._fd, True)
                 self._direct = True
             self.write(memoryview(begin))
 
     def write(self, view: memoryview) -> None:
-        """Take the next bytes, contiguous, of any format and length. The view may be reused at once."""
+        """Append the bytes of a contiguous view of any format and length.
+
+        The bytes are copied, so the caller may overwrite the memory of `view` at once.
+        """
         with if_it_fails(self.close), view.cast("B") as octets:
             done = 0
             while done < len(octets):
@@ -114,20 +118,20 @@ class ShardWriter(_OpenFile):
                     self._block = None
 
     def finish(self) -> FileHash:
-        """Write the rest, synchronise the file and close it.
+        """Write the remaining bytes, fsync the file and close it.
 
         Returns:
-            The hashes of the bytes. They are on the disk; the file's name is not until its folder is synchronised.
+            The hashes of the file. Its bytes are durable, but its name is not until the folder is fsynced.
         """
         with if_it_fails(self.close):
             if self._given != self._nbytes:
                 raise CheckpointError(f"{self._path}: {self._given} bytes came, {self._nbytes} belong in")
             while self._running:
                 self._collect()
-            if self._block is not None:  # by itself: its end may have to go through the page cache
+            if self._block is not None:  # after all others, because an end that is not aligned turns direct I/O off
                 self._hashes.append(self._settle(self._block, self._given % BLOCK_BYTES, self._given))
             with naming(self._path, "synchronising"):
-                self._disk.fsync(self._fd)  # not repeated if it fails: the system forgets what it could not write
+                self._disk.fsync(self._fd)  # never repeated: after a failure the kernel drops the unwritten bytes
             self._forget(self._nbytes)
             self._release()
             fd, self._fd = self._fd, CLOSED
@@ -136,8 +140,8 @@ class ShardWriter(_OpenFile):
         return joined(self._hashes)
 
     def close(self) -> None:
-        """Give up, unless it is finished."""
-        self._release()  # first: a number that is closed under a running transfer may become another file's
+        """Stop the threads and close the file. Does nothing after `finish`."""
+        self._release()  # first, because a thread that still writes could hit another file with the same descriptor
         super().close()
 
     def _release(self) -> None:
@@ -152,13 +156,13 @@ class ShardWriter(_OpenFile):
         return self._free.pop() if self._free else mmap.mmap(-1, BLOCK_BYTES)
 
     def _collect(self) -> None:
-        """Wait for the oldest block and reuse its memory."""
+        """Wait until the oldest block is written, keep its hashes, and make its memory available again."""
         block, future = self._running.popleft()
         self._hashes.append(future.result())
         self._free.append(block)
 
     def _settle(self, block: mmap.mmap, nbytes: int, end: int) -> FileHash:
-        """Hash and write a block that ends at `end`. Runs in a thread."""
+        """Hash and write the first `nbytes` of a block, which end at byte `end` of the file. Runs in a pool thread."""
         with memoryview(block) as whole, whole[:nbytes] as view:
             hashes = hash_block(view)
             with naming(self._path, f"writing at offset {end - nbytes}"):
@@ -168,7 +172,11 @@ class ShardWriter(_OpenFile):
         return hashes
 
     def _pwrite(self, fd: int, view: memoryview, offset: int) -> int:
-        """Make one request: whole pages past the cache; the file's end and refused requests through it."""
+        """Write part of `view` at `offset` with one system call; return the number of bytes written.
+
+        Whole pages bypass the page cache. Direct I/O is turned off for the end of the file, and after the file system
+        has rejected it (EINVAL).
+        """
         direct, request = self._direct, view[:REQUEST_BYTES]
         whole = len(request) // ALIGN_BYTES * ALIGN_BYTES
         if direct and whole:
@@ -183,19 +191,19 @@ class ShardWriter(_OpenFile):
         return self._disk.pwrite(fd, request, offset)
 
     def _forget(self, nbytes: int) -> None:
-        with contextlib.suppress(OSError):  # only a hint
+        with contextlib.suppress(OSError):  # an optimization, which may fail
             self._disk.forget(self._fd, nbytes)
 
 
 class ShardReader(_OpenFile):
-    """Reads any range of a file, and delivers only bytes that its hashes confirm. One thread at a time.
+    """Reader of byte ranges of a file, which returns only bytes that match their hashes. Not thread-safe.
 
     Args:
         expected: the size from the manifest, and the hashes from the rank's index.
-        parts: the contents of the file in its order, from the manifest.
+        parts: the tensors of the file in order, from the manifest.
 
     Raises:
-        CheckpointError: no such regular file, another size, or a header that is not that of `parts`.
+        CheckpointError: there is no such regular file, it has another size, or its header does not list `parts`.
     """
 
     def __init__(self, disk: Disk, path: Path, expected: FileHash, parts: Sequence[Part]) -> None:
@@ -204,20 +212,20 @@ class ShardReader(_OpenFile):
         self._expected = expected
         self._parts = parts
         self._span = memoryview(bytearray(min(SPAN_BYTES, expected.size)))
-        self._held = -1  # number of the MiB in `_span`
+        self._held = -1  # number of the MiB that `_span` caches; -1: none
         with naming(path, "opening"):
             self._fd = disk.open(path)
         with if_it_fails(self.close):
             self._check_header()
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on.
+        """Fill `into` with the bytes of the file from `offset` on.
 
-        Reads all MiB that the range touches and compares their CRC-32. Keeps the last one that was needed in part, so
-        that small reads in order do not read it twice.
+        Every MiB that overlaps the range is read whole, and its CRC-32 is compared. The last MiB that was needed only
+        in part is cached, so that consecutive small reads do not read it twice.
 
         Raises:
-            CheckpointError: damage, with its offset; then the contents of `into` are not valid.
+            CheckpointError: the file is damaged; the message has the offset, and the contents of `into` are undefined.
         """
         with into.cast("B") as octets:
             end = offset + len(octets)
@@ -231,10 +239,10 @@ class ShardReader(_OpenFile):
                     self._load(span, target)
 
     def check(self, number: int) -> None:
-        """Read one block, and compare it with all its hashes.
+        """Read block `number`, of 16 MiB, and compare it with its CRC-32s and its SHA-256.
 
         Raises:
-            CheckpointError: damage; the line names the first damaged MiB.
+            CheckpointError: the block is damaged; the message names the first damaged MiB.
         """
         start, stop = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._expected.size)
         digest = sha256()
@@ -265,7 +273,7 @@ class ShardReader(_OpenFile):
         return span * SPAN_BYTES, min((span + 1) * SPAN_BYTES, self._expected.size)
 
     def _hold(self, span: int) -> memoryview:
-        """Return a whole MiB, read unless it is the last one."""
+        """Return MiB number `span` of the file, read from disk unless it is cached."""
         start, stop = self._ends(span)
         if span != self._held:
             self._held = -1

@@ -1,8 +1,8 @@
 """Convert checkpoints to and from the files of other libraries.
 
-Every format is read into and written from `stream`. `safetensors_folder`, `torch_file`, `dcp` and `universal` each
-implement one format; `exports` and `imports` read and write checkpoints. No module that saves, loads or resumes imports
-this package: pickles are read only here, and only with a list of the classes that they may build.
+Every format is read into a `Stream` and written from one. `safetensors_folder`, `torch_file`, `dcp` and `universal`
+each implement one format; `exports` reads checkpoints and `imports` writes them. Pickles are read only in this package,
+and may only create objects of an allowed list of classes. So no module that saves, loads or resumes imports it.
 """
 
 from zero.formats.exports import Exported, export_checkpoint, open_newest

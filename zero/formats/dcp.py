@@ -1,12 +1,13 @@
 """Read and write folders of torch.distributed.checkpoint (DCP), without a process group.
 
-DCP's writer keeps every tensor of a file until the file is complete, so each tensor gets a file of its own, and one
-tensor is in memory at a time, up to three times while it is read.
+DCP's writer keeps every tensor of a file in memory until the file is complete. So each tensor is written to a file of
+its own, and only one tensor is in memory at a time. A read needs up to three times the memory of one tensor.
 
 DCP's reader unpickles `.metadata` without restriction and trusts it: if the pieces of a tensor leave a hole, it returns
-uninitialised memory, and it casts a piece of another dtype. So this module reads pieces itself, with `weights_only`,
-and checks that they are what the metadata says and together the whole tensor. The metadata may name the record classes
-of DCP, torch's dtypes and sizes, and nothing else. Still, read only folders that you trust.
+uninitialised memory, and it casts a piece of another dtype. So this module reads the pieces itself, with
+`weights_only`. It checks that each piece has the dtype and shape in the metadata, and that the pieces cover the tensor
+exactly. The pickled metadata may only use DCP's own record classes and torch's dtypes and sizes. Still, read only
+folders that you trust.
 """
 
 import io
@@ -42,14 +43,14 @@ _ALLOWED = {
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "collections.OrderedDict": OrderedDict,
-    # the path of the save, as a class that touches no file
+    # The metadata has the path of the save. Pure paths cannot access files.
     **{f"{module}.PosixPath": PurePosixPath for module in ("pathlib", "pathlib._local")},
     **{f"{module}.WindowsPath": PureWindowsPath for module in ("pathlib", "pathlib._local")},
 }
 
 
 class _Planner(torch_checkpoint.DefaultSavePlanner):
-    """Plans from sizes alone, and reads each tensor when it is written."""
+    """A save planner that plans with meta tensors and reads each tensor's values only when DCP writes them."""
 
     def __init__(self, tensors: Mapping[str, Stream]) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class _Planner(torch_checkpoint.DefaultSavePlanner):
 
 
 class _Piece(NamedTuple):
-    """A box of a tensor, and its place in a file: relative path, offset and length."""
+    """A rectangular part of a tensor, and `home`, its location: relative path of a file, offset and length."""
 
     start: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -68,7 +69,11 @@ class _Piece(NamedTuple):
 
 
 class _Unpickler(pickle._Unpickler):
-    """The one in Python, because the one in C allocates as many objects as a damaged number says."""
+    """An unpickler that allows only the classes in `_ALLOWED`.
+
+    It derives from the pickle module's Python implementation, because the one in C allocates memory for as many objects
+    as a damaged file claims to have.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in _ALLOWED:
@@ -77,10 +82,10 @@ class _Unpickler(pickle._Unpickler):
 
 
 def write(folder: Path, tensors: Mapping[str, Stream]) -> None:
-    """Write a flat state dict; tied tensors are written under each of their names.
+    """Write a flat state dict; a tied tensor is written once under each of its names.
 
     Args:
-        folder: exists and is empty.
+        folder: an existing, empty folder.
     """
     planned = {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in tensors.items()}
     writer = torch_checkpoint.FileSystemWriter(folder, single_file_per_rank=False)
@@ -89,15 +94,15 @@ def write(folder: Path, tensors: Mapping[str, Stream]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             torch_checkpoint.save(planned, storage_writer=writer, planner=_Planner(tensors), no_dist=True)
     except torch_checkpoint.CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]  # of the only rank
+        cause = next(iter(error.failures.values()))[0]  # `failures` has one rank
         raise (cause if isinstance(cause, CheckpointError) else refused(str(folder), cause)) from error
 
 
 def read(folder: Path) -> Source:
-    """Find the tensors of a folder, in any number of pieces.
+    """Return the tensors of a DCP folder, saved by any number of ranks; their values are read later.
 
     Raises:
-        CheckpointError: the metadata is damaged, or names classes that tensors do not need.
+        CheckpointError: the metadata is damaged, or uses classes that tensors do not need.
     """
     saved = _metadata(folder / METADATA)
     streams, left = {}, []
@@ -114,7 +119,7 @@ def _stream(folder: Path, name: str, entry: Any, stored: Mapping[Any, Any]) -> S
     try:
         dtype, shape = entry.properties.dtype, tuple(torch.Size(entry.size))
         pieces = [_piece(chunk, stored.get(metadata.MetadataIndex(name, chunk.offsets))) for chunk in entry.chunks]
-    except Exception as error:  # crafted attributes may raise anything
+    except Exception as error:  # malicious metadata may raise any exception
         raise refused(what, error) from error
     if dtype not in _DTYPES.values():
         raise CheckpointError(f"{what}: is {repr(dtype)[:80]}, which a checkpoint does not hold")
@@ -126,11 +131,11 @@ def _stream(folder: Path, name: str, entry: Any, stored: Mapping[Any, Any]) -> S
 
 
 def _piece(chunk: Any, home: Any) -> _Piece:
-    return _Piece(tuple(torch.Size(chunk.offsets)), tuple(torch.Size(chunk.sizes)), home)  # Size takes only integers
+    return _Piece(tuple(torch.Size(chunk.offsets)), tuple(torch.Size(chunk.sizes)), home)  # raises for non-integers
 
 
 def is_whole(shape: tuple[int, ...], pieces: Iterable[_Piece]) -> bool:
-    """Return whether every element of `shape` is in exactly one piece, and no piece reaches beyond it."""
+    """Return whether every element of a tensor of `shape` is in exactly one piece, and no piece exceeds the tensor."""
     boxes = [(start, sizes) for start, sizes, _ in pieces]
     if any(not len(start) == len(sizes) == len(shape) or min(sizes, default=0) < 0 for start, sizes in boxes):
         return False
@@ -159,7 +164,7 @@ def _whole(folder: Path, what: str, dtype: torch.dtype, shape: tuple[int, ...], 
             if (part.dtype, tuple(part.shape)) != (dtype, sizes):
                 raise TypeError(f"a piece is {part.dtype} of shape {tuple(part.shape)}, not {dtype} of {sizes}")
             values[tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))] = part
-    except Exception as error:  # a crafted size or offset may raise anything
+    except Exception as error:  # a malicious size or offset may raise any exception
         raise refused(what, error) from error
     return values
 
@@ -181,6 +186,6 @@ def _metadata(path: Path) -> Any:
                     raise TypeError(f"{str(name)[:100]!r} is not a plain file in this folder")
         except OSError:
             raise
-        except Exception as error:  # a damaged or crafted pickle may raise anything
+        except Exception as error:  # a damaged or malicious pickle may raise any exception
             raise refused(str(path), error) from error
     return saved

@@ -1,6 +1,7 @@
-"""Export a checkpoint to other formats: full parameters and buffers, under every name of the model.
+"""Export a checkpoint to other formats: full parameters and buffers, under every name in the model's state dict.
 
-Values are read block by block, with their CRC-32. The new file or folder gets its name when it is complete.
+Values are read block by block, and their CRC-32 is compared. The new file or folder is written under a temporary name
+and renamed when it is complete.
 """
 
 import contextlib
@@ -30,7 +31,13 @@ FORMATS = ("hf", "torch", "dcp")
 
 
 class Exported(NamedTuple):
-    """The written tensors: their number, the bytes of their values, and further name -> name of tied ones."""
+    """Summary of an export.
+
+    Attributes:
+        tensors: number of names of tensors written; each name of a tied tensor counts.
+        nbytes: bytes of their values; a tied tensor counts for each of its names.
+        ties: alias of a tied tensor -> name under which the checkpoint has it.
+    """
 
     tensors: int
     nbytes: int
@@ -38,10 +45,10 @@ class Exported(NamedTuple):
 
 
 def open_newest(path: Path, progress: Progress = silent) -> tuple[Checkpoint, list[str]]:
-    """Open a step, or the newest valid checkpoint of a run or a folder of checkpoints.
+    """Open `path` if it is one checkpoint, else the newest valid checkpoint of that run or folder of checkpoints.
 
     Returns:
-        The checkpoint, and a line about each newer one that is not valid.
+        The checkpoint, and a line about each newer checkpoint that is not valid.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
@@ -59,20 +66,21 @@ def export_checkpoint(
     shard_bytes: int = 5 * 10**9,
     progress: Progress = silent,
 ) -> Exported:
-    """Write parameters and buffers.
+    """Write the parameters and buffers of a checkpoint in another format.
 
     Args:
-        to: "hf" and "dcp" make a folder, "torch" a file.
-        out: does not exist; its parent does.
-        dtype: of the parameters, frozen ones too; buffers keep their own.
-        weights: "ema" to write the running mean of the parameters; frozen ones are as they are.
-        shard_bytes: the most bytes of values in one file of "hf".
-        progress: called with the bytes of values that are read; a tie counts for each of its names, for "torch" once.
+        to: "hf" or "dcp", which make a folder, or "torch", which makes a file.
+        out: path of the new folder or file; it must not exist, but its parent must.
+        dtype: dtype of all parameters, frozen ones included. Buffers keep their dtype.
+        weights: "ema" to write the exponential moving average of the trained parameters in place of the parameters.
+        shard_bytes: maximum bytes of values in one file of "hf".
+        progress: called with the number of bytes of values that were read. A tied tensor counts for each of its names,
+            for "torch" once.
 
     Raises:
-        CheckpointError: damage, no such `weights`, values that `dtype` cannot hold, or an error of the system; nothing
-            is left.
-        ConfigError: an unknown format, or `out` exists.
+        CheckpointError: the checkpoint is damaged or has no such `weights`, `dtype` cannot represent a value, or a file
+            call failed. Nothing is left of the export.
+        ConfigError: the format is unknown, or `out` exists.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to}; known: {', '.join(FORMATS)}")
@@ -80,7 +88,7 @@ def export_checkpoint(
         raise ConfigError(f"--out {out}: exists; give a name that does not")
     with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
         tensors, ties = _streams(checkpoint, files, dtype, weights_of(checkpoint, weights))
-        written = [name for name in tensors if to != "torch" or name not in ties]  # torch's format has ties itself
+        written = [name for name in tensors if to != "torch" or name not in ties]  # torch.save's format stores ties
         watched = counted([tensors[name] for name in written], "exporting", progress)
         tensors |= dict(zip(written, watched, strict=True))
         if to == "hf":
@@ -88,14 +96,14 @@ def export_checkpoint(
         elif to == "torch":
             write_torch(unfinished, tensors, ties)
         else:
-            from zero.formats.dcp import write as write_dcp  # half a second and 50 MB, for this format alone
+            from zero.formats.dcp import write as write_dcp  # here, because the import takes 0.5 s and 50 MB
 
             write_dcp(unfinished, tensors)
     return Exported(len(tensors), sum(stream.nbytes for stream in tensors.values()), ties)
 
 
 def whole(checkpoint: Checkpoint, *, frozen: bool = True) -> dict[str, Tensor]:
-    """Read parameters in fp32 and buffers, under every name of the model; tied names share a tensor.
+    """Return all parameters, in fp32, and buffers by name. The names of a tied tensor share one tensor.
 
     Args:
         frozen: include frozen parameters.
@@ -111,7 +119,13 @@ def whole(checkpoint: Checkpoint, *, frozen: bool = True) -> dict[str, Tensor]:
 def _streams(
     checkpoint: Checkpoint, files: Tensors, dtype: torch.dtype, trained: Mapping[str, Entry]
 ) -> tuple[dict[str, Stream], dict[str, str]]:
-    """Return a stream for every name of the model, and further name -> name of tied ones."""
+    """Return name -> stream of values for every name in the model, and alias -> saved name of tied tensors.
+
+    Args:
+        files: the open checkpoint, from which the streams read.
+        dtype: dtype of the parameters in the streams.
+        trained: entries to read in place of the parameters of the same names.
+    """
     streams = {}
     for entry in checkpoint.manifest.entries:
         if entry.kind in (PARAMETER, FROZEN, BUFFER):
@@ -127,7 +141,7 @@ def _streams(
 
 @contextlib.contextmanager
 def _appearing(out: Path, *, folder: bool) -> Iterator[Path]:
-    """Yield a temporary path, renamed to `out` at the end of the block, or removed after an exception."""
+    """Yield a temporary path. It is renamed to `out` at the end of the block, or removed after an exception."""
     unfinished = out.with_name(f".{out.name[:100]}.{secrets.token_hex(8)}")
     try:
         with naming(out):

@@ -1,7 +1,8 @@
 """Import files of other libraries as a checkpoint.
 
-A source has names and values. `Choice` states the rest: which names are parameters, frozen or buffers. Missing moments
-are zeros; random generators and loss scale start anew. `zero.load` later compares names and shapes with the model.
+A source has names and values. `Choice` adds what the files do not say, such as which tensors are frozen parameters or
+buffers. Missing moments are written as zeros. Random generators and loss scale start anew. `zero.load` later compares
+names and shapes with the model.
 """
 
 import dataclasses
@@ -32,23 +33,23 @@ from zero.progress import Progress, silent
 FORMATS = ("hf", "torch", "dcp", "deepspeed")
 
 STATISTICS = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
-"""Names of torch's own buffers."""
+"""Patterns for the names of the buffers of torch's normalization layers."""
 
 Value = tuple[str, str, Stream]
-"""Name, kind and values of one tensor of the checkpoint."""
+"""(name, kind, values) of one tensor of the new checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The facts that a source does not state.
+    """The options of an import: facts that the source does not state.
 
     Attributes:
-        prefix: import only names that begin with it, and strip it.
-        moments: the optimizer's moments of each parameter: mu and nu for Adam, mu for Lion and momentum.
+        prefix: import only tensors whose names begin with this prefix, and strip it.
+        moments: kinds of the optimizer's moments: mu and nu for Adam, mu for Lion and momentum.
         frozen: names or patterns of parameters that will not be trained.
-        buffers: names or patterns of buffers, besides integer tensors and torch's own buffers.
-        ties: further name -> name. Their values are compared if the source has both.
-        step: updates made; None: as the source states, or 0 if it has no moments.
+        buffers: names or patterns of buffers. Integer tensors and `STATISTICS` are buffers in any case.
+        ties: alias of a tied tensor -> name of the tensor. If the source has both, their values must be equal.
+        step: number of updates made. None: as stated by the source, or 0 if it has no moments.
     """
 
     prefix: str = ""
@@ -60,18 +61,21 @@ class Choice:
 
 
 class Imported(NamedTuple):
-    """The published folder, and lines about missing and unused values."""
+    """The result of an import: the published folder, and lines about missing and unused values."""
 
     folder: Path
     notes: list[str]
 
 
 def read_source(from_: str, path: Path) -> Source:
-    """Find the tensors of a file or folder; their values are read later.
+    """Return the tensors of a file or folder; their values are read later.
+
+    Args:
+        from_: the format, one of `FORMATS`.
 
     Raises:
-        CheckpointError: the path is not of the format `from_`, is damaged, or holds other objects than tensors.
-        ConfigError: an unknown format.
+        CheckpointError: the path is not of the format `from_`, is damaged, or contains objects that are not allowed.
+        ConfigError: the format is unknown.
     """
     if from_ not in FORMATS:
         raise ConfigError(f"--from {from_}; known: {', '.join(FORMATS)}")
@@ -79,7 +83,7 @@ def read_source(from_: str, path: Path) -> Source:
         path.stat()
     read: dict[str, Callable[[Path], Source]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
     if from_ == "dcp":
-        from zero.formats.dcp import read as read_dcp  # half a second and 50 MB, for this format alone
+        from zero.formats.dcp import read as read_dcp  # here, because the import takes 0.5 s and 50 MB
 
         read["dcp"] = read_dcp
     source = read[from_](path)
@@ -90,11 +94,11 @@ def read_source(from_: str, path: Path) -> Source:
 
 
 def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), progress: Progress = silent) -> Imported:
-    """Write a checkpoint of world 1 under `root`, and publish it.
+    """Write a source as a checkpoint with the file of one rank under `root`, and publish it.
 
     Args:
-        root: its parent exists.
-        progress: called with the bytes that are written.
+        root: the folder of checkpoints; made if its parent exists.
+        progress: called with the number of bytes written.
 
     Raises:
         CheckpointError: tied values differ, values cannot be read, or the step exists; nothing was published.
@@ -115,7 +119,7 @@ def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), pro
 
 
 def _under(source: Source, prefix: str) -> Source:
-    """Keep the names that begin with `prefix`, without it."""
+    """Return a source with only the names that begin with `prefix`, which is stripped."""
 
     def stripped(names: Iterable[str]) -> dict[str, str]:
         return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
@@ -138,7 +142,12 @@ def _under(source: Source, prefix: str) -> Source:
 
 
 def _check_ties(source: Source, ties: Mapping[str, str]) -> None:
-    """Compare the values of tied names, if the source has both."""
+    """Check that the tensor of each tie exists, and that its alias has equal values if the source has both.
+
+    Raises:
+        ConfigError: an alias is tied to a name that the source does not have.
+        CheckpointError: the values differ.
+    """
     for name, owner in ties.items():
         if owner not in source.tensors or owner in ties:
             raise ConfigError(f"{name} is tied to {owner}, which is not a tensor of the source")
@@ -150,12 +159,12 @@ def _check_ties(source: Source, ties: Mapping[str, str]) -> None:
 def _equal(first: Stream, second: Stream, what: str) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    pairs = zip(first.blocks(what), second.blocks(what), strict=True)  # all blocks but the last are of one size
+    pairs = zip(first.blocks(what), second.blocks(what), strict=True)  # all blocks but the last have equal sizes
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str, str]:
-    """Return the kind of each tensor, without further names of tied ones."""
+    """Return name -> kind of each tensor, without the aliases of tied tensors."""
     names = [name for name in source.tensors if name not in ties]
     for key, patterns in (("--frozen", choice.frozen), ("--buffers", choice.buffers)):
         for pattern in patterns:
@@ -174,11 +183,11 @@ def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str,
 
 
 def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) -> list[Value]:
-    """List the contents of the checkpoint; masters and moments are fp32."""
+    """List the tensors of the new checkpoint; parameters and moments are fp32, other tensors keep their dtype."""
     values = []
     for name, kind in kinds.items():
         stream = source.tensors[name]
-        is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # the scale is another tensor
+        is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # its scale is a separate tensor
         if stream.dtype not in NAMES or is_float8:
             raise CheckpointError(f"{name} ({kind}): is {stream.dtype}, which is not imported; import a bf16 copy")
         values.append((name, kind, stream.to(torch.float32, name) if kind == PARAMETER else stream))
@@ -192,7 +201,7 @@ def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) 
 
 
 def _notes(source: Source, kinds: Mapping[str, str], choice: Choice, ties: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line about each thing that the source lacks or the checkpoint leaves out."""
+    """Yield a line about each kind of value that the source lacks or the checkpoint leaves out."""
     parameters = [name for name, kind in kinds.items() if kind == PARAMETER]
     for kind in choice.moments:
         missing = sum((name, kind) not in source.moments for name in parameters)
@@ -217,7 +226,7 @@ def _publish(
     name = step_name(number)
     if number in root.steps():
         raise CheckpointError(f"{root.path / name}: exists; give --step or another --out")
-    scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # a load starts with its own scale
+    scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # a load starts with the run's own scale
     manifest = Manifest(
         format=FORMAT,
         step=number,

@@ -1,4 +1,4 @@
-"""Show a progress bar with the time left, for scripts on a terminal."""
+"""A progress bar with the time left, for scripts on a terminal."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,10 @@ from zero.progress import Progress, silent
 
 @contextlib.contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Progress]:
-    """Show progress until the block ends, on stderr unless another console is given."""
+    """Show a progress bar on `console`, by default stderr, until the block ends. Yield the function that updates it.
+
+    Without a terminal nothing is shown.
+    """
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield silent

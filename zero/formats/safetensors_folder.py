@@ -1,11 +1,11 @@
-"""Read and write safetensors in the layout of Hugging Face: files of limited size, and an index.
+"""Read and write safetensors as Hugging Face does: files of limited size, and an index.
 
     model-00001-of-00002.safetensors
     model-00002-of-00002.safetensors
     model.safetensors.index.json      {"metadata": {"total_size": .., "ties": {..}}, "weight_map": {name: file}}
 
-Safetensors has no two names for the same bytes, so a tied weight is written once under each of its names, as a strict
-load requires. The key `ties` is ours; other libraries ignore it.
+A safetensors file cannot have two names for the same bytes. So the values of a tied tensor are written once for each of
+its names, because a strict load needs all of them. Other libraries ignore the key `ties`, which this library adds.
 """
 
 import json
@@ -25,7 +25,8 @@ def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], 
     """Write files of at most `shard_bytes` of values each; a larger tensor gets a file of its own.
 
     Args:
-        folder: exists and is empty.
+        folder: an existing, empty folder.
+        ties: alias of a tied tensor -> name of the tensor; both are in `tensors`.
     """
     files = names_by_file(tensors, shard_bytes)
     weight_map = {}
@@ -33,7 +34,7 @@ def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], 
         file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         parts = sorted((Part(name, tensors[name].dtype, tensors[name].shape) for name in names), key=by_width)
         with new_file(folder / file_name) as file:
-            file.write(header(parts, align_bytes=8, metadata={"format": "pt"}))  # transformers requires the format
+            file.write(header(parts, align_bytes=8, metadata={"format": "pt"}))  # transformers requires this metadata
             for part in parts:
                 put(file, tensors[part.key], part.key)
         weight_map.update(dict.fromkeys(names, file_name))
@@ -45,7 +46,7 @@ def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], 
 
 
 def read(path: Path) -> Source:
-    """Find the tensors of a folder with an index or a single file, or of one file.
+    """Return the tensors of a file, or of a folder with an index or a single file; their values are read later.
 
     Raises:
         CheckpointError: there are no such files, or index and files contradict each other.

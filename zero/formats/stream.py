@@ -1,6 +1,6 @@
-"""Read a tensor block by block from any source; every format reads into and writes from `Stream`.
+"""Read tensors block by block, so that a conversion keeps only a few MiB of a model in memory.
 
-So a conversion keeps a few MiB of a model in memory, and a format handles only names, dtypes, shapes and bytes.
+Every format reads its tensors as `Stream` and writes them from `Stream`.
 """
 
 import contextlib
@@ -25,7 +25,11 @@ BLOCK_NUMEL = 2**20
 
 @dataclass(frozen=True)
 class Stream:
-    """Values of `dtype` and `shape`. Each call of `cut` reads them again: 1-D blocks on the host, row-major."""
+    """The values of one tensor, read block by block.
+
+    Attributes:
+        cut: reads the tensor, flattened in row-major order, as 1-D CPU blocks. Each call reads it from the start.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -33,18 +37,18 @@ class Stream:
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: tuple[int, ...], whole: Callable[[], Tensor]) -> "Stream":
-        """Make a stream of a tensor that is read as a whole, such as a mapped one."""
+        """Make a stream of a tensor that `whole` returns, such as a memory-mapped one."""
 
         def cut() -> Iterator[Tensor]:
-            flat = whole().detach().resolve_conj().resolve_neg().reshape(-1)  # a view may only be marked as conjugate
+            flat = whole().detach().resolve_conj().resolve_neg().reshape(-1)  # conj() is lazy: it returns a marked view
             for start in range(0, flat.numel(), BLOCK_NUMEL):
-                yield flat[start : start + BLOCK_NUMEL].contiguous()  # every second element is a view, and 1-D
+                yield flat[start : start + BLOCK_NUMEL].contiguous()  # reshape does not copy a 1-D view with gaps
 
         return cls(dtype, shape, cut)
 
     @classmethod
     def read_by(cls, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[int, int], Tensor]) -> "Stream":
-        """Make a stream of a tensor whose elements [start, stop) `read` returns."""
+        """Make a stream of a tensor; `read(start, stop)` returns elements [start, stop) of it as a 1-D CPU tensor."""
 
         def cut() -> Iterator[Tensor]:
             for start in range(0, prod(shape), BLOCK_NUMEL):
@@ -61,11 +65,11 @@ class Stream:
         return self.numel * self.dtype.itemsize
 
     def blocks(self, what: str) -> Iterator[Tensor]:
-        """Read the values and count them.
+        """Yield the values in blocks, and check their number and dtype.
 
         Raises:
-            CheckpointError: they are more, fewer, or of another dtype than announced, or cannot be read; the line
-                begins with `what`.
+            CheckpointError: the values are not `numel` values of `dtype`, or cannot be read; the message begins with
+                `what`.
         """
         count = 0
         try:
@@ -77,12 +81,12 @@ class Stream:
             else:
                 if count == self.numel:
                     return
-        except (RuntimeError, MemoryError) as error:  # sizes that no machine has room for
+        except (RuntimeError, MemoryError) as error:  # a damaged file may claim any size
             raise CheckpointError(f"{what}: cannot be read: {in_short(error)}") from error
         raise CheckpointError(f"{what}: its values are not the {self.numel} of {self.dtype} that its file announces")
 
     def whole(self, what: str) -> Tensor:
-        """Read the values into one tensor."""
+        """Read the values and return them as one tensor of `shape`."""
         flat, done = torch.empty(self.numel, dtype=self.dtype), 0
         for block in self.blocks(what):
             flat[done : done + block.numel()] = block
@@ -90,10 +94,10 @@ class Stream:
         return flat.view(self.shape)
 
     def to(self, dtype: torch.dtype, what: str) -> "Stream":
-        """Return a stream of the values in another floating-point dtype.
+        """Return a stream of the values, converted to another floating-point dtype.
 
         Raises:
-            CheckpointError: while reading, at a finite value that becomes infinite.
+            CheckpointError: while the stream is read, if a finite value becomes infinite.
         """
         if dtype == self.dtype:
             return self
@@ -110,16 +114,16 @@ class Stream:
 
 @dataclass(frozen=True)
 class Source:
-    """The contents of a foreign file or folder.
+    """The contents of a file or folder of another library.
 
     Attributes:
-        tensors: by their names in the source, in its order.
-        ties: further name -> name, for tensors that share memory in the source.
-        moments: (name, kind) -> values, if the source has the optimizer's.
-        kinds: name -> "parameter", "frozen" or "buffer", if the source states it.
-        step: updates made, or None if the source does not state them.
-        skipped: further steps, which changed nothing.
-        left: names that are not tensors.
+        tensors: name -> values, in the order of the source.
+        ties: alias -> name in `tensors`, for tensors that share memory in the source.
+        moments: (name, kind) -> values of the optimizer's moments; empty if the source has none.
+        kinds: name -> "parameter", "frozen" or "buffer", for tensors whose kind the source states.
+        step: number of updates made, or None if the source does not state it.
+        skipped: number of skipped steps, which are not in `step`.
+        left: names of the objects that are not imported, because they are not tensors.
     """
 
     tensors: Mapping[str, Stream]
@@ -132,7 +136,7 @@ class Source:
 
 
 def counted(streams: Sequence[Stream], what: str, progress: Progress) -> list[Stream]:
-    """Return the streams with `progress` called after each block, with the bytes read of all of them."""
+    """Return equal streams that call `progress` after each block, with the number of bytes read from all of them."""
     done, total = 0, sum(stream.nbytes for stream in streams)
 
     def cut(stream: Stream) -> Iterator[Tensor]:
@@ -149,10 +153,10 @@ def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
     """Validate a shape from a file of another library.
 
     Raises:
-        CheckpointError: the line begins with `what`.
+        CheckpointError: the shape is not a list of non-negative integers; the message begins with `what`.
     """
     try:
-        shape = tuple(torch.Size(sizes))  # takes integers and nothing else
+        shape = tuple(torch.Size(sizes))  # raises TypeError unless all are integers
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"{what}: its shape is none: {in_short(error)}") from error
     if any(length < 0 for length in shape):
@@ -167,7 +171,11 @@ def put(file: IO[bytes], stream: Stream, what: str) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file and synchronise it at the end of the block; errors of the system are CheckpointError."""
+    """Open a new file for writing, and fsync and close it at the end of the block.
+
+    Raises:
+        CheckpointError: a file call failed; the message names the path.
+    """
     with naming(path), path.open("xb") as file:
         yield file
         file.flush()

@@ -1,12 +1,12 @@
-"""Write files of torch.save as a stream, and read them without running code in them.
+"""Write files in the format of torch.save block by block, and read them without executing code from them.
 
-A `.pt` file is a zip whose `data.pkl` names the tensors and whose other records are their bytes, not compressed.
-torch.save needs all tensors in memory; this writer makes the pickle from names and sizes alone, and the bytes follow
-block by block. Tied tensors share a record.
+A `.pt` file is a zip archive. Its record `data.pkl` lists the tensors, and the other records are their uncompressed
+bytes. torch.save needs all tensors in memory. This writer makes the pickle from names, dtypes and shapes alone, and
+then writes the bytes block by block. Tied tensors share a record.
 
-A pickle is a program. Reading allows tensors, numbers and containers, and rejects other classes by name. Still, read
-only files that you trust, because this relies on torch's unpickler and allocator. torch writes a CRC-32 of each record
-and never compares it; this module does.
+Unpickling can execute code. So only tensors, numbers and containers are unpickled, and files with other classes are
+rejected. Still, read only files that you trust, because this relies on torch's unpickler and allocator. torch stores a
+CRC-32 of each record but never compares it; this module does.
 """
 
 import pickle
@@ -32,10 +32,10 @@ from zero.platform.safetensors_files import NAMES
 _CLASSES = torch.storage._dtype_to_storage_type_map()
 
 STORAGES = {dtype: getattr(torch, _CLASSES[dtype]) for dtype in NAMES if dtype in _CLASSES}
-"""Each dtype that a checkpoint may hold -> the class that torch.save names for it; float8 has none."""
+"""Each dtype that a checkpoint can store -> the storage class in torch.save's pickle; float8 dtypes have none."""
 
 ALIGN_BYTES = 64
-"""The alignment of each record, as in torch.save: a mapped file holds aligned tensors."""
+"""Alignment of each record in the file, as in torch.save, so that memory-mapped tensors are aligned."""
 
 TRUST = "only tensors are read from such a file, and only from one that you trust"
 
@@ -47,7 +47,7 @@ _LOCAL_HEADER_BYTES, _ZIP64_BYTES = 30, 20
 
 @dataclass(frozen=True)
 class _Record:
-    """The storage that a record of the zip will hold."""
+    """A record of the zip archive: its key, and the values to write into it."""
 
     key: str
     stream: Stream
@@ -55,7 +55,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A tensor that is all of a record; pickled as torch.save pickles the tensor."""
+    """A tensor that consists of all values of a record; its pickle is the one that torch.save makes of a tensor."""
 
     record: _Record
 
@@ -66,7 +66,7 @@ class _Whole:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a record as torch.save pickles the storage."""
+    """A pickler that writes a `_Record` as torch.save writes a storage."""
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Record):
@@ -78,11 +78,11 @@ def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) ->
     """Write a state dict that torch.load reads.
 
     Args:
-        path: does not exist.
-        ties: further name -> name; both are in `tensors`.
+        path: the new file, which must not exist.
+        ties: alias of a tied tensor -> name of the tensor; both are in `tensors`.
 
     Raises:
-        CheckpointError: torch.save has no class for a tensor's dtype.
+        CheckpointError: torch.save has no storage class for a tensor's dtype, or a file call failed.
     """
     for name, stream in tensors.items():
         if stream.dtype not in STORAGES:
@@ -104,11 +104,11 @@ def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) ->
 
 
 def _aligned(name: str, offset: int) -> zipfile.ZipInfo:
-    """Make the entry of a record at `offset`, padded so that its data are aligned."""
+    """Return the zip entry of a record whose local header begins at `offset`, padded so that its data is aligned."""
     place = zipfile.ZipInfo(name)
     begin = offset + _LOCAL_HEADER_BYTES + len(name) + 4 + _ZIP64_BYTES
     padding = -begin % ALIGN_BYTES
-    place.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # torch's field
+    place.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # the padding field of torch.save
     return place
 
 
@@ -116,10 +116,10 @@ def _aligned(name: str, offset: int) -> zipfile.ZipInfo:
 
 
 def read(path: Path) -> Source:
-    """Find the tensors of a state dict, or of nested dicts, whose names are joined by dots.
+    """Return the tensors of a state dict, or of nested dicts, whose keys are joined by dots; values are read later.
 
     Raises:
-        CheckpointError: the file is damaged, names other classes than tensors, or holds none.
+        CheckpointError: the file is damaged, has objects that are not allowed, or has no tensor.
     """
     tensors: dict[str, Tensor] = {}
     left: list[str] = []
@@ -142,13 +142,13 @@ def read(path: Path) -> Source:
 
 
 def restricted(path: Path, *, compare: bool = False) -> Any:
-    """Return the contents of a file, with tensors mapped and not read.
+    """Unpickle a file of torch.save with an allowed list of classes; tensors are memory-mapped and not read.
 
     Args:
         compare: read all records once, and compare their CRC-32.
 
     Raises:
-        CheckpointError: the file is damaged, or names other classes than tensors, numbers and containers.
+        CheckpointError: the file is damaged, or has objects other than tensors, numbers and containers.
     """
     with naming(path), path.open("rb") as file:
         try:
@@ -157,15 +157,17 @@ def restricted(path: Path, *, compare: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except OSError:
             raise
-        except Exception as error:  # a damaged or crafted pickle may raise anything
+        except Exception as error:  # a damaged or malicious pickle may raise any exception
             raise refused(str(path), error) from error
 
 
 def check_records(file: IO[bytes]) -> None:
-    """Compare the records of a zip with their CRC-32; files from before torch 1.6 have none.
+    """Compare the records of a zip archive with their CRC-32.
+
+    Does nothing for a file in the format that torch wrote before 1.6, which is not a zip archive and has no CRC-32.
 
     Raises:
-        ValueError: a record is damaged. A damaged zip may raise any other exception.
+        ValueError: a record is damaged. A damaged archive may raise any other exception.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -176,10 +178,10 @@ def check_records(file: IO[bytes]) -> None:
 
 
 def stream_of(value: Any, what: str) -> Stream:
-    """Make a stream of a mapped tensor.
+    """Make a stream of a memory-mapped tensor.
 
     Raises:
-        CheckpointError: a checkpoint cannot hold it.
+        CheckpointError: `value` is not a dense CPU tensor of a dtype that a checkpoint can store.
     """
     plain = type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.is_cpu
     if not plain or value.dtype not in STORAGES:
@@ -189,7 +191,7 @@ def stream_of(value: Any, what: str) -> Stream:
 
 
 def refused(what: str, error: BaseException) -> CheckpointError:
-    """Make a one-line error of torch's, which has many lines and explains how to switch the restriction off."""
+    """Return a CheckpointError with one line in place of torch's long message, which advises to allow all classes."""
     cause = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
     asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)|class (\S+) was not", str(cause))
     line = str(cause).strip().split("\n")[0].strip()[:200]

@@ -3,7 +3,7 @@
     zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt    {"param": values}, or at stage 3 the flat values alone
     *_model_states.pt                                          shapes, ties, buffers, frozen parameters, steps
 
-All are pickles, read as in `torch_file`.
+All files are pickles; `torch_file.restricted` reads them.
 """
 
 import re
@@ -22,16 +22,17 @@ from zero.formats.stream import Source, Stream, shape_of
 from zero.formats.torch_file import restricted, stream_of
 
 MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
-"""Our kind -> DeepSpeed's."""
+"""This library's name of a moment -> DeepSpeed's name."""
 
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
 
 
 def read(folder: Path) -> Source:
-    """Find parameters, moments, frozen parameters and buffers.
+    """Return the parameters, moments, frozen parameters and buffers of a folder; their values are read later.
 
     Raises:
-        CheckpointError: no universal checkpoint, a file with other objects than tensors, or steps that differ.
+        CheckpointError: the folder is not a universal checkpoint, a file has objects that are not allowed, or the steps
+            of the parameters differ.
     """
     homes = {path.parent.name: path.parent for path in sorted(folder.glob("zero/*/fp32.pt"))}
     states = _states(folder)
@@ -72,7 +73,7 @@ def read(folder: Path) -> Source:
 
 
 def _states(folder: Path) -> list[Mapping[str, Any]]:
-    """Read the states of the model, in rank order."""
+    """Return the contents of the *_model_states.pt files, in rank order."""
     states = []
     for path in sorted(
         folder.glob("*_model_states.pt"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)]
@@ -95,7 +96,7 @@ def _buffers(folder: Path, state: Mapping[str, Any]) -> dict[str, Stream]:
 
 
 def _stream(path: Path, shape: tuple[int, ...] | None) -> Stream:
-    """Open a file to see its sizes; it is opened again to be read, so that a thousand files do not stay open."""
+    """Check a file and return a stream that opens the file again to read it, so that 1,000 files do not stay open."""
     stream = stream_of(_values(path, compare=True), str(path))
     if shape is not None and prod(shape) != stream.numel:
         raise CheckpointError(f"{path}: has {stream.numel} elements, the model's shape is {shape}")
@@ -111,7 +112,11 @@ def _values(path: Path, *, compare: bool = False) -> Tensor:
 
 
 def _joined(folder: Path, name: str, shape: tuple[int, ...], fragments: Sequence[Mapping[str, Any]]) -> Stream:
-    """Join the parts of a frozen parameter of stage 3, one in each rank's file; the last is padded."""
+    """Return the values of a parameter that is frozen at stage 3: the parts in the ranks' files, without padding.
+
+    Args:
+        fragments: name -> this parameter's part, for each rank; the last part is padded.
+    """
     parts = [fragment[name] for fragment in fragments if name in fragment]
     streams = [stream_of(part, f"{folder}: {name!r}") for part in parts]
     numel = sum(stream.numel for stream in streams)

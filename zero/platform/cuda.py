@@ -1,4 +1,4 @@
-"""A GPU as the compute device: streams and events of CUDA, pinned host memory, readings."""
+"""A GPU as the compute device: CUDA streams and events, pinned host memory, memory readings."""
 
 import socket
 import warnings
@@ -13,7 +13,7 @@ from zero.platform.device import Clock, Device, Event, Moment, work_alone
 
 
 class CudaEvent(Event):
-    """An event of CUDA."""
+    """A CUDA event."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
@@ -29,12 +29,12 @@ class CudaEvent(Event):
 
 
 class CudaClock(Clock):
-    """A clock whose moments are events with times."""
+    """A clock whose moments are CUDA events with timing."""
 
     def __init__(self, device: torch.device) -> None:
         self._main = torch.cuda.current_stream(device)
         self._zero = self._event(self._main)
-        self._zero.synchronize()  # the host's zero is the device's then
+        self._zero.synchronize()  # so that the host's clock starts at the same time
         super().__init__()
 
     def here(self) -> Moment:
@@ -63,8 +63,10 @@ class Cuda(Device):
     backend = "cpu:gloo,cuda:nccl"
     shares_memory = False
     piece_numel = 1 << 24
-    """A bound for the fp32 copies of an update: 64 MiB of gradients, six times that with moments in 8 bits. A kernel of
-    this size takes several times as long as its launch."""
+    """Limit of the fp32 copies that an update makes: 64 MiB of gradients, or six times that with 8-bit moments.
+
+    A kernel on this many elements still takes several times as long as its launch.
+    """
     sum_numel = 1 << 22
     batch_bytes = 16 << 20
 
@@ -118,12 +120,15 @@ class Cuda(Device):
                     end.record()
 
     def prepare_thread(self) -> None:
-        """Set the thread's GPU: by default it is GPU 0, where every rank would open a context of half a gigabyte."""
+        """Make this rank's GPU the thread's current one.
+
+        The default is GPU 0, on which every rank would then create a CUDA context of half a gigabyte.
+        """
         torch.cuda.set_device(self.device)
         work_alone()
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """Sum in fp64 with one kernel. Squaring the norm costs the last bit of an fp64 number."""
+        """Sum the squares in fp64 with one kernel. The square of the norm may differ in the last bit of fp64."""
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square_()
 
     @property
@@ -150,7 +155,7 @@ class Cuda(Device):
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def give_back_memory(self) -> None:
-        """Do nothing: torch reuses freed memory, and host memory is not short."""
+        """Do nothing, because torch's caching allocator reuses freed GPU memory."""
 
     def free_bytes(self) -> int:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -169,17 +174,17 @@ class Cuda(Device):
 
 
 def compute_device(device: torch.device) -> Device:
-    """Return the compute device for a torch device."""
+    """Return the `Device` for a torch device, or the stand-in of a `simulated_gpu` block."""
     if Device.stand_in is not None:
         return Device.stand_in()
     return Cuda(device) if device.type == "cuda" else Device(device)
 
 
 def claim_device(name: str | None, local_rank: int) -> torch.device:
-    """Choose the device of this process, and make its GPU torch's current one: of several, number `local_rank`.
+    """Choose the device of this process: the CPU, the only GPU, or GPU `local_rank`, which becomes torch's current one.
 
     Args:
-        name: "cpu", "cuda", or None: CUDA where torch finds it.
+        name: "cpu", "cuda", or None for CUDA if torch finds a GPU.
 
     Raises:
         MachineError: there is no such GPU.
@@ -197,11 +202,14 @@ def claim_device(name: str | None, local_rank: int) -> torch.device:
             f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs. Type launch.ranks={count}, or "
             "launch.device=cpu."
         )
-    number = 0 if count == 1 else local_rank  # a rank that sees one GPU uses it
+    number = 0 if count == 1 else local_rank  # CUDA_VISIBLE_DEVICES may show each rank one GPU
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 
 def _is_ordered(tensor: Tensor) -> bool:
-    """Return whether copies of it may be asynchronous: pageable memory could change before the driver reads it."""
+    """Return whether a copy of `tensor` may be asynchronous: it is on the GPU, or pinned.
+
+    Pageable host memory could change before the driver reads it.
+    """
     return tensor.is_cuda or tensor.is_pinned()

@@ -1,10 +1,11 @@
-"""The compute device, as the engine uses it: streams with events, memory and readings; and host memory.
+"""The compute device as the engine sees it: streams with events, memory and memory readings; and host memory.
 
-The device of this file is a CPU, whose streams are no-ops: everything happens in program order. `cuda` is a GPU.
+The device in this file is a CPU, whose streams do nothing, because all work runs in program order. `cuda` has the GPU.
 
-Work that should overlap with compute is enqueued inside `with device.aside("gather")`. Entering waits for all compute
-enqueued so far (so a buffer is never overwritten while a kernel still reads it), and yields an `Event` for which the
-compute stream waits before it uses the result. With an event as `after`, entering waits for that event only.
+Work that should overlap with compute is enqueued inside `with device.aside("gather")`. The side stream first waits for
+all compute enqueued so far, so that a buffer is never overwritten while a kernel still reads it. The block yields an
+`Event`, for which the compute stream waits before it uses the result. With an event as `after`, the side stream waits
+for that event only.
 """
 
 import ctypes
@@ -25,48 +26,51 @@ from torch import Tensor
 from zero.core.sizes import BLOCK_BYTES, round_up
 
 MEMORY_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-"""The files with limit and use of a group in cgroups v1."""
+"""The files with the limit and the use of memory of a group in cgroups v1."""
 
 
 class Event:
-    """A point that a stream has reached. On a CPU it is always passed, because work is done in program order."""
+    """A point in the work of a stream. On a CPU it has always been reached, because work runs in program order."""
 
     def record(self) -> None:
         """Mark the point that the current stream has reached."""
 
     def finish(self) -> None:
-        """Return when the device has passed the marked point."""
+        """Block the host until the device has reached the marked point."""
 
     def wait(self) -> None:
-        """Let the current stream go on only after the marked point; the host does not block."""
+        """Make the current stream wait for the marked point; the host does not block."""
 
 
 PASSED = Event()
-"""An event for which nothing waits."""
+"""An event that has been reached; a wait for it does nothing."""
 
 Moment = object
-"""A time of a stream on a clock; a float is a time of the host."""
+"""A point in time on a clock: an event of a stream, or a float for a time of the host."""
 
 
 class Clock:
-    """A clock that takes moments while a step runs, and converts them to seconds since its start afterwards.
+    """A clock that records moments while a step runs, and later converts them to seconds since the clock's start.
 
-    On a GPU most moments are events on a stream; only `seconds` waits for them.
+    On a GPU most moments are events on a stream, and only `seconds` waits for them.
     """
 
     def __init__(self) -> None:
         self._zero_s = time.perf_counter()
 
     def host(self) -> float:
-        """Return the host's time."""
+        """Return the current time of the host."""
         return time.perf_counter()
 
     def here(self) -> Moment:
-        """Return the moment at which the current stream gets here."""
+        """Return the moment at which the current stream reaches this point."""
         return self.host()
 
     def main(self) -> Moment:
-        """Return the moment at which the compute stream gets here: the current stream of this clock's start."""
+        """Return the moment at which the compute stream reaches this point.
+
+        The compute stream is the one that was current when the clock was made.
+        """
         return self.host()
 
     def seconds(self, moment: Moment) -> float:
@@ -75,7 +79,7 @@ class Clock:
 
 
 class Copied:
-    """The bytes that all threads copied between a GPU and host memory."""
+    """A thread-safe counter of the bytes copied between a GPU and host memory."""
 
     def __init__(self) -> None:
         self.nbytes, self._lock = 0, threading.Lock()
@@ -86,22 +90,22 @@ class Copied:
 
 
 class Device:
-    """One rank's compute device, and the facts about it that the engine needs: here a CPU.
+    """One rank's compute device, with the operations and facts that the engine needs. This class is a CPU.
 
     Attributes:
-        kind: its name in plans.
-        device: torch's name for it.
-        backend: torch.distributed's name for the connection between such devices.
-        shares_memory: it computes in host memory.
-        bound: the GPU that a process group has to itself, None on a CPU.
-        piece_numel: elements that an update takes at a time: on a CPU as many as stay in its cache.
-        sum_numel: elements that a sum over ranks takes at a time.
-        batch_bytes: small tensors are copied together up to this size.
-        copied: counts the bytes that `copy` moves between host memory and the GPU; none on a CPU.
+        kind: name of the device in plans.
+        device: the torch.device.
+        backend: backend of torch.distributed for such devices.
+        shares_memory: True if the device computes in host memory.
+        bound: the GPU to which a process group is bound (`device_id` of torch.distributed); None on a CPU.
+        piece_numel: number of elements that an update processes at a time; on a CPU, so many that they stay in cache.
+        sum_numel: number of elements that a sum over ranks processes at a time.
+        batch_bytes: maximum total size of small tensors that are copied together.
+        copied: counter of the bytes that `copy` moves between host memory and the GPU; stays 0 on a CPU.
     """
 
     stand_in: ClassVar["Callable[[], Device] | None"] = None
-    """Makes the device of every world, in place of the real one: see `zero.testing.simulated_gpu`."""
+    """Function that makes the device of every world in place of the real one: see `zero.testing.simulated_gpu`."""
 
     kind: ClassVar[Literal["cpu", "cuda"]] = "cpu"
     backend: ClassVar[str] = "gloo"
@@ -116,7 +120,7 @@ class Device:
         self.copied = Copied() if copied is None else copied
 
     def name(self) -> str:
-        """Return a name that this GPU has in every process, and no other GPU has; "" for a CPU, which may be shared."""
+        """Return a name of this GPU that is unique and the same in every process; "" for a CPU, which may be shared."""
         return ""
 
     def product(self) -> str:
@@ -127,51 +131,52 @@ class Device:
 
     @contextmanager
     def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
-        """Enqueue the launches of the body on the side stream `name`; yield the event that marks their end.
+        """Enqueue the launches of the block on the side stream `name`; yield the event that marks their end.
 
         Args:
-            after: begin after this event; None: after all work of the current stream so far. `PASSED` if the body
-                itself waits for everything it needs.
+            after: event for which the side stream waits first; None: all work of the current stream so far. Pass
+                `PASSED` if the block itself waits for everything that it needs.
         """
         yield Event()
 
     def event(self) -> Event:
-        """Return an event to be recorded."""
+        """Return a new event, not recorded yet."""
         return Event()
 
     def mark(self) -> Event:
-        """Record an event at the point that the current stream has reached."""
+        """Record a new event at the point that the current stream has reached, and return it."""
         event = self.event()
         event.record()
         return event
 
     def join(self) -> None:
-        """Wait until everything that was enqueued on any stream is done."""
+        """Block the host until all work enqueued on any stream is done."""
 
     def clock(self) -> Clock:
-        """Start a clock; on a GPU that waits for work under way."""
+        """Start a clock. On a GPU the host waits until all work enqueued on the current stream is done."""
         return Clock()
 
     @contextmanager
     def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
-        """Let a thread of the store copy between tiers and compute on a stream of its own, from `after` on.
+        """Run the copies and kernels of a store's thread in the block on a stream of their own, after `after`.
 
         Args:
-            now: the host waits for `after`, because it computes itself.
-            end: recorded at the end; None: the host waits there.
+            now: True if the host itself computes in the block, so that it must wait for `after`, too.
+            end: event to record at the end of the block; None: the host waits for the end of the work there.
         """
         yield
 
     def prepare_thread(self) -> None:
-        """Prepare a thread beside the one that trains; the first call of such a thread."""
+        """Prepare a thread other than the training thread to use this device. The thread calls this first."""
         work_alone()
 
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
-        """Sum the squares of (n,) to 0-dim fp64, in chunks that are added in order; integers are exact.
+        """Return the sum of the squares of `flat`, (n,), as a 0-dim fp64 tensor.
 
-        The square of an fp32 number cannot overflow in fp64.
+        Chunks are added in a fixed order. fp64 is used because the square of an fp32 number cannot overflow in it, and
+        sums of squares of small integers are exact.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         squares = torch.empty(min(self.sum_numel, flat.numel()), dtype=torch.float64, device=self.device)
@@ -186,30 +191,30 @@ class Device:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def is_home_of(self, tensor: Tensor) -> bool:
-        """Return whether kernels of this device can work on `tensor` in place."""
+        """Return whether kernels of this device can access `tensor` where it is."""
         return tensor.device.type == self.device.type
 
     @property
     def host(self) -> "Device":
-        """Return the host as a compute device."""
+        """Return the device for computations in host memory: on a CPU, this device."""
         return self
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return (numel,) zeros for a long life: see `aligned_zeros`."""
+        """Return (numel,) zeros for a buffer that is used for a long time: see `aligned_zeros`."""
         return aligned_zeros(numel, dtype, self.device)
 
     def numbers(self, tensor: Tensor) -> list[Any]:
-        """Return the numbers in `tensor` as nested lists; the host waits for the current stream."""
+        """Return `tensor.tolist()`; the host waits for the current stream."""
         return tensor.tolist()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Copy between tiers in the order of the current stream, without a wait of the host where possible."""
+        """Copy `source` to `into` on the current stream; the host does not wait if both are on the GPU or pinned."""
         if self.is_home_of(into) != self.is_home_of(source):
             self.copied.add(into.nbytes)
         self._copy(into, source)
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` if kernels of this device can work on it, else a copy for them."""
+        """Return `tensor` if kernels of this device can access it, else a copy in this device's memory."""
         if self.is_home_of(tensor):
             return tensor
         here = self.room_for(tensor)
@@ -217,14 +222,14 @@ class Device:
         return here
 
     def room_for(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` if kernels of this device can work on it, else uninitialized memory for its values."""
+        """Return `tensor` if kernels of this device can access it, else an uninitialized tensor in its memory."""
         return tensor if self.is_home_of(tensor) else torch.empty_like(tensor, device=self.device)
 
     def adopt(self, memory: Tensor) -> None:
-        """Register host memory that tiers use."""
+        """Tell the device that `memory` is host memory; only a simulated GPU needs this."""
 
     def pin(self, memory: Tensor) -> bool:
-        """Lock host memory, (n,) uint8, for copies beside compute; return whether that has an effect."""
+        """Pin host memory, (n,) uint8, so that copies overlap with compute; return False if it is not pinned."""
         return False
 
     def unpin(self, memory: Tensor) -> None:
@@ -243,19 +248,19 @@ class Device:
         return 0
 
     def peak_bytes(self) -> int:
-        """Return the most bytes that tensors ever took on the GPU; 0 on a CPU: see `host_peak_bytes`."""
+        """Return the peak of the bytes allocated for tensors on the GPU; 0 on a CPU: see `host_peak_bytes`."""
         return 0
 
 
 class Arena:
-    """Host memory of one rank in one piece: page aligned, and pinned where there is a GPU.
+    """One block of host memory from which a rank takes its buffers: page aligned, and pinned if there is a GPU.
 
-    Torch's own pinned memory rounds every block up to a power of two; one mapping that is registered once does not.
-    A page is resident once it is touched or pinned.
+    torch's allocator for pinned memory rounds every block up to a power of two, which would waste memory. A page of the
+    system takes physical memory only after it has been touched or pinned.
 
     Args:
-        nbytes: size; `take` hands it out.
-        pin: register it with the device, so that copies run beside compute.
+        nbytes: size of the block.
+        pin: pin the memory, so that copies overlap with compute.
     """
 
     def __init__(self, nbytes: int, device: Device, *, pin: bool = True) -> None:
@@ -265,15 +270,15 @@ class Arena:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._taken, self.nbytes, self._device = 0, nbytes, device
         device.adopt(self._bytes)
-        if pin and not device.shares_memory:  # touch it with all of torch's threads: pinning would, with one
+        if pin and not device.shares_memory:  # touch pages with all of torch's threads; pinning would use one thread
             self._bytes[:nbytes:BLOCK_BYTES].zero_()
         self.pinned = pin and nbytes > 0 and device.pin(self._bytes[:nbytes])
 
     def take(self, nbytes: int) -> Tensor:
-        """The next `nbytes` as (nbytes,) uint8, page aligned.
+        """Return the next `nbytes` bytes of the arena as an (nbytes,) uint8 tensor, page aligned.
 
         Raises:
-            MemoryError: the plan made the arena too small.
+            MemoryError: fewer bytes are left, because the plan made the arena too small.
         """
         start = self._taken
         self._taken = round_up(start + nbytes)
@@ -282,7 +287,7 @@ class Arena:
         return self._bytes[start : start + nbytes]
 
     def close(self) -> None:
-        """Unpin after the last copy. The memory itself is freed with its last tensor."""
+        """Wait for all copies and unpin the memory. It is freed when the last tensor in it is freed."""
         if self.pinned:
             try:
                 self._device.join()
@@ -292,10 +297,10 @@ class Arena:
 
 
 def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (numel,) zeros, on the host in a mapping of their own.
+    """Return (numel,) zeros; on the host they have a memory mapping of their own.
 
-    A mapping is page aligned, so files are read straight into it, and large buffers that live long do not fragment the
-    heap.
+    A mapping is page aligned, so that direct I/O can read files into it, and it keeps large, long-lived buffers from
+    fragmenting the heap.
     """
     if device.type != "cpu" or numel == 0:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -307,9 +312,10 @@ def _mapping(nbytes: int) -> mmap.mmap:
 
 
 def _advise(memory: mmap.mmap) -> None:
-    """Keep memory that a GPU reads by address out of forked children, and use large pages, which are faster to pin.
+    """Exclude memory that a GPU reads by address from forked children, and use large pages, which are faster to pin.
 
-    Otherwise the first write after a fork, such as that of a data loader's worker, would move a page of this process.
+    If the pages were shared after a fork, for example with a data loader's worker, copy-on-write would move this
+    process's pages to other physical addresses.
     """
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
         with suppress(OSError):  # a kernel without large pages
@@ -317,12 +323,12 @@ def _advise(memory: mmap.mmap) -> None:
 
 
 def work_alone() -> None:
-    """Let kernels of this thread run in this thread only: for threads beside the one that trains.
+    """Limit CPU kernels called by this thread to one thread; for threads other than the training thread.
 
-    `torch.set_num_threads` would also change every thread that starts its first kernel later, and so its sums.
-    OpenMP's call changes this thread alone. Without OpenMP the thread keeps the default.
+    `torch.set_num_threads` would also apply to threads that run their first kernel later, and so change the order of
+    their sums. `omp_set_num_threads` applies to this thread only. Without OpenMP this function does nothing.
     """
-    torch.get_num_threads()  # a thread's first call sets its number to the default
+    torch.get_num_threads()  # first, because the first call in a thread resets its number of threads to the default
     set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if set_threads is not None:
         set_threads(1)
@@ -331,7 +337,8 @@ def work_alone() -> None:
 def give_back_memory() -> None:
     """Return freed memory to the system, if malloc is glibc's.
 
-    With raised thresholds, as by `launch.malloc`, malloc keeps freed memory, in pieces that do not always fit.
+    With raised thresholds, as set by `launch.malloc`, malloc keeps freed memory in pieces, which later allocations
+    cannot always use.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -339,23 +346,23 @@ def give_back_memory() -> None:
 
 
 def free_host_bytes() -> int:
-    """Return the host memory that this process may still take: available in the system and within its cgroups."""
+    """Return the bytes of host memory that this process can still allocate: available in the system and its cgroups."""
     free = psutil.virtual_memory().available
     for folder, limit, used in memory_groups():
         try:
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))  # freed when needed
+            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))  # freed on demand
             free = min(free, int((folder / limit).read_text()) - int((folder / used).read_text()) + cached)
-        except (OSError, ValueError):  # no such group, or its limit is "max"
+        except (OSError, ValueError):  # the files do not exist, or the limit is "max"
             continue
     return max(free, 0)
 
 
 def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
-    """Yield (folder, file of the limit, file of the use) of the memory cgroups of this process and their parents.
+    """Yield (folder, name of the limit's file, name of the usage's file) of this process's memory cgroups and parents.
 
     Args:
-        top: a folder in place of `/`.
+        top: a folder in place of `/`, for tests.
     """
     try:
         lines = (top / "proc/self/cgroup").read_text().splitlines()
@@ -373,9 +380,9 @@ def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
 
 
 def host_peak_bytes() -> int:
-    """Return the most resident host memory that this process ever had.
+    """Return the peak of this process's resident host memory in bytes.
 
-    `getrusage` also counts the memory of the parent at the start of this process.
+    VmHWM is read, because `getrusage` also counts the memory that the parent had when it forked this process.
     """
     peak_kib = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return 1024 * (int(peak_kib[1]) if peak_kib else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -1,11 +1,12 @@
-"""The file calls of stores and checkpoints, and one unlinked file that is read and written in blocks.
+"""The file system calls of stores and checkpoints, and the unlinked file in which a store keeps its pages.
 
-`Files` is the only way to the file system, so a test can fail any call (`tests/faults`). `move` repeats a call until a
-whole buffer has moved. `ScratchFile` knows descriptors, alignment and request sizes; it does not know what a page is.
+All calls go through `Files`, so that a test can make any of them fail (`tests/faults`). `move` repeats a call until a
+whole buffer has been transferred. `ScratchFile` handles descriptors, alignment and request sizes; it does not know the
+pages of a store.
 
-The file loses its name as soon as it is open: nothing is left behind however the process ends, nothing of an earlier
-run can be read by mistake, and two runs may share a folder. Transfers go past the page cache (`O_DIRECT`) where the
-file system agrees, so that state that was put on a disk does not come back as memory.
+The scratch file is unlinked as soon as it is open. So no file is left however the process ends, data of an earlier run
+cannot be read by mistake, and two runs may use the same folder. Transfers bypass the page cache (`O_DIRECT`) if the
+file system supports it, so that state offloaded to a disk takes no host memory.
 """
 
 import contextlib
@@ -27,42 +28,45 @@ from zero.core.sizes import BLOCK_BYTES, round_up, size_text
 from zero.errors import CheckpointError, StoreError, if_it_fails
 
 REQUEST_BYTES = 4 * 2**20
-"""The size of one call: large enough that Python's share of its time does not show."""
+"""Size of one transfer: large enough that Python's overhead per call is negligible."""
 
 MOST_BYTES = 2**30
-"""The largest size of one call: no system moves more than 2 GiB."""
+"""Maximum size of one system call. Linux transfers at most 2 GiB in one call."""
 
 FILE_MODE = 0o600
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Never through a link, and never blocking: a checkpoint's folder may have been put there by anybody."""
+"""Flags to open a file for reading without following a link or blocking, because another user may have put it there."""
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 Transfer = Callable[[int, memoryview, int], int]
-"""`Files.pread` or `Files.pwrite`: descriptor, memory and offset to the bytes that were moved."""
+"""A function such as `Files.pread` or `Files.pwrite`: (descriptor, memory, offset) -> number of bytes transferred."""
 
 
 class Files:
-    """The calls themselves; each raises OSError as the system does, and moves as much as one call moves."""
+    """Thin wrappers of system calls. Each raises the OSError of its call; a transfer may be shorter than requested."""
 
     def free_bytes(self, path: Path) -> int:
-        """Return the bytes that an ordinary user may still write there."""
+        """Return the bytes that an ordinary user can still write to the file system of `path`."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
     def open(self, path: Path, flags: int = READ) -> int:
-        """Return a descriptor; a file that this makes belongs to its owner alone."""
+        """Open a file and return its descriptor; only the owner can access a file that this creates."""
         return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
     def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Give the file real blocks there."""
+        """Reserve disk space for bytes [offset, offset + nbytes) of the file."""
         os.posix_fallocate(fd, offset, nbytes)
 
     def direct(self, fd: int, on: bool) -> None:
-        """Let transfers go past the page cache or not; raises OSError, or the transfer does with EINVAL."""
+        """Switch direct I/O, which bypasses the page cache, on or off.
+
+        If the file system does not support it, this call raises OSError, or the next transfer raises EINVAL.
+        """
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
 
@@ -73,15 +77,15 @@ class Files:
         return os.pwrite(fd, view[:MOST_BYTES], offset)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor; it is gone even when this raises."""
+        """Close a descriptor; it is closed even if this raises an error."""
         os.close(fd)
 
 
 def move(call: Transfer, fd: int, block: memoryview, offset: int) -> None:
-    """Repeat `call` until all of `block` has moved.
+    """Repeat `call` until all of `block` has been transferred.
 
     Raises:
-        OSError: as the system says, or EIO at the end of the file.
+        OSError: from the call, or EIO if it transfers no bytes, as at the end of a file.
     """
     done = 0
     while done < len(block):
@@ -93,7 +97,7 @@ def move(call: Transfer, fd: int, block: memoryview, offset: int) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path, what: str = "") -> Iterator[None]:
-    """Turn an OSError of an action, such as "writing", into a CheckpointError of one line that names the path."""
+    """Convert an OSError in the block to a CheckpointError of one line, with the path and `what`, such as "writing"."""
     try:
         yield
     except OSError as error:
@@ -103,16 +107,17 @@ def naming(path: Path, what: str = "") -> Iterator[None]:
 
 
 class ScratchFile:
-    """A file without a name in `folder`; its space is free again when it is closed, or when the process dies.
+    """An unlinked file in `folder`, whose space is freed when it is closed or the process dies.
 
-    Different parts may be read and written by different threads at once. Offsets are multiples of `BLOCK_BYTES`; the
-    rest of the last block of a transfer is not kept.
+    Several threads may transfer different parts at the same time. Offsets are multiples of `BLOCK_BYTES`. A write
+    overwrites whole blocks, so it may destroy the bytes between the end of its data and the end of the last block.
 
     Attributes:
-        reserved_bytes: room that the file has.
+        reserved_bytes: disk space reserved for the file.
 
     Raises:
-        StoreError: no file can be made, written and read back there, in one line that names `offload.path`.
+        StoreError: a file cannot be made, written and read back there; the message is one line and names
+            `offload.path`.
     """
 
     def __init__(self, folder: Path, files: Files) -> None:
@@ -132,10 +137,10 @@ class ScratchFile:
             self._try_out()
 
     def reserve(self, end_bytes: int) -> None:
-        """Give the file room up to `end_bytes`, so that a full disk is noticed before the training.
+        """Reserve disk space for the first `end_bytes` bytes, so that a full disk is noticed before training starts.
 
         Raises:
-            StoreError: there is not so much space, with both numbers.
+            StoreError: the disk has less free space; the message has both numbers.
         """
         with self._using() as fd:
             more_bytes = end_bytes - self.reserved_bytes
@@ -154,7 +159,7 @@ class ScratchFile:
             self.reserved_bytes = end_bytes
 
     def read(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory`, all of it. Raises OSError."""
+        """Fill all of `memory` with the bytes of the file from `offset` on. Raises OSError."""
         with self._using() as fd:
             for start, piece, block in self._requests(memory):
                 move(self._files.pread, fd, block, offset + start)
@@ -162,7 +167,7 @@ class ScratchFile:
                     piece[:] = block[: len(piece)]
 
     def write(self, memory: memoryview, offset: int) -> None:
-        """Write `memory`, all of it. Raises OSError."""
+        """Write all of `memory` to the file at `offset`. Raises OSError."""
         with self._using() as fd:
             for start, piece, block in self._requests(memory):
                 if block is not piece:
@@ -171,9 +176,10 @@ class ScratchFile:
                 move(self._files.pwrite, fd, block, offset + start)
 
     def close(self) -> None:
-        """Reject new transfers; the last one that is still under way closes the descriptor.
+        """Reject new transfers, and close the descriptor after the last running transfer.
 
-        A number that was closed under a running transfer may already be another file's.
+        A descriptor that is closed during a transfer could be reused for another file, which the transfer would then
+        access.
         """
         with self._lock:
             last = not self._closed and not self._users
@@ -198,11 +204,11 @@ class ScratchFile:
 
     def _release(self) -> None:
         self._bounce = threading.local()
-        with contextlib.suppress(OSError):  # the descriptor is gone in any case, and the bytes are scratch
+        with contextlib.suppress(OSError):  # the descriptor is closed in any case, and the data is not needed
             self._files.close(self._fd)
 
     def _requests(self, memory: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
-        """Yield (start, piece of `memory`, block to move), where the block is the piece itself or an aligned buffer."""
+        """Yield (start, piece of `memory`, block to transfer); the block is the piece itself or an aligned buffer."""
         nbytes = len(memory)
         if not self._direct:
             straight_bytes = nbytes
@@ -216,14 +222,14 @@ class ScratchFile:
                 yield start, piece, piece if straight else self._aligned(len(piece))
 
     def _aligned(self, nbytes: int) -> memoryview:
-        """Return whole blocks of a buffer that belongs to this thread."""
+        """Return an aligned buffer of this thread, of `nbytes` rounded up to whole blocks."""
         buffer = getattr(self._bounce, "buffer", None)
         if buffer is None:
-            buffer = self._bounce.buffer = mmap.mmap(-1, REQUEST_BYTES)  # resident only as far as it is used
+            buffer = self._bounce.buffer = mmap.mmap(-1, REQUEST_BYTES)  # takes memory only as far as it is used
         return memoryview(buffer)[: round_up(nbytes)]
 
     def _try_out(self) -> None:
-        """Write and read one block, past the page cache if the file system agrees, so that a refusal shows now."""
+        """Write and read one block, so that an unusable folder is noticed now; turn direct I/O off if it fails."""
         try:
             try:
                 self._files.direct(self._fd, True)
@@ -249,7 +255,7 @@ class ScratchFile:
 
 
 def open_and_unlink(folder: Path, files: Files) -> int:
-    """Open a file that loses its name at once."""
+    """Create a file, unlink it at once and return its descriptor."""
     path = folder / f".zero-{secrets.token_hex(16)}"
     fd = files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     with if_it_fails(partial(files.close, fd)):
@@ -258,7 +264,7 @@ def open_and_unlink(folder: Path, files: Files) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory, not copied; they keep it alive."""
+    """Return a memoryview of the bytes of a contiguous CPU tensor, without a copy; the view keeps the tensor alive."""
     if not tensor.numel():
         return memoryview(b"")
     octets = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -1,18 +1,18 @@
-"""Operations under way that can be waited for: transfers of a store, collectives of ranks."""
+"""Handles of asynchronous operations, to wait for: transfers of a store, collectives of ranks."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 
 class Handle(Protocol):
-    """An operation under way."""
+    """An asynchronous operation in progress."""
 
     def wait(self) -> None:
-        """Wait until it has ended, and raise its error. Waiting again is free."""
+        """Wait until the operation has ended, and raise its error if it failed. Further calls return at once."""
 
 
 class Done:
-    """An operation that was complete at its start."""
+    """The handle of an operation that is already complete."""
 
     ended = True
 
@@ -21,9 +21,9 @@ class Done:
 
 
 class Then:
-    """An operation that the first `wait` completes by `finish`; `tensors` are kept alive until then.
+    """The handle of an operation that the first `wait` completes by calling `finish`.
 
-    After an error in `finish` the next wait calls it again.
+    If `finish` raises an error, the next `wait` calls it again. `tensors` are kept alive until it has succeeded.
     """
 
     def __init__(self, finish: Callable[[], object], tensors: object = None) -> None:

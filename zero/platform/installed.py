@@ -1,7 +1,8 @@
-"""The installation of the program: its packages, its pages, and the commands that can be typed.
+"""Paths and commands of the installed program, which differ between a checkout of the repository and a wheel.
 
-Texts are written for a checkout: `python train.py`, `scripts/export`, `docs/scale.md`. A wheel has the top of the
-repository in `zero/application`, and is started by `zero-train` or `python -m zero`.
+Messages are written for a checkout: `python train.py`, `scripts/export`, `docs/scale.md`. A wheel contains these files
+of the repository in `zero/application`, and its commands are `zero-train` and `python -m zero`. `as_called` converts
+messages.
 """
 
 import re
@@ -16,17 +17,17 @@ _APPLICATION = _PACKAGE / "application"
 _IN_WHEEL = _APPLICATION.is_dir()
 
 TOP = _APPLICATION if _IN_WHEEL else _PACKAGE.parent
-"""The folder with conf/ and docs/."""
+"""The folder that contains conf/ and docs/."""
 
 TRAIN = "python train.py"
-"""The beginning of a command in texts."""
+"""The command that starts training, as written in messages."""
 
 
 def require(*packages: str) -> None:
-    """Check that packages can be imported.
+    """Check that packages are installed, without importing them.
 
     Raises:
-        ModuleNotFoundError: one is missing; with the command that installs it.
+        ModuleNotFoundError: a package is missing; the message has the command that installs it.
     """
     for package in packages:
         if find_spec(package) is None:
@@ -38,9 +39,10 @@ def require(*packages: str) -> None:
 
 
 def install(extra: str = "") -> str:
-    """Return the command that installs the packages that zero needs, or those of an `extra`.
+    """Return the pip command that installs the required packages of zero, or the packages of an `extra`.
 
-    A checkout is installed itself. A wheel names the missing packages, because no index has this zero.
+    In a checkout, the command installs the checkout. For a wheel, it lists the missing packages, because the wheel
+    itself is on no package index.
     """
     if not _IN_WHEEL:
         return f"pip install -e '.[{extra}]'" if extra else "pip install -e ."
@@ -58,13 +60,13 @@ def _is_installed(distribution: str) -> bool:
 
 
 def page(name: str) -> Path:
-    """Return the path of a page of docs/, relative to the current folder if it is inside."""
+    """Return the path of a page of docs/, relative to the current folder if the page is inside of that folder."""
     path, here = TOP / "docs" / name, Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def program() -> str:
-    """Return the command that started the program: train.py in a checkout, else a command or a module."""
+    """Return the command that started the program: `zero-train`, `python -m zero` or `python train.py`."""
     path = Path(sys.argv[0])
     if path.name == "zero-train":
         return "zero-train"
@@ -72,7 +74,7 @@ def program() -> str:
 
 
 def as_called(text: str) -> str:
-    """Replace the commands and pages in a text by those of this installation."""
+    """Replace the commands and the paths of pages in a text by those that exist in this installation."""
     text = re.sub(r"\bdocs/([\w-]+\.md)", lambda match: str(page(match[1])), text)
     called = program()
     if called == TRAIN:

@@ -1,7 +1,7 @@
-"""Keep the last memory reading of processes that the system may kill without a word.
+"""Record the memory use of child processes, to explain why the system killed one.
 
-The system kills a process with signal 9 when memory runs out, and the victim cannot report what it held. So its parent
-reads the memory of each child, and the free memory, from time to time.
+The system kills a process with signal 9 when memory runs out, and the killed process cannot report how much memory it
+used. So its parent reads the memory of each child and the free memory every `EVERY_S` seconds.
 """
 
 from contextlib import suppress
@@ -16,16 +16,16 @@ EVERY_S = 0.5
 
 
 class Reading(NamedTuple):
-    """Resident bytes of the children, and the free bytes at that time."""
+    """Resident bytes of all child processes and of the largest one, and the free host memory at that time."""
 
     largest_bytes: int
-    """Of the largest child."""
+    """Resident bytes of the largest child."""
     all_bytes: int
     free_bytes: int
 
     @property
     def is_scarce(self) -> bool:
-        """Return whether less was free than the largest child held."""
+        """Return whether less memory was free than the largest child used."""
         return self.free_bytes < self.largest_bytes
 
     def __str__(self) -> str:
@@ -36,21 +36,24 @@ class Reading(NamedTuple):
 
 
 class MemoryWatch:
-    """The last readings of a run."""
+    """The last four memory readings of the child processes of this process."""
 
     def __init__(self) -> None:
         self._readings: list[Reading] = []
 
     @property
     def last(self) -> Reading | None:
-        """Return the largest of the last readings: the very last may come after the end of a child."""
+        """Return the reading with the most memory in use, None without readings.
+
+        The newest reading may have been made after a child ended, when its memory was free again.
+        """
         return max(self._readings, key=lambda reading: reading.all_bytes, default=None)
 
     def read(self) -> None:
-        """Add a reading if there are children."""
+        """Add a reading if this process has children."""
         sizes = []
         for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it has just ended
+            with suppress(psutil.Error):  # the child has just ended
                 sizes.append(child.memory_info().rss)
         if sizes:
             self._readings = [*self._readings[-3:], Reading(max(sizes), sum(sizes), free_host_bytes())]

@@ -1,8 +1,8 @@
-"""Peak FLOP/s of GPUs by name, for utilisation (MFU).
+"""Peak FLOP/s of GPUs by name, to compute model FLOPs utilisation (MFU).
 
-Dense peaks of the makers' data sheets, without sparsity, in 10^12 operations a second: of tensor cores for half types
-(with fp32 sums where a sheet has both), of ordinary cores for fp32, because torch does not round fp32 to tf32
-unasked.
+The table has the makers' data sheet values without sparsity, in 10^12 operations per second. bf16 and fp16 are the
+values of tensor cores, with fp32 accumulation if a sheet has both. fp32 is the value without tensor cores, because
+torch does not use tf32 by default.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """The peaks of a GPU whose name has all of these words."""
+    """The peaks, in 10^12 operations per second, of a GPU whose name has all of `words`; 0: not supported."""
 
     words: str
     bf16: float
@@ -18,7 +18,7 @@ class Peak(NamedTuple):
     fp32: float
 
 
-# The first match counts, so special models come first.
+# The first entry that matches is used, so a variant precedes its base model.
 PEAKS = (
     Peak("B200", 2250, 2250, 75),
     Peak("H200 NVL", 835.5, 835.5, 60.3),
@@ -53,16 +53,17 @@ PEAKS = (
 )
 
 OTHERS = frozenset(("MIG", "Laptop", "Max-Q", "D"))
-"""Words of devices that share the name and not the peaks."""
+"""Words in the names of GPUs that match an entry but have other peaks."""
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
     """Return the peak floating point operations per second of a GPU; None if unknown.
 
     Args:
-        name: as `Device.product` returns it.
-        dtype: "bf16", "fp16", "fp32", or "tf32": products of fp32 matrices, where `torch.set_float32_matmul_precision`
-            lets tensor cores round their factors. GPUs with bf16 do tf32 at half its rate; others compute in fp32.
+        name: the GPU's model, from `Device.product`.
+        dtype: "bf16", "fp16", "fp32" or "tf32". The last is for fp32 matrix products that
+            `torch.set_float32_matmul_precision` allows to round. GPUs with bf16 have half its rate for tf32; on other
+            GPUs the rate of fp32 is returned.
     """
     words = set(name.split()) | set(re.split(r"[\s-]+", name))
     if words & OTHERS:

@@ -1,6 +1,6 @@
-"""The names of `rich` that this library uses, imported without moving the user's generator.
+"""The names of `rich` that this library uses, imported without a change to the state of Python's `random`.
 
-`rich.style` draws from Python's `random` as it is imported.
+`rich.style` draws a random number when it is imported, which would change the user's random sequence.
 """
 # ruff: noqa: E402
 

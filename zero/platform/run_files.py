@@ -1,6 +1,6 @@
-"""The files of a run's folder: replaced in one piece, with errors of one line; and folders that settings name.
+"""Atomic writes of the files in a run's folder, and checks of the folders that settings name.
 
-Python's error of a failed write does not name the file, so each file is named where it is written.
+Errors have one line and name the path, because Python's error for a failed write does not name the file.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from zero.core.suggest import shown
 from zero.errors import ConfigError, MachineError
 
 MEMORY = ("tmpfs", "ramfs")
-"""File systems whose files are in host memory."""
+"""Types of file systems whose files are in host memory."""
 
 _SPACE = "free space there, or set hydra.run.dir to a folder on another disk"
 _CURES: Mapping[int | None, str] = {
@@ -31,10 +31,10 @@ _CURES: Mapping[int | None, str] = {
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the body into an error of one line that names the path.
+    """Convert an OSError in the block to an error of one line that names the path.
 
     Raises:
-        MachineError: with the cause and the remedy.
+        MachineError: the block raised an OSError; the message has the cause and a remedy.
     """
     try:
         yield
@@ -46,11 +46,11 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def making(key: str, folder: Path) -> Iterator[None]:
-    """Turn an OSError of making a folder that a setting names into an error that names the setting.
+    """Convert an OSError in the block, which makes the folder in setting `key`, to an error that names the setting.
 
     Raises:
-        ConfigError: the path cannot be a folder.
-        MachineError: the machine has no room for it.
+        ConfigError: the folder cannot be made at this path.
+        MachineError: the machine is out of disk space or memory.
     """
     try:
         yield
@@ -67,13 +67,13 @@ def making(key: str, folder: Path) -> Iterator[None]:
 
 
 def hold(key: str, folder: Path) -> int:
-    """Make the folder that a setting names and lock it until the returned descriptor is closed.
+    """Make the folder in setting `key` and lock it until the returned descriptor is closed.
 
-    A file system without locks lets two runs write there.
+    On a file system without locks, two runs can use the same folder.
 
     Raises:
-        ConfigError: it cannot be made, or another process has locked it.
-        MachineError: as `making`.
+        ConfigError: the folder cannot be made, or another process has locked it.
+        MachineError: the machine is out of disk space or memory.
     """
     with making(key, folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,16 +83,16 @@ def hold(key: str, folder: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise ConfigError(f"{key}={shown(folder)}: another run is writing there. Give another folder.") from None
-        except OSError:  # NFS locks no folder
+        except OSError:  # NFS cannot lock a folder
             pass
     return descriptor
 
 
 def publish(path: Path, text: str) -> None:
-    """Write a file so that readers see the old or the new one, and no unfinished one is left.
+    """Write a file atomically: readers see the old or the new contents, and an error leaves no temporary file.
 
     Raises:
-        MachineError: it cannot be written.
+        MachineError: the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
@@ -104,7 +104,7 @@ def publish(path: Path, text: str) -> None:
 
 
 def takes_files(folder: Path) -> bool:
-    """Return whether a file can be made in a folder. `os.access` would allow root every folder, also /proc."""
+    """Return whether a file can be made in a folder. `os.access` is not used, because for root it is always true."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
@@ -113,20 +113,20 @@ def takes_files(folder: Path) -> bool:
 
 
 def folders_of(paths: Sequence[str]) -> list[Path]:
-    """Expand ~ and $NAME in paths, from the variables of this process.
+    """Expand ~ and environment variables in paths.
 
     Raises:
-        ConfigError: a variable is missing.
+        ConfigError: a variable is not set.
     """
     expanded = [os.path.expandvars(path) for path in paths]
     for path in expanded:
         if missing := re.search(r"\$(\w+|\{[^}]*\})", path):
             raise ConfigError(f"offload.path={path}: there is no variable {missing[0]} on {socket.gethostname()}")
-    return [Path(path).expanduser() for path in expanded]  # again: ~ may be in a variable
+    return [Path(path).expanduser() for path in expanded]  # last, because a variable may begin with ~
 
 
 def free_by_file_system(folders: Sequence[Path]) -> list[tuple[list[Path], int]]:
-    """Group folders by file system, in their order, with the free bytes of each."""
+    """Return (folders, free bytes) for each file system that holds any of `folders`, in the order of `folders`."""
     sharing: dict[int, list[Path]] = {}
     for folder in folders:
         sharing.setdefault(folder.stat().st_dev, []).append(folder)
@@ -156,7 +156,7 @@ def file_system(folder: Path) -> str:
 
 
 def in_memory(folders: Sequence[Path]) -> str:
-    """Return a warning about the first folder that is in memory, or ""."""
+    """Return a warning about the first folder whose file system is in host memory; "" if there is none."""
     for folder in folders:
         if (mount_type := file_system(folder)) in MEMORY:
             return (

@@ -1,9 +1,10 @@
-"""Safetensors files: the header of a new one, and reading tensors one by one.
+"""Safetensors files: make the header of a new file, and read tensors one by one.
 
-    the header's length in 8 bytes | header: JSON, padded with spaces | the values of one tensor after the other
+    length of the header, 8 bytes | header: JSON, padded with spaces | the values of one tensor after the other
 
-A folder is read by its index, or without one by the headers of all its files. Each file is opened once, and a tensor is
-read from its own bytes: the pages of a mapped file would stay in memory, which for a model is all of it.
+The tensors of a folder are found in its index, or without an index in the headers of all its files. Each file is opened
+once. Values are read with `pread` and not memory-mapped, because the pages of a mapped file stay in memory, and in the
+end that is the whole model.
 """
 
 import itertools
@@ -47,16 +48,16 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that a checkpoint may hold, and their names in safetensors."""
+"""Each dtype that a checkpoint can store -> its name in safetensors."""
 
 LENGTH_BYTES = 8
-"""The size of the number at the beginning of a file."""
+"""Size of the number at the beginning of a file, which is the length of the header."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""The longest header that safetensors itself opens."""
+"""Maximum size of a header that the safetensors library opens."""
 
 ALIGN_BYTES = BLOCK_BYTES
-"""The data of a checkpoint's files begins at a multiple of this, so that it can be mapped and read directly."""
+"""Alignment of the data in a checkpoint's files, so that they can be memory-mapped and read by direct I/O."""
 
 _DTYPES = {word: dtype for dtype, word in NAMES.items()}
 
@@ -65,7 +66,7 @@ _DTYPES = {word: dtype for dtype, word in NAMES.items()}
 
 
 class Part(NamedTuple):
-    """A tensor in a file: its name there, dtype and shape."""
+    """The header's entry for a tensor: key, dtype and shape."""
 
     key: str
     dtype: torch.dtype
@@ -77,19 +78,19 @@ class Part(NamedTuple):
 
 
 def by_width(part: Part) -> int:
-    """Return a sort key that puts the widest parts first, so that each is aligned to its dtype."""
+    """Return a sort key that puts parts with the largest elements first, so that each part is aligned to its dtype."""
     return -part.dtype.itemsize
 
 
 def header(
     parts: Sequence[Part], *, align_bytes: int = ALIGN_BYTES, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes at the beginning of the file.
+    """Return the bytes of a file before its data: the length of the header, and the header.
 
     Args:
-        parts: sorted `by_width`, with names that differ and dtypes in `NAMES`.
-        align_bytes: the data begins at a multiple of this.
-        metadata: texts for readers of the file.
+        parts: the tensors, sorted `by_width`, with different keys and dtypes in `NAMES`.
+        align_bytes: the header is padded so that the data begins at a multiple of this.
+        metadata: key -> text, stored in the header.
 
     Raises:
         CheckpointError: the header is longer than safetensors allows.
@@ -106,13 +107,13 @@ def header(
 
 
 def offsets(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Return the byte at which each part begins in a checkpoint's file."""
+    """Return the offset in bytes of each part in a checkpoint's file."""
     begin = len(header(parts))
     return tuple(begin + start for start in _starts(parts)[:-1])
 
 
 def _starts(parts: Sequence[Part]) -> list[int]:
-    """Return the byte at which each part begins in the data, and the end of the data."""
+    """Return the offset in bytes of each part after the header, followed by the size of the data."""
     return list(itertools.accumulate((part.nbytes for part in parts), initial=0))
 
 
@@ -120,7 +121,7 @@ def _starts(parts: Sequence[Part]) -> list[int]:
 
 
 class _Piece(NamedTuple):
-    """The place of one tensor: bytes [start, stop) of a file."""
+    """The location of one tensor: bytes [start, stop) of a file."""
 
     file: "_File"
     dtype: torch.dtype
@@ -130,14 +131,14 @@ class _Piece(NamedTuple):
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The tensors of a folder or a file by name. Each look-up reads; nothing is kept.
+    """A mapping from names to the tensors of a folder or a file. Each look-up reads the tensor again; none is cached.
 
     Attributes:
-        ties: further name -> name, from the index of an export.
+        ties: alias of a tied tensor -> name of the tensor, from the index of an export.
 
     Raises:
-        PlanError: there is nothing to read.
-        CheckpointError: files that are no safetensors, or lack tensors of the index.
+        PlanError: there is no such file or folder, or the folder has no safetensors files.
+        CheckpointError: a file is not valid safetensors, or lacks a tensor that the index lists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,14 +171,14 @@ class StoredWeights(Mapping[str, Tensor]):
         return self._pieces[name].shape
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of a stored tensor without reading it."""
+        """Return the size of a stored tensor in bytes, without reading the tensor."""
         return self._pieces[name].stop - self._pieces[name].start
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read elements [start, stop) of a tensor, row-major: 1-D, on the host.
+        """Read elements [start, stop) of a tensor flattened in row-major order; return a 1-D CPU tensor.
 
         Raises:
-            CheckpointError: the file cannot be read; names the offset.
+            CheckpointError: the file cannot be read; the message has the offset.
         """
         piece = self._pieces[name]
         values = aligned_zeros(stop - start, piece.dtype, torch.device("cpu"))
@@ -185,7 +186,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return values
 
     def _files(self) -> Mapping[Path, list[str] | None]:
-        """Return the files, each with the names to take from it, None for all."""
+        """Return file -> names of the tensors to read from it; None means all of the file's tensors."""
         path = self.path
         if path.is_file():
             return {path: None}
@@ -204,12 +205,12 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 class _File:
-    """An open file, closed when the last reference goes."""
+    """An open file, closed when the last reference to this object is deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._files = path, Files()
         with naming(path, "opening"):
-            self._fd = self._files.open(path, os.O_RDONLY)  # caches of downloads are full of links
+            self._fd = self._files.open(path, os.O_RDONLY)  # follows links, as in download caches
         weakref.finalize(self, os.close, self._fd)
         self.nbytes = os.fstat(self._fd).st_size
 
@@ -224,7 +225,11 @@ class _File:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return name -> file, and the ties; every file is inside the folder."""
+    """Return name -> file name and alias -> name of tied tensors; no file name leads out of the folder.
+
+    Raises:
+        CheckpointError: the file is not a valid index.
+    """
     try:
         with naming(path):
             body = json.loads(path.read_bytes())
@@ -241,9 +246,13 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _pieces_of(file: _File) -> dict[str, _Piece]:
-    """Return the tensors of a file's header."""
+    """Return name -> location of the tensors in a file, from its header.
+
+    Raises:
+        CheckpointError: the file is not valid safetensors.
+    """
     try:
-        with safe_open(file.path, "pt"):  # compares the header with itself and with the file's size
+        with safe_open(file.path, "pt"):  # checks that the header is consistent and fits the file's size
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file.path} is not a complete safetensors file ({in_short(error)})") from error

@@ -1,33 +1,33 @@
-"""Find checkpoints by the names of their folders, without torch and without reading what is in them."""
+"""Find checkpoints by the names of their folders, without torch and without reading their files."""
 
 import re
 from contextlib import suppress
 from pathlib import Path
 
 FOLDER = "checkpoints"
-"""The default folder of checkpoints inside the folder of a run."""
+"""Name of the default folder of checkpoints inside the folder of a run."""
 
 MANIFEST_NAME = "manifest.json"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a folder's name; None for every name that `step_name` does not make."""
+    """Return the step in a folder's name such as step-0000000020; None for any other name."""
     match = re.fullmatch(r"step-([0-9]{10})", name)
     return int(match[1]) if match else None
 
 
 def is_step(path: Path) -> bool:
-    """Return whether `path` is meant as one checkpoint, and not as a folder of them."""
+    """Return whether `path` is one checkpoint, by its name or its manifest, and not a folder of checkpoints."""
     return step_of(path.name) is not None or (path / MANIFEST_NAME).exists()
 
 
 def root_at(path: Path) -> Path:
-    """Return the folder of checkpoints inside the folder of a run, or `path` itself."""
+    """Return the folder of checkpoints in `path` if `path` is the folder of a run, else `path` itself."""
     return path / FOLDER if (path / FOLDER).is_dir() else path
 
 
 def missing(path: Path) -> str:
-    """Return a message about a path without a checkpoint; "" for a step, a run or a folder of checkpoints."""
+    """Return an error message if `path` has no checkpoint; "" if it is a step, a run or a folder with checkpoints."""
     if is_step(path) or any(step_of(folder.name) is not None for folder in root_at(path).glob("step-*")):
         return ""
     return f"{path}: there is no checkpoint. Give a step, a run or a folder of checkpoints"

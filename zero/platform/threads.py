@@ -1,8 +1,9 @@
-"""Threads beside the training thread; the interpreter waits for them, so none ends inside torch.
+"""Background threads that are stopped and joined before the interpreter exits, because they may call torch.
 
-Python unwinds the stack of a daemon that asks for the interpreter's lock after the end; with C++ on the stack the
-process dies with SIGABRT. For other threads Python waits without a limit, before anything could stop them. So these
-threads are daemons that an exit handler asks to stop and waits for.
+Python ends a daemon thread that requests the interpreter's lock (GIL) after the exit began by unwinding its stack. With
+C++ frames of torch on the stack, that kills the process with SIGABRT. For threads that are not daemons, Python waits
+without a limit and before exit handlers could stop them. So these threads are daemons, and an exit handler stops and
+joins them.
 """
 
 import atexit
@@ -19,16 +20,19 @@ from zero.errors import ConfigError
 log = logging.getLogger("zero")
 
 LIMIT_S = 90.0
-"""Seconds that the end waits: longer than a run waits for a view to close, and not for ever for a disk."""
+"""Default limit of the exit handler's wait for a thread.
+
+It is longer than a run waits for its outputs to close, and finite because a disk may hang.
+"""
 
 
 class Beside(threading.Thread):
-    """A daemon that the end of the interpreter waits for.
+    """A daemon thread that is stopped and joined when the interpreter exits.
 
     Args:
-        work: the function that it runs.
-        stop: makes `work` return soon; called by another thread, and returns at once.
-        limit_s: seconds that the end waits for it; 0 once it is given up.
+        work: the function that the thread runs.
+        stop: makes `work` return soon. Called by another thread, so it must return at once.
+        limit_s: maximum seconds that the exit waits for the thread; 0: the exit does not wait.
     """
 
     def __init__(
@@ -46,24 +50,24 @@ class Beside(threading.Thread):
         try:
             super().run()
         finally:
-            self.stop = lambda: None  # free the owner, as Python frees `work`
+            self.stop = lambda: None  # drops the reference to its object; Thread.run drops the one to `work`
 
 
 class OneThread:
-    """A guard that one thread of one process holds at a time, any number of times. It raises an error and never waits.
+    """A reentrant lock that raises an error, and does not wait, if another thread or a forked process takes it.
 
     Args:
-        name: the guarded object, for the message.
+        name: name of the guarded object, for the message.
     """
 
     def __init__(self, name: str) -> None:
         self._name, self._lock, self._pid = name, threading.RLock(), os.getpid()
 
     def __enter__(self) -> None:
-        """Take the guard.
+        """Take the lock.
 
         Raises:
-            ConfigError: another thread holds the guard, or this process was forked from the one that made it.
+            ConfigError: another thread holds the lock, or this process was forked from the one that made the lock.
         """
         if os.getpid() != self._pid:
             raise ConfigError(
@@ -82,10 +86,10 @@ class OneThread:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let a SIGINT that arrives during the body take effect after it.
+    """Delay a SIGINT that arrives in the block until the end of the block.
 
-    Use it for a change of several steps that an exception would leave half made. Python handles signals in the main
-    thread only.
+    Use it for a change in several parts, which a KeyboardInterrupt in between would leave incomplete. In other threads
+    than the main thread this does nothing, because Python handles signals in the main thread only.
     """
     if threading.get_ident() != threading.main_thread().ident:
         yield
@@ -102,7 +106,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def repeating(work: Callable[[], None], every_s: float, *, name: str) -> Iterator[None]:
-    """Call `work`, which must not call torch, every `every_s` seconds in a thread while the body runs."""
+    """Call `work` every `every_s` seconds in a daemon thread until the end of the block. `work` must not call torch."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -119,9 +123,9 @@ def repeating(work: Callable[[], None], every_s: float, *, name: str) -> Iterato
 
 
 def _end() -> None:
-    """Stop all threads and wait for them. A forked process has none of its parent's threads."""
+    """Stop and join all `Beside` threads when the interpreter exits; log a warning for each that exceeds its limit."""
     begin_s, late = time.monotonic(), set[Beside]()
-    while threads := [thread for thread in _at_work() if thread not in late]:  # a thread may start another at its end
+    while threads := [thread for thread in _at_work() if thread not in late]:  # a thread may start another one
         for thread in threads:
             thread.stop()
         for thread in threads:
@@ -136,4 +140,4 @@ def _at_work() -> list[Beside]:
     return [thread for thread in threads if thread.is_alive() and thread.limit_s]
 
 
-atexit.register(_end)  # handlers that a script registers later run first and may use the threads
+atexit.register(_end)  # registered early, so that a script's handlers run before it and may still use the threads

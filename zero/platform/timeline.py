@@ -1,21 +1,21 @@
 """A recording of one step: the time of every operation, and the share that was hidden behind compute.
 
-A `Span` is an operation under way, in one of these rows:
+A `Span` is one operation from its begin to its end, in one of these rows:
 
-    compute    the training thread computes; on a GPU its main stream, with launches
-    gather     a unit, from the start of its gather until the end of the wait for it
-    reduce     a gradient, or the numbers at the end of a step, likewise
-    page in    one page on its way from the store
+    compute    computation of the training thread; on a GPU, of the main stream, with the launches
+    gather     the all-gather of a unit, from its start until the end of the wait for it
+    reduce     the reduction of a gradient, or of the numbers at the end of a step, from start to end of the wait
+    page in    the transfer of one page from the store
     update     a part of the optimizer's update
-    page out   one page on its way to the store
-    exposed    the training thread waits for the rows that the span is named after, or does their work itself
+    page out   the transfer of one page to the store
+    exposed    the training thread waits for the rows in the span's name, or does their work itself
 
-Each moment of the step is in either `compute` or `exposed`. **Busy** is the time in which at least one span of a row is
-under way. **Exposed** is the part of it in which the training thread waited for that row; the rest is **hidden**. A
-wait for the store is a wait for all three of its rows, so exposed times may overlap and exceed the step's time.
+Each moment of the step is in either `compute` or `exposed`. A row is **busy** while at least one of its spans is in
+progress. **Exposed** is the part of that time in which the training thread waited for the row; the rest is **hidden**.
+A wait for the store counts as a wait for all three of its rows, so the sum of exposed times may exceed the step's time.
 
-The parts of a run report their operations to a `Tape`. During a recording it notes moments, which become seconds after
-the step. Nothing here waits for a device while a step runs.
+The engine and the store report their operations to a `Tape`. It records moments, and converts them to seconds after the
+step, so that a recording never waits for a device while a step runs.
 
 Source: Holistic Trace Analysis (Meta 2023), "communication computation overlap".
 """
@@ -37,20 +37,20 @@ ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
 EXPOSED = "exposed"
 
 STORE_ROWS = {"read": "page in", "work": "update", "write": "page out"}
-"""The actions of a store -> rows."""
+"""Name of a store's operation -> its row."""
 
 ALL_STORE_ROWS = ", ".join(STORE_ROWS.values())
 
 Interval = tuple[float, float]
-"""(begin, end), begin <= end."""
+"""(begin, end) in seconds, with begin <= end."""
 
 
 class Span(NamedTuple):
-    """An operation that was under way; seconds since the recording began."""
+    """An operation with its begin and end, in seconds since the recording began."""
 
     row: str
     name: str
-    """The text in a viewer, with the unit: "gather blocks.3". In `exposed` the rows that were waited for."""
+    """Text in a trace viewer, with the unit: "gather blocks.3". In row `exposed`: the rows that were waited for."""
     begin_s: float
     end_s: float
     unit: str = ""
@@ -58,7 +58,7 @@ class Span(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The seconds in which a row was busy, and the part of them in which the training thread waited for it."""
+    """The seconds in which a row was busy, and the part of them in which the training thread waited for the row."""
 
     busy_s: float
     exposed_s: float
@@ -69,10 +69,10 @@ class Share(NamedTuple):
 
 
 class Timeline:
-    """One recording: spans of one or several ranks, in the order in which they began.
+    """One recording: the spans of one or several ranks, sorted by their begin.
 
     Attributes:
-        spans: empty during the recording.
+        spans: the recorded spans; empty until the recording has ended.
     """
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
@@ -80,18 +80,18 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of the recording."""
+        """Return the duration of the recording in seconds."""
         return max((span.end_s for span in self.spans if span.row in ("compute", EXPOSED)), default=0.0)
 
     def hidden(self) -> dict[str, Share]:
-        """Return busy and exposed seconds of every row in `ROWS`; of several ranks their sum."""
+        """Return busy and exposed seconds of every row in `ROWS`, summed over the ranks."""
         return shares(self.spans)
 
     def write(self, path: Path) -> None:
         """Write a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
         Raises:
-            MachineError: it cannot be written.
+            MachineError: the file cannot be written.
         """
         publish(path, json.dumps(to_trace(self.spans), separators=(",", ":")) + "\n")
 
@@ -100,8 +100,8 @@ class Timeline:
         """Read a trace that `write` wrote.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is no such trace.
+            OSError: the file cannot be read.
+            ValueError: the file is not a trace of this library.
         """
         return cls(from_trace(json.loads(path.read_text())))
 
@@ -110,7 +110,7 @@ class Timeline:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same moments as disjoint intervals in order, without empty ones."""
+    """Merge overlapping intervals; return disjoint, non-empty intervals in ascending order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -121,14 +121,14 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(ours: Iterable[Interval], theirs: Iterable[Interval]) -> list[Interval]:
-    """Return the moments in both since 0, as disjoint intervals in order: the moments outside of neither."""
+    """Return the time after 0 that both lists of intervals cover, as disjoint intervals in ascending order."""
     first, second = union(ours), union(theirs)
     end = max((stop for _, stop in first + second), default=0.0)
     return outside(outside(first, end) + outside(second, end), end)
 
 
 def outside(intervals: Iterable[Interval], end: float) -> list[Interval]:
-    """Return the moments of (0, end) that are in none of `intervals`."""
+    """Return the parts of (0, end) that none of `intervals` covers, in ascending order."""
     free, begin = [], 0.0
     for start, stop in [*union(intervals), (end, end)]:
         if begin < min(start, end):
@@ -138,12 +138,12 @@ def outside(intervals: Iterable[Interval], end: float) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the seconds that are in at least one interval."""
+    """Return the total time that at least one interval covers, in seconds."""
     return sum(end - begin for begin, end in union(intervals))
 
 
 def shares(spans: Sequence[Span]) -> dict[str, Share]:
-    """Return busy and exposed seconds of each row."""
+    """Return busy and exposed seconds of each row, summed over the ranks."""
     shares = {row: Share(0.0, 0.0) for row in ROWS}
     for rank in {span.rank for span in spans}:
         of_rank = [span for span in spans if span.rank == rank]
@@ -157,7 +157,7 @@ def shares(spans: Sequence[Span]) -> dict[str, Share]:
 
 
 class Mark(NamedTuple):
-    """The end of a computation that began at the mark before."""
+    """The end of a computation, which began at the previous mark."""
 
     at_s: float
     name: str
@@ -165,7 +165,10 @@ class Mark(NamedTuple):
 
 
 def computing(exposed: Iterable[Interval], marks: Sequence[Mark], step_s: float, rank: int) -> list[Span]:
-    """Return the spans of `compute`: the rest of the step, cut at the marks and named after the mark at the end."""
+    """Return the spans of row `compute`: the time of the step that `exposed` does not cover, cut at the marks.
+
+    Each span has the name and unit of the mark at its end. After the last mark, the name is "rest".
+    """
     spans, begin = [], 0.0
     free = outside(exposed, step_s)
     for mark in [*marks, Mark(step_s, "rest", "")]:
@@ -178,7 +181,7 @@ def computing(exposed: Iterable[Interval], marks: Sequence[Mark], step_s: float,
 
 
 def to_trace(spans: Iterable[Span]) -> dict[str, Any]:
-    """Write spans as a Chrome trace: a rank is a process, a row a thread; overlapping spans get more threads."""
+    """Convert spans to a Chrome trace. A rank is a process, a row is a thread; overlapping spans get more threads."""
     named: list[dict[str, Any]] = []
     drawn: list[dict[str, Any]] = []
     lanes: dict[tuple[int, str], list[float]] = {}  # (rank, row) -> the end of the last span of each thread
@@ -198,7 +201,7 @@ def to_trace(spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def _names(span: Span, tid: int) -> list[dict[str, Any]]:
-    """Return the events that name and order a rank and a row in a viewer."""
+    """Return the metadata events that set the name and position of a rank and a row in a trace viewer."""
     of_process = {"ph": "M", "pid": span.rank, "tid": tid, "name": "process_name"}
     return [
         {**of_process, "args": {"name": f"rank {span.rank}"}},
@@ -211,7 +214,7 @@ def from_trace(trace: Mapping[str, Any]) -> list[Span]:
     """Return the spans of a trace that `to_trace` made.
 
     Raises:
-        ValueError: it is no such trace.
+        ValueError: `to_trace` did not make this trace.
     """
     try:
         events = trace["traceEvents"]
@@ -236,11 +239,11 @@ def from_trace(trace: Mapping[str, Any]) -> list[Span]:
 
 
 class Tape:
-    """The recorder of a run's operations. Without a recording each method only checks that there is none.
+    """The recorder to which a run reports its operations. Outside of `record` its methods record nothing.
 
     Args:
         clock: makes a clock for one recording.
-        streams: the device has streams beside the one that computes.
+        streams: whether the device has streams besides the compute stream.
     """
 
     def __init__(self, clock: "Callable[[], Clock]", *, rank: int, streams: bool) -> None:
@@ -250,7 +253,15 @@ class Tape:
 
     @contextmanager
     def record(self, *, profile: bool = False, yields: bool = False) -> Iterator[Timeline]:
-        """Record: see `zero.record`. A recording that yields ends, empty, when the next one begins."""
+        """Record the operations in the block: see `zero.record`.
+
+        Args:
+            profile: also name the operations in torch's profiler.
+            yields: let another recording replace this one, whose timeline then stays empty.
+
+        Raises:
+            StaleStateError: another recording is running, which does not yield.
+        """
         if self._recording is not None and not self._yields:
             raise StaleStateError("this run is being recorded already. End that recording first.")
         timeline = Timeline()
@@ -264,36 +275,36 @@ class Tape:
                 timeline.spans = Timeline(recording.end()).spans
 
     def doing(self, row: str, unit: str) -> AbstractContextManager[None]:
-        """Note that the training thread does the work of `row` itself."""
+        """Record that the training thread itself does the work of `row` in the block."""
         return _NOTHING if (recording := self._recording) is None else recording.doing(row, unit)
 
     def standing(self, rows: str, unit: str = "") -> AbstractContextManager[None]:
-        """Note that the training thread waits for `rows`."""
+        """Record that the training thread waits for `rows` in the block."""
         return _NOTHING if (recording := self._recording) is None else recording.standing(rows, unit)
 
     def stream_standing(self, rows: str, unit: str = "") -> AbstractContextManager[None]:
-        """Note that the compute stream waits for another stream, if the device has streams."""
+        """Record that the compute stream waits for `rows` on another stream, if the device has streams."""
         return self.standing(rows, unit) if self._streams else _NOTHING
 
     def streaming(self, row: str, unit: str) -> AbstractContextManager[None]:
-        """Note that a side stream, the current one, does the work of `row`, if the device has streams."""
+        """Record that the current stream, a side stream, does the work of `row`, if the device has streams."""
         return recording.streaming(row, unit) if self._streams and (recording := self._recording) else _NOTHING
 
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Sequence[Handle]:
-        """Start operations that continue beside this thread; return the handles to wait for."""
+        """Call `start`, which starts asynchronous operations, and record them; return the handles to wait for."""
         return start() if (recording := self._recording) is None else [recording.under_way(row, unit, start)]
 
     def forward(self, path: str, unit: str) -> AbstractContextManager[None]:
-        """Note that a site computes, around the sites in it."""
+        """Record that a site's forward runs in the block, which may contain the forwards of inner sites."""
         return _NOTHING if (recording := self._recording) is None else recording.forward(path, unit)
 
     def passed(self, name: str, unit: str = "") -> None:
-        """Name the computation since the last call `name`, of `unit`."""
+        """Record that the computation since the previous mark ends here; `name` and `unit` describe it."""
         if (recording := self._recording) is not None:
             recording.passed(f"{name} {unit}" if unit else name, unit)
 
     def of_store(self, units: Sequence[str]) -> Callable[..., AbstractContextManager[None]]:
-        """Return a `Watch` for a store whose units have these names."""
+        """Return the callback (a `Watch`) to which a store reports its operations; `units` has its units' names."""
 
         def watch(what: str, unit: int = -1, *part: object) -> AbstractContextManager[None]:
             if (recording := self._recording) is None:
@@ -309,21 +320,21 @@ _NOTHING = nullcontext()
 
 
 class _Entry:
-    """A span that has begun, with moments of the clock."""
+    """A span during a recording, whose begin and end are moments of the clock."""
 
     def __init__(self, row: str, name: str, unit: str, begin: Any) -> None:
         self.row, self.name, self.unit, self.begin = row, name, unit, begin
-        self.end: Any = None  # None while the span is under way
+        self.end: Any = None  # None until the span has ended
 
 
 class _Recording:
-    """One recording. Any thread may append to its lists, because that is atomic."""
+    """A recording in progress. Threads append to its lists without a lock, because `list.append` is atomic."""
 
     def __init__(self, clock: "Clock", rank: int, profile: bool) -> None:
         self.clock, self._rank, self._profile = clock, rank, profile
         self._entries: list[_Entry] = []
         self._marks: list[tuple[Any, str, str]] = []
-        self._sites = [("", "")]  # the sites whose forward is under way, the innermost last
+        self._sites = [("", "")]  # (path, unit) of the sites whose forward is running, the innermost last
 
     @contextmanager
     def doing(self, row: str, unit: str) -> Iterator[None]:
@@ -346,7 +357,7 @@ class _Recording:
         return self._during(row, f"{row} {unit}", unit, self.clock.here)
 
     def under_way(self, row: str, unit: str, start: Callable[[], Sequence[Handle]]) -> Handle:
-        """Start several operations as one span; they are waited for together, the last one first."""
+        """Start several operations, recorded as one span; return one handle that waits for all, the last one first."""
         entry = self._add(row, f"{row} {unit}", unit, self.clock.here())
         with self.standing(row, unit):
             handles = start()
@@ -378,7 +389,7 @@ class _Recording:
         self._marks.append((self.clock.main(), name, unit))
 
     def end(self) -> list[Span]:
-        """Return everything as spans; spans under way end here."""
+        """Return all spans of the recording; spans that have not ended end now."""
         step_s = self.clock.seconds(self.clock.main())
         spans = [span for entry in tuple(self._entries) if (span := self._span(entry, step_s)).begin_s < span.end_s]
         marks = [Mark(self.clock.seconds(at), name, unit) for at, name, unit in tuple(self._marks)]

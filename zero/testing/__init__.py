@@ -1,4 +1,4 @@
-"""For your own tests: ranks as threads or processes of one machine, a simulated GPU, the contract of a store."""
+"""Tools for tests: ranks as threads or processes of one machine, a simulated GPU, the test suite of a store."""
 
 from zero.testing.processes import forked_ranks, run_processes
 from zero.testing.races import RaceError

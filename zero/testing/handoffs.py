@@ -1,9 +1,9 @@
-"""The order between threads and ranks of a simulated GPU: jobs of the store, and collectives.
+"""Record the order of jobs of the store and of collectives for the race detector of a simulated GPU.
 
-The library is instrumented by wrapping the methods of `WorkerPool`, `PrefetchStore` and `World` through which threads
-and ranks hand over to one another. A job of the store runs after the call that submitted it, after earlier jobs on the
-same pages and the same slot, and before a thread that waits for its ticket goes on. A collective runs on a stream of
-its own, the network: it begins where the current stream is, and a stream that waits for it continues after it.
+The methods of `WorkerPool`, `PrefetchStore` and `World` through which threads and ranks synchronize are wrapped. A job
+of the store is ordered after the call that submitted it and after earlier jobs on the same pages and the same slot, and
+before the end of a wait for its ticket. A collective runs on a stream of its own, the network. It is ordered after the
+work enqueued on the current stream so far, and before later work of a stream that waits for it.
 """
 
 from abc import ABC, abstractmethod
@@ -30,18 +30,18 @@ from zero.testing.thread_world import ThreadWorld
 
 
 class InstrumentedDevice(Device, ABC):
-    """A device that sees every operator, every handoff between threads and every collective.
+    """A device that records every operator, every synchronization between threads and every collective.
 
     Attributes:
-        streams: its streams and threads, with their vector clocks.
-        handoffs: vector clocks that threads hand to one another.
+        streams: the device's streams, and the threads that use it, with their vector clocks.
+        handoffs: vector clocks that threads pass to each other.
     """
 
     streams: Streams
     handoffs: Handoffs
 
     def attach_thread(self) -> None:
-        """From here on, operators of the calling thread go to this device."""
+        """Send the operators of the calling thread to this device from now on."""
         thread.gpu = self
         if thread.mode is None:
             thread.mode = _TracingMode()
@@ -53,15 +53,15 @@ class InstrumentedDevice(Device, ABC):
 
     @abstractmethod
     def access_on_host(self, tensor: Tensor, *, writes: bool) -> None:
-        """Record that the host reads or writes `tensor` without a torch operator, as for a file."""
+        """Record that the host reads or writes `tensor` without a torch operator, such as for file I/O."""
 
     @abstractmethod
     def keeps_wait(self, name: str) -> bool:
-        """Record a wait at the calling line; return False if a test leaves this wait out."""
+        """Record a wait in the calling line of code; return False if a test removes this wait."""
 
 
 class _TracingMode(TorchDispatchMode):
-    """Passes every operator of a thread to the thread's device."""
+    """A dispatch mode that passes every operator of a thread to the thread's simulated device."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if thread.is_untraced or thread.gpu is None:
@@ -75,9 +75,9 @@ def _detach_thread() -> None:
 
 @contextmanager
 def instrumentation() -> Iterator[None]:
-    """Instrument torch's operators, the store and the worlds in the block, for instrumented devices.
+    """Wrap torch's operators and the methods of stores and worlds until the end of the block.
 
-    A replacement of a method takes the object, the method itself, and the arguments of the method.
+    A wrapper of a method has the arguments (object, original method, *arguments of the method).
     """
     wrapped: list[tuple[type, str, Callable[..., Any]]] = [
         (WorkerPool, "_run", _run),
@@ -105,7 +105,7 @@ def instrumentation() -> Iterator[None]:
 
 
 class _Job:
-    """A job for the store, with the past of the thread that submitted it."""
+    """A job of the store, and the work that happens before it: all of the submitting thread so far."""
 
     def __init__(self, job: Callable[..., None], past: Past) -> None:
         self.job, self.past = job, past
@@ -115,8 +115,11 @@ class _Job:
 
 
 def _run(workers: WorkerPool, original: Any) -> None:
-    """Remove the dispatch mode before a thread of the store ends. Torch would otherwise drop it after the thread's
-    last line of Python. Python's exit waits only for that line, so the process could end by a signal."""
+    """Run a thread of the store, and remove the dispatch mode before the thread ends.
+
+    Otherwise torch would remove it after the thread's last line of Python. Python's exit waits only for that line, so
+    the process could be killed by a signal.
+    """
     try:
         original(workers)
     finally:
@@ -140,7 +143,7 @@ def _do_here(workers: WorkerPool, original: Any, event: Transfer, job: Callable[
 
 def _await_end(workers: WorkerPool, original: Any, ticket: Any) -> None:
     gpu = thread.gpu
-    original(workers, ticket)  # also of a wait that is left out: what the job does is recorded before what follows
+    original(workers, ticket)  # also if a test removes the wait, so that the job is recorded before later work
     if gpu is not None and gpu.keeps_wait("ticket"):
         gpu.handoffs.acquire((id(workers), ticket.event.number))
 
@@ -155,7 +158,7 @@ def _drain(workers: WorkerPool, original: Any) -> None:
 def _leave(workers: WorkerPool, original: Any) -> None:
     original(workers)
     if thread.gpu is not None:
-        thread.gpu.handoffs.acquire_all(id(workers))  # its threads have ended
+        thread.gpu.handoffs.acquire_all(id(workers))  # because all threads of the pool have ended
 
 
 def _carry_out(store: PrefetchStore, original: Any, action: Action, job: Any) -> None:
@@ -208,7 +211,7 @@ def _exit(world: World, original: Any, *error: Any) -> Any:
 
 
 def _between_hosts(world: World, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """For collectives of small host tensors. On a GPU they travel over gloo, and no stream is involved."""
+    """Run a collective of small host tensors unrecorded, because with a GPU it uses gloo and no stream."""
     with untraced():
         return original(world, *args, **kwargs)
 
@@ -240,14 +243,14 @@ def _is_traced(world: World, tensor: Tensor) -> bool:
 
 
 def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Callable[[Tensor], Handle]) -> Handle:
-    """Start a collective on the network. On deferred streams its result arrives late, too.
+    """Start a collective on a simulated stream of its own, the network; return the handle to wait for.
 
-    The stream that waits for it continues after it.
+    On deferred streams, the result is also written to `into` as late as the waits allow.
 
     Args:
-        source: what this rank sends.
-        into: where the result arrives.
-        start: starts the real collective into its argument.
+        source: the tensor that this rank sends.
+        into: the tensor that receives the result.
+        start: starts the real collective, which writes its result into the argument.
     """
     gpu = world.compute
     assert isinstance(gpu, InstrumentedDevice)
@@ -258,7 +261,7 @@ def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Call
     network = streams.collective()
     with streams.on(network):
         streams.wait_on_stream(before)
-        streams.run(network, network.launched)  # the sent values are read now, because the other ranks need them
+        streams.run(network, network.launched)  # compute `source` now, because the other ranks need its values
         streams.add_time(network.agent, into.nbytes / NETWORK_BYTES_PER_S)
         arriving = _outside(into, source)
         streams.access(network.agent, [source], arriving, op)
@@ -286,7 +289,7 @@ def _deliver(started: Handle, arrived: Tensor, into: Tensor) -> None:
 
 
 def _outside(into: Tensor, source: Tensor) -> list[Tensor]:
-    """The parts of `into` that do not overlap with `source`. An in-place gather leaves its own part as it is."""
+    """Return the parts of `into` that a collective writes: an in-place gather does not write the part `source`."""
     if into.dim() == 2:
         return [row for row in into.unbind() if row.data_ptr() != source.data_ptr()]
     first = (source.data_ptr() - into.data_ptr()) // max(into.element_size(), 1)

@@ -1,4 +1,4 @@
-"""The devices of a simulated GPU: its memory by address, and a device that records every operator, wait and copy."""
+"""The devices of a simulated GPU: one that knows host memory by its addresses, and one that records all operations."""
 
 import sys
 import threading
@@ -30,7 +30,7 @@ from zero.testing.streams import Handoffs, Marker, Streams, thread, untraced
 ROOT = str(Path(__file__).parents[2])
 LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
 DEVICE_FILES = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platform/timeline.py")
-"""Files that define waits. The line of a wait is looked up in their callers."""
+"""Files that define waits. The line of a wait is that of a caller outside of these files."""
 FORWARDING = {
     ("zero/platform/handle.py", "wait"),
     ("zero/distributed/world.py", "wait"),
@@ -38,7 +38,7 @@ FORWARDING = {
     ("zero/store/prefetch.py", "drain"),
     ("zero/engine/update.py", "wait"),
 }
-"""(file, function) that only forward a wait. Its line is looked up in their callers, too."""
+"""(file, function) of functions that only forward a wait. The line of the wait is that of their caller, too."""
 
 COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::clone"))
 """Operators that may have one argument on the host and another on the device."""
@@ -53,7 +53,7 @@ class WaitSite(NamedTuple):
 
 
 class CopyRecord(NamedTuple):
-    """A copy between host and device: the stream it ran on, its direction, its size in bytes."""
+    """A copy between host and device: its stream, direction and size in bytes."""
 
     stream: str
     to_host: bool
@@ -61,10 +61,10 @@ class CopyRecord(NamedTuple):
 
 
 class SimulatedGpu(Device):
-    """A device that distinguishes its own memory from the host's, by address.
+    """A CPU that acts as a GPU: it knows by their addresses which tensors are in host memory.
 
     Args:
-        memory_bytes: size of its memory.
+        memory_bytes: size of the simulated GPU's memory.
         order, seed: see `Streams`.
     """
 
@@ -76,7 +76,7 @@ class SimulatedGpu(Device):
         super().__init__(torch.device("cpu"))
         self._memory_bytes = memory_bytes
         self.streams = Streams(order, seed)
-        self._host_memory: dict[int, int] = {}  # address of a piece of host memory -> address of its end
+        self._host_memory: dict[int, int] = {}  # address of a block of host memory -> address of its end
         self._pinned: set[int] = set()
         self._lock = threading.Lock()
 
@@ -91,7 +91,7 @@ class SimulatedGpu(Device):
         return self._piece_of_host(tensor) is None
 
     def adopt(self, memory: Tensor) -> None:
-        """Count `memory` as the host's as long as any tensor uses its storage."""
+        """Treat `memory` as host memory until its storage is freed."""
         first = memory.data_ptr()
         with self._lock:
             self._host_memory = {**self._host_memory, first: first + memory.nbytes}
@@ -105,7 +105,7 @@ class SimulatedGpu(Device):
         self._pinned.discard(memory.untyped_storage().data_ptr())
 
     def give_back_memory(self) -> None:
-        """Does nothing, as on a GPU."""
+        """Do nothing, as on a GPU."""
 
     def free_bytes(self) -> int:
         return self._memory_bytes
@@ -115,7 +115,7 @@ class SimulatedGpu(Device):
 
     @property
     def is_idle(self) -> bool:
-        """No work is under way that the calling thread has not waited for. Without instruments, always."""
+        """Return whether the calling thread has waited for all work of the device; True if nothing is recorded."""
         return self.streams.is_idle
 
     def _piece_of_host(self, tensor: Tensor) -> int | None:
@@ -128,7 +128,7 @@ class SimulatedGpu(Device):
 
 
 class _SimulatedHost(Device):
-    """The host of a simulated GPU, as the device that updates what is in host memory."""
+    """The device for computations in host memory, such as updates, beside a simulated GPU."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__(gpu.device, gpu.copied)
@@ -148,7 +148,7 @@ class _SimulatedHost(Device):
 
 
 class SimulatedEvent(Event):
-    """A point of a simulated stream."""
+    """An event of a simulated stream."""
 
     def __init__(self, gpu: "InstrumentedGpu") -> None:
         self._gpu, self._marker = gpu, Marker()
@@ -166,7 +166,7 @@ class SimulatedEvent(Event):
 
 
 class SimulatedClock(Clock):
-    """Reads the simulated time of streams and threads."""
+    """A clock of the simulated time of streams and threads."""
 
     def __init__(self, gpu: "InstrumentedGpu") -> None:
         self._streams = gpu.streams
@@ -187,11 +187,11 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
     """A simulated GPU with streams, which records every operator, wait and copy.
 
     Args:
-        sites: gets the waits that are reached.
-        without: a wait to leave out.
+        sites: a set to which each executed wait is added.
+        without: a wait to skip.
 
     Attributes:
-        copies: between host and device, in the order of their launches.
+        copies: the copies between host and device, in the order of their launches.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         with untraced():
             return tensor.tolist()
 
-    # -- what is recorded ----------------------------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------------------------------
 
     def keeps_wait(self, name: str) -> bool:
         site = WaitSite(name, *_calling_line())
@@ -276,8 +276,8 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         """Record one call of a torch operator, execute it now or later, and return its result.
 
         Raises:
-            RaceError: it races with an earlier access.
-            AssertionError: its arguments lie on both host and device, and it is not a copy.
+            RaceError: the call races with an earlier access.
+            AssertionError: the arguments are on both host and device, and the operator is not a copy.
         """
         info = operator_info(operator)
         if info.name in SYNCHRONIZING:
@@ -290,7 +290,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
                 self.streams.allocated(tensors_in(result))
             return result
         reads, writes = (tensor_arguments(info, args, kwargs, written=written) for written in (False, True))
-        homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # 0-dim ones may lie anywhere
+        homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # 0-dim ones may be on either
         if homes == {False}:
             self._record_on_host(info, reads, writes)
             result = operator(*args, **kwargs)
@@ -304,22 +304,22 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         return result
 
     def access_on_host(self, tensor: Tensor, *, writes: bool) -> None:
-        """Record that the host reads or writes `tensor` without a torch operator, as for a file."""
+        """Record that the host reads or writes `tensor` without a torch operator, such as for file I/O."""
         streams = self.streams
         streams.add_time(streams.host, tensor.nbytes / simulation.HOST_BYTES_PER_S, is_launch=False)
         if self.is_home_of(tensor):
-            return  # the host's own scratch, which is not registered: files do not access memory of the device
+            return  # temporary host memory that was not registered, because file I/O cannot access device memory
         what = f"{'a read from' if writes else 'a write to'} a file{_location()}"
         streams.access(streams.host, *(([], [tensor]) if writes else ([tensor], [])), what)
 
     def _record_on_host(self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """Count what the host does itself; the result is host memory, too."""
+        """Record the time and the accesses of an operator that the host executes."""
         streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
         streams.add_time(streams.host, moved / simulation.HOST_BYTES_PER_S, is_launch=False)
         streams.access(streams.host, reads, writes, f"{info.name}{_location()}")
 
     def _is_like_one_of_the_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether an allocation takes its device from a tensor of the host, as `empty_like` does."""
+        """Return whether an allocation takes its device from a tensor in host memory, as `empty_like` can."""
         return any(not self.is_home_of(tensor) for tensor in tensors_in(args)) and kwargs.get("device") is None
 
     def _adopt_all(self, result: Any) -> None:
@@ -330,7 +330,11 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
     def _record(
         self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor], flops: int, *, mixed: bool
     ) -> None:
-        """Count a launch on the current stream, its time and its accesses; `mixed`: host and device take part."""
+        """Record a launch on the current stream, with its time and its accesses.
+
+        Args:
+            mixed: whether the arguments are on both host and device.
+        """
         streams, agent = self.streams, self.streams.current.agent
         written = sum(tensor.nbytes for tensor in writes)
         seconds = (written + sum(tensor.nbytes for tensor in reads)) / simulation.DEVICE_BYTES_PER_S
@@ -347,8 +351,11 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
     def _execute(
         self, info: OperatorInfo, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: list[Tensor]
     ) -> Any:
-        """Run an operator of the device. On a deferred stream it runs later: an in-place one only then, any other one
-        now, for a result of the right shape, and again then, for its values."""
+        """Run an operator on the current stream and return its result.
+
+        On a deferred stream, the values are computed later. An in-place operator runs only then. Any other operator
+        runs now, for a result of the right shape, and again later, for the values.
+        """
         streams = self.streams
         if streams.is_deferred() and info.in_place:
             streams.launch(lambda: operator(*args, **kwargs), writes)
@@ -368,13 +375,16 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
 
 
 def _recompute(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]) -> None:
-    """Run the operator again, now that its stream has got to it, and put the values into its earlier results."""
+    """Run the operator again, when its stream has reached it, and copy the values into the results of the first run."""
     for tensor, value in zip(results, tensors_in(operator(*args, **kwargs)), strict=True):
         tensor.data.copy_(value)
 
 
 def _calling_line() -> tuple[str, int]:
-    """Return (file, line) of the innermost caller in the library but `DEVICE_FILES` and `FORWARDING`, else ("", 0)."""
+    """Return (file, line) of the innermost caller in the library that is not in `DEVICE_FILES` or `FORWARDING`.
+
+    Without such a caller, return ("", 0).
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The memory accesses of a torch operator, taken from its schema: the bytes that it reads and writes."""
+"""The memory accesses of a torch operator, found in its schema: which bytes it reads and which it writes."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,7 +22,7 @@ WITHOUT_KERNEL = frozenset(
         *("is_same_size", "result_type", "item", "_local_scalar_dense", "to", "is_pinned", "record_stream"),
     )
 )
-"""Operators that launch no kernel themselves: views, allocations, and questions about a tensor."""
+"""Operators that launch no kernel themselves: views, allocations and queries of a tensor's properties."""
 
 SYNCHRONIZING = frozenset(
     f"aten::{name}"
@@ -31,15 +31,15 @@ SYNCHRONIZING = frozenset(
 """Operators that make the host wait for the device, because they return a number or a size."""
 
 MATMULS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
-"""Matrix products, whose time depends on their arithmetic. All other operators take as long as moving their bytes."""
+"""Matrix products. Their simulated time depends on bytes and FLOPs, that of all other operators on bytes only."""
 
 
 class ByteRange(NamedTuple):
-    """Bytes [start, stop) of a tensor's storage."""
+    """The bytes [start, stop) of a tensor's storage."""
 
     tensor: Tensor
     storage: int
-    """Address of the storage. It identifies the storage as long as that lives."""
+    """Address of the storage, which identifies the storage until it is freed."""
     start: int
     stop: int
 
@@ -51,13 +51,13 @@ class _TensorArgument(NamedTuple):
 
 
 class OperatorInfo(NamedTuple):
-    """The facts in the schema of an operator.
+    """The properties of an operator that its schema states.
 
     Attributes:
-        name: such as "aten::add_".
+        name: name of the operator, such as "aten::add_".
         without_kernel: the operator reads and writes no bytes on the device.
-        allocates: its result is uninitialized memory.
-        arguments: the tensors and lists of tensors among them.
+        allocates: the operator returns uninitialized memory.
+        arguments: the arguments that are tensors or lists of tensors.
         returned: for an in-place operator, the positions of the arguments that it returns.
     """
 
@@ -101,7 +101,7 @@ def operator_info(operator: OpOverload) -> OperatorInfo:
 def tensor_arguments(
     info: OperatorInfo, args: Sequence[Any], kwargs: Mapping[str, Any], *, written: bool
 ) -> list[Tensor]:
-    """Return the tensors that a call writes (`written`), or those that it only reads."""
+    """Return the tensors that a call writes if `written`, else the tensors that it only reads."""
     return [
         tensor
         for argument in info.arguments
@@ -111,7 +111,7 @@ def tensor_arguments(
 
 
 def in_place_results(info: OperatorInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments that a call of an in-place operator returns: a tuple if several, None if none."""
+    """Return the arguments that a call of an in-place operator returns: one, a tuple of several, or None."""
     names = {argument.number: argument.name for argument in info.arguments}
     results = [args[number] if number < len(args) else kwargs[names[number]] for number in info.returned]
     return tuple(results) if len(results) > 1 else next(iter(results), None)
@@ -131,7 +131,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def byte_range(tensor: Tensor) -> ByteRange | None:
-    """Return the first to the last byte of the tensor's elements; None if it has no elements or no storage."""
+    """Return the range from a tensor's first to its last byte; None if the tensor has no elements or no storage."""
     if not tensor.numel():
         return None
     storage = tensor.untyped_storage().data_ptr()

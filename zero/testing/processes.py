@@ -1,4 +1,4 @@
-"""Ranks as processes that communicate over gloo, with a time limit that ends in every rank's stack."""
+"""Ranks as processes that communicate over gloo, with a time limit; an error at the limit has every rank's stack."""
 
 import contextlib
 import faulthandler
@@ -30,7 +30,7 @@ from zero.errors import DeadlineError, RankFailedError, WorldError
 from zero.testing.simulated_gpu import current_settings, with_settings
 
 START_S = 90.0
-"""Seconds that processes may take to import their modules, on a busy machine."""
+"""Maximum seconds for the start of all processes, which import their modules, on a busy machine."""
 
 PRELOADED = (
     "zero.trainer.loop",
@@ -40,7 +40,7 @@ PRELOADED = (
     "pytest",
     "hypothesis",
 )
-"""Modules that most ranks import. Those that are not installed are skipped."""
+"""Modules that the fork server imports, because most ranks need them. Modules that are not installed are skipped."""
 
 _STARTED = b"started"
 _STREAMS = (1, 2)  # standard output and standard error
@@ -49,26 +49,28 @@ _STREAMS = (1, 2)  # standard output and standard error
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Run `fn(world, *args)` in `size` new processes, one thread each, that communicate over gloo.
 
-    The calling process hosts torch's key-value store on a free port, so that calls do not interfere and any rank may
-    die. Ranks use the caller's warning filters, environment, working folder and output, and its `simulated_gpu`.
+    The calling process hosts torch's key-value store on a free port, so that calls do not interfere and the store
+    survives the death of any rank. Ranks use the caller's warning filters, environment, working folder, output and
+    `simulated_gpu` settings.
 
-    A rank is forked from a server process that has imported torch and never used it, so only the first call waits for
-    the imports. Variables that libraries read during their import therefore have the values of the first call.
+    Ranks are forked from a server process that has imported torch and never used it, so only the first call waits for
+    the imports. Environment variables that libraries read during their import therefore have the values that they had
+    at the first call.
 
     Args:
         size: number of ranks.
-        fn: a function that can be imported by name; gets the rank's `zero.World`.
-        args: further arguments of `fn`; they must pickle, and so must its result.
-        timeout_s: seconds that ranks may run after the last one has started; also the timeout of their collectives.
+        fn: a function that can be imported by name. Its first argument is the rank's `zero.World`.
+        args: further arguments of `fn`. They and the result of `fn` must be picklable.
+        timeout_s: maximum seconds of the run after the last rank has started; also the timeout of collectives.
 
     Returns:
         The results in rank order.
 
     Raises:
-        Exception: what the first failing rank raised, with its rank and traceback as a note. If that does not pickle:
-            a `WorldError` with its text.
+        Exception: the error of the first rank that failed, with rank and traceback as a note. If the error cannot be
+            pickled, a `WorldError` with its text.
         RankFailedError: a rank was killed, or ended without a result.
-        DeadlineError: a rank was still running when the time was over; with the stacks of all such ranks.
+        DeadlineError: ranks were still running at the time limit; the message has their stacks.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = _fork_context()
@@ -84,10 +86,10 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
 
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
-    """In the block, `zero.trainer.launch` forks ranks from the server of `run_processes`, so that they start at once.
+    """Let `zero.trainer.launch` fork ranks from the server of `run_processes` in the block, so that they start fast.
 
-    Not for tests of malloc's settings, which a process reads when it begins; or of a launcher that dies: forked ranks
-    are only certain to end while their launcher lives, and one that is stopped (SIGSTOP) would stay.
+    Do not use it in tests of malloc's settings, because a process reads them when it starts. Do not use it in tests in
+    which the launcher dies, because forked ranks may outlive it, for example a rank that is stopped (SIGSTOP).
     """
     _fork_context()
     with patch.object(multiprocessing.context.SpawnContext, "Process", _ForkedProcess):
@@ -95,7 +97,7 @@ def forked_ranks() -> Iterator[None]:
 
 
 class _ForkedProcess(multiprocessing.context.ForkServerProcess):
-    """A process that is forked, in place of a new interpreter."""
+    """A process forked from the fork server, in place of one with a new interpreter."""
 
     def start(self) -> None:
         with _inherited(os.environ) as inherited:
@@ -110,7 +112,7 @@ def _run_inheriting(inherited: "_Inherited", fn: Callable[..., Any], args: tuple
 
 
 def _fork_context() -> Any:
-    """Return the context of a running fork server, which finds modules on the same path as this process."""
+    """Start the fork server if it is not running, with this process's module search path; return its context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *PRELOADED])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1"):
@@ -119,14 +121,17 @@ def _fork_context() -> Any:
 
 
 class _Inherited(NamedTuple):
-    """The environment of a new process: its parent's, and not the fork server's, which is that of the first call."""
+    """The environment and output of the parent, for a forked process to use.
+
+    Without it, the process would have the environment and output of the fork server, which are those of the first call.
+    """
 
     environ: dict[str, str]
     streams: list[Connection]
-    """Standard output and error, as connections, because descriptors pickle only as such."""
+    """Standard output and standard error, as connections, because descriptors can only be pickled in that form."""
 
     def apply(self) -> None:
-        """Use them in this process, and end it when its parent ends."""
+        """Set environment and output of this process, and end this process when its parent ends."""
         threading.Thread(target=_exit_with_parent, daemon=True).start()
         os.environ.clear()
         os.environ.update(self.environ)
@@ -143,7 +148,7 @@ def _inherited(environ: Mapping[str, str]) -> Iterator[_Inherited]:
 
 
 class _Outcome(NamedTuple):
-    """The result of a rank, or its error and traceback."""
+    """The result of a rank, or its error and the text of its traceback."""
 
     result: Any = None
     error: BaseException | None = None
@@ -151,7 +156,7 @@ class _Outcome(NamedTuple):
 
 
 class _RankProcess:
-    """One rank, seen from the parent: its process, the pipe for its outcome, the file for the stacks of its threads."""
+    """One rank in the parent process: its process, the pipe for its outcome, and the file for its threads' stacks."""
 
     def __init__(
         self,
@@ -183,7 +188,7 @@ class _RankProcess:
         child_end.close()
 
     def receive(self) -> "_Outcome | None":
-        """Return the rank's outcome, or None for the message that it has started."""
+        """Receive a message: return the rank's outcome, or None for the message that the rank has started."""
         try:
             message = self.outcome.recv_bytes()
         except EOFError:
@@ -210,7 +215,7 @@ class _RankProcess:
 
 
 def _collect(ranks: list[_RankProcess], timeout_s: float) -> list[Any]:
-    """Return results in rank order, or raise the error that caused the others."""
+    """Wait for all ranks and return their results in rank order, or raise the error that caused the other errors."""
     waiting = {rank.outcome: rank for rank in ranks}
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
@@ -228,14 +233,14 @@ def _collect(ranks: list[_RankProcess], timeout_s: float) -> list[Any]:
             results[rank.rank] = outcome.result
             if outcome.error is not None:
                 errors.append(outcome.error)
-                # Ranks that noticed the failure may report before the rank that caused it: wait a moment for that one.
+                # Wait a moment, because the rank that failed first may report after ranks that noticed its failure.
                 end_s = min(end_s, time.monotonic() + 4 * GRACE_S)
     if errors:
         errors.sort(key=lambda error: isinstance(error, RankFailedError))
         try:
             raise errors[0]
         finally:
-            del errors, outcome  # they hold the error, which holds this frame, and so every descriptor
+            del errors, outcome  # break the reference cycle of error and frame, which would keep descriptors open
     if waiting:
         raise DeadlineError(_timeout_message(list(waiting.values()), len(ranks), timeout_s))
     return [results[rank.rank] for rank in ranks]

@@ -1,9 +1,9 @@
-"""A race detector for streams and threads: vector clocks over ranges of bytes.
+"""A race detector for streams and threads, with vector clocks and ranges of bytes.
 
-An agent is a stream of a device or a thread of the host; it does one thing after the other. Its vector clock says how
-much of every agent's work happens before what it does next. Events, launches and waits pass clocks on. Two accesses to
-the same bytes race if at least one of them writes and neither happens before the other: then some other execution has
-them in the opposite order.
+An agent is a stream of a device or a thread of the host; it runs one operation after the other. Its vector clock has,
+for every agent, the number of operations that happen before the agent's next one. Events, launches and waits pass
+clocks from one agent to another. Two accesses to the same bytes race if at least one of them is a write and neither
+happens before the other, because another execution may then run them in the opposite order.
 
 Source: Fidge 1988, "Timestamps in Message-Passing Systems That Preserve the Partial Ordering"; Flanagan and Freund
 2009, "FastTrack", section 3, with ranges of bytes instead of variables.
@@ -15,22 +15,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 VectorClock = dict[int, int]
-"""Number of an agent -> how many of its operations happen before this point; 0 for agents that are missing."""
+"""Number of an agent -> number of its operations that happen before this point; 0 if the agent is missing."""
 
 
 class RaceError(AssertionError):
-    """Two accesses to the same memory, at least one a write, and nothing orders them.
+    """A race: two accesses to the same memory, at least one of them a write, without synchronization between them.
 
-    `simulated_gpu(races=True)` raises it. The message names both accesses: operation, stream or thread, line of code.
+    Raised by `simulated_gpu(races=True)`. The message names both accesses: operation, stream or thread, line of code.
     """
 
 
 class Past(NamedTuple):
-    """Everything that happens before one point of an agent.
+    """All operations of all agents that happen before one point of an agent.
 
     Attributes:
-        agent, epoch: the agent's number, and its count of operations there.
-        time_s: simulated seconds.
+        agent, epoch: the agent's number, and its own count of operations at that point.
+        clock: the agent's vector clock at that point.
+        time_s: simulated time of that point, in seconds.
     """
 
     agent: int
@@ -41,14 +42,14 @@ class Past(NamedTuple):
 
 @dataclass(eq=False)
 class Agent:
-    """A stream or a thread.
+    """A stream or a thread, which runs one operation after the other.
 
     Attributes:
-        number: its index in vector clocks.
-        name: for messages.
-        clock: what happens before its next operation.
-        time_s: simulated seconds at which all its work so far is finished.
-        worked: its count at its last access.
+        number: the agent's index in vector clocks.
+        name: the agent's name in messages.
+        clock: vector clock of the operations that happen before the agent's next one.
+        time_s: simulated time at which all the agent's work so far is finished, in seconds.
+        worked: the agent's own count of operations at its last access.
     """
 
     number: int
@@ -59,7 +60,7 @@ class Agent:
     _past: Past | None = None
 
     def now(self) -> Past:
-        """Return everything that happens before the agent's next operation."""
+        """Return the past of the agent's next operation: all operations that happen before it."""
         if self._past is None:
             count = self._tick()
             self._past = Past(self.number, count, dict(self.clock), 0.0)
@@ -70,7 +71,7 @@ class Agent:
         return self.clock.get(past.agent, 0) >= past.epoch
 
     def join(self, past: Past) -> None:
-        """Order all of `past` before this agent's next operation, which begins when `past` is over or later."""
+        """Order all of `past` before this agent's next operation, which then begins at `past.time_s` or later."""
         self.time_s = max(self.time_s, past.time_s)
         if self.knows(past):
             return
@@ -80,7 +81,7 @@ class Agent:
                 self.clock[number] = count
 
     def work(self) -> int:
-        """Count one more access and return the count."""
+        """Count one more access of this agent and return its count of operations."""
         self._past = None
         self.worked = self._tick()
         return self.worked
@@ -91,16 +92,16 @@ class Agent:
 
 
 class Access(NamedTuple):
-    """A read or write of some bytes by one agent."""
+    """A read or write of a range of bytes by one agent."""
 
     agent: Agent
     epoch: int
-    """The agent's own count when it made the access."""
+    """The agent's own count of operations at the access."""
     what: str
-    """The operation and its line of code."""
+    """The operation and its line of code, for messages."""
 
     def happens_before(self, clock: VectorClock) -> bool:
-        """Return whether the access happens before the point that `clock` describes."""
+        """Return whether the access happens before the point with this vector clock."""
         return clock.get(self.agent.number, 0) >= self.epoch
 
     def __str__(self) -> str:
@@ -108,7 +109,7 @@ class Access(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Bytes from `start` to the next span, with their last write and all reads since then."""
+    """The bytes from `start` to the start of the next span, with their last write and all reads since then."""
 
     start: int
     written: Access | None
@@ -116,12 +117,12 @@ class _Span(NamedTuple):
 
 
 class History:
-    """All accesses to one storage that a later access may race with.
+    """The accesses to one storage with which a later access may race.
 
     Args:
-        name: for messages.
-        owner: the agent that allocated the storage. As with a GPU's caching allocator, the memory may be reused in this
-            agent's order once it is freed.
+        name: name of the storage in messages.
+        owner: the agent that allocated the storage. As with torch's caching allocator for GPUs, freed memory may be
+            reused by later work of this agent, without further synchronization.
     """
 
     def __init__(self, name: str, owner: Agent) -> None:
@@ -129,10 +130,10 @@ class History:
         self._spans = [_Span(0, None, ())]
 
     def access(self, agent: Agent, start: int, stop: int, *, writes: bool, what: str) -> None:
-        """Add a read or write of bytes [start, stop) by `agent`.
+        """Record a read or write of bytes [start, stop) by `agent`.
 
         Raises:
-            RaceError: an earlier access conflicts with it and does not happen before it.
+            RaceError: the access races with an earlier one.
         """
         if stop <= start:
             return
@@ -146,7 +147,7 @@ class History:
         self._spans[first:last] = [_with_reader(span, access) for span in self._spans[first:last]]
 
     def forget(self, start: int, stop: int, clock: VectorClock) -> None:
-        """Forget accesses to bytes [start, stop) that happen before `clock`."""
+        """Delete the records of accesses to bytes [start, stop) that happen before `clock`."""
         first, last = self._cut(start), self._cut(stop)
         for number in range(first, last):
             span = self._spans[number]
@@ -155,10 +156,10 @@ class History:
             self._spans[number] = _Span(span.start, written, reads)
 
     def free(self, agent: Agent) -> None:
-        """Free the storage while `agent` runs. The owner may allocate the memory again.
+        """Check that `agent` may free the storage, whose memory later work of the owner may then reuse.
 
         Raises:
-            RaceError: an access by another agent may still be under way.
+            RaceError: an access by an agent other than the owner may still be running.
         """
         for span in self._spans:
             for access in _accesses(span):
@@ -177,7 +178,7 @@ class History:
                 )
 
     def _cut(self, at: int) -> int:
-        """Return the number of the span that begins at byte `at`, after a split of the span around it if none does."""
+        """Return the index of the span that begins at byte `at`; if there is none, split the span that has `at`."""
         number = bisect_right(self._spans, at, key=lambda span: span.start) - 1
         if self._spans[number].start == at:
             return number
@@ -192,5 +193,5 @@ def _accesses(span: _Span) -> Iterator[Access]:
 
 
 def _with_reader(span: _Span, access: Access) -> _Span:
-    """Keep the last read of each agent, which comes after its earlier ones."""
+    """Return the span with one more read. Only each agent's last read is kept, because it follows its earlier reads."""
     return span._replace(reads=(*(read for read in span.reads if read.agent is not access.agent), access))

@@ -1,11 +1,11 @@
-"""A simulated GPU: the engine decides as it does on a GPU, kernels are the CPU's, and memory is the host's.
+"""A simulated GPU: the engine makes the same decisions as on a GPU, but kernels run on the CPU, in host memory.
 
     with zero.testing.simulated_gpu():
         world = zero.World.from_env()
 
-Memory that the arena or `device.host` gave out is pinned host memory on a GPU, and counts as host memory here. All
-other memory counts as the device's, so copies between tiers are made as on a GPU. With `races=True` every operator is
-checked: `races` says what orders operators, and `streams` when they run.
+Memory from the arena or from `device.host`, which is pinned host memory on a GPU, counts as host memory here. All other
+memory counts as GPU memory, so copies between tiers are made as on a GPU. With `races=True` every operator is checked
+for races: see `races` for the order of operators, and `streams` for the time at which they run.
 """
 
 from collections import Counter
@@ -43,11 +43,11 @@ class Settings:
 
 
 class Simulation:
-    """The record of one `simulated_gpu` block.
+    """The devices and records of one `simulated_gpu` block.
 
     Attributes:
-        gpus: one for each rank.
-        sites: the waits that were reached, if devices are instrumented.
+        gpus: the simulated GPUs, one for each rank.
+        sites: the waits in the library that were executed; empty unless devices are instrumented.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -57,11 +57,11 @@ class Simulation:
 
     @property
     def counts(self) -> Counter[str]:
-        """Launches, waits of the host and bytes copied each way, summed over all devices."""
+        """Return the numbers of launches, waits of the host and bytes copied each way, summed over all devices."""
         return sum((gpu.streams.counts for gpu in self.gpus), Counter())
 
     def finish(self) -> None:
-        """Raise a race that a finalizer saw and that no later access has raised."""
+        """Raise the RaceError of a finalizer, which cannot raise it itself, unless a later access has raised it."""
         for gpu in self.gpus:
             if gpu.streams.deferred_races:
                 raise gpu.streams.deferred_races[0]
@@ -82,16 +82,16 @@ class Simulation:
 
 
 _SETTINGS: list[Settings] = []
-"""Of the `simulated_gpu` blocks that are open in this process, the innermost last."""
+"""The settings of the active `simulated_gpu` blocks of this process, the innermost last."""
 
 
 def current_settings() -> Settings | None:
-    """Return the settings of the innermost block, for new processes; None outside of any block."""
+    """Return the settings of the innermost active block, to pass to new processes; None outside of any block."""
     return _SETTINGS[-1] if _SETTINGS else None
 
 
 def with_settings(settings: Settings | None) -> AbstractContextManager[Simulation | None]:
-    """Simulate with the `current_settings` of another process."""
+    """Return a `simulated_gpu` block with the `current_settings` of another process; None: a block without effect."""
     return nullcontext() if settings is None else _simulated(settings)
 
 
@@ -103,22 +103,23 @@ def simulated_gpu(
     seed: int = 0,
     without: WaitSite | None = None,
 ) -> AbstractContextManager[Simulation]:
-    """Give worlds that are made in the block a simulated GPU, also in `run_ranks` and `run_processes`.
+    """Give each world that is made in the block a simulated GPU, also in `run_ranks` and `run_processes`.
 
     Args:
-        memory_bytes: what each GPU reports as its total and free memory, in bytes.
-        races: check every operator for races: accesses to the same bytes, at least one a write, that nothing orders.
+        memory_bytes: total and free memory that each GPU reports, in bytes.
+        races: check every operator for races: two accesses to the same bytes, at least one of them a write, without a
+            wait or other synchronization that orders them.
         order: when launches on side streams run: "program", at once; "late", when a thread waits for them; "random",
-            at a random moment before that. Until then, the memory that they will write holds NaN.
-        seed: for the random moments of order "random".
-        without: a wait to leave out, for tests of the simulation itself.
+            at a random time before that. Until a launch runs, the memory that it will write holds NaN.
+        seed: seed of the random times of order "random".
+        without: a wait to skip, for tests of the simulation itself.
 
     Returns:
-        The block, which yields the simulation: its devices, and counts of launches, waits and copies.
+        A context manager that yields the `Simulation`: its devices, and counts of launches, waits and copies.
 
     Raises:
-        RaceError: there is a race. Usually raised by the operator that makes the second access; at the end of the block
-            if memory was freed while it was in use.
+        RaceError: there is a race. Usually raised by the operator that makes the second access; raised at the end of
+            the block if memory was freed while it was in use.
     """
     return _simulated(Settings(memory_bytes, races, order, seed, without))
 
@@ -137,9 +138,9 @@ def _simulated(settings: Settings) -> Iterator[Simulation]:
 
 
 def count_launches(run: Callable[[], object]) -> Counter[str]:
-    """Count the kernels that `run` would launch on a GPU, by name of the operator, in all threads.
+    """Count the kernels that `run` would launch on a GPU, in all threads; return operator name -> count.
 
-    Counts operators that Python or autograd calls, not those that other operators call.
+    Only operators called by Python or autograd are counted, not operators called by other operators.
     """
     all_threads = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=all_threads) as profiled:
@@ -148,7 +149,10 @@ def count_launches(run: Callable[[], object]) -> Counter[str]:
 
 
 def _is_launch(event: "torch.autograd.profiler_util.FunctionEvent") -> bool:
-    """Return whether it is the outermost operator with a kernel. `to` has none, but the copy that it calls has."""
+    """Return whether `event` is an operator with a kernel that no other operator with a kernel has called.
+
+    For example, `to` has no kernel, but the copy that it calls has.
+    """
     caller = event.cpu_parent
     while caller is not None and (not caller.name.startswith("aten::") or caller.name in WITHOUT_KERNEL):
         caller = caller.cpu_parent

@@ -1,4 +1,4 @@
-"""The contract of a store, as tests that every tier inherits."""
+"""The contract of a store, as a class of tests from which the tests of every tier inherit."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -13,22 +13,22 @@ from zero.store import Page, Store, Ticket
 
 
 class StoreContract:
-    """Pytest tests of everything that `zero.store.Store` promises. A tier inherits them and defines `open`:
+    """Pytest tests of everything that `zero.store.Store` promises. A subclass for each tier defines `open`:
 
         class TestMemoryStore(StoreContract):
             def open(self) -> Store:
                 return MemoryStore(torch.device("cpu"))
 
-    Pages are compared by their bytes, because NaN, signed zeros and denormal numbers must survive. Tickets are waited
-    for in another order than they were made in, because a tier may finish them in any order.
+    Pages are compared by their bytes, because NaN, signed zeros and denormal numbers must be preserved. Tickets are
+    waited for in reverse order, because a tier may finish them in any order.
 
     Attributes:
-        sizes: elements of the pages that are tried. A subclass may change it.
-        dtypes: of those pages. A subclass may change it.
+        sizes: numbers of elements of the tested pages. A subclass may change them.
+        dtypes: dtypes of the tested pages. A subclass may change them.
     """
 
     sizes = (64, 2048, 2048 * 5, 2048 * 3 + 64, 100_032)
-    """One SIMD vector, multiples of 4 KiB, and odd sizes, which the last page of a shard may have."""
+    """One SIMD vector, multiples of 4 KiB, and sizes that are not, which the last page of a shard may have."""
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,7 +55,7 @@ class StoreContract:
             self._check(store, sources)
 
     def test_a_read_returns_the_last_write_even_if_that_was_not_waited_for(self) -> None:
-        """The first reads of a step follow the last writes of the step before it."""
+        """Test a read right after a write, because a step's first reads follow the last writes of the step before."""
         with contextlib.closing(self.open()) as store:
             page, numel = Page(0, "mu", 0), self.sizes[-1]
             store.allocate(page, numel, torch.float32)
@@ -67,7 +67,7 @@ class StoreContract:
                 assert _bytes_of(into) == _bytes_of(source)
 
     def test_a_page_shares_no_memory_with_what_was_read_or_written(self) -> None:
-        """After its ticket was waited for, the tensor of a read or write can change without changing the page."""
+        """Test that the tensor of a finished read or write can be changed without a change to the page."""
         with contextlib.closing(self.open()) as store:
             page = Page(0, "mu", 0)
             store.allocate(page, 2048, torch.float32)
@@ -88,7 +88,7 @@ class StoreContract:
                 ticket.wait()
 
     def test_in_place_returns_the_memory_of_the_page(self) -> None:
-        """For stores that support `in_place`."""
+        """Test `in_place` of stores that support it; it returns None for others."""
         with contextlib.closing(self.open()) as store:
             page = Page(0, "mu", 0)
             store.allocate(page, 2048, torch.float32)
@@ -175,7 +175,7 @@ class StoreContract:
             assert _bytes_of(into) == _bytes_of(expected[page]), page
 
     def _noise(self, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-        """Return random bytes, and so numbers of every sort that the dtype has."""
+        """Return (numel,) random bits as `dtype`, so that NaN, infinities and denormal numbers occur."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
 
@@ -185,7 +185,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def _finish(start: Callable[[Page, Tensor], Ticket], page: Page, tensor: Tensor) -> None:
-    """Start and wait: a store may raise at once or in `wait`."""
+    """Start an operation and wait for it, because a store may raise an error in either call."""
     start(page, tensor).wait()
 
 

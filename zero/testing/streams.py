@@ -1,15 +1,15 @@
 """Streams, events and threads of a simulated GPU: their order, the execution of launches, and simulated time.
 
-Two things happen to every launch. Its accesses go to the race detector (`races`), in an order that some execution has.
-And it is executed: at once, in program order; or, on side streams, as late as the events that are waited for allow,
-or at a random moment before that. Until it runs, the memory that it will write holds poison. So code that reads too
-early computes NaN, and code that overwrites too early spoils the result.
+The accesses of every launch are passed to the race detector (`races`), in an order that is possible on a GPU. The
+launch itself runs at once, in program order; or, if it is on a side stream, as late as the waits for events allow, or
+at a random time before that. Until it runs, the memory that it will write is filled with NaN. So code that reads too
+early computes NaN, and code that overwrites too early computes wrong results.
 
-Time is simulated. An operation takes as long as its bytes or its arithmetic need, streams run in parallel, and each
-launch costs the host a few microseconds. What overlaps depends only on the order of events, on any machine.
+Time is simulated. The duration of an operation follows from its bytes or FLOPs, streams run in parallel, and each
+launch takes the host a few microseconds. So the overlap of operations is the same on every machine.
 
-Rates are a GPU's divided by 1,000, and by 100,000 for arithmetic: a test's tensors are that much smaller, and have that
-many fewer rows, than tensors that keep a GPU busy for longer than their launches keep the host.
+Rates are those of a GPU divided by 1,000, and by 100,000 for FLOPs, because a test's tensors are smaller by such
+factors than tensors whose kernels take a GPU longer than their launches take the host.
 """
 
 import itertools
@@ -29,21 +29,23 @@ from zero.testing.operators import ByteRange, byte_range
 from zero.testing.races import Agent, History, Past, RaceError
 
 LAUNCH_S = 5e-6
-"""Seconds of the host for one launch."""
+"""Seconds that one launch takes the host."""
 DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, HOST_BYTES_PER_S, NETWORK_BYTES_PER_S = 1e9, 5e7, 5e6, 1e8
-"""Bandwidth of the GPU's memory, between GPU and host, of work on the host, and of collectives."""
+"""Bandwidths of the GPU's memory, of copies between GPU and host, of work on the host, and of collectives."""
 FLOPS_PER_S = 5e9
-"""Rate of matrix products."""
+"""Rate of matrix products on the GPU."""
 
 _DEVICE_NUMBERS = itertools.count()
 
 
 class Marker:
-    """A point of a stream: everything that was launched there before it.
+    """A point of a stream, such as that of an event: all work launched on the stream before it.
 
     Attributes:
-        host: the past of the thread that has set it. For a thread that does not know that past it may not be set yet,
-            and a stream does not wait for an event that is not.
+        past: the past of the stream at this point; None until the marker is recorded.
+        host: the past of the thread that recorded the marker. For a thread whose own past does not include it, the
+            marker may not be recorded yet, and as in CUDA a stream does not wait for an event that is not recorded.
+        stream, count: the stream, and the number of launches on it before this point.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,10 @@ Key = tuple[Hashable, ...]
 
 
 class Handoffs:
-    """The pasts that threads hand to one another, by key: a ticket, a page, a slot."""
+    """The vector clocks (`Past`) that threads pass to each other when they synchronize.
+
+    A key names the object through which they synchronize: a ticket, a page or a slot.
+    """
 
     def __init__(self, streams: "Streams") -> None:
         self._streams = streams
@@ -77,19 +82,19 @@ class Handoffs:
                 self._streams.host.join(past)
 
     def acquire_all(self, owner: int) -> None:
-        """`acquire` for every key whose first element is `owner`."""
+        """Call `acquire` for every key whose first element is `owner`."""
         for key in [key for key in self._released if key[0] == owner]:
             self.acquire(key)
 
     def take_over(self, key: Key, memory: Tensor) -> None:
-        """Order every `release(key)` so far before what comes next to `memory`, but before nothing else."""
+        """Order every `release(key)` so far before the next access to `memory`, but before no other access."""
         with self._streams.lock:
             for past in self._released.pop(key, ()):
                 self._streams.host.time_s = max(self._streams.host.time_s, past.time_s)
                 self._streams.forget(memory, past)
 
     def ordered(self, keys: Sequence[Key], run: Callable[[], None]) -> None:
-        """Run `run` after the previous release of each key, and release the keys when it ends."""
+        """Call `run`, ordered after the previous release of each key, and release the keys when it ends."""
         for key in keys:
             self.acquire(key)
         try:
@@ -100,18 +105,20 @@ class Handoffs:
 
 
 class _Launch(NamedTuple):
-    """Something that was launched and has not run: the function that executes it, and the tensors that it writes."""
+    """A launch that has not run: the function that executes it, and the tensors that it writes."""
 
     run: Callable[[], object]
     writes: Sequence[Tensor]
 
 
 class Stream:
-    """One queue of the device.
+    """One stream of the device.
 
     Attributes:
+        agent: the stream as an agent of the race detector.
+        launcher: the thread of the store for which the stream was made, or None.
         queue: launches that have not run.
-        done: how many launches have run.
+        done: number of launches that have run.
     """
 
     def __init__(self, agent: Agent, launcher: Agent | None = None, *, is_network: bool = False) -> None:
@@ -128,12 +135,12 @@ class _ThreadState(threading.local):
     """The simulation's state of one thread.
 
     Attributes:
-        agents: the thread as an agent, by number of the device.
-        streams: its current stream, by number of the device.
-        is_untraced: the simulation itself is using tensors; its operators are not recorded.
+        agents: number of a device -> the thread as an agent of the race detector.
+        streams: number of a device -> the thread's current stream.
+        is_untraced: operators are not recorded, because the simulation itself is using tensors.
         asynchronous: copies between host and device do not make the host wait.
-        is_worker: a thread of a store.
-        gpu: the simulated GPU that its operators run on.
+        is_worker: the thread is one of a store's threads.
+        gpu: the simulated GPU on which the thread's operators run.
         mode: the torch dispatch mode that passes operators to `gpu`.
     """
 
@@ -150,10 +157,10 @@ thread = _ThreadState()
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Operators of this thread in the block belong to the simulation: they are not recorded."""
+    """Do not record this thread's operators in the block, because the simulation itself calls them."""
     before, thread.is_untraced = thread.is_untraced, True
     try:
-        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():  # which leaves tensors' versions alone
+        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():  # keeps tensors' versions
             yield
     finally:
         thread.is_untraced = before
@@ -164,11 +171,11 @@ class Streams:
 
     Args:
         order: when launches on side streams run; see `simulated_gpu`.
-        seed: for the random moments of order "random".
+        seed: seed of the random times of order "random".
 
     Attributes:
-        counts: launches, waits of the host, bytes copied each way.
-        deferred_races: races seen by a finalizer, which cannot raise. The next access raises them.
+        counts: numbers of launches, waits of the host and bytes copied each way.
+        deferred_races: races found by a finalizer, which cannot raise an error. The next access raises the first one.
     """
 
     def __init__(self, order: str, seed: int) -> None:
@@ -180,20 +187,20 @@ class Streams:
         self._agents: list[Agent] = []
         self._histories: dict[int, History] = {}
         self._streams: list[Stream] = []
-        self._named: dict[str, Stream] = {}  # the latest of each name
-        self._poisoned: list[tuple[Tensor, Tensor]] = []  # (tensor, the values that it held before)
+        self._named: dict[str, Stream] = {}  # name -> the last stream of that name
+        self._poisoned: list[tuple[Tensor, Tensor]] = []  # (tensor, its values before it was filled with NaN)
         self.main = self.stream("the compute stream")
 
     # -- agents --------------------------------------------------------------------------------------------------------
 
     def agent(self, name: str) -> Agent:
-        """A new agent."""
+        """Make a new agent."""
         with self.lock:
             self._agents.append(Agent(len(self._agents), name))
             return self._agents[-1]
 
     def stream(self, name: str) -> Stream:
-        """The stream of that name, made on first use."""
+        """Return the stream of that name, which is made on first use."""
         with self.lock:
             if name not in self._named:
                 self._named[name] = Stream(self.agent(name))
@@ -201,7 +208,11 @@ class Streams:
             return self._named[name]
 
     def new_stream(self, name: str) -> Stream:
-        """Another stream, which begins when the last one of that name is done, but is not ordered after it."""
+        """Make another stream of that name.
+
+        In simulated time its work begins after that of the last stream of that name, but no order between the two is
+        guaranteed.
+        """
         with self.lock:
             stream = Stream(self.agent(name), self.host)
             if name in self._named:
@@ -211,14 +222,17 @@ class Streams:
             return stream
 
     def collective(self) -> Stream:
-        """A new stream for one collective: no order among collectives is relied on."""
+        """Make a stream for one collective, so that the race detector assumes no order between collectives."""
         with self.lock:
             stream = Stream(self.agent("a collective"), is_network=True)
             self._streams.append(stream)
             return stream
 
     def begin_action(self) -> None:
-        """Make the calling thread a new agent: no order among the actions of one thread of the store is relied on."""
+        """Make the calling thread, one of the store's, a new agent of the race detector.
+
+        So the detector assumes no order between two actions of the store that the same thread happens to run.
+        """
         with self.lock:
             before = self.host
             thread.agents[self._number] = self.agent(before.name)
@@ -226,18 +240,18 @@ class Streams:
 
     @property
     def host(self) -> Agent:
-        """The calling thread."""
+        """Return the calling thread as an agent."""
         if self._number not in thread.agents:
             thread.agents[self._number] = self.agent(f"the host's thread {threading.current_thread().name!r}")
         return thread.agents[self._number]
 
     @property
     def current(self) -> Stream:
-        """The stream that the calling thread launches on."""
+        """Return the stream on which the calling thread launches."""
         return thread.streams.get(self._number, self.main)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Make `stream` the current one of this thread in the block."""
+        """Return a context manager that makes `stream` this thread's current stream."""
         return patch.dict(thread.streams, {self._number: stream})
 
     # -- order ---------------------------------------------------------------------------------------------------------
@@ -251,7 +265,7 @@ class Streams:
             marker.stream, marker.count = stream, stream.launched
 
     def wait_on_stream(self, marker: Marker) -> None:
-        """Work launched on the current stream from now on runs after `marker`. The host does not wait."""
+        """Order work launched on the current stream from now on after `marker`. The host does not wait."""
         with self.lock:
             stream = self.current
             stream.agent.join(self.host.now())
@@ -267,7 +281,7 @@ class Streams:
                 self.run(other, count)
 
     def synchronize_marker(self, marker: Marker) -> None:
-        """The host waits until the device has reached `marker`."""
+        """Make the host wait until the device has reached `marker`."""
         with self.lock:
             self._count_wait()
             if marker.stream is not None and marker.past is not None and self._is_set(marker):
@@ -275,9 +289,10 @@ class Streams:
                 self.run(marker.stream, marker.count)
 
     def synchronize(self, *streams: Stream) -> None:
-        """The host waits for everything that was launched on `streams`, or on any stream if there are none.
+        """Make the host wait for all work launched on `streams`; without arguments, on all streams.
 
-        A thread of the store may launch before or after that, unless the host has waited for it first.
+        This does not include work of a store's thread for which the host has not waited, because the thread may launch
+        it before or after this call.
         """
         with self.lock:
             self._count_wait()
@@ -307,7 +322,7 @@ class Streams:
         """Record that `agent` reads and writes these tensors; `what` names the operation in messages.
 
         Raises:
-            RaceError: the access races with an earlier one, or a finalizer has seen a race since the last access.
+            RaceError: the access races with an earlier one, or a finalizer has found a race since the last access.
         """
         with self.lock:
             if self.deferred_races:
@@ -318,9 +333,10 @@ class Streams:
                     history.access(agent, where.start, where.stop, writes=is_write, what=what)
 
     def allocated(self, tensors: Sequence[Tensor]) -> None:
-        """The current stream allocated `tensors`. Other streams must not use them before this point.
+        """Record that the current stream allocated `tensors`, as with torch's caching allocator.
 
-        Once they are freed, later work of this stream may get their memory.
+        Other streams must not use the tensors before this point. Once the tensors are freed, later work of this stream
+        may reuse their memory.
         """
         with self.lock:
             agent = self.current.agent
@@ -331,14 +347,14 @@ class Streams:
                     history.access(agent, where.start, where.stop, writes=True, what="its allocation")
 
     def forget(self, memory: Tensor, past: Past) -> None:
-        """Forget accesses to `memory` in `past`: what orders later ones after them orders no others."""
+        """Delete the records of the accesses to `memory` in `past`, so that later accesses to it count as ordered."""
         with self.lock:
             where = byte_range(memory)
             if where is not None and where.storage in self._histories:
                 self._histories[where.storage].forget(where.start, where.stop, past.clock)
 
     def launch(self, run: Callable[[], object], writes: Sequence[Tensor]) -> None:
-        """Launch `run`, which writes `writes`, on the current stream: it runs now or, on a deferred stream, later."""
+        """Launch `run`, which writes `writes`, on the current stream. It runs later if the stream is deferred."""
         with self.lock:
             stream = self.current
             if self.is_deferred(stream):
@@ -354,11 +370,11 @@ class Streams:
             run()
 
     def is_deferred(self, stream: Stream | None = None) -> bool:
-        """Return whether launches on the stream, by default the current one, run later."""
+        """Return whether `stream`, by default the current one, runs its launches later than in program order."""
         return self._order != "program" and (stream or self.current) is not self.main
 
     def run(self, stream: Stream, until: int) -> None:
-        """Execute the first `until` launches of `stream`, and what they wait for, as far as they have not run."""
+        """Execute the first `until` launches of `stream` and the launches for which they wait, unless they have run."""
         with self.lock:
             if until <= stream.done:
                 return
@@ -372,17 +388,17 @@ class Streams:
                         self._poison(launched)
 
     def add_time(self, agent: Agent, seconds: float, *, is_launch: bool = True) -> None:
-        """`agent` works for so many seconds more, after the host has launched it if `is_launch`."""
+        """Add `seconds` of work to the simulated time of `agent`, after a launch by the host if `is_launch`."""
         with self.lock:
             if is_launch:
                 self.host.time_s += LAUNCH_S
                 agent.join(self.host.now())
             agent.time_s += seconds
 
-    # -- the simulation's own ------------------------------------------------------------------------------------------
+    # -- private -------------------------------------------------------------------------------------------------------
 
     def _run_at_random(self) -> None:
-        """In order "random", sometimes execute the next launch of a random stream."""
+        """Execute the next launch of a random stream, with probability 0.3 and only in order "random"."""
         if self._order == "random" and self._draw.random() < 0.3:
             waiting = [stream for stream in self._streams if stream.queue and not stream.is_network]
             if waiting:
@@ -412,7 +428,11 @@ class Streams:
         return history
 
     def _check_free(self, storage: int, history: History) -> None:
-        """Takes no lock: each of two ranks may, under its own lock, free the last reference to the other's memory."""
+        """Check that a storage was not freed while in use. Called by its finalizer.
+
+        No lock is taken, because that could deadlock: each of two ranks may, with its own lock held, free the last
+        reference to memory of the other.
+        """
         if self._histories.get(storage) is history:
             del self._histories[storage]
         if self._number not in thread.agents:
@@ -424,7 +444,7 @@ class Streams:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill with bytes that are NaN in every floating-point format, and an unlikely number in other dtypes."""
+    """Fill `tensor` with bytes that are NaN in floating-point formats and an unlikely number in other dtypes."""
     if tensor.is_contiguous():
         tensor.reshape(-1).view(torch.uint8).fill_(0xFF)
     else:

@@ -1,8 +1,8 @@
 """Ranks as threads of this process.
 
 The last rank to start a collective copies the data of all ranks. So a collective is complete exactly when every rank
-has started it, as on a real network, and handles can be waited for in any order. Sums are computed by `World` itself.
-An error names ranks that run different operations, or the same one with different shapes or dtypes, at once.
+has started it, as on a real network, and handles can be waited for in any order. `World` itself computes sums. If ranks
+start different operations, or the same one with different shapes or dtypes, an error that names them is raised at once.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from zero.platform.handle import Then
 
 
 class _Buffers(NamedTuple):
-    """One rank's tensors in a collective: what it sends and where it receives; both may be the same tensor."""
+    """One rank's tensors in a collective: `source` is sent, `target` receives; both may be the same tensor."""
 
     source: Tensor
     target: Tensor
@@ -41,7 +41,7 @@ _Move = Callable[[list[_Buffers]], None]
 
 @dataclass
 class _Collective:
-    """One collective: each rank's description of it, and each rank's buffers until the last rank has started it."""
+    """One collective, with a description and the buffers of each rank; the buffers are dropped when it is done."""
 
     signatures: dict[int, str] = field(default_factory=dict)
     buffers: dict[int, _Buffers] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class _Collective:
 
 
 class _Shared:
-    """The shared state of thread ranks: one lock, the collectives under way, the ranks that left, the first failure."""
+    """The shared state of thread ranks: one lock, unfinished collectives, ranks that have left, the first failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -63,7 +63,7 @@ class _Shared:
     def start(
         self, rank: int, ranks: Sequence[int], number: tuple[Any, ...], op: str, buffers: _Buffers, move: _Move
     ) -> _Collective:
-        """Start collective `number` of `ranks` on this one; the last to start it moves the data of all of them."""
+        """Start collective `number` of `ranks` on `rank`. The last rank to start it copies the data of all ranks."""
         with self.changed:
             self.raise_failure(rank, op)
             self.last_op[rank] = op
@@ -84,7 +84,12 @@ class _Shared:
         return collective
 
     def wait(self, rank: int, ranks: Sequence[int], collective: _Collective, op: str, timeout_s: float) -> None:
-        """Return when the collective is done; raise when it cannot be, or after `timeout_s` seconds."""
+        """Wait until the collective is done.
+
+        Raises:
+            WorldError, RankFailedError: a rank has left or failed, so that the collective cannot be completed.
+            DeadlineError: the collective was not done after `timeout_s` seconds.
+        """
 
         def is_over() -> bool:
             gone = self.left.intersection(ranks) - collective.signatures.keys()
@@ -129,27 +134,27 @@ class _Shared:
 class ThreadWorld(World):
     """One rank of a world whose ranks are threads of this process. Each rank needs its own copy of a module.
 
-    Made by `all_ranks`; `run_ranks` also runs the threads.
+    `all_ranks` makes the ranks of a world, and `run_ranks` also runs their threads.
 
     Raises, in collectives:
         WorldError: ranks run different operations, or a rank has left the world.
-        RankFailedError: another rank has failed; the message says with what.
+        RankFailedError: another rank has failed; the message has its error.
         DeadlineError: a rank did not start the collective within the timeout.
     """
 
     def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 120.0) -> None:
         super().__init__(rank, shared.size, device="cpu", timeout_s=timeout_s)
         self._shared, self._ranks, self._name = shared, tuple(range(shared.size)), ""
-        self._numbers = Counter[tuple[str, bool]]()  # of collectives, by part and whether aside from the common order
+        self._numbers = Counter[tuple[str, bool]]()  # (part, aside) -> number of collectives started
 
     @classmethod
     def all_ranks(cls, size: int, *, nodes: int = 1, timeout_s: float = 120.0) -> "list[ThreadWorld]":
-        """The ranks of a new world, to be used in one thread each.
+        """Make the ranks of a new world; each is used by one thread.
 
         Args:
             size: number of ranks.
-            nodes: how many machines they say that they are on, as many ranks on each.
-            timeout_s: seconds that a rank waits for the others in a collective.
+            nodes: number of simulated machines, with an equal number of ranks on each.
+            timeout_s: maximum seconds that a rank waits for the others in a collective.
 
         Raises:
             ConfigError: `nodes` does not divide `size`.
@@ -225,17 +230,18 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, tim
 
     Args:
         size: number of ranks.
-        fn: gets the rank's `ThreadWorld`. Each rank must make or copy its own model.
+        fn: the function. Its first argument is the rank's `ThreadWorld`. Each rank must make or copy its own model.
         args: further arguments of `fn`, shared by all ranks.
-        nodes: how many machines they say that they are on, as many ranks on each.
-        timeout_s: seconds that ranks may run; also the timeout of their collectives.
+        nodes: number of simulated machines, with an equal number of ranks on each.
+        timeout_s: maximum seconds of the run; also the timeout of collectives.
 
     Returns:
         The results in rank order.
 
     Raises:
-        BaseException: what the first failing rank raised, with its rank as a note. Ranks that wait for it stop at once.
-        DeadlineError: a rank was still running when the time was over; with the stacks of all such ranks.
+        BaseException: the error of the first rank that failed, with its rank as a note. Ranks that wait for that rank
+            stop at once.
+        DeadlineError: ranks were still running at the time limit; the message has their stacks.
     """
     worlds = ThreadWorld.all_ranks(size, nodes=nodes, timeout_s=timeout_s)
     shared = worlds[0]._shared
@@ -262,21 +268,21 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, tim
 
 
 def _current_core() -> int | None:
-    """Return the caller's core, to which all ranks and their threads are kept, so that other processes have theirs.
+    """Return the CPU core of the calling thread, to which all ranks are pinned, so that other processes have the rest.
 
-    Python's global lock lets only one rank run at a time anyway, and passing it from core to core costs 8 ranks a
-    quarter of their time.
+    Python's global lock (GIL) lets only one rank run at a time anyway, and passing it between cores slows 8 ranks down
+    by a quarter.
     """
     return ctypes.CDLL(None).sched_getcpu() if sys.platform == "linux" else None
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable automatic garbage collection in the block, which could deadlock thread ranks.
+    """Disable automatic garbage collection in the block, because it could deadlock thread ranks.
 
-    Reading torch's random state, as activation checkpointing does, can start a collection while it holds the
-    generator's lock. The collection releases Python's global lock; another rank that reads its random state then takes
-    that lock and waits for the generator's for ever.
+    Reading torch's random state, as activation checkpointing does, can start a garbage collection while the thread
+    holds the generator's lock. The collection releases the GIL. Another rank that reads its random state then takes the
+    GIL and waits forever for the generator's lock.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -288,7 +294,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def _await_ranks(shared: _Shared, threads: list[threading.Thread], timeout_s: float) -> None:
-    """Return when all ranks have ended, or when one has failed and the others have had time to notice."""
+    """Wait until all ranks have ended, or until one has failed and the others have had time to notice.
+
+    If neither happens within `timeout_s` seconds, record a DeadlineError as the failure.
+    """
     size = len(threads)
     with shared.changed:
         shared.changed.wait_for(lambda: shared.failure is not None or len(shared.left) == size, timeout_s)

@@ -1,1 +1,1 @@
-"""The application behind train.py: settings, data, models, the loop, and what a run shows. Nothing imports it."""
+"""The application behind train.py: settings, data, models, training loop, output. No other room imports it."""

@@ -1,4 +1,4 @@
-"""Modes that print an answer and run nothing, and output for pipes."""
+"""Output of the modes that only print an answer (plan, doctor, explain), and helpers for output into pipes."""
 
 import argparse
 import contextlib
@@ -15,11 +15,11 @@ from zero.trainer.explain import explain
 
 
 def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
-    """Print the answer of `config.mode`; returns an exit code.
+    """Print the answer of a mode that trains nothing: plan, doctor or explain. Returns the exit code.
 
     Args:
-        overrides: words of the command line, which the answer repeats.
-        conf: folder of options.
+        overrides: words of the command line, which mode=plan repeats in the command that it proposes.
+        conf: the folder of option files, which mode=explain reads.
     """
     if config.mode == "plan":
         launch.import_torch()
@@ -27,7 +27,7 @@ def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
 
         settings = config.launch
         processes = launch.Processes(Path(), settings.threads, settings.malloc)
-        # the process is set up as a rank, because the plan measures times
+        # the process is set up like a rank's, because mode=plan measures rates in it
         with launch.set_up(processes, ranks=1 if settings.ranks == "auto" else settings.ranks):
             text, fits = plan_text(config, overrides)
         exit_code = 0 if fits else ConfigError.exit_code
@@ -49,7 +49,7 @@ def show(text: str) -> None:
 
 
 def command_line(name: str, text: str) -> argparse.ArgumentParser:
-    """Return the parser of the command scripts/`name`, with `text` as its help."""
+    """Return the argument parser of the command scripts/`name`, with `text` as its help."""
     return argparse.ArgumentParser(
         as_called(f"scripts/{name}"),
         description=as_called(text),
@@ -59,7 +59,7 @@ def command_line(name: str, text: str) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def for_a_reader() -> Iterator[None]:
-    """Let a closed pipe, as of `| head`, end this process silently during the body."""
+    """End this process silently if the reader of its output closes the pipe during the body, as `| head` does."""
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks of a whole run that need neither torch nor a process."""
+"""Checks of a run's settings that need neither torch nor child processes."""
 
 import os
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from zero.trainer.data.source import TokensConfig
 from zero.trainer.models.hf_config import HFConfig
 
 RUNS_NOTHING = ("plan", "doctor", "explain")
-"""Modes that print an answer only."""
+"""Modes that only print an answer; they neither train nor evaluate."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
-    """Return the settings of `raw` after all checks that need neither torch nor a process.
+    """Return the settings in `raw` after all checks that need neither torch nor child processes.
 
     Raises:
-        ConfigError: one line.
+        ConfigError: a setting is wrong; the message has one line.
     """
     config = read(raw)
     if config.mode in RUNS_NOTHING:
@@ -50,7 +50,7 @@ def notes_on(config: Config) -> list[str]:
 
 
 def _check_path(offload: Offload) -> None:
-    """Check that files can be made at offload.path. The plan checks the room there."""
+    """Raise ConfigError unless files can be created in each folder of offload.path. The plan checks the free space."""
     if offload.path is None and "nvme" not in offload.kinds:
         return
     for folder in folders_of(offload.paths):
@@ -63,7 +63,7 @@ def _check_path(offload: Offload) -> None:
 
 
 def _check_checkpoints(config: Config) -> None:
-    """Check that the checkpoint to resume exists, and that checkpoint.dir can be written."""
+    """Raise ConfigError unless the checkpoint to resume exists and checkpoint.dir can be written."""
     if config.resume not in ("none", "latest") and not Path(config.resume).exists():
         instead = "" if "/" in config.resume else suggest.meant(config.resume, ("latest", "none"))
         instead = instead or ". Give latest, or the folder of a step, a run or several."

@@ -1,6 +1,7 @@
-"""From a command line to runs, or to one line that says what is wrong with it.
+"""The command line of train.py: its checks, and the start of a run or of the runs of a sweep.
 
-`main` checks every run of a command line before torch is imported, then has Hydra make the folders and run the jobs.
+`main` checks the settings of all runs (of a sweep, of the first 64) before torch is imported. Then Hydra makes the
+folders and starts the jobs. An error is printed as one line.
 """
 
 import contextlib
@@ -49,18 +50,20 @@ if TYPE_CHECKING:
 
 
 class _SweepStopped(BaseException):
-    """A job of a sweep was asked to stop and has saved, so no other job begins.
+    """The end of a sweep, raised after a job was asked to stop and has saved, so that no other job starts.
 
-    Not an Exception, which is a failed job to a sweeper, so that it makes the folder of the next one.
+    A BaseException, because a sweeper treats an Exception as the failure of one job and makes the folder of the next
+    job.
     """
 
 
 def main(arguments: Sequence[str], train: "Train") -> int:
-    """Do what a command line says; returns the exit code after one line on stderr for everything that goes wrong.
+    """Run a command line and return the exit code. An error is printed as one line on stderr.
 
     Args:
         arguments: the command line without the name of the program.
-        train: the function that each rank runs, defined at the top of a module.
+        train: the function that each rank runs. It is defined at the top level of a module, because child processes
+            import it by its name.
     """
     try:
         refuse_secret_words(arguments, os.environ)
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str], train: "Train") -> int:
 
 
 def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
-    """Return the end of a message: the command that continues a run that was stopped at once."""
+    """Return the end of the message about an interrupted run: the command that continues it, or advice on saving."""
     from zero.trainer.saver import last_saved
 
     if folder is None or (config := read_run(folder).config).get("mode") == "eval":
@@ -91,7 +94,7 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
 
 
 def _by_name(train: "Train") -> "Train":
-    """Return the same function of the module with the script's own name, which other processes can import."""
+    """Return `train` from the script imported as a module, because other processes cannot import it from `__main__`."""
     main_module = sys.modules["__main__"]
     if train.__module__ != "__main__" or main_module.__file__ is None:
         return train
@@ -105,7 +108,11 @@ def _warn(notes: Iterable[str]) -> None:
 
 
 def _say(text: str, exit_code: int) -> int:
-    """Print a message once for each machine: torchrun also prints the error of every rank."""
+    """Print a message to stderr and return `exit_code`.
+
+    Under torchrun each rank writes the message to torchrun's error file, and only the first rank of each machine prints
+    it, because torchrun also prints the error of every rank.
+    """
     reported = launch.under_torchrun() and launch.tell_torchrun(text)
     if not reported or os.environ["LOCAL_RANK"] == "0":
         print(as_called(text), file=sys.stderr, flush=True)
@@ -113,14 +120,14 @@ def _say(text: str, exit_code: int) -> int:
 
 
 def _say_stopped(text: str, exit_code: int) -> int:
-    """Print a message on a new line: a terminal has echoed ^C behind the progress bar."""
+    """Print a message on a new line, because a terminal has echoed ^C on the line of the progress bar."""
     if sys.stderr.isatty():
         print(file=sys.stderr)
     return _say(text, exit_code)
 
 
 def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
-    """Answer an option or a mode that runs nothing, or check all runs and start them."""
+    """Print the answer to an option or to a mode that trains nothing; otherwise check all runs and start them."""
     if "--version" in arguments:
         show(f"zero {zero.__version__}, Hydra {HYDRA_VERSION}")
         return 0
@@ -131,7 +138,7 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     of_hydra = options.hydra_help or options.shell_completion
     runs, folder = ([], Path()) if of_hydra else _parse_runs(options)
     if of_hydra or options.cfg or options.info:
-        half_typed = [Exception] * ("COMP_LINE" in os.environ)  # a shell asks for completions, and shows errors
+        half_typed = [Exception] * ("COMP_LINE" in os.environ)  # a shell's completion would show errors
         with for_a_reader(), contextlib.suppress(*half_typed):
             _start_hydra(arguments, options.overrides, lambda _: None)
         return 0
@@ -142,12 +149,12 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
 
 def _start_hydra(arguments: Sequence[str], words: Sequence[str], run: Callable[[Any], float | None]) -> None:
     options = [argument for argument in arguments if argument not in words]
-    sys.argv = [sys.argv[0], *words, *options]  # between options Hydra finds no settings
+    sys.argv = [sys.argv[0], *words, *options]  # Hydra finds no settings between options
     run_jobs(run)
 
 
 def _run_jobs(arguments: Sequence[str], options: Any, train: "Train", folder: Path) -> int:
-    """Run the jobs of a command line in `folder`; returns the largest exit code."""
+    """Run the jobs of a command line, one run or those of a sweep, in `folder`; returns the largest exit code."""
     codes, process = list[int](), os.getpid()
 
     def run_one(composed: Any) -> float | None:
@@ -158,14 +165,14 @@ def _run_jobs(arguments: Sequence[str], options: Any, train: "Train", folder: Pa
 
     key = "hydra.sweep.dir" if options.multirun else "hydra.run.dir"
     if options.multirun:
-        # a launcher's processes import `train` by its name
+        # processes of a Hydra launcher import `train` by its name
         paths = [str(CONF.parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, hold(key, folder))
             stack.enter_context(making(key, folder))
-            # the folder by name, because its default has the time in it
+            # the folder is passed explicitly, because its default contains the time
             _start_hydra(arguments, [*options.overrides, f"{key}={suggest.word(str(folder))}"], run_one)
     except launch.Interrupted as stopped:
         if not options.multirun:
@@ -180,13 +187,13 @@ def _run_jobs(arguments: Sequence[str], options: Any, train: "Train", folder: Pa
         return Preempted.exit_code
     if options.multirun:
         failed = _print_sweep(folder).failed
-        if not codes:  # jobs of other processes have printed nothing here
+        if not codes:  # the jobs ran in other processes, which have printed nothing here
             codes = [_say(f"run {run.name} failed: {run.cause}", 1) for run in failed]
     return max(codes, default=0)
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    """Parse the options of a command line, wherever they stand, and its words.
+    """Parse the options (words with dashes) and the overrides `key=value` of a command line, in any order.
 
     Raises:
         ConfigError: an unknown option, or a wrong value of an option.
@@ -212,14 +219,17 @@ def _options(arguments: Sequence[str]) -> Any:
 
 
 def _parse_runs(options: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]:
-    """Compose and check each run; returns the valid ones with their words, and the folder of the run or of its jobs.
+    """Compose and check the settings of each run of a command line.
+
+    Returns:
+        The settings and the overrides of each valid run; and the folder of the run, or of the sweep.
 
     Raises:
-        SettingError: a word is wrong whatever else is in the run.
+        SettingError: an override is wrong in itself, so that no run can start.
         ConfigError: see `_reject_or_warn`.
     """
     runs: list[tuple[Config, Sequence[str]]] = []
-    rejected: dict[str, str] = {}  # message by the words that only that run has
+    rejected: dict[str, str] = {}  # error message, by the overrides that only that run has
     notes, folders = dict[str, None](), list[Path]()
     for words in list(runs_in(options.overrides)) if options.multirun else [options.overrides]:
         try:
@@ -240,10 +250,15 @@ def _parse_runs(options: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]
 
 
 def _reject_or_warn(modes: Sequence[str], rejected: Mapping[str, str], notes: Iterable[str]) -> None:
-    """Print notes, and a warning about jobs of a sweep that cannot run while others can.
+    """Print notes, and a warning about jobs of a sweep that cannot start while others can.
+
+    Args:
+        modes: the mode of each valid run.
+        rejected: the error message of each invalid run, by its own overrides.
 
     Raises:
-        ConfigError: about the first run that cannot be, if no other is to be run.
+        ConfigError: no run is valid, or a mode that only prints an answer is part of a sweep with invalid or other
+            runs.
     """
     answers = [mode for mode in modes if mode in RUNS_NOTHING]
     run, why = next(iter(rejected.items()), ("", ""))
@@ -258,30 +273,30 @@ def _reject_or_warn(modes: Sequence[str], rejected: Mapping[str, str], notes: It
 
 
 def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
-    """Run a job of Hydra; returns its final validation loss, adds the exit code of a failure to `codes`.
+    """Run one of Hydra's jobs and return its final validation loss; a failure adds its exit code to `codes`.
 
-    None, for a failed run, is a failed trial to Optuna's sweeper; NaN would end the search.
+    A failed run returns None, because Optuna's sweeper counts None as a failed trial, but NaN would end its search.
     """
     this = this_job()
     try:
         if this.sweep is not None:
             print(f"\n{this.name}", flush=True)
         loss = job.run(train, _parse_job(composed, this.folder), this.folder, apart=this.sweep is not None).val_loss
-        return loss if math.isfinite(loss) else math.inf  # a diverged run is the worst, not a failure
+        return loss if math.isfinite(loss) else math.inf  # a diverged run is the worst trial, not a failed one
     except Exception as error:
         log = this.folder / "ranks" / "0.log"
         says_where = isinstance(error, ConfigError | Preempted | RankFailedError) or not log.exists()
         where = "" if says_where else f" (log: {log})"
         codes.append(_say(launch.describe(error) + where, getattr(error, "exit_code", 1)))
-        return None  # the other runs of a sweep go on
+        return None  # the other runs of the sweep continue
     finally:
         if this.sweep is not None:
-            with contextlib.suppress(Exception):  # the end of the sweep reports what is wrong with its page
+            with contextlib.suppress(Exception):  # the last write of the page, after all jobs, reports its error
                 sweep.write(this.sweep)
 
 
 def _parse_job(composed: Any, folder: Path) -> Config:
-    """Parse the settings of a job; a failure leaves a summary, so that the job has a row in the sweep's table."""
+    """Parse the settings of a job. An error leaves a summary.json, so that the job has a row in the sweep's table."""
     try:
         return parse_config(settings_in(composed))
     except ConfigError as error:
@@ -290,7 +305,7 @@ def _parse_job(composed: Any, folder: Path) -> Config:
 
 
 def _print_sweep(folder: Path) -> sweep.Sweep:
-    """Print the table so far, and the path of its page."""
+    """Write the report of a sweep, print its table and the path of its page, and return it."""
     written = sweep.write(folder)
     table = sweep.plain(written, shutil.get_terminal_size((sweep.ANY_COLUMNS, 24)).columns)
     print(f"\n{table}\n\n{sweep.counts(written.jobs)}: {written.page}")
@@ -300,7 +315,10 @@ def _print_sweep(folder: Path) -> sweep.Sweep:
 
 
 def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
-    """Run as a rank of torchrun: rank 0 composes, makes the folder of a new run, and sends them to the others."""
+    """Run as one rank of torchrun.
+
+    Rank 0 composes the settings, makes the folder of a new run, and sends both to the other ranks.
+    """
     if os.environ["RANK"] != "0":
         job.run_under_torchrun(train, None, _timeout_s(arguments))
         return 0
@@ -317,7 +335,10 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
 
 
 def _timeout_s(arguments: Sequence[str]) -> float:
-    """Return how long a rank waits for its settings; rank 0 reports what is wrong with them."""
+    """Return the seconds that a rank waits for rank 0's settings: launch.timeout, or its default if they are invalid.
+
+    Rank 0 reports the error in the settings.
+    """
     try:
         return read(settings_in(compose(arguments))).launch.timeout
     except ConfigError:

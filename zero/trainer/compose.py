@@ -1,6 +1,6 @@
-"""Settings of a command line, composed by Hydra from conf/.
+"""The settings of a command line, composed by Hydra from the option files in conf/.
 
-The only file that knows Hydra and OmegaConf.
+No other file imports Hydra or OmegaConf.
 """
 
 import argparse
@@ -43,22 +43,22 @@ from zero.trainer.explain import entries, options_with
 from zero.trainer.other_words import answer
 
 CONF = TOP / "conf"
-"""The folder of options."""
+"""The folder of option files."""
 
 _VERSION_BASE: Mapping[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
-"""Hydra 1.3 warns without it, 1.4 with it."""
+"""The argument `version_base` for Hydra 1.3, which warns if it is missing. Hydra 1.4 warns if it is given."""
 
 HYDRA_VERSION = hydra.__version__
 
 PRESETS = ("experiment", "debug")
-"""Groups whose options set keys of other sections."""
+"""Option groups whose files set keys of other sections."""
 
 _HOME = re.compile(r"(?<=[=\[,])~[^\],]*")
 
 
 @cache
 def _store_options() -> None:
-    """Give Hydra every file of conf/, each over the declared defaults of the section that it sets."""
+    """Register every file of conf/ with Hydra, merged over the declared defaults of the section that it sets."""
     for path in sorted(CONF.rglob("*.yaml")):
         group = None if path.parent == CONF else path.parent.name
         option: Any = OmegaConf.load(path)
@@ -68,7 +68,7 @@ def _store_options() -> None:
 
 
 def _declared(group: str | None, name: str | None) -> dict[str, Any]:
-    """Return the defaults of a group's section with this name; without a group those of all other sections."""
+    """Return the declared defaults of the section `name` of a group; for None, of all sections without option files."""
     plain = Config().plain()
     if group is None:
         return {key: plain[key] for key in plain if key in PRESETS or not (CONF / key).is_dir()}
@@ -81,7 +81,7 @@ def _declared(group: str | None, name: str | None) -> dict[str, Any]:
 
 
 def _option(group: str, name: str | None) -> Mapping[str, Any]:
-    """Return the settings of an option of conf/; empty if there is no such option."""
+    """Return the settings in the file of an option of conf/; empty if there is no such option."""
     if not (CONF / group / f"{name}.yaml").exists():
         return {}
     return ConfigStore.instance().load(f"{group}/{name}.yaml").node
@@ -96,10 +96,10 @@ def _options_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
 
 
 def compose(words: Sequence[str]) -> Any:
-    """Return Hydra's composed configuration, with its own part under `hydra`.
+    """Return the configuration that Hydra composes from `words`, with Hydra's own settings under `hydra`.
 
     Raises:
-        SettingError: one line about a word, or about a file of options.
+        SettingError: a word or an option file is wrong; the message has one line.
     """
     _store_options()
     overrides = _parsed(words)
@@ -120,7 +120,12 @@ def compose(words: Sequence[str]) -> Any:
 
 
 def _folders_of(places: Any) -> list[Path]:
-    """Return the folders of `hydra.searchpath`, none of whose options has the name of one of conf/."""
+    """Return the folders in `hydra.searchpath`.
+
+    Raises:
+        SettingError: it is not a list, a folder does not exist, or one of its options has the name of an option of
+            conf/.
+    """
     if not isinstance(places, list):
         raise SettingError(
             f"hydra.searchpath={suggest.shown(places)}: must be a list, such as 'hydra.searchpath=[own]'."
@@ -151,7 +156,7 @@ def _parsed(words: Sequence[str]) -> list[Override]:
 
 
 def _complaint(override: Override, folders: Sequence[Path]) -> str:
-    """Return the message about a word that names an unknown setting or option; "" for other words."""
+    """Return the error message for an override that cannot be composed, such as an unknown setting; "" if it can."""
     word, key, value = str(override.input_line), override.key_or_group, override.value()
     if key.startswith("hydra") or key == "ds_config":
         return ""
@@ -170,16 +175,16 @@ def _complaint(override: Override, folders: Sequence[Path]) -> str:
     if options or key in keys() or is_section(key):
         return ""
     having = [group for group in sorted(groups()) if "." not in key and str(value) in _options_of(group)]
-    if hint := suggest.meant(key, having):  # the value says more than the letters: modle=gpt_7b is not mode
+    if hint := suggest.meant(key, having):  # gpt_7b shows that modle=gpt_7b means model, not mode
         return f"{key} is not a setting{hint}"
     return _unknown(key, word.partition("=")[2])
 
 
 def _unknown(key: str, value: str) -> str:
-    """Return the message about an unknown key, with the option that the suggested key belongs to."""
+    """Return the error message for an unknown key, with the most similar key and the option that this key needs."""
     by_key = {entry.key: entry for entry in entries()}
     likely = by_key.get(suggest.likely_key(key, list(by_key)))
-    if likely and not likely.example.startswith(f"{likely.key}="):  # the default option does not have it
+    if likely and not likely.example.startswith(f"{likely.key}="):  # the default option lacks the key
         settings = [likely.example.split()[0], suggest.typed(f"{likely.key}={value}")]
         return f"{key} is not a setting. Did you mean {' '.join(settings)}?"
     message = suggest.unknown(key, list(by_key))
@@ -187,7 +192,10 @@ def _unknown(key: str, value: str) -> str:
 
 
 def _of_a_path(group: str, value: str) -> str:
-    """Return the message about a path as the value of a group: the keys that take one; "" for other values."""
+    """Return the error message for a path given as the option of a group; "" for a value that is not a path.
+
+    The message lists the keys of the group that take a path.
+    """
     if "/" not in value and not Path(value).exists():
         return ""
     takes = [entry.key for entry in entries() if entry.group == group and entry.takes.startswith("a path")]
@@ -196,14 +204,14 @@ def _of_a_path(group: str, value: str) -> str:
 
 
 def _of_another_option(key: str) -> str:
-    """Return the message about a key that the chosen option of its group does not have."""
+    """Return the error message for a key that the chosen option of its group does not have."""
     group = key.split(".")[0]
     having = suggest.alternatives(options_with(key, CONF))
     return f"{key} is a setting of {group}={having} only. Choose such an option, or leave it out."
 
 
 def settings_in(composed: Any) -> dict[str, Any]:
-    """Return our part of Hydra's configuration as plain values, with the settings of its ds_config."""
+    """Return the run's settings in Hydra's configuration as plain values, with the settings of its ds_config."""
     ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
     try:
         settings: Any = OmegaConf.to_container(ours, resolve=True)
@@ -215,18 +223,22 @@ def settings_in(composed: Any) -> dict[str, Any]:
 
 
 def _hydra_of(composed: Any) -> Any:
-    """Return Hydra's own part, which the configuration of a job lacks."""
+    """Return Hydra's own settings, from HydraConfig if `composed` is the configuration of a job, which lacks them."""
     return composed.hydra if "hydra" in composed else HydraConfig.get()
 
 
 def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[str, Any]:
-    """Remove settings that a preset makes for options that were not chosen: model=hf has no width."""
+    """Remove settings of a preset that the chosen options do not have, such as model.width with model=hf.
+
+    Raises:
+        SettingError: a typed key belongs to another option, or an experiment file is malformed.
+    """
     typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
     if "experiment" in settings:
         raise SettingError(f"experiment={choices.experiment}: the first line of the file must be # @package _global_")
     if dotted := next((key for key in settings if "." in str(key)), ""):
         raise SettingError(f"{dotted}: a key has no dots. Write the section, and its keys indented below it.")
-    for key in sorted(typed & set(keys())):  # a preset, or a `+`, may have made room for them
+    for key in sorted(typed & set(keys())):  # a preset or a `+` may have added keys that the option lacks
         section, _, name = key.partition(".")
         if kinds(section) and name not in keys_of(section, settings[section]):
             raise SettingError(_of_another_option(key))
@@ -240,7 +252,10 @@ def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[
 
 
 def _with_ds_config(composed: Any) -> Any:
-    """Compose the settings of a ds_config below the words of the command line, whose options replace its sections."""
+    """Compose again with the settings of the ds_config before the typed words, so that typed words replace them.
+
+    A typed option, such as optim=lion, replaces all settings of its section in the ds_config.
+    """
     typed = [word for word in _hydra_of(composed).overrides.task if _key_of(word) != "ds_config"]
     replaced = {_key_of(word) for word in typed if (CONF / _key_of(word)).is_dir()}
     base = ds_config.overrides(ds_config.translate(composed.ds_config).settings)
@@ -257,12 +272,12 @@ def _typed_keys(hydra_config: Any) -> set[str]:
 
 
 def at_home(word: str) -> str:
-    """Expand a ~ that begins a path as a shell does: Hydra's grammar has no ~ in a value."""
+    """Expand a ~ at the beginning of a path, because Hydra's grammar allows no ~ in a value."""
     return _HOME.sub(lambda path: suggest.word(os.path.expanduser(path[0])), word)
 
 
 def notes_of(composed: Any) -> Iterator[str]:
-    """Yield notes on ignored keys of a ds_config, and on settings of a preset that replace those of a typed model."""
+    """Yield warnings: ignored keys of a ds_config, and settings of the typed model that a preset replaces."""
     if composed.ds_config:
         yield from ds_config.translate(composed.ds_config).notes
     hydra_config = _hydra_of(composed)
@@ -279,7 +294,7 @@ def notes_of(composed: Any) -> Iterator[str]:
 
 
 def runs_in(words: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
-    """Yield the words of the first runs of a sweep, without choices that only a sweeper can make."""
+    """Yield the overrides of the first `limit` runs of a sweep, without those whose value only a sweeper can choose."""
     choices = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
         if override.is_discrete_sweep()
@@ -305,7 +320,7 @@ def folder_of(composed: Any, mode: str) -> Path:
 
 
 def refuse_secrets_of(composed: Any) -> None:
-    """Reject secrets in everything that Hydra writes into the folder of a run."""
+    """Raise ConfigError for a secret, such as an API key, in settings that Hydra writes into the folder of a run."""
     plain: Any = OmegaConf.to_container(composed, resolve=False)
     hydra_config = plain.pop("hydra")
     written = {part: hydra_config[part] for part in ("job", "run", "sweep", "launcher", "sweeper")}
@@ -313,13 +328,13 @@ def refuse_secrets_of(composed: Any) -> None:
 
 
 def make_folder(composed: Any, words: Sequence[str]) -> Path:
-    """Make the folder of a run as Hydra makes it, and lock it until this process ends."""
+    """Make the folder of a run, with the files that Hydra would write, and lock it until this process ends."""
     HydraConfig.instance().set_config(composed)
     folder = folder_of(composed, "run")
     hold("hydra.run.dir", folder)
     record = folder / (composed.hydra.output_subdir or ".hydra")
     with making("hydra.run.dir", folder):
-        record.mkdir(parents=True, exist_ok=True)  # a run that is started again has it
+        record.mkdir(parents=True, exist_ok=True)  # it exists if the run was started before
         OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
         OmegaConf.save(OmegaConf.create(list(words)), record / "overrides.yaml")
     return folder
@@ -327,7 +342,10 @@ def make_folder(composed: Any, words: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def _any_help() -> Iterator[None]:
-    """Accept Hydra 1.3's option whose help is no text, which Python 3.14 rejects."""
+    """Disable argparse's check of help texts during the body.
+
+    Hydra 1.3 has an option whose help is not a str, which Python 3.14 rejects.
+    """
     argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
     try:
         yield
@@ -339,9 +357,9 @@ class Job(NamedTuple):
     """A run that Hydra starts.
 
     Attributes:
-        folder: of the run.
-        sweep: folder of its sweep; None: it is in none.
-        name: number and words in its sweep.
+        folder: the run's folder.
+        sweep: the folder of the sweep that the run is part of; None for a single run.
+        name: the number of the run in its sweep, and its overrides.
     """
 
     folder: Path
@@ -360,13 +378,13 @@ def this_job() -> Job:
 
 @_any_help()
 def parser_of_options() -> argparse.ArgumentParser:
-    """Return Hydra's parser of words that begin with dashes."""
+    """Return Hydra's argument parser for options, the words that begin with dashes."""
     return get_args_parser()
 
 
 @_any_help()
 def run_jobs(run: Callable[[Any], float | None]) -> None:
     """Let Hydra read the program's arguments, make the folders and call `run` with the settings of each run."""
-    _store_options()  # for a completion, which composes nothing
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # uncaught errors then reach our caller
+    _store_options()  # needed for shell completion, which does not call `compose`
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises uncaught errors to the caller
     hydra.main(config_path=None, config_name="config", **_VERSION_BASE)(run)()

@@ -1,7 +1,8 @@
 """Checks of this machine for a run: versions, memory, processors, GPUs and disks, with advice.
 
-`checks` never raises for what it finds. It reads everything through a `Host`, so that a test can describe any machine.
-It changes nothing; to measure the disk it writes an unlinked file of at most 256 MiB for up to three seconds.
+`checks` reports problems and never raises for them. It reads everything through a `Host`, so that a test can simulate
+any machine. It changes nothing, but to measure the disk it writes an unlinked file of at most 256 MiB for up to three
+seconds.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ VECTORS = (
     *("asimd", "asimdhp", "sve", "bf16"),
 )
 HALF_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
-"""CPU flags of x86 and ARM, and those of a unit that multiplies a half type."""
+"""Flags of x86 and ARM CPUs: vector units (VECTORS), and units that multiply bf16 or fp16 (HALF_UNITS)."""
 
 
 class Check(NamedTuple):
@@ -57,7 +58,7 @@ class Host:
     """Readings of the machine that is checked.
 
     Args:
-        root: in place of `/` for /proc, /sys and the mounts.
+        root: the folder with /proc, /sys and the mounts; a test passes another one than `/`.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -76,7 +77,7 @@ class Host:
         return memory.total, memory.available
 
     def space(self, folder: str) -> tuple[int, int]:
-        """Return (total, free) bytes of the file system at `folder`; zeros if there is none."""
+        """Return (total, free) bytes of the file system at `folder`; zeros if there is no such folder."""
         try:
             return shutil.disk_usage(folder)[::2]
         except OSError:
@@ -106,7 +107,7 @@ class Host:
 
 
 def checks(config: Config, host: Host | None = None) -> Iterator[Check]:
-    """Check everything that a run with these settings depends on, and yield each result at once."""
+    """Check everything that a run with these settings depends on; yield each result as soon as it is known."""
     host = host or Host()
     all_checks: tuple[Callable[[Config, Host], Iterator[Check]], ...]
     all_checks = (_versions, _memory, _shared_memory, _cpu, _gpus, _disk, _checkpoints, _wandb)
@@ -131,16 +132,16 @@ def exit_code(results: Iterable[Check]) -> int:
 
 
 def _judge(name: str, finding: str, *problems: tuple[Any, State, str]) -> Check:
-    """Return the check with the state and advice of the first problem that exists, or "ok".
+    """Return the check with the state and advice of the first problem that exists; "ok" if none does.
 
     Args:
-        problems: (whether it exists, its state, its advice) of each.
+        problems: (condition, state, advice) of each problem; it exists if the condition is true.
     """
     wrong = (Check(name, state, finding, advice) for exists, state, advice in problems if exists)
     return next(wrong, Check(name, "ok", finding))
 
 
-# What is installed
+# Installed packages
 
 
 def pins() -> dict[str, str]:
@@ -173,7 +174,7 @@ def _versions(config: Config, host: Host) -> Iterator[Check]:
 
 
 def within(version: str, pin: str) -> bool:
-    """Return whether a version satisfies a pin such as ">=2.11"; vendors' 2.11.0a0+git counts as 2.11.0."""
+    """Return whether a version satisfies a pin such as ">=2.11". A vendor's build 2.11.0a0+git counts as 2.11.0."""
     # the version of a Python that was built from git ends in +
     return SpecifierSet(pin).contains(Version(version.rstrip("+")).base_version)
 
@@ -193,7 +194,7 @@ def _memory(config: Config, host: Host) -> Iterator[Check]:
 
 
 def _group_limits(host: Host) -> Iterator[tuple[int, int]]:
-    """Yield (limit, use) in bytes of each memory group around this process that has a limit."""
+    """Yield (limit, use) in bytes of each memory cgroup of this process that has a limit."""
     for folder, *files in memory_groups(host.root):
         with contextlib.suppress(OSError, ValueError):  # the group is absent, or its limit is "max"
             limit, used = (int((folder / name).read_text()) for name in files)
@@ -228,7 +229,7 @@ def _cpu(config: Config, host: Host) -> Iterator[Check]:
 
 
 def _quota(host: Host) -> float:
-    """Return the cores that the container may use."""
+    """Return the number of cores that the container may use; infinity without a limit."""
     match = re.match(r"(\d+) (\d+)", host.text("/sys/fs/cgroup/cpu.max"))
     return int(match[1]) / int(match[2]) if match else float("inf")
 
@@ -317,7 +318,7 @@ def _rate(folder: Path, free_bytes: int, state: State) -> Check:
 
 
 def _checkpoints(config: Config, host: Host) -> Iterator[Check]:
-    """Check the folder of checkpoints, or the current folder, in which runs make theirs."""
+    """Check checkpoint.dir, or if it is not set the current folder, in which runs make their folders."""
     folder = Path(config.checkpoint.dir or ".").absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     file_system, free = _file_system(host, existing)

@@ -1,7 +1,8 @@
-"""Validation loss and a sample of text, by all ranks together.
+"""Validation loss and a sample of text, computed by all ranks together.
 
-Rows are cut into chunks of a fixed size, on any world and batch, and dealt to ranks in turn. A rank without a chunk
-computes another's and drops it, because every rank must run the model equally often.
+Validation rows are split into chunks, whose size depends on neither the number of ranks nor the batch, and the ranks
+take chunks in turn. A rank for which the last turn has no chunk computes another rank's chunk and ignores the result,
+because every rank must run the model equally often.
 """
 
 from collections.abc import Callable
@@ -18,17 +19,18 @@ from zero.trainer.launch import preempted
 from zero.trainer.models import generate
 
 CHUNK_TOKENS = 2048
-"""Tokens that a rank evaluates at a time, in whole rows; few, so that validation needs no more memory than a step."""
+"""Tokens that a rank evaluates at a time, in whole rows. It is small, so that validation needs no more memory than a
+step."""
 
 
 def validation_loss(
     loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int, progress: Progress = silent
 ) -> float:
-    """Return the mean loss over the first `rows` validation rows, or all if fewer; the same on every rank.
+    """Return the mean loss over the first `rows` validation rows, or over all if there are fewer. Collective.
 
     Args:
-        loss: (rows, seq + 1) int64 on the world's device to their mean loss.
-        progress: called with the chunks that all ranks have evaluated.
+        loss: maps rows (b, seq + 1) int64 on the world's device to their mean loss.
+        progress: called with the number of chunks that all ranks have evaluated.
     """
     whole = data.validation(0, min(rows, data.validation_rows))
     chunks = whole.split(max(1, CHUNK_TOKENS // (whole.shape[1] - 1)))
@@ -46,12 +48,13 @@ def validation_loss(
 
 
 def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, config: Config) -> str:
-    """Continue the beginning of a function, or of a validation row, as `config.sample` says.
+    """Return a prompt and the text that the model generates after it, with the settings in `config.sample`. Collective.
 
-    A request to stop, at any rank, ends the sample early.
+    The prompt is `def main(` for Python's standard library, otherwise the first 32 tokens of a validation row. If any
+    rank is requested to stop, the text ends early.
 
     Args:
-        logits: (1, t) int64 on the world's device to (1, t, vocab).
+        logits: maps tokens (1, t) int64 on the world's device to logits (1, t, vocab).
     """
 
     def stopped() -> bool:
@@ -72,5 +75,5 @@ def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, co
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which would command the terminal."""
+    """Replace control characters, because a terminal would execute them."""
     return "".join(mark if mark.isprintable() or mark in "\n\t" else "\N{REPLACEMENT CHARACTER}" for mark in text)

@@ -1,7 +1,7 @@
 """Texts that explain the settings: one key, one section, or an overview on one screen.
 
-They are made from the schema (`zero/trainer/config`) and from the first line of each option's file, and so is
-docs/config.md. No torch, so an answer takes as long as Python takes to start.
+The texts, and docs/config.md, are made from the schema (`zero/trainer/config`) and from the first line of each option
+file. Torch is not imported, so that an answer takes no longer than the start of Python.
 """
 
 import functools
@@ -22,17 +22,17 @@ from zero.trainer.config import Config
 from zero.trainer.other_words import other_words
 
 WIDTH, CELL = 100, 28
-"""Largest width of a line, and of a cell that widens its column, in characters."""
+"""Largest width of a line, and of a cell to which its column is adapted, in characters."""
 
 FIRST = (
     *("mode", "steps", "resume", "zero.stage", "zero.activations", "batch.global", "batch.micro", "data.folder"),
     *("offload.path", "optim.lr", "launch.ranks", "checkpoint.every", "tracker.every"),
 )
-"""Keys of the overview."""
+"""Keys that the overview (--help) lists."""
 
 
 class Entry(NamedTuple):
-    """A dotted key, with the declarations of all options that have it."""
+    """The explanation of a dotted key, merged from the declarations of all options that have it."""
 
     key: str
     text: str
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     trades: str
     example: str
     options: tuple[str, ...]
-    """The options of its group that have it; empty if all have."""
+    """The options of the key's group that have the key; empty if all have it."""
 
     @property
     def group(self) -> str:
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
     @property
     def choices(self) -> list[str]:
-        """The words that the key takes, if there are several: auto, world and node of "auto, world or node"."""
+        """The words in `takes` if there are several: auto, world and node for "auto, world or node"; otherwise []."""
         parts = re.split(r",? or |, ", self.takes.split(" such as ")[0])
         choices = [part for part in parts if " " not in part and part not in ("null", "text")]
         return choices if len(choices) > 1 else []
@@ -64,13 +64,13 @@ class Section(NamedTuple):
     options: dict[str, str]
     """First line of each option's file, by name."""
     chosen: str
-    """The option of the default run."""
+    """The option of the default run; "" if there are no options."""
     entries: tuple[Entry, ...]
 
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """Return every key, in reading order."""
+    """Return an entry for every key, in the order of the schema."""
     by_name: dict[str, list[schema.Key]] = {}
     classes: dict[str, set[type[schema.Section]]] = {}  # by the dotted key of the section
     for declared in schema.walk(Config):
@@ -84,10 +84,10 @@ def entries() -> tuple[Entry, ...]:
 
 
 def sections(conf: Path) -> tuple[Section, ...]:
-    """Return the keys without a section, then the sections of the schema, then the other groups of options.
+    """Return the section of keys without a section, then the sections of the schema, then the other groups of options.
 
     Args:
-        conf: folder of options, with a folder for each group.
+        conf: folder of option files, with a folder for each group.
     """
     by_group = {name: tuple(group) for name, group in groupby(entries(), lambda entry: entry.group)}
     alone = tuple(entry for entry in entries() if entry.key == entry.group)
@@ -104,12 +104,15 @@ def sections(conf: Path) -> tuple[Section, ...]:
 def explain(name: str | None, conf: Path) -> str:
     """Return the text about a key or a section; for None the list of sections.
 
+    Args:
+        conf: folder of option files.
+
     Raises:
-        ConfigError: there is no such key; with the nearest one.
+        ConfigError: there is no such key or section; the message suggests the most similar one.
     """
     if name is None:
         return _contents(sections(conf))
-    name = name.removesuffix(".name")  # the section explains the names of options
+    name = name.removesuffix(".name")  # the text about a section explains its `name`
     by_key = {entry.key: entry for entry in entries()}
     by_name = {section.name: section for section in sections(conf) if section.name}
     if name in by_key:
@@ -126,7 +129,7 @@ def explain(name: str | None, conf: Path) -> str:
 
 
 def options_with(key: str, conf: Path) -> list[str]:
-    """Return the options of its group that have a key, the default one first; [] for an unknown key."""
+    """Return the options that have `key` among those of its group, the default one first; [] for an unknown key."""
     entry = next((entry for entry in entries() if entry.key == key), None)
     if entry is None:
         return []
@@ -184,7 +187,7 @@ def _entry(name: str, declared: list[schema.Key], *, everywhere: bool) -> Entry:
 
 
 def _example(name: str, extras: list[dict[str, Any]], owners: list[str], everywhere: bool) -> str:
-    """Return words to type, with an option of the group if the default one does not have the key."""
+    """Return an example to type, with an option of the group if the default option lacks the key."""
     chosen = _tag(type(getattr(Config(), name.split(".")[0]))) if "." in name else ""
     best = owners.index(chosen) if chosen in owners else 0
     text = f"{name}={extras[best]['example']}" if "example" in extras[best] else ""
@@ -192,7 +195,7 @@ def _example(name: str, extras: list[dict[str, Any]], owners: list[str], everywh
 
 
 def _merged(texts: list[str], owners: list[str]) -> str:
-    """Join different texts, each with the options that have it."""
+    """Return the text that all options share, or the different texts, each followed by its options in parentheses."""
     if len(set(texts)) == 1:
         return texts[0]
     having = {text: [owner for other, owner in zip(texts, owners, strict=True) if other == text] for text in texts}
@@ -294,7 +297,7 @@ def _first_paragraph(text: str) -> str:
 
 
 def _width() -> int:
-    """Return the width of a line, which the terminal limits."""
+    """Return the width of a line in characters: that of the terminal, but at least 60 and at most `WIDTH`."""
     return max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
@@ -303,7 +306,10 @@ def _rows_of(entries: Iterable[Entry]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Align columns and wrap the last one; cells after a wide cell begin on the next line."""
+    """Return rows as text with aligned columns and a wrapped last column.
+
+    If the other cells of a row are too wide, the last cell begins on the next line.
+    """
     tidy = [tuple(" ".join(cell.split()) if cell[:1] != " " else cell for cell in row) for row in rows]
     return "\n".join(_lines(tidy))
 

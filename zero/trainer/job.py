@@ -1,7 +1,7 @@
-"""The processes of a run, its folder, and the files of a run that fails.
+"""The start of a run: its processes, its folder, and the files that a failed run leaves.
 
-`train` is the function of train.py, which each rank runs: in this process, in a child process, or in a process of
-torchrun.
+`train` is the function of train.py. Each rank runs it in this process, in a child process, or in a process that
+torchrun started.
 """
 
 import contextlib
@@ -25,28 +25,32 @@ if TYPE_CHECKING:
     from zero.tracker.meter import Summary
 
     Train = Callable[[Config, Path], Summary]
-    """The function of a rank; other processes import it by its name."""
+    """The function that each rank runs. Other processes import it by its name."""
 
 
 def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) -> "Summary":
-    """Train on the ranks of the settings, inside this process if there is one, and leave a complete folder.
+    """Run `train` on the ranks that the settings ask for and return the summary; also a failed run leaves its report.
+
+    A single rank runs in this process, unless `apart` or `launch.max_restarts` is set.
 
     Args:
-        apart: use a child process even for one rank, so that runs share neither memory peaks nor crashes.
+        apart: use a child process also for a single rank, so that the runs of a sweep share neither memory peaks nor
+            crashes.
 
     Raises:
         Preempted: a signal asked the run to stop, and it has saved.
+        CheckpointError: a signal asked the run to stop, and it could not save.
     """
     from zero.tracker.jsonl import STOPPED
 
     ranks, restarts = launch.count_ranks(config.launch.ranks, config.launch.device), config.launch.max_restarts
-    config.on(ranks)  # raises where the batch does not divide
+    config.on(ranks)  # raises ConfigError if the batch does not divide over the ranks
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_config(config, folder)
     processes = _processes(config, folder)
     with _failing(folder, final=True), warnings.catch_warnings():
-        # the command line has warned of it already
+        # the command line has printed this warning already
         warnings.filterwarnings("ignore", message="offload.path=.* is memory")
         if ranks == 1 and not apart and not restarts:
             summary = launch.inside(train, config, folder, processes=processes)
@@ -61,16 +65,16 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
 
 
 def run_under_torchrun(train: "Train", request: tuple[Config, Callable[[], Path]] | None, timeout_s: float) -> None:
-    """Train as a rank of torchrun, in the folder of the run if this is not its first start.
+    """Run `train` as a rank that torchrun started. After a restart by torchrun the run continues in its first folder.
 
     Args:
-        request: settings, and a function that makes the folder of a new run, on rank 0; None on other ranks.
-        timeout_s: longest wait for rank 0's request.
+        request: on rank 0 the settings, and a function that makes the folder of a new run; None on other ranks.
+        timeout_s: seconds to wait for rank 0's request.
     """
     from zero.distributed.world import World
 
     letter = ""
-    with World.from_env(timeout_s, "cpu") as world:  # a few bytes: no GPU is opened for them
+    with World.from_env(timeout_s, "cpu") as world:  # on the CPU, because a few bytes need no GPU
         begun = launch.Begun.of(world.gather_texts(launch.own_begun(), "what was begun"))
         if request is not None:
             begun = launch.Begun(begun.folder or str(request[1]().absolute()), begun.starts + 1)
@@ -86,10 +90,10 @@ def run_under_torchrun(train: "Train", request: tuple[Config, Callable[[], Path]
 
 
 def write_config(config: Config, folder: Path) -> None:
-    """Write config.yaml of a run, whole at any moment.
+    """Write config.yaml of a run, so that a reader sees the old or the new file, never a part.
 
     Raises:
-        MachineError: it cannot be written.
+        MachineError: the file cannot be written.
     """
     publish(folder / "config.yaml", yaml.safe_dump(config.plain(), sort_keys=False, allow_unicode=True))
 
@@ -98,14 +102,14 @@ def leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
     """Write summary.json and report.html of a run that failed, as far as the disk allows.
 
     Args:
-        final: replace the reason that summary.json gives already.
+        final: replace a reason that summary.json has already; otherwise that reason stays.
     """
     from zero.tracker import write_failure
     from zero.tracker.report.run import write as write_report
 
     with contextlib.suppress(MachineError):
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
-    with contextlib.suppress(Exception):  # the user has to read `error` instead
+    with contextlib.suppress(Exception):  # an error of the report must not hide `error`
         write_report(folder, Config().plain())
 
 

@@ -1,6 +1,6 @@
-"""The steps of one run on one rank, with what is reported, validated and saved between them.
+"""One rank's part of a training run: its steps, and the reports, validations and saves between them.
 
-The loop itself is in train.py.
+The loop over the steps is in train.py.
 """
 
 import contextlib
@@ -34,21 +34,24 @@ from zero.trainer.saver import STOP_REQUESTED, Saver
 from zero.trainer.task import Task
 
 RECORDED = 3
-"""The first step after a start that may be recorded; earlier ones learn in which order units are visited."""
+"""The first step that may be recorded, counted from 1 at each start of a run. In earlier steps the engine learns in
+which order units are visited."""
 
 MOST_SKIPPED = 50
-"""Steps skipped in a row that end a run. A loss scale falls from its usual start to 1 in 32 steps."""
+"""Number of steps skipped in a row after which a run ends with an error. A loss scale falls from its usual first
+value to 1 in 32 skipped steps."""
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
-    """A run whose batch is solved for this world. Making one is collective.
+    """One rank's part of a run. Creating it is collective.
 
-    A context manager: an error that leaves the body is written into summary.json, and a save under way is abandoned.
+    As a context manager it writes an error of the body into summary.json, and abandons a save in progress.
 
     Args:
-        state: before the first step.
-        folder: of the run.
-        checkpoint: the one to go on from; None for a fresh start.
+        config: settings with the batch as numbers for this world, see `Config.on`.
+        state: the state before the first step.
+        folder: the run's folder.
+        checkpoint: the checkpoint to continue from; None for a fresh start.
         predicted_s: predicted seconds of a step; None: nothing was predicted.
     """
 
@@ -89,7 +92,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             "torch": str(torch.__version__),
         }
         tracker.begin(config.plain(), known, before.get("wandb"))
-        self._beside: dict[str, Any] = {"measured_bytes": measured(self._state)}  # in summary.json
+        self._beside: dict[str, Any] = {"measured_bytes": measured(self._state)}  # further fields of summary.json
         if predicted_s is not None:
             self._beside["plan_step_s"] = predicted_s
         self._skipped_in_a_row = 0
@@ -101,11 +104,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._logits = make_forward(plan, task.logits)
 
     def flag(self) -> float:
-        """Return this rank's flag for `zero.make_step`."""
+        """Return the number that this rank sends with each step: the argument `flag` of `zero.make_step`."""
         return self._saver.flag()
 
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the steps to make, until some rank is asked to stop; none with `mode=eval`."""
+        """Yield the numbers of the steps to train, until any rank is requested to stop; none with `mode=eval`."""
         first = self._meter.steps + 1
         if self._config.mode == "eval":
             return
@@ -118,7 +121,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 return
 
     def microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
-        """Return this rank's rows of a step, (micro, seq + 1) tokens each. They depend on seed and step alone."""
+        """Return this rank's microbatches of step `number`, (micro, seq + 1) tokens each.
+
+        They depend on seed and step alone.
+        """
         count = self._accumulate * self._micro
         first = self._world.rank * count
         batch = self._data.batch(1 if self._config.debug.overfit else number, first, first + count)
@@ -126,7 +132,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
     @contextlib.contextmanager
     def recorded(self, number: int) -> Iterator[None]:
-        """Enclose each step. Rank 0 records a timeline of one step, with `profile` torch's too, and nobody times it."""
+        """Context manager for each step. Rank 0 records a timeline of one step, with `profile` also torch's profile.
+
+        The time of the recorded step does not count on any rank, because recording slows it.
+        """
         if number != self._recorded:
             yield
             return
@@ -141,15 +150,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
                     timeline.write(self._folder / "trace.json")
                     if profile is not None:
                         profile.export_chrome_trace(str(self._folder / "profile.json"))
-                except (MachineError, RuntimeError) as error:  # the run goes on without a picture
+                except (MachineError, RuntimeError) as error:  # the run continues without a trace
                     self._tracker.note(f"warning: no trace: {error}")
-            self._world.barrier("a step was recorded")  # else the next step would wait for these files
+            self._world.barrier("a step was recorded")  # otherwise the next step would wait for these files
 
     def after(self, state: State, metrics: Metrics) -> None:
-        """Count a step; save, validate and write a row where they are due. Collective.
+        """Count a step; save, validate and log a row of metrics if they are due. Collective.
 
         Raises:
-            NumericsError: too many steps in a row were skipped.
+            NumericsError: `MOST_SKIPPED` steps in a row were skipped.
         """
         self._state = state
         self._meter.count(metrics)
@@ -165,7 +174,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
         saving = self._stopping or self._saver.is_due(number, self._last)
         validating = not self._stopping and self._is_validated(number)
-        if saving or validating:  # else their time would include the updates of this step
+        if saving or validating:  # otherwise their time would include the updates of this step
             self._state.runtime.finish_step()
         with self._meter.standing():
             self._saver.publish_if_written(metrics.rank_flags)
@@ -178,7 +187,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._log(validated=validating)
 
     def end(self) -> Summary:
-        """Finish saves, sample or evaluate, and leave summary.json and report.html. Collective."""
+        """Finish saves, generate the sample or evaluate, and write summary.json and report.html. Collective."""
         exit_reason = self._finish()
         held = self._beside["measured_bytes"] = measured(self._state)
         summary = self._report(write_summary, exit_reason)
@@ -201,7 +210,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 self._report(write_failure, describe(error))
 
     def _finish(self) -> str:
-        """Do what is left after the last step; returns how the run ended."""
+        """Finish the last save and generate the sample, or evaluate with mode=eval; returns the exit reason."""
         if self._config.mode == "eval":
             self._validate()
             of = "" if self._config.val.weights == "parameter" else f" of {self._config.val.weights}"
@@ -217,20 +226,20 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return FINISHED if self._last == self._config.steps else CUT_SHORT
 
     def _report(self, write: Callable[[Path, Mapping[str, Any]], None], exit_reason: str) -> Summary:
-        """Write what is known of the run, on rank 0. Not collective: the other ranks may be gone."""
+        """Return the summary so far; rank 0 also writes it. Not collective, because other ranks may have ended."""
         so_far = self._meter.summary(self._data.digest, exit_reason, self._saver.last_published)
         if self._world.rank == 0:
             write(self._folder, so_far._asdict() | self._beside)
         return so_far
 
     def _log(self, *, validated: bool) -> None:
-        """Write a row. Collective."""
+        """Log a row of metrics and update summary.json. Collective."""
         row = self._meter.row(validated=validated)
-        self._report(write_summary, RUNNING)  # a run that is killed leaves this one
+        self._report(write_summary, RUNNING)  # a run that is killed leaves this summary
         self._tracker.log(row)
 
     def _is_followed(self, number: int) -> bool:
-        """Whether a validation or a save comes between this step and the next."""
+        """Return whether a validation or a save comes between step `number` and the next."""
         return self._is_validated(number) or self._saver.is_due(number, self._last)
 
     def _is_validated(self, number: int) -> bool:
@@ -244,7 +253,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._meter.validated(validation_loss(of_chunk, self._data, self._world, rows=rows, progress=show))
 
     def _facts(self) -> dict[str, Any]:
-        """Return the facts that a checkpoint keeps beside the state."""
+        """Return the facts that a checkpoint stores in addition to the state."""
         return {
             "config": self._config.plain(),
             "data": self._data.digest,
@@ -255,16 +264,18 @@ class Run(contextlib.AbstractContextManager["Run"]):
 
 
 def _behind(checkpoint: Checkpoint, folder: Path) -> list[Earlier]:
-    """Collect what the checkpoint, its run and this folder say of the steps before it.
+    """Return the best losses and the seconds of the steps before a checkpoint, from three sources.
 
-    A run saves before it validates, so the last validation is in rows alone.
+    The sources are the checkpoint, the run that saved it, and the run in `folder`. The checkpoint alone does not have
+    the last validation loss, because a run saves before it validates. The seconds of the run that saved it are left
+    out, because that run may have continued.
     """
-    there = earlier(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)  # that run may have gone on
+    there = earlier(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)
     return [Earlier.of(mapping(checkpoint.facts.get("so far"))), there, earlier(folder, checkpoint.step)]
 
 
 def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker: Tracker) -> State:
-    """Return the state of the checkpoint, or `state` where there is none. Collective.
+    """Return the state loaded from the checkpoint, or `state` if there is no checkpoint. Collective.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint is of another model or optimizer, or it is damaged.
@@ -289,7 +300,7 @@ def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker
 
 @contextlib.contextmanager
 def out_of_memory_explained(config: Config, plan: Plan) -> Iterator[None]:
-    """Turn torch's error for a GPU without memory into one with the bytes planned and held, and what to set.
+    """Turn torch's out-of-memory error into one with the bytes planned and held, and settings that need less.
 
     Raises:
         MachineError: in place of torch's error.
@@ -302,12 +313,12 @@ def out_of_memory_explained(config: Config, plan: Plan) -> Iterator[None]:
 
 
 def out_of_memory(config: Config, plan: Plan, held_bytes: int, device_bytes: int) -> str:
-    """Return the message for a GPU that ran out of memory although the plan fitted.
+    """Return the error message for a GPU that ran out of memory although the plan fitted.
 
     Args:
-        config: of the run, with every auto resolved.
-        held_bytes: the most that tensors took on the device.
-        device_bytes: all that it has.
+        config: settings of the run, with every auto resolved.
+        held_bytes: the most bytes that tensors took on the device.
+        device_bytes: total memory of the device.
     """
     ways = {
         "a smaller batch.micro": config.batch.numbers()[1] > 1,
@@ -324,19 +335,21 @@ def out_of_memory(config: Config, plan: Plan, held_bytes: int, device_bytes: int
 
 
 def step_to_record(first: int, last: int, is_followed: Callable[[int], bool]) -> int:
-    """Return the first step from `first` on that follows another step directly: after a validation units may be whole.
+    """Return the first step from `first` on that directly follows another step.
+
+    A step after a validation or a save is not typical, because units may still be gathered. Four steps are tried: if
+    any step is not followed by a validation or a save, one of four in a row is not.
 
     Args:
-        is_followed: whether something comes between this step and the next; unless that is so after each step, it is
-            not after one of four in a row.
+        is_followed: returns whether a validation or a save comes between a step and the next.
     """
     return next((number for number in range(first, min(first + 3, last) + 1) if not is_followed(number - 1)), first)
 
 
 def _profiler(wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return torch's profiler, which sees the store's threads too."""
+    """Return torch's profiler for all threads, including the store's; an empty context manager unless `wanted`."""
     if not wanted:
         return contextlib.nullcontext()
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    # There is one cycle, so nothing adds up; without acc_events torch 2.11 warns that only one is kept
+    # Only one cycle is profiled, so no events accumulate; without acc_events torch 2.11 warns that only one is kept
     return torch.profiler.profile(experimental_config=all_threads, acc_events=True)

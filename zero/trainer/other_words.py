@@ -1,4 +1,4 @@
-"""Answers for words of other programs, from other_words.yaml."""
+"""Error messages for settings of other programs, such as DeepSpeed and Lightning, from other_words.yaml."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -14,13 +14,13 @@ _OFF = ("false", "no", "off", "none", "0")
 
 @cache
 def other_words() -> Mapping[str, Mapping[str, str]]:
-    """Read other_words.yaml: what to `type` for a word, or the `reason` why there is nothing to type."""
+    """Return the tables of other_words.yaml: `type` has the settings to type for a word, `reason` why none exist."""
     words: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     return words
 
 
 def answer(word: str) -> str:
-    """Return the message for a word of a command line that belongs to another program; "" for other words."""
+    """Return the error message for a setting of another program; "" for other words of a command line."""
     key, _, value = word.lstrip("+").partition("=")
     table = {**other_words()["type"], **other_words()["reason"]}
     section, _, name = key.lower().replace("-", "_").rpartition(".")

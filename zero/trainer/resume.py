@@ -1,7 +1,7 @@
-"""Differences between a run and the one that saved its checkpoint, as settings that can be typed.
+"""Differences between the settings of a run and those of the run that saved its checkpoint.
 
-Another model or other moments raise an error with the settings to add. Other settings that change the result are named
-in a line.
+A different model or different optimizer moments raise an error that names the settings to add. Other differences that
+change the result are printed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,14 @@ MATTERS_TO_A_LOSS = ("seed", "data.", "precision.", "val.rows", "val.weights")
 """Settings and sections that change the result of mode=eval."""
 
 AS_DECLARED = {"gpt": "gpt_nano"}
-"""Name of a section to the option with its defaults, where the two differ."""
+"""Name of a section's class -> the option file with the defaults of that class, if the two names differ."""
 
 
 def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
-    """Refuse another model, with the settings that differ.
+    """Raise CheckpointError if the checkpoint is of a model with other settings.
 
     Raises:
-        CheckpointError: some differ, and `checkpoint.partial` is empty.
+        CheckpointError: settings of the model differ, and `checkpoint.partial` is empty. The message names them.
     """
     theirs = _saved(checkpoint.facts).get("model")
     ours = config.plain()["model"]
@@ -46,10 +46,10 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Checkpoint) -> None:
-    """Refuse an optimizer with other moments than the checkpoint has, with the settings that differ.
+    """Raise CheckpointError if the checkpoint has other moments than the optimizer.
 
     Raises:
-        CheckpointError: it keeps others, and `checkpoint.partial` is empty.
+        CheckpointError: moments differ, and `checkpoint.partial` is empty. The message names the settings to add.
     """
     there = {entry.kind for entry in checkpoint.manifest.entries} - {PARAMETER, FROZEN, BUFFER}
     lacking = sorted({*optimizer.moments} - {*optimizer.copies} - there)
@@ -66,10 +66,11 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about other data, and about other settings that change the result.
+    """Yield lines about different data, and about different settings that change the result.
 
     Args:
-        there, here: facts of the checkpoint, and of the next checkpoint.
+        there: facts of the checkpoint that the run continues from.
+        here: facts that this run saves in its checkpoints.
     """
     was, now = there.get("data"), here.get("data")
     if was is not None and was != now:
@@ -94,7 +95,7 @@ def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the settings to add for a section to be as it was saved."""
+    """Return the settings to type so that a section is the same as in the checkpoint."""
     name = str(theirs.get("name"))
     if name == ours["name"]:
         chosen, expected = [], ours

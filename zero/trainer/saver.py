@@ -1,11 +1,13 @@
-"""Checkpoints of a run: when it saves, which ones it keeps, and which one it resumes from.
+"""Checkpoints of a run: when it saves, which checkpoints it keeps, and which one it resumes from.
 
-A run saves every so many steps, and when a stop is requested. Behind training (`checkpoint.async`) a thread writes a
-copy; every rank says with each step whether its file is written, so all publish it after the same step.
+A run saves every `checkpoint.every` steps, and when a stop is requested. With `checkpoint.async` a thread writes a copy
+of the state during the next steps. Every rank sends with each step whether its file is written, so all ranks publish
+the checkpoint after the same step.
 
-A run that was started again after a failure goes on from its own newest checkpoint, else from the one it began from:
-its folder has a line for every start and every checkpoint that it published. A run that is new in a folder of
-checkpoints goes on from the newest of them or raises an error, so that the newest is always the latest of one history.
+A run that is restarted after a failure continues from its own newest checkpoint, or else from the checkpoint that it
+started from. A file in the run's folder (`STARTS`) records every start and every published checkpoint. A new run in a
+folder with checkpoints must continue from the newest of them, otherwise it raises an error. So the newest checkpoint is
+always the latest of a single history.
 """
 
 import contextlib
@@ -35,28 +37,28 @@ from zero.trainer.config import Config
 from zero.trainer.resume import differences
 
 STARTS = "starts.jsonl"
-"""In the run's folder: each start, as {"from": folder or null, "step": number, "machines": "one" or "several"}, and
-each save, as {"saved": folder}."""
+"""File in the run's folder with a JSON line for each start, {"from": folder or null, "step": number, "machines":
+"one" or "several"}, and for each save, {"saved": folder}."""
 
 MARGIN_BYTES = 2**28
-"""Memory left free beside a copy of the state, for writing it and for training."""
+"""Host memory left free beside a copy of the state, for writing the copy and for training."""
 
 STOP_REQUESTED, NOTHING_TO_WRITE = 1, 2
 """Bits of the flag that each rank sends with a step."""
 
 
 class Saver:
-    """Saves one run. Creating one is collective.
+    """The checkpoints of one run. Creating it is collective.
 
     Attributes:
-        last_published: the newest checkpoint that this start of the run has published.
+        last_published: folder of the newest checkpoint published since this start; None: none yet.
 
     Args:
-        folder: of the run.
-        tracker: shows lines for the user, each checkpoint, and how far a save is.
-        facts: what a checkpoint holds beside the state.
-        stop_requested: whether a stop of this rank was requested.
-        began_from: the checkpoint that the run goes on from, with all its bytes verified.
+        folder: the run's folder.
+        tracker: shows notes, saved checkpoints and the progress of a save.
+        facts: returns the facts that a checkpoint stores in addition to the state.
+        stop_requested: returns whether this rank was requested to stop.
+        began_from: the checkpoint that the run continues from, with all its bytes verified; None for a fresh start.
     """
 
     def __init__(
@@ -87,21 +89,21 @@ class Saver:
             by_rank_0(self._world, lambda: record_start(folder, began_from, several=several))
 
     def flag(self) -> float:
-        """Return the flag that this rank sends with a step: a sum of the bits above."""
+        """Return the flag that this rank sends with a step: a sum of `STOP_REQUESTED` and `NOTHING_TO_WRITE`."""
         written = self._under_way is None or self._under_way.is_written
         return STOP_REQUESTED * self._stop_requested() + NOTHING_TO_WRITE * written
 
     def is_due(self, number: int, last: int) -> bool:
-        """Whether to save after step `number`."""
+        """Return whether to save after step `number`."""
         return self._keys.every > 0 and (number % self._keys.every == 0 or number == last)
 
     def publish_if_written(self, flags: tuple[float, ...]) -> None:
-        """Publish the save that runs behind training, if every rank has sent that its file is written."""
+        """Publish the save in progress if every rank's flag says that its file is written."""
         if self._under_way is not None and all(int(flag) & NOTHING_TO_WRITE for flag in flags):
             self.finish()
 
     def save(self, state: State) -> None:
-        """Save now, or begin to. Collective.
+        """Save the state; with `checkpoint.async` only start the save. Collective.
 
         Raises:
             CheckpointError: this save or the one before it failed, and `checkpoint.on_failure` is stop.
@@ -116,7 +118,7 @@ class Saver:
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Collective.
+        """Wait for the save in progress, if any, and publish it. Collective.
 
         Raises:
             CheckpointError: as `save`.
@@ -132,7 +134,7 @@ class Saver:
             by_rank_0(self._world, lambda: self._keep(path))
 
     def abandon(self) -> None:
-        """Publish nothing more, because the run has failed."""
+        """Abandon the save in progress without publishing it, because the run has failed."""
         if self._under_way is not None:
             self._under_way.abandon()
 
@@ -152,7 +154,7 @@ class Saver:
             _record(self._folder, {"saved": str(published.absolute())})
 
     def _fits_beside(self, state: State) -> bool:
-        """Whether a copy has room on every rank's machine."""
+        """Return whether every rank's machine has memory for a copy of the state; False without `checkpoint.async`."""
         if not self._keys.async_:
             return False
         needs, free = snapshot_bytes(state.plan), free_host_bytes() // self._world.local_size
@@ -171,15 +173,15 @@ def root_of(config: Config, folder: Path) -> Path:
 
 
 def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restarts: int = 0) -> Checkpoint | None:
-    """Open the checkpoint that the run in `folder` goes on from; None for a fresh start. Collective.
+    """Return the checkpoint that the run in `folder` continues from; None for a fresh start. Collective.
 
     Args:
-        tracker: shows what was rejected and what was chosen, and how far the check of a checkpoint is.
+        tracker: shows rejected checkpoints, the chosen one, and the progress of its verification.
         restarts: how often this run was started again after a failure.
 
     Raises:
-        CheckpointError: there is none although `resume` names one, or all are damaged, or the folder has checkpoints
-            that are newer than those that this run would save.
+        CheckpointError: no checkpoint exists although `resume` names one, or all are damaged, or the folder has
+            checkpoints that are newer than those that this run would save.
     """
     root = root_of(config, folder).absolute()
     trains = config.mode == "train"
@@ -204,7 +206,7 @@ def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restar
 
 
 def open_named(path: Path, world: World, note: Callable[[str], None]) -> Checkpoint:
-    """Open as `open_at`, and tell `note` what was rejected and what was chosen."""
+    """Open a checkpoint as `open_at` does; calls `note` with a line for each rejected checkpoint and the chosen one."""
     return _chosen(*open_at(world, path), note, "reading")
 
 
@@ -226,7 +228,11 @@ def _newest(config: Config, world: World, folder: Path, progress: Progress) -> t
 
 
 def _newest_roots(config: Config, folder: Path) -> list[Path]:
-    """Return where `latest` looks: `checkpoint.dir`, or the runs beside this one, the last to save first."""
+    """Return the folders that `resume=latest` searches, the one with the latest save first.
+
+    They are this run's own folder of checkpoints, if it has any or `checkpoint.dir` is set; otherwise those of the runs
+    beside this one.
+    """
     root = root_of(config, folder)
     if config.checkpoint.dir is not None or last_save_s(root) > 0:
         return [root]
@@ -235,7 +241,10 @@ def _newest_roots(config: Config, folder: Path) -> list[Path]:
 
 
 def _roots_beside(folder: Path) -> list[Path]:
-    """Return the roots of runs in runs/<date>/<time>/ and runs/<date>/<time>/<number>/, if this run is there too."""
+    """Return the checkpoint folders of runs in runs/<date>/<time>/ and runs/<date>/<time>/<number>/.
+
+    The list is empty if this run is not in such a folder.
+    """
     dates = [date for date in folder.parents[:2] if _is_date(date)]
     days = [day for date in dates for day in date.parent.glob("*") if _is_date(day)]
     return sorted({root for day in days for pattern in ("*", "*/*") for root in day.glob(f"{pattern}/{FOLDER}")})
@@ -246,7 +255,7 @@ def _is_date(path: Path) -> bool:
 
 
 def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[str]) -> None:
-    """Raise CheckpointError for a folder with newer checkpoints, unless they were rejected as damaged."""
+    """Raise CheckpointError if `root` has newer checkpoints than `checkpoint`, unless they were rejected as damaged."""
     step = -1 if checkpoint is None else checkpoint.step
     rejected_here = bool(rejected) and checkpoint is not None and checkpoint.folder.parent.absolute() == root
     newer = [number for number in Root(root).steps() if number > step]
@@ -265,7 +274,7 @@ def record_start(folder: Path, checkpoint: Checkpoint | None, *, several: bool =
     """Record that the run in `folder` starts from a checkpoint, or from none.
 
     Args:
-        several: on several machines.
+        several: whether the ranks are on several machines.
     """
     began, step = (None, None) if checkpoint is None else (str(checkpoint.folder.absolute()), checkpoint.step)
     with writing(folder / STARTS):
@@ -284,7 +293,7 @@ def _record(folder: Path, line: Mapping[str, Any]) -> None:
 
 
 def _clean(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
-    """Remove leftovers of a dead run in the root of this run; returns the lines that this run has recorded."""
+    """Remove unpublished folders of dead runs from `root`; returns the recorded starts and saves of this run."""
     Root(root).sweep()
     path = folder / STARTS
     with naming(path, "reading it"):
@@ -302,16 +311,18 @@ def _recorded(folder: Path) -> list[dict[str, Any]]:
 def _again(
     config: Config, world: World, root: Path, lines: Sequence[Mapping[str, Any]], progress: Progress
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Open, after a failure, the newest valid checkpoint of this run, or else the one it began from, or an older one.
+    """Return the checkpoint to continue from after a failure, and a line about each rejected one.
 
-    Every newer one in its root is the run's own: see `_refuse_newer`.
+    The first valid one is chosen of: this run's own checkpoints, the newest first; the checkpoint that the run started
+    from; older checkpoints beside that one, unless `resume` names a step. Every checkpoint in `root` that is newer than
+    the start is the run's own, see `_refuse_newer`.
     """
     began = lines[0]["from"]
     step = -1 if began is None else lines[0]["step"]
     suspects = _suspects(lines)
     named = config.resume not in ("none", "latest") and is_step(Path(config.resume))
     if named:
-        suspects.pop(Path(began), None)  # the user allows no other
+        suspects.pop(Path(began), None)  # the user has named this checkpoint, so no other may be used
 
     def candidates() -> list[str]:
         folders = [root / step_name(number) for number in reversed(Root(root).steps()) if number > step]
@@ -326,9 +337,9 @@ def _again(
 
 
 def _suspects(lines: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
-    """Return the checkpoints from which two starts of this run have failed without saving anything since.
+    """Return the checkpoints from which two starts of this run have failed without a save since, and the reason.
 
-    Only starts on one machine count: of several machines one is more likely to have failed than the checkpoint.
+    Only starts on one machine count, because of several machines one is more likely to have failed than the checkpoint.
     """
     failed: Counter[str] = Counter()
     for line in lines:

@@ -1,4 +1,4 @@
-"""The task of a run: the GPT or a model of transformers, with its loss, its logits and its first values."""
+"""The task of a run: the GPT or a model of transformers, with its loss, its logits and its initial weights."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,28 +19,31 @@ from zero.trainer.models.hf_config import HFConfig
 
 
 class Task(NamedTuple):
-    """A model on meta and its functions."""
+    """A model on meta, with its functions and its initial weights."""
 
     model: nn.Module
     loss: Callable[[Any, Tensor], Tensor]
-    """(model, rows of seq + 1 tokens) to the mean over next tokens, plus the router's loss."""
+    """Function from (model, rows of seq + 1 tokens) to the mean cross entropy over next tokens, plus the router's
+    loss."""
     cross_entropy: Callable[[Any, Tensor], Tensor]
-    """The mean over next tokens alone, for validation."""
+    """Function from (model, rows of seq + 1 tokens) to the mean cross entropy alone, for validation."""
     logits: Callable[[Any, Tensor], Tensor]
-    """(model, (b, t) tokens) to (b, t, vocab)."""
+    """Function from (model, tokens (b, t)) to logits (b, t, vocab)."""
     weights: Any
-    """First values for `zero.init`; None: the model's own."""
+    """Initial weights for `zero.init`; None: the model initialises itself."""
     flops_per_token: float | None
-    """Operations of forward and backward; None: unknown."""
+    """Floating point operations of forward and backward per token; None: unknown."""
     notes: tuple[str, ...] = ()
-    """Lines about first values for a fresh run."""
+    """Lines about the initial weights, printed if the run starts without a checkpoint."""
 
 
 def build_task(config: Config) -> Task:
-    """Build the model of a run, frozen for an evaluation, so that its plan holds no master, moment or gradient.
+    """Build the model of a run and its functions.
+
+    For an evaluation the model is frozen, so that its plan holds no master, moment or gradient.
 
     Raises:
-        ConfigError: transformers cannot build it, or it does not fit the data.
+        ConfigError: transformers cannot build the model, or it does not fit the data.
     """
     chosen = config.model
     task = _of_transformers(config, chosen) if isinstance(chosen, HFConfig) else _gpt(config, chosen)
@@ -50,7 +53,7 @@ def build_task(config: Config) -> Task:
 
 
 def loss_of(config: Config, model: nn.Module) -> Callable[..., Tensor]:
-    """Return the cross entropy for a model that was built already."""
+    """Return the loss function of a model: the mean cross entropy, in chunks if the settings and the model allow it."""
     if not isinstance(config.model, HFConfig):
         return loss
     return partial(hf.loss, chunked=config.model.chunked_loss and hf.gives_logits(model))
@@ -100,7 +103,7 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
 
 
 def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Iterator[str]:
-    """Yield lines about first values: their source, unused ones, and a learning rate that is too high for them."""
+    """Yield lines about the initial weights: source, unused tensors, and a learning rate that is too high for them."""
     if weights is None:
         yield f"weights: fresh ones, {folder} holds no safetensors" if folder.is_dir() else "weights: fresh ones"
         return

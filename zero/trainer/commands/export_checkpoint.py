@@ -35,7 +35,7 @@ MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
 
 
 def size(text: str) -> int:
-    """Read a size such as 5GB, 1GiB or 1000000."""
+    """Return the bytes of a size such as 5GB, 1GiB or 1000000."""
     with contextlib.suppress(ValueError):
         if nbytes := bytes_of(text):
             return nbytes
@@ -58,12 +58,12 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def beside(step: Path, to: str) -> Path:
-    """Return the default of --out, in the folder of the run."""
+    """Return the default of --out: exported-TO in the folder of the run, two levels above the checkpoint's folder."""
     return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
 
 
 def add_settings(config: object, out: Path) -> None:
-    """Write the model's settings: for `from_pretrained` with model=hf, for `GPTConfig` with model=gpt."""
+    """Write the model's settings into `out`, for `from_pretrained` (model=hf) or for `GPTConfig` (model=gpt)."""
     match config:
         case {"model": {"name": "hf", "path": str(path)}}:
             from zero.trainer.models.hf import write_settings

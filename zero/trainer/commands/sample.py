@@ -45,7 +45,13 @@ def temperature(text: str) -> float:
 
 
 def coder(data: Any) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
-    """Return (text to at least one token, row of tokens to text) with the tokenizer of the run's data."""
+    """Return (encode, decode) with the tokenizer of the run's data.
+
+    `encode` maps a text to a list of at least one token, `decode` a 1-D tensor of tokens to a text.
+
+    Raises:
+        ConfigError: the data has no text.
+    """
     from zero.errors import ConfigError
     from zero.trainer.data import HFTextConfig, TextConfig
     from zero.trainer.data.text import decode_bytes
@@ -63,7 +69,7 @@ def coder(data: Any) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
 
 
 def octets(text: str) -> bytes:
-    """Return the bytes that were typed, in whatever encoding."""
+    """Return the bytes of a command-line argument as they were typed, also if they are not valid UTF-8."""
     return text.encode(errors="surrogateescape")
 
 

@@ -1,4 +1,4 @@
-"""The settings of a run of train.py, as one closed schema. No ranks, no Hydra and no torch."""
+"""The settings of a run of train.py, in one schema that rejects unknown keys. Imports neither Hydra nor torch."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -81,7 +81,10 @@ class Config(Settings):
         return self
 
     def _model_agrees(self, model: GPTConfig) -> None:
-        """Check settings that are known of transformers' models only when they are built."""
+        """Check settings against the classes and the vocabulary of a GPT.
+
+        For a model of transformers both are known only when it is built.
+        """
         for name in () if self.zero.units == "auto" else self.zero.units:
             if name not in (*UNIT_CLASSES, "auto"):
                 units, nearest = list(self.zero.units), suggest.nearest(name, UNIT_CLASSES)
@@ -93,12 +96,11 @@ class Config(Settings):
             self.check_tokens()
 
     def check_tokens(self) -> None:
-        """Reject more tokens than the model has, and bytes as tokens for a model with a tokenizer.
-
-        Reads the file of a tokenizer.
+        """Raise ConfigError if the data does not fit the model's vocabulary. May read the file of a tokenizer.
 
         Raises:
-            ConfigError: one line.
+            ConfigError: the data has more tokens than `model.vocab`, or consists of bytes although the model has a
+                tokenizer.
         """
         if isinstance(self.model, HFConfig) and isinstance(self.data, TextConfig) and self.model.has_tokenizer:
             raise ConfigError(
@@ -116,7 +118,7 @@ class Config(Settings):
         """Return the settings of the data, with the model's tokenizer if no other is set.
 
         Raises:
-            ConfigError: the model has none.
+            ConfigError: data=hf has no tokenizer, and neither has the model.
         """
         data = self.data
         if isinstance(data, HFTextConfig) and data.tokenizer is None and isinstance(self.model, HFConfig):
@@ -130,11 +132,11 @@ class Config(Settings):
 
     @property
     def vocab(self) -> int:
-        """The number of different tokens."""
+        """The number of different tokens in the data."""
         return self.source().vocab
 
     def on(self, ranks: int) -> Self:
-        """Return the same run with `launch.ranks` and the batch as numbers.
+        """Return these settings with `launch.ranks` set to `ranks`, and the batch as numbers.
 
         Raises:
             ConfigError: the batch does not divide over `ranks`.
@@ -148,27 +150,27 @@ read = Config.read
 
 @cache  # walking the schema takes 4 ms
 def keys() -> tuple[str, ...]:
-    """Return every dotted key that some choice of options has, in reading order."""
+    """Return the dotted keys of all options, in the order of the schema."""
     return schema.keys(Config)
 
 
 def is_section(key: str) -> bool:
-    """Return whether some keys begin with this one and a dot."""
+    """Return whether `key` is a section, which means that other keys begin with it and a dot."""
     return any(known.startswith(f"{key}.") for known in keys())
 
 
 def kinds(section: str) -> dict[str, type[Section]]:
-    """Return the named sections to choose from, by name; empty for a section without a choice."""
+    """Return the classes that `section` can have, by name (gpt and hf for model); {} if there is nothing to choose."""
     models = list(schema.models_in(Config.model_fields[section].annotation)) if section in Config.model_fields else []
     return {str(model.model_fields["name"].default): model for model in models if "name" in model.model_fields}
 
 
 def keys_of(section: str, chosen: Mapping[str, Any]) -> set[str]:
-    """Return the keys of the named section that is `chosen`; empty if there is no such name."""
+    """Return the keys of the class whose `name` is in `chosen`, the settings of a section; empty for unknown names."""
     model = kinds(section).get(str(chosen.get("name")))
     return set() if model is None else {field.alias or name for name, field in model.model_fields.items()}
 
 
 def flat(config: Config) -> dict[str, str]:
-    """Return values as text by dotted key, for comparing the settings of ranks."""
+    """Return all values as text by dotted key, so that ranks can compare their settings."""
     return {key: str(value) for key, value in schema.flat(config.plain()).items()}

@@ -1,4 +1,4 @@
-"""Sections of settings that only a run of train.py has. `Config` checks what concerns two sections."""
+"""Sections of settings that only train.py has. `Config` checks conditions that involve several sections."""
 
 from typing import Annotated, Literal
 
@@ -92,7 +92,7 @@ class Launch(Section):
     )
 
     def asked_device(self) -> str | None:
-        """The device for `World.from_env`."""
+        """Return the device for `World.from_env`; None for auto."""
         return None if self.device == "auto" else self.device
 
 

@@ -1,7 +1,7 @@
-"""Sources of batches: files as bytes, a file of integers, texts through a tokenizer, or made-up text.
+"""Sources of data: files as bytes, a file of token numbers, texts with a tokenizer, or synthetic tokens.
 
-The global batch of a step is a pure function of (seed, step): ranks and microbatches only slice it, so a run that
-continues on another world reads the same data. Settings are checked without torch; `open_data` loads it.
+The global batch of a step is a pure function of (seed, step). Ranks and microbatches take slices of it, so a run that
+continues with another number of ranks reads the same data. Settings are checked without torch; `open_data` imports it.
 """
 
 from typing import TYPE_CHECKING
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 def check_data(config: DataConfig, seq: int) -> None:
-    """Raise ConfigError for data without a row of seq + 1 tokens for training and a row for validation.
+    """Raise ConfigError unless the data has a row of seq + 1 tokens for training and one for validation.
 
-    Texts that are still to be tokenised are only opened.
+    Texts of data=hf are tokenised later, so only the tokenizer and the first document, or a dataset's columns, are
+    checked.
 
     Raises:
-        ConfigError: in one line, naming the key as the user types it.
+        ConfigError: the message has one line and names the key as the user types it.
     """
     try:
         if isinstance(config, TextConfig):
@@ -42,8 +43,8 @@ def open_data(
     """Open the data of `config`, for rows of seq + 1 tokens.
 
     Args:
-        world: of the ranks that call this together; rank 0 alone tokenises.
-        progress: receives how far that is.
+        world: the ranks that call this together, because rank 0 alone tokenises; None: this process alone.
+        progress: called with the progress of tokenising.
 
     Raises:
         ConfigError: as `check_data`.

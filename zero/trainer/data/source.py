@@ -1,6 +1,6 @@
-"""Settings of the data, their files on disk, and checks of both.
+"""Settings of the data, and checks of its files.
 
-No torch here, so that a wrong folder is reported at once. Only the first bytes of each file are read.
+Does not import torch, so that a wrong folder is reported at once. The checks read at most the beginning of a data file.
 """
 
 import codecs
@@ -18,7 +18,7 @@ from zero.core.setting_types import Needed, Place, Reads, Rows, Word, key, names
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import Tokenizer
 
-HEAD_BYTES = 8000  # bytes that decide whether a file is text, as in git
+HEAD_BYTES = 8000  # length of the beginning that decides whether a file is text, as in git
 
 
 Holdout = Annotated[float, Field(gt=0, le=0.5)]
@@ -35,7 +35,7 @@ Folders = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _folders)]
 
 
 class TextConfig(Section):
-    """Every text file under a folder, bytes as tokens."""
+    """Settings of data=text: every text file under a folder, with bytes as tokens."""
 
     section_key = "data"
 
@@ -44,7 +44,7 @@ class TextConfig(Section):
         None, "folder; null: the sources of the Python standard library", example="/usr/share/doc"
     )
     skip: Folders = key(
-        # encodings are tables of characters, pydoc_data a book in one string
+        # encodings consists of tables of characters, pydoc_data of one long string
         ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"),
         "names of folders to leave out; those with a leading dot always are",
         example="[build,dist]",
@@ -59,7 +59,7 @@ class TextConfig(Section):
 
 
 class TokensConfig(Section):
-    """A file of token numbers, never read whole."""
+    """Settings of data=tokens: a file of token numbers, of which only the rows in use are read."""
 
     section_key = "data"
 
@@ -110,7 +110,7 @@ class TokensConfig(Section):
 
 
 class SyntheticConfig(Section):
-    """A made-up language: same tokens on every machine, nothing on disk."""
+    """Settings of data=synthetic: sequences computed on demand, the same on every machine, without files."""
 
     section_key = "data"
 
@@ -119,7 +119,7 @@ class SyntheticConfig(Section):
 
 
 class HFTextConfig(Section):
-    """Texts through a tokenizer of Hugging Face, tokenised once and kept."""
+    """Settings of data=hf: texts encoded once with a Hugging Face tokenizer and cached as tokens."""
 
     section_key = "data"
 
@@ -176,7 +176,7 @@ class HFTextConfig(Section):
         """Vocabulary size, read from the tokenizer's file.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no readable tokenizer.
         """
         return Tokenizer(self.tokenizer, self.end).vocab
 
@@ -190,7 +190,7 @@ def drawn(octets: bytes) -> float:
 
 
 class TextFile(NamedTuple):
-    """A text file below the root."""
+    """A text file below the root folder of the data."""
 
     path: Path
     key: str
@@ -199,12 +199,12 @@ class TextFile(NamedTuple):
 
     @property
     def draw(self) -> float:
-        """A number in [0, 1) that depends on the key alone, so that adding files moves no other file."""
+        """Hash of the key in [0, 1). It depends on the key alone, so that adding a file does not move other files."""
         return drawn(os.fsencode(self.key))
 
 
 class Split(NamedTuple):
-    """Whole files for training and for validation; of a single file, its last `tail` bytes are for validation."""
+    """Files for training and files for validation; of a single file, the last `tail` bytes are for validation."""
 
     train: list[TextFile]
     held: list[TextFile]
@@ -238,7 +238,10 @@ def text_files(root: Path, skip: Sequence[str] = ()) -> Iterator[TextFile]:
 
 
 def split_files(files: list[TextFile], holdout: float) -> Split:
-    """Hold out each file whose draw is below `holdout`, but always at least one and never all."""
+    """Hold out for validation each file whose `draw` is below `holdout`: at least one file and never all.
+
+    If there is one file only, its end is held out.
+    """
     if len(files) == 1:
         return Split(files, [], tail=max(1, round(files[0].size * holdout)))
     by_draw = sorted(file.draw for file in files)
@@ -247,7 +250,7 @@ def split_files(files: list[TextFile], holdout: float) -> Split:
 
 
 def check_text(config: TextConfig, row: int) -> None:
-    """Raise ConfigError for a folder without a row for training and a row for validation."""
+    """Raise ConfigError unless the folder has `row` tokens for training and `row` tokens for validation."""
     root = config.root
     if not root.exists():
         raise ConfigError(f"data.folder={root} does not exist; give a folder with text files")
@@ -270,7 +273,7 @@ def check_text(config: TextConfig, row: int) -> None:
 
 
 def check_tokens(config: TokensConfig, row: int) -> None:
-    """Raise ConfigError for files of another size or with too few tokens."""
+    """Raise ConfigError for a missing file, a size that is no multiple of the dtype's, or fewer tokens than a row."""
     for name, path in (("path", config.path), ("validation_path", config.validation_path)):
         if path is None:
             continue
@@ -286,7 +289,14 @@ def check_tokens(config: TokensConfig, row: int) -> None:
 
 
 def check_length(what: str, train: int, held: int, row: int) -> None:
-    """Raise ConfigError for fewer tokens than a row, for training or for validation."""
+    """Raise ConfigError if training or validation has fewer than `row` tokens.
+
+    Args:
+        what: the setting that the message begins with.
+        train: number of tokens for training.
+        held: number of tokens for validation.
+        row: tokens of a row.
+    """
     for share, length in (("training", train), ("validation", held)):
         if length < row:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Rows that count upwards by a stride, modulo the vocabulary: two tokens determine all that follow."""
+"""Synthetic data: each row counts upwards by a stride, modulo the vocabulary; two tokens determine the others."""
 
 import hashlib
 
@@ -14,7 +14,7 @@ VALIDATION_ROWS = 1024
 
 
 class Synthetic:
-    """Data computed on demand."""
+    """An implementation of `Data` that computes rows on demand."""
 
     def __init__(self, config: SyntheticConfig, seq: int, seed: int) -> None:
         self.vocab_size = config.vocab

@@ -1,4 +1,4 @@
-"""Text as bytes, all of it in memory."""
+"""Data of data=text: all text files as bytes, loaded into memory."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from zero.trainer.data.source import Split, TextConfig, TextFile, split_files, text_files
 from zero.trainer.data.windows import Windows
 
-END_OF_FILE = b"\0"  # no text file has one near its start, so the model can learn where files end
+END_OF_FILE = b"\0"  # marks the end of a file for the model; text files have no NUL near their start
 
 
 def _join(files: list[TextFile]) -> bytearray:
@@ -27,12 +27,12 @@ def _read(split: Split) -> tuple[bytearray, bytearray]:
 
 
 def decode_bytes(tokens: Tensor) -> str:
-    """Decode UTF-8, with the replacement character for invalid bytes and for tokens above 255."""
+    """Decode tokens as UTF-8 bytes; invalid bytes, and tokens above 255, become the replacement character."""
     return bytes(min(token, 255) for token in tokens.tolist()).decode("utf-8", errors="replace")
 
 
 def open_text(config: TextConfig, seq: int, seed: int) -> Windows:
-    """Load the corpus as uint8 tensors. The digest covers every byte and the split."""
+    """Load all text as uint8 tensors. The digest covers every byte, and the split into training and validation."""
     train, held = _read(split_files(list(text_files(config.root, config.skip)), config.holdout))
     digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + held).hexdigest()
     tokens, held_tokens = (torch.frombuffer(octets, dtype=torch.uint8) for octets in (train, held))

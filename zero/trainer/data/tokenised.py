@@ -1,15 +1,16 @@
-"""Texts tokenised once with a Hugging Face tokenizer, into files that `data=tokens` reads.
+"""Texts tokenised once with a Hugging Face tokenizer, and cached in files that `data=tokens` can read.
 
-The files are kept under the hash of all that they depend on. Rank 0 finds or makes them while the others wait, so every
-rank reads the same bytes, and so does a resumed run.
+The name of the cached folder is a hash of the texts, the tokenizer and the settings. Rank 0 finds or makes the folder
+while the other ranks wait, so every rank reads the same bytes, and so does a resumed run.
 
-A document is a text file, a line of a JSONL file, or a row of a folder of `datasets`. Each is encoded by itself,
-without special tokens, and followed by the end of text. Documents are held out for validation whole, by a hash of the
-file's name or of the text, so that later documents move no other and copies stay together; where this leaves one side
-empty, the end of all tokens is held out. Memory holds a batch, or the longest line or row; a text file is encoded in
-pieces that end with a line.
+A document is a text file, a line of a JSONL file, or a row of a folder of `datasets`. Each document is encoded
+separately, without special tokens, and followed by the end-of-text token. Whole documents are held out for validation,
+chosen by a hash of the file's name or of the text. So added documents do not move others, and copies of a text stay
+together. If training or validation would have no document, the last tokens of all are held out instead.
 
-Settings are checked without torch and without `datasets`.
+Memory holds one batch, or the longest line or row. A text file is encoded in pieces that end at the end of a line.
+
+Settings are checked without importing torch or `datasets`.
 """
 
 import hashlib
@@ -37,19 +38,20 @@ if TYPE_CHECKING:
     from zero.trainer.data.windows import Windows
 
 VERSION = 1
-"""Version of the files, part of their hash."""
+"""Version of the cached format, part of the hash that names the folder."""
 
 TRAIN, HELD, ABOUT = "train.bin", "held.bin", "about.json"
 RECORDS = (".jsonl", ".ndjson", ".json")
 SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"
-"""Files of `save_to_disk`: beside the rows of a dataset, and beside the folders of several."""
+"""Files that `save_to_disk` writes: in the folder of a dataset, and in a folder that contains several datasets."""
 
 TEXT = ("str", "string", "large_string")
-"""Names of text types, of Python and of datasets."""
+"""Names of the text types of Python and of `datasets`."""
 
 PIECE = 2**16
 BATCH = 2**20
-"""Characters encoded as one text, and at a time. A token takes about a hundred bytes until it is written."""
+"""Characters that are encoded as one text (PIECE) and in one call (BATCH). Until it is written, a token takes about
+100 bytes of memory."""
 
 CHAT = "write one with the text of each chat, which tokenizer.apply_chat_template makes"
 
@@ -58,11 +60,11 @@ STILL = "still at it"
 
 
 def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", progress: Progress) -> "Windows":
-    """Open the tokens, and make them first if they are missing. Collective.
+    """Open the cached tokens of data=hf; rank 0 makes them first if they are missing. Collective.
 
     Raises:
-        ConfigError: as `check_hf`; or texts that cannot be read, or are too few.
-        MachineError: no room for the tokens.
+        ConfigError: as `check_hf`; or a text cannot be read, or there are too few tokens.
+        MachineError: the texts or the cache cannot be read or written, for example because the disk is full.
     """
     from zero.distributed.world import SoloWorld
     from zero.trainer.data.tokens import open_tokens
@@ -82,10 +84,10 @@ def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", pr
 
 
 def check_hf(config: HFTextConfig) -> None:
-    """Raise ConfigError for a tokenizer or a first document that cannot be read.
+    """Raise ConfigError unless the tokenizer and the first document can be read.
 
     Raises:
-        ConfigError: in one line, naming the key as the user types it.
+        ConfigError: the message has one line and names the key as the user types it.
     """
     Tokenizer(config.tokenizer, config.end)
     if not config.root.exists():
@@ -102,11 +104,14 @@ def check_hf(config: HFTextConfig) -> None:
         raise _no_text(config)
 
 
-# Where the tokens are
+# The folder of the tokens
 
 
 def _agreed(config: HFTextConfig, tokenizer: Tokenizer, world: "World", progress: Progress) -> Path:
-    """Return the folder of the tokens on every rank; messages keep the others waiting while rank 0 makes it."""
+    """Return the folder of the tokens, on every rank. Collective.
+
+    While rank 0 makes the folder it sends messages to the other ranks, so that their wait does not time out.
+    """
     world.at("tokens of data=hf")
     if world.rank == 0:
         spoke_s = time.monotonic()
@@ -140,7 +145,10 @@ def _found_or_made(config: HFTextConfig, tokenizer: Tokenizer, progress: Progres
 
 
 def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Progress) -> None:
-    """Make the tokens under another name, and rename; if another run was faster, its tokens are the same."""
+    """Write the tokens into a temporary folder and rename it to `folder`.
+
+    If another run has made `folder` meanwhile, that folder is used, because its tokens are the same.
+    """
     unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         unfinished.mkdir(parents=True)
@@ -152,7 +160,7 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress:
         _make(config, tokenizer, unfinished, progress)
         try:
             unfinished.rename(folder)
-        except OSError:  # as over a folder that is not empty
+        except OSError:  # for example, another run has made the folder
             if not (folder / TRAIN).is_file():
                 raise
     finally:
@@ -160,7 +168,7 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress:
 
 
 def _name(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> str:
-    """Return the hash of every byte of the texts and the tokenizer, and of the settings of encoding."""
+    """Return the folder's name: a hash of all bytes of the texts and the tokenizer, and of the settings that matter."""
     import tokenizers
 
     settings = [VERSION, tokenizers.__version__, sys.byteorder, PIECE, tokenizer.end, config.column, config.holdout]
@@ -189,7 +197,7 @@ def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Pr
                 (held if piece.draw < config.holdout else train).write(tokens.tobytes())
                 done += len(piece.text)
                 documents += piece.ends
-            progress("tokenising", min(done, total - 1), total)  # characters, nearly as many as bytes
+            progress("tokenising", min(done, total - 1), total)  # `done` counts characters, `total` bytes
         progress("tokenising", total, total)
         for file in (train, held):
             file.flush()
@@ -213,9 +221,9 @@ class _Piece(NamedTuple):
 
     text: str
     draw: float
-    """Hash of the document, in [0, 1)."""
+    """Hash of the document, in [0, 1): documents below `data.holdout` are for validation."""
     ends: bool
-    """Whether the document ends with it."""
+    """Whether this is the last piece of the document."""
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
@@ -286,7 +294,7 @@ def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
         raise missing("datasets") from error
     try:
         rows = datasets.load_from_disk(str(config.root)).with_format(None).select_columns([config.column])
-    except Exception as error:  # Arrow, the file system and datasets raise their own for a damaged folder
+    except Exception as error:  # a damaged folder raises errors of Arrow, the file system or datasets
         raise ConfigError(f"data.path={config.path}: datasets cannot read it: {in_short(error)}") from error
     number = 0
     for batch in rows.iter(batch_size=ROWS):
@@ -328,7 +336,8 @@ def _no_text_in(config: HFTextConfig, where: str, columns: Mapping[str, str]) ->
     """Return the error for a record or a dataset whose `data.column` is missing or holds no text.
 
     Args:
-        columns: name to type.
+        where: the record or dataset, for the message.
+        columns: type of each column, by name.
     """
     texts = [name for name, dtype in columns.items() if dtype in TEXT]
     known = f"columns of text: {some(texts)}" if texts else f"no column holds text; {CHAT}"

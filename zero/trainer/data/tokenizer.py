@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer from its file: texts to numbers and back, without torch or the network."""
+"""A Hugging Face tokenizer loaded from its file: texts to token numbers and back, without torch or the network."""
 
 import json
 from collections.abc import Sequence
@@ -11,23 +11,23 @@ from zero.platform.installed import install
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Usual names of the end of a text, for tokenizers whose settings have none."""
+"""Usual end-of-text tokens, tried if the tokenizer's settings name none."""
 
 
 class Tokenizer:
-    """A tokenizer that adds no special tokens, truncation or padding, whatever its file says.
+    """A tokenizer that never adds special tokens, truncates or pads, even if its file says so.
 
     Args:
         path: a tokenizer.json, or a folder with one.
-        end: the token that ends a text; None: as the tokenizer's settings say.
+        end: the token that ends a text; None: the one in the tokenizer's settings, or a usual one (`ENDS`).
 
     Attributes:
-        file: the tokenizer.json.
-        vocab: the largest number of a token, plus 1.
+        file: path of the tokenizer.json.
+        vocab: the largest token number, plus 1.
         end: number of the token that ends a text.
 
     Raises:
-        ConfigError: one line that begins with data.tokenizer.
+        ConfigError: the file cannot be read or has no tokens, or no token is known to end a text.
     """
 
     def __init__(self, path: str, end: str | None = None) -> None:
@@ -42,16 +42,16 @@ class Tokenizer:
         self.end = _end(path, self.file, end, numbers)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the numbers of each text, computed by all cores."""
+        """Return the token numbers of each text, computed on all cores."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """Return text with special tokens, without numbers that the tokenizer lacks."""
+        """Return the text of token numbers, including special tokens. Numbers that the tokenizer lacks are skipped."""
         return self._inner.decode(list(numbers), skip_special_tokens=False)
 
 
 def missing(name: str) -> ConfigError:
-    """Return the error for a package of Hugging Face that is missing."""
+    """Return the error for a Hugging Face package that is not installed."""
     return ConfigError(f"data=hf needs {name}, which is not installed; {install('hf')}")
 
 
@@ -74,7 +74,7 @@ def _load(file: Path) -> Any:
         raise missing("tokenizers") from error
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library has no class of its own
+    except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"data.tokenizer={file} is not a tokenizer: {in_short(error)}") from error
 
 
@@ -90,7 +90,7 @@ def _end(path: str, file: Path, end: str | None, numbers: dict[str, int]) -> int
 
 
 def _end_of_text(settings: Path) -> str:
-    """Return the end of a text in the file beside the tokenizer; "" if there is none."""
+    """Return the end-of-text token in the tokenizer's settings file; "" if it has none."""
     if not settings.is_file():
         return ""
     try:

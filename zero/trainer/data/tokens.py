@@ -1,6 +1,6 @@
-"""A file of uint16 or uint32 tokens; only the rows in use are read.
+"""Data of data=tokens: a file of uint16 or uint32 token numbers, of which only the rows in use are read.
 
-The file is not mapped into memory, because a map of a file that is truncated meanwhile ends the process with SIGBUS.
+The file is not mapped into memory, because reading a mapped file that has been truncated ends the process with SIGBUS.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ BLOCKS = 256
 
 
 class _File:
-    """An open file of tokens, with its length when it was opened."""
+    """An open file of tokens. `numel` is the number of tokens at the time of opening."""
 
     def __init__(self, path: str, config: TokensConfig) -> None:
         self._path, self._item_bytes, self._dtype = path, config.item_bytes, getattr(torch, config.dtype)
@@ -30,7 +30,7 @@ class _File:
         self.numel = os.fstat(self._fd).st_size // self._item_bytes
 
     def read(self, start: int, count: int) -> Tensor:
-        """Read `count` tokens from `start` on.
+        """Read tokens [start, start + count): a 1-D tensor.
 
         Raises:
             MachineError: the file has become shorter, or cannot be read.
@@ -50,7 +50,7 @@ class _File:
 
 
 class _Stretch:
-    """A part of a file that is sliced like a tensor."""
+    """A range of tokens of a file, which can be sliced like a 1-D tensor."""
 
     def __init__(self, file: _File, start: int, stop: int) -> None:
         self._file, self._start, self._stop = file, start, stop
@@ -64,7 +64,7 @@ class _Stretch:
 
 
 def file_digest(path: Path) -> str:
-    """Return SHA-256 of the length and of 256 blocks of 64 KiB spread over the file: all of it up to 16 MiB."""
+    """Return the SHA-256 of a file's length and of 256 blocks of 64 KiB spread over it: of all bytes up to 16 MiB."""
     size = path.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     last = max(0, size - BLOCK_BYTES)
@@ -76,7 +76,10 @@ def file_digest(path: Path) -> str:
 
 
 def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Tensor], str] = decode_numbers) -> Windows:
-    """Open the file or files. The digest covers `file_digest` of each, dtype and split."""
+    """Open the token file, and the validation file if there is one.
+
+    The digest covers `file_digest` of each file, the dtype, and the split into training and validation.
+    """
     file = _File(config.path, config)
     train = _Stretch(file, 0, file.numel)
     digests = [] if config.dtype == "uint16" else [str(config.dtype)]

@@ -1,4 +1,4 @@
-"""Rows cut out of a long 1-D tensor of tokens: random ones for training, fixed ones for validation."""
+"""Rows cut from a long sequence of tokens: at random positions for training, at fixed positions for validation."""
 
 import math
 from collections.abc import Callable
@@ -21,32 +21,38 @@ class Data(Protocol):
     validation_rows: int
     """Number of different validation rows."""
     has_text: bool
-    """Whether `decode` gives text; otherwise it gives numbers."""
+    """Whether `decode` returns text; otherwise it returns token numbers."""
 
     def batch(self, step: int, start: int, stop: int) -> Tensor:
-        """Return rows start to stop of the global batch of `step`: (stop - start, seq + 1)."""
+        """Return rows [start, stop) of the global batch of `step`: (stop - start, seq + 1)."""
 
     def validation(self, index: int, rows: int) -> Tensor:
-        """Return the index-th validation batch, (rows, seq + 1), for any seed. Wraps after `validation_rows`."""
+        """Return validation rows [index * rows, (index + 1) * rows), modulo `validation_rows`: (rows, seq + 1).
+
+        They do not depend on the seed.
+        """
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of a 1-D tensor of tokens."""
 
 
 def decode_numbers(tokens: Tensor) -> str:
-    """Return the numbers as text."""
+    """Return the token numbers as text, separated by spaces."""
     return " ".join(str(token) for token in tokens.tolist())
 
 
 class Tokens(Protocol):
-    """A 1-D tensor of any integer dtype, or an object that returns its slices."""
+    """A 1-D tensor of any integer dtype, or an object that can be sliced like one."""
 
     def numel(self) -> int: ...
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
 def spread(index: int, count: int) -> int:
-    """Permute range(count) so that the first members are spread over it (steps by the golden ratio)."""
+    """Return element `index` of a permutation of range(count) whose first elements are spread over the whole range.
+
+    The permutation takes steps of about 0.618 * count (golden ratio).
+    """
     stride = max(1, round(count * 0.618))
     while math.gcd(stride, count) != 1:
         stride += 1
@@ -55,7 +61,9 @@ def spread(index: int, count: int) -> int:
 
 @dataclass(eq=False)
 class Windows:
-    """Data from two sequences of tokens. Training rows start anywhere, with replacement.
+    """An implementation of `Data` on two sequences of tokens, one for training and one for validation.
+
+    Training rows start at random positions, drawn with replacement.
 
     Raises:
         ConfigError: a row holds a token that is not below `vocab_size`.
@@ -71,7 +79,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         self.has_text = self.decode is not decode_numbers
-        # targets of a row may be inputs of the next row, so rows overlap by one token
+        # the last token of a row is only a target, so it may be the first token of the next row
         self.validation_rows = (self.held.numel() - 1) // self.seq
 
     def batch(self, step: int, start: int, stop: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranks as processes: started, stopped, started again, and their failures reported."""
+"""The processes of ranks: start, stop, restart, and reports of failures."""
 
 from zero.trainer.launch.begun import Begun, notes_on_torchrun, own_begun
 from zero.trainer.launch.ending import Interrupted, describe

@@ -1,8 +1,9 @@
-"""The run that torchrun starts again: its folder, which each node keeps among its torchrun's logs.
+"""The folder and the number of starts of a run that torchrun restarts, kept on each node among torchrun's logs.
 
-torchrun starts all ranks anew when one fails and when a node comes or goes, with rank 0 on any node. It tells only how
-often this node has seen a failure, which differs between nodes. So every node keeps the folder and the number of starts
-for as long as its torchrun lives, and the ranks of the next start ask each other: one node that has stayed is enough.
+torchrun restarts all ranks when a rank fails and when a node joins or leaves, and rank 0 may then be on another node.
+Its own count of restarts has only the failures that this node has seen, so it differs between nodes. Therefore every
+node keeps the folder and the number of starts as long as its torchrun lives, and the ranks of the next start exchange
+them. One node that has stayed is enough.
 """
 
 import json
@@ -15,25 +16,32 @@ from zero.platform.run_files import publish
 
 
 class Begun(NamedTuple):
-    """A run that torchrun has started."""
+    """The folder of a run that torchrun has started, and the number of its starts so far."""
 
     folder: str = ""
     starts: int = 0
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> "Begun":
-        """Return the last start that any rank knows of, from the `own_begun` of each."""
+        """Return the latest start that any rank knows of.
+
+        Args:
+            texts: the result of `own_begun` on each rank.
+        """
         return max((cls(*json.loads(text)) for text in texts), key=lambda begun: begun.starts)
 
     def keep(self) -> None:
-        """Keep it for the ranks that this node's torchrun starts next, also as their `restart_count`."""
+        """Store this start for later ranks of this node's torchrun; also set this process's `restart_count`."""
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self.starts - 1)
         if path := _path():
             publish(path, json.dumps(self))
 
 
 def notes_on_torchrun() -> list[str]:
-    """Warn if a lost node cannot come back: torch 2.13 sends the address of its shared store in one round only."""
+    """Return a warning if a lost node cannot rejoin.
+
+    torch 2.13 sends the address of its shared store in one rendezvous round only.
+    """
     several, again = (int(os.environ.get(name, "0")) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
     if several < 2 or not again or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
@@ -41,12 +49,12 @@ def notes_on_torchrun() -> list[str]:
 
 
 def own_begun() -> str:
-    """Return the last start of this node's torchrun as text for `Begun.of`."""
+    """Return the last start that this node has stored, as JSON text for `Begun.of`."""
     path = _path()
     return path.read_text() if path and path.exists() else json.dumps(Begun())
 
 
 def _path() -> Path | None:
-    """Return the path beside torchrun's folders of attempts, each of which has a folder for each rank's error file."""
+    """Return this node's file in torchrun's log folder, beside the folders of attempts; None without torchrun."""
     error = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error).parents[2] / "zero.json" if error else None

@@ -1,8 +1,8 @@
-"""Memory that the parent and its ranks share: the places of ranks, and why they ended.
+"""Shared memory of the parent process and its ranks: what each rank is doing, and why it ended.
 
-It has no name, so no cleaner of temporary files can delete it during a run of weeks. The ranks of a world also leave
-notes in its store (`zero/distributed/failure.py`). Those cross machines and need a world; these reach the parent before
-there is a world and after its host died.
+The memory has no file name, so no cleaner of temporary files can delete it during a long run. The ranks of a world also
+write notes into the world's store (`zero/distributed/failure.py`). Those notes reach other machines, but need a world.
+The notes in this memory reach the parent also before a world exists and after the store's host has died.
 """
 
 import ctypes
@@ -16,16 +16,16 @@ from zero.errors import DeadlineError, RankFailedError
 from zero.trainer.launch.ending import describe
 
 _PLACE_BYTES = 64
-_CAUSE_CHARACTERS = 5000  # an error may quote a tensor, which is whole in its rank's log
+_CAUSE_CHARACTERS = 5000  # limit, because an error may quote a tensor; the rank's log has all of it
 _NOTE_BYTES = 12 * _CAUSE_CHARACTERS + 1024  # JSON escapes a character with at most 12 bytes
 
 
 class _Slot(ctypes.Structure):
-    """The state of a rank, zeros until it is set."""
+    """The shared state of one rank; all bytes are zero until they are set."""
 
     place: bytes
     note: bytes
-    has_note: bool  # set after the whole note
+    has_note: bool  # set last, so that no reader sees a part of a note
 
     _fields_ = (
         ("place", ctypes.c_char * _PLACE_BYTES),
@@ -47,7 +47,7 @@ class Board:
         return self._slots[rank].place.decode(errors="ignore")
 
     def leave_note(self, rank: int, error: BaseException) -> int:
-        """Note why this rank ends; returns its exit code."""
+        """Write a note that says why this rank ends; returns the exit code that the rank ends with."""
         exit_code = getattr(error, "exit_code", 1)
         note = {
             "time_ns": time.monotonic_ns(),
@@ -63,7 +63,7 @@ class Board:
         return int(exit_code)
 
     def notes(self) -> list[Mapping[str, Any]]:
-        """Return the notes, causes before consequences, the earliest first."""
+        """Return the notes of all ranks, by time, but notes about the failure of another rank last."""
         notes = [json.loads(slot.note) for slot in self._slots if slot.has_note]
         return sorted(notes, key=lambda note: (note["follows"], note["time_ns"]))
 

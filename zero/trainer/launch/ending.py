@@ -1,4 +1,4 @@
-"""An exception as one line of text."""
+"""The error of a run that a signal stopped, and the description of any error in one line."""
 
 import signal
 from pathlib import Path
@@ -9,10 +9,12 @@ MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
 
 
 class Interrupted(BaseException):
-    """A signal stopped the run at once. Not an Exception, like KeyboardInterrupt, so that no code goes on after it.
+    """The error of a run that a signal stopped immediately.
+
+    A BaseException like KeyboardInterrupt, so that no `except Exception` catches it and continues.
 
     Attributes:
-        folder: of the run, if it had begun.
+        folder: the run's folder; None if the run had not begun.
     """
 
     folder: Path | None = None
@@ -24,7 +26,7 @@ class Interrupted(BaseException):
 
 
 def describe(error: BaseException) -> str:
-    """Return one line: the class if it is not a ZeroError, the message, and advice if memory ran out."""
+    """Return an error as one line: its message, its class unless it is a ZeroError, and advice if memory ran out."""
     if isinstance(error, KeyboardInterrupt):
         error = Interrupted(signal.SIGINT)
     text = one_line(error) if isinstance(error, Interrupted) else with_class(error)

@@ -1,4 +1,4 @@
-"""The process of a rank: its threads, malloc, variables and log."""
+"""The set-up of a rank's process: threads, malloc, environment variables and log."""
 
 import ctypes
 import os
@@ -14,8 +14,9 @@ from zero.trainer.launch.request import signals_waiting
 Malloc = Literal["raised", "lean", "default"]
 
 THRESHOLDS: Mapping[Malloc, tuple[int, int]] = {"raised": (4 << 30, 16 << 30), "lean": (2 << 20, 16 << 20)}
-"""Thresholds of glibc's malloc, in bytes: a tensor of the first size gets a mapping that goes back to the system when
-it is freed; free memory of the second size at the end of the heap goes back."""
+"""Thresholds of glibc's malloc, in bytes. A tensor of at least the first size gets a mapping of its own, which is
+returned to the system when the tensor is freed. Free memory at the end of the heap is returned when it exceeds the
+second size."""
 
 MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 CUBLAS_WORKSPACE = ":4096:8"
@@ -28,11 +29,11 @@ class Processes:
     """The set-up of the processes of ranks.
 
     Attributes:
-        folder: receives `<rank>.log`, with the traceback if there is one.
-        threads: torch's threads in each; auto: an equal share of the cores, or torchrun's number.
+        folder: folder of the logs `<rank>.log`, which also have the traceback of an error.
+        threads: torch's threads in each process; auto: an equal share of the cores, or the number that torchrun sets.
         malloc: glibc's thresholds, see `environment`.
-        deterministic: torch's deterministic algorithms will be used.
-        grace_s: time to return after a request to stop. The default is torchrun's.
+        deterministic: whether torch's deterministic algorithms will be used.
+        grace_s: seconds to return from `entry` after a request to stop. The default is torchrun's.
     """
 
     folder: Path
@@ -43,11 +44,13 @@ class Processes:
 
 
 def environment(ranks: int, processes: Processes) -> dict[str, str]:
-    """Return the variables of child ranks, without those that the user has set.
+    """Return the environment variables of child ranks, without variables that the user has set.
 
-    Page faults of freshly mapped tensors can cost more than an optimizer step. With raised thresholds glibc keeps
-    freed memory for the next tensor, of which several hundred MB may stay idle. With lean ones every large tensor goes
-    back at once. Deterministic runs need cuBLAS's workspace fixed before its first product.
+    A number of threads in `processes` replaces the user's OMP_NUM_THREADS and MKL_NUM_THREADS.
+
+    Page faults of newly mapped tensors can cost more than an optimizer step. With `malloc="raised"` glibc keeps freed
+    memory for the next tensor, and several hundred MB may stay unused. With "lean" the memory of every large tensor is
+    returned to the system at once. Deterministic runs need a fixed cuBLAS workspace before the first matrix product.
     """
     variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(_threads(processes, ranks)))
     variables |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS.get(processes.malloc, ())), strict=False))
@@ -58,10 +61,11 @@ def environment(ranks: int, processes: Processes) -> dict[str, str]:
 
 
 def set_up(processes: Processes, ranks: int | None = None) -> AbstractContextManager[None]:
-    """Set up a process that already runs, its variables during the body only.
+    """Set up this process as a rank. Environment variables are set during the body only, malloc and threads for good.
 
     Args:
-        ranks: ranks that share the cores if threads are auto; None: torch's threads stay as they are.
+        ranks: number of ranks that share the cores if `processes.threads` is auto; None: keep torch's number of
+            threads.
     """
     _set_thresholds(THRESHOLDS.get(processes.malloc, ()))
     if processes.threads != "auto" or (ranks is not None and "OMP_NUM_THREADS" not in os.environ):
@@ -78,7 +82,11 @@ def _threads(processes: Processes, ranks: int) -> int:
 
 
 def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
-    """Send file descriptor 2, with `stdout` also 1, to `path`, with `further` to its end; also for native code."""
+    """Redirect stderr, and stdout if `stdout`, to the file `path`, for native code too (file descriptors 2 and 1).
+
+    Args:
+        further: append to the file; otherwise it is emptied first.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if further else os.O_TRUNC), 0o644)
@@ -89,7 +97,7 @@ def redirect(path: Path, *, stdout: bool, further: bool = False) -> None:
 
 @contextmanager
 def redirected(path: Path, *, stdout: bool, further: bool = False) -> Iterator[None]:
-    """Redirect during the body."""
+    """Redirect stderr, and stdout if `stdout`, during the body; see `redirect`."""
     kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
     redirect(path, stdout=stdout, further=further)
     try:
@@ -105,7 +113,7 @@ def redirected(path: Path, *, stdout: bool, further: bool = False) -> Iterator[N
 
 @contextmanager
 def environ(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set variables during the body: children read them when their interpreter starts."""
+    """Set environment variables during the body, for children, which read them when their interpreter starts."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -126,4 +134,4 @@ def _set_thresholds(thresholds: Sequence[int]) -> None:
     if mallopt is None or set(MALLOC_VARIABLES) & os.environ.keys():
         return
     for parameter, nbytes in zip((M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), thresholds, strict=False):
-        mallopt(parameter, min(nbytes, 2**31 - 1))  # it takes an int
+        mallopt(parameter, min(nbytes, 2**31 - 1))  # mallopt takes a C int

@@ -1,12 +1,13 @@
-"""Start the ranks of a run on this machine, restart them after a failure, and name the rank that failed first.
+"""Start and restart of a run's ranks on this machine, and the choice of the rank that failed first.
 
-`launch` starts child processes; `inside` runs the only rank in this process; `joined` runs the rank as which torchrun
-started this process. What a rank prints goes to `ranks/<rank>.log`, except the stdout of rank 0, which is the user's
-terminal.
+`launch` starts child processes. `inside` runs the only rank in this process. `joined` runs a rank in this process,
+which torchrun started. Child processes and ranks of torchrun write their output to `ranks/<rank>.log`, except that the
+stdout of rank 0 stays on the terminal.
 
-The child that ends first may be a survivor that lost its connection. So a failing rank leaves a dated note, and the
-parent waits a moment for the end of others: a child that a signal ended, without a note, is the cause, else the
-earliest note. Nothing here depends on models; `entry` is any function that can be pickled.
+The child that ends first is not always the cause: it may have lost its connection to the rank that failed. So a failing
+rank leaves a note with the time, and after a failure the parent waits half a second for other ranks to end. The cause
+is a child that a signal killed before it could leave a note; otherwise it is the rank with the earliest note. Nothing
+here depends on models: `entry` is any function that can be pickled.
 """
 
 import ctypes
@@ -52,10 +53,11 @@ if TYPE_CHECKING:
     from zero.platform.memory_watch import Reading
 
 FINAL = (2, 3, 4, 6, 75)
-"""Exit codes that another start would meet again: settings, environment, checkpoints, numbers; or a stop."""
+"""Exit codes after which ranks are not restarted: errors of settings, environment, checkpoints and numbers, which
+would occur again, and a requested stop."""
 
-_NOTE_S = 0.5  # from the end of a rank to that of another which may be the cause
-_LATE_S = 2.0  # the parent waits longer than a rank by this, because the rank's message is more precise
+_NOTE_S = 0.5  # seconds to wait after a failure, because the cause may be a rank that ends a little later
+_LATE_S = 2.0  # seconds by which the parent waits longer than a rank, because the rank's message is more precise
 _RESULT = "result of rank 0"
 _PR_SET_PDEATHSIG = 1  # as prctl.h numbers it
 
@@ -66,12 +68,12 @@ def restart_count() -> int:
 
 
 def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
-    """Return the number of ranks: for "auto" torchrun's, or one per GPU, or 1 on a CPU.
+    """Return the number of ranks; "auto" means torchrun's number, or one per GPU, or 1 on a CPU.
 
     Imports torch only on a machine that has a GPU driver.
 
     Raises:
-        ConfigError: torchrun has started another number.
+        ConfigError: torchrun has started another number of ranks.
     """
     if under_torchrun():
         started = int(os.environ["WORLD_SIZE"])
@@ -91,12 +93,15 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun started this process. RANK alone does not tell: some clusters number nodes with it."""
+    """Return whether torchrun started this process.
+
+    RANK alone does not show this, because some clusters set it to the number of the node.
+    """
     return "LOCAL_RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def tell_torchrun(text: str) -> bool:
-    """Write `text` to torchrun's error file of this rank, if it has set one; returns whether it has."""
+    """Write `text` to the error file that torchrun has set for this rank; returns whether it has set one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         error = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -105,13 +110,13 @@ def tell_torchrun(text: str) -> bool:
 
 
 def inside(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
-    """Call `entry(*args)` as the only rank, in this process, so that a debugger works. Errors pass through.
+    """Call `entry(*args)` as the only rank, in this process, so that a debugger works. Its errors are raised unchanged.
 
     Raises:
-        Interrupted: `entry` did not return in time after a request to stop, or a signal that ends a run came.
+        Interrupted: `entry` did not return in time after a request to stop, or a signal in `FATAL_SIGNALS` arrived.
     """
     with ExitStack() as stack:
-        is_main = threading.current_thread() is threading.main_thread()  # others may not set handlers
+        is_main = threading.current_thread() is threading.main_thread()  # others cannot set signal handlers
         if is_main:
             stack.enter_context(Request(processes.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
         import_torch()
@@ -128,13 +133,14 @@ def inside(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
 
 
 def joined(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
-    """Call `entry(*args)` as the rank that torchrun made of this process. Errors pass through.
+    """Call `entry(*args)` as a rank in this process, which torchrun started. Its errors are raised unchanged.
 
-    `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets. torchrun sends SIGTERM to all ranks when it is to
-    stop, and also when one of them has failed: then the connection to that one breaks, and the error names it.
+    `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets. torchrun sends SIGTERM to all ranks when it is
+    stopped itself, and also when a rank has failed. In the second case the connection to the failed rank breaks, and
+    the error names that rank.
 
     Raises:
-        Interrupted: `entry` did not return in time after a request to stop, or SIGINT came.
+        Interrupted: `entry` did not return in time after a request to stop, or SIGINT arrived.
     """
     rank = int(os.environ["RANK"])
     log = processes.folder / f"{rank}.log"
@@ -157,7 +163,10 @@ def joined(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
 
 @contextmanager
 def _log(folder: Path, first: str) -> Iterator[TextIO]:
-    """Open the log of a rank that keeps its terminal. A full disk neither stops the run nor hides its errors."""
+    """Open 0.log for a rank whose output stays on the terminal, and write `first` into it.
+
+    An OSError on closing is ignored, so that a full disk does not hide the run's own error.
+    """
     path = folder / "0.log"
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +181,10 @@ def _log(folder: Path, first: str) -> Iterator[TextIO]:
 
 
 def _write_to_log(text: str) -> None:
-    """Write past the buffer of sys.stderr, which would show on the terminal later what a full disk rejects now."""
+    """Write to stderr without the buffer of sys.stderr.
+
+    If a full disk rejects the text now, the buffer would keep it and print it on the terminal later.
+    """
     sys.stderr.flush()
     os.write(2, text.encode(errors="replace"))
 
@@ -183,7 +195,7 @@ def _log_traceback() -> None:
 
 
 class _Job(NamedTuple):
-    """The arguments of every attempt at a run."""
+    """The arguments that all attempts at a run share."""
 
     entry: Callable[..., Any]
     args: tuple[Any, ...]
@@ -197,29 +209,33 @@ class _Job(NamedTuple):
 def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Processes, max_restarts: int = 0) -> Any:
     """Call `entry(*args)` in each of `ranks` new processes; returns the result of rank 0.
 
-    Each has torchrun's variables of ranks and store in its environment. All have ended when this returns or raises.
+    The environment of each process has torchrun's variables, such as RANK, WORLD_SIZE and MASTER_PORT. All processes
+    have ended when this function returns or raises.
 
-    SIGTERM or SIGUSR1 here, or at a rank, requests a stop: the handler here passes the request on to all ranks, and
-    they end by returning. A rank that is signalled alone informs the others by `entry`'s own means, see `preempted`.
-    SIGUSR2 here makes every rank write its stacks into its log.
+    SIGTERM or SIGUSR1 to this process requests a stop. The handler passes the request on to all ranks, and each rank
+    ends by returning from `entry`. If only one rank gets the signal, `entry` must inform the other ranks, see
+    `preempted`. SIGUSR2 to this process makes every rank write the stacks of its threads into its log.
 
-    Each failure is printed here, and all ranks start again unless its exit code is in `FINAL` or a stop was requested.
+    After a failure all ranks start again and the failure is printed, unless `max_restarts` is reached, the exit code is
+    in `FINAL`, or a stop was requested.
 
     Args:
-        entry: a function at the top of a module; its arguments and result can be pickled.
-        processes: set-up of the processes; their logs are of all attempts.
-        max_restarts: starts of all ranks after a failure.
+        entry: a function at the top level of a module; its arguments and result can be pickled.
+        processes: set-up of the processes; restarted ranks append to their logs.
+        max_restarts: how often all ranks are started again after a failure.
 
     Raises:
-        RankFailedError: the first rank that failed in the last attempt, and why; its `exit_code` is that of the cause.
-        Interrupted: SIGINT or another signal that ends a run came, or `entry` did not return in time.
+        RankFailedError: names the first rank that failed in the last attempt, and why; has the `exit_code` of the
+            cause.
+        Interrupted: SIGINT or a signal in `FATAL_SIGNALS` arrived, or `entry` did not return in time after a request to
+            stop.
     """
     with signals_waiting():
         from torch.distributed import TCPStore
 
     with writing(processes.folder):
         processes.folder.mkdir(parents=True, exist_ok=True)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # here, because any rank may die
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # in the parent, because any rank may die
     try:
         board = Board(ranks)
     except OSError as error:
@@ -246,11 +262,15 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Process
 
 
 def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Request) -> None:
-    """Run all ranks once; `children` are then theirs."""
+    """Start all ranks once and wait until they have ended; fills `children` with their processes.
+
+    Raises:
+        RankFailedError, Interrupted: see `_first_failure`.
+    """
     from zero.platform.memory_watch import EVERY_S, MemoryWatch
 
     if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
-        # joblib sets loky, which a new interpreter does not know before it has imported joblib
+        # joblib sets the start method loky, which is unknown in an interpreter that has not imported joblib
         multiprocessing.set_start_method("spawn", force=True)
     context, memory = multiprocessing.get_context("spawn"), MemoryWatch()
     children[:] = [context.Process(target=_rank, args=(job, rank, attempt)) for rank in range(job.ranks)]
@@ -258,7 +278,7 @@ def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Requ
         with signals_waiting(), blocked(signal.SIGINT, *STOP_SIGNALS, signal.SIGUSR2):
             for child in children:
                 child.start()
-        if request.is_made:  # before there were any
+        if request.is_made:  # the request came before the children
             _send(children, signal.SIGUSR1)
         with repeating(memory.read, EVERY_S, name="memory"):
             exit_codes = _exit_codes(children, job.board)
@@ -269,7 +289,7 @@ def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Requ
             for child in started:
                 child.join()
         if sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)  # a rank that died inside its progress bar has hidden the cursor
+            print("\x1b[?25h", end="", flush=True)  # show the cursor: a rank's progress bar hides it
     if any(exit_codes.values()):
         raise _first_failure(exit_codes, job.board.notes(), job.processes.folder, memory.last)
 
@@ -282,7 +302,11 @@ def _send(children: Sequence[BaseProcess], *signals: int) -> None:
 
 
 def _exit_codes(children: Sequence[BaseProcess], board: Board) -> dict[int, int]:
-    """Wait until all ranks end, after a failure for a moment only; returns exit codes by rank, the earliest first."""
+    """Wait until all ranks have ended, or until `_NOTE_S` seconds after the first failure.
+
+    Returns:
+        The exit codes of the ranks that have ended, by rank, the earliest first.
+    """
     codes: dict[int, int] = {}
     failed_s: float | None = None
     while len(codes) < len(children):
@@ -295,7 +319,7 @@ def _exit_codes(children: Sequence[BaseProcess], board: Board) -> dict[int, int]
         if failed_s is None and any(codes.values()):
             failed_s = time.monotonic()
             if any(note["stacks"] for note in board.notes()):
-                _send(children, signal.SIGUSR2, signal.SIGCONT)  # a stopped rank writes nothing
+                _send(children, signal.SIGUSR2, signal.SIGCONT)  # SIGCONT, because a stopped process writes nothing
     return codes
 
 
@@ -314,10 +338,10 @@ def _rank(job: _Job, rank: int, attempt: int) -> None:
     # A terminal's Ctrl-C reaches the ranks too. The default action ends this process at once, even inside a collective,
     # where a Python handler would not run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked during the start
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked while the process started
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the parent dies
     parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():  # it died during the start
+    if parent is None or not parent.is_alive():  # it died while this process started
         os._exit(128 + signal.SIGKILL)
     log = job.processes.folder / f"{rank}.log"
     again = f", restart {attempt} of {job.max_restarts}" if attempt else ""
@@ -333,7 +357,7 @@ def _rank(job: _Job, rank: int, attempt: int) -> None:
     try:
         result = job.entry(*job.args)
     except BaseException as error:
-        sys.last_value = error  # for `Note.of_ending`: in Python 3.14 a child's finalizers no longer have it
+        sys.last_value = error  # for `Note.of_ending`: in Python 3.14 a child's finalizers do not see it otherwise
         _log_traceback()
         if isinstance(error, DeadlineError):
             faulthandler.dump_traceback()
@@ -349,7 +373,17 @@ def _rank(job: _Job, rank: int, attempt: int) -> None:
 def _first_failure(
     exit_codes: Mapping[int, int], notes: Sequence[Mapping[str, Any]], folder: Path, memory: "Reading | None" = None
 ) -> RankFailedError | Interrupted:
-    """Choose between ranks that ended without a note and the notes of ranks, which are sorted by time."""
+    """Return the error that names the cause of a failure.
+
+    A rank that a signal killed before it could leave a note is the cause. Otherwise it is the rank of the first note,
+    or without notes the first rank with an exit code other than 0.
+
+    Args:
+        exit_codes: by rank, the earliest first.
+        notes: the result of `Board.notes`.
+        folder: folder of the logs.
+        memory: the last reading of the ranks' memory.
+    """
     if -signal.SIGINT in exit_codes.values():
         return Interrupted(signal.SIGINT)
     noted = {note["rank"] for note in notes}
@@ -362,7 +396,7 @@ def _first_failure(
         error = RankFailedError(f"rank {first['rank']} failed: {first['cause']} {where}")
         error.exit_code = first["exit_code"]
         return error
-    dead, code = min(silent.items(), key=lambda item: item[1] >= 0)  # one that a signal ended, else the first
+    dead, code = min(silent.items(), key=lambda item: item[1] >= 0)  # a rank that a signal killed, else the first
     if code == -signal.SIGKILL:
         likely, advice = "or by another process", "continue with resume=latest"
         if memory is None or memory.is_scarce:

@@ -1,12 +1,13 @@
-"""Signals that request a run to stop, or ranks to write their stacks.
+"""Handlers of signals that request a run to stop, or its ranks to write their stacks.
 
-SIGTERM and SIGUSR1 request a stop: `preempted` is then true in the rank, and `entry` has some time to return.
+SIGTERM and SIGUSR1 request a stop: `preempted` then returns true in the rank, and `entry` has `grace_s` seconds to
+return.
 
-Every other signal that ends a run does so at once, and the message names it.
+Every other signal that ends a run ends it immediately, and the message names the signal.
 
-SIGUSR2 makes a rank write its stacks into its log: at once the stack of one thread, mostly the main one, and those of
-all threads as soon as one holds the interpreter's lock. Without the lock faulthandler would read stacks that change,
-and the rank could crash. The parent passes the signal on to all ranks.
+SIGUSR2 makes a rank write stacks into its log: immediately the stack of one thread, usually the main thread, and the
+stacks of all threads as soon as a thread holds the interpreter lock (GIL). Without the lock faulthandler would read
+stacks that change, and the rank could crash. The parent passes SIGUSR2 on to all ranks.
 """
 
 import faulthandler
@@ -26,27 +27,23 @@ from zero.trainer.launch.ending import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FATAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
-"""A closed terminal, Ctrl-\\, and a limit on CPU time. Python handles SIGINT unless a caller adds it."""
+"""Signals of a closed terminal, of Ctrl-\\, and of a limit on CPU time. SIGINT is left to Python unless a caller
+adds it."""
 
 _PAUSE_S = 0.05
 
 
 def preempted() -> bool:
-    """Return whether SIGTERM or SIGUSR1, to this rank or to the parent of `launch`, requested a stop.
+    """Return whether a stop was requested, by SIGTERM or SIGUSR1 to this rank or to the parent that called `launch`.
 
-    The rank then has `grace_s` to agree with the others, save, and return from `entry`.
+    The rank then has `grace_s` seconds to agree with the other ranks, save, and return from `entry`.
     """
     handler = signal.getsignal(signal.SIGTERM)
     return isinstance(handler, Request) and handler.is_made
 
 
 class Request:
-    """A request to this process to stop: the handler of its signals, and of the timer that then runs.
-
-    Args:
-        grace_s: time from the request to the interruption.
-        pass_on: called once, at the request.
-    """
+    """A request to this process to stop. The object handles the signals, and the timer that a request starts."""
 
     def __init__(self, grace_s: float, pass_on: Callable[[], None] = lambda: None) -> None:
         self._grace_s, self._pass_on = grace_s, pass_on
@@ -61,7 +58,7 @@ class Request:
         return self._made_s is not None and time.monotonic() > self._made_s + self._grace_s
 
     def make(self) -> bool:
-        """Note the request; returns whether it is the first, as a scheduler signals every process."""
+        """Record a request; returns whether it is the first. Others may follow if a scheduler signals every process."""
         is_first = not self.is_made
         if is_first:
             self._made_s = time.monotonic()
@@ -69,10 +66,10 @@ class Request:
 
     @contextmanager
     def handling(self, *signals: int) -> Iterator[None]:
-        """Handle these signals during the body."""
+        """Install this object as the handler of `signals` and of the timer during the body."""
         with _signal_handlers_kept():
             for signum in (*signals, signal.SIGALRM):
-                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # which nohup sets
+                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as set by nohup
                     signal.signal(signum, self)
             try:
                 yield
@@ -88,7 +85,7 @@ class Request:
         is_late = signum == signal.SIGALRM and self.is_late
         interrupted = Interrupted(signal.SIGTERM, self._late("the run")) if is_late else Interrupted(signum)
         for further in (*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT, signal.SIGALRM):
-            signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun both send one
+            signal.signal(further, signal.SIG_IGN)  # a terminal and torchrun may both send a signal
         raise interrupted
 
     def _late(self, name: str) -> str:
@@ -96,9 +93,9 @@ class Request:
 
 
 class RankRequest(Request):
-    """A request in a rank that `launch` started, which must end in time even inside a collective.
+    """A request to a rank that `launch` started. The rank must end in time even if it is inside a collective.
 
-    The main thread runs no handler there, so the signals wake a thread.
+    Inside a collective the main thread runs no Python handler, so the signals wake a thread.
     """
 
     def __init__(self, board: Board, rank: int, grace_s: float) -> None:
@@ -115,10 +112,10 @@ class RankRequest(Request):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR2))  # blocked during the start
 
     def __call__(self, signum: int, _: object) -> None:
-        """Do nothing, because the thread acts; without a handler the wakeup descriptor gets nothing."""
+        """Do nothing, because the thread acts. Without a handler Python would not write to the wakeup descriptor."""
 
     def returned(self) -> None:
-        """Ignore further requests."""
+        """Record that `entry` has returned, so that a request does not end the rank any more."""
         self._has_returned = True
 
     def _watch(self) -> None:
@@ -142,7 +139,10 @@ class RankRequest(Request):
 
 @contextmanager
 def stacks_on_request(log: TextIO | int) -> Iterator[None]:
-    """Write stacks to `log` at SIGUSR2: of one thread at once, of all when the main thread runs Python again."""
+    """Write stacks to `log` on SIGUSR2 during the body.
+
+    The stack of one thread is written immediately, those of all threads when the main thread runs Python code again.
+    """
     before = signal.signal(signal.SIGUSR2, lambda *_: faulthandler.dump_traceback(log))
     faulthandler.register(signal.SIGUSR2, file=log, all_threads=False, chain=True)
     try:
@@ -154,7 +154,7 @@ def stacks_on_request(log: TextIO | int) -> Iterator[None]:
 
 @contextmanager
 def stacks_of_ranks(send: Callable[[int], None], folder: Path) -> Iterator[None]:
-    """Pass SIGUSR2 from the parent on to all ranks."""
+    """Pass SIGUSR2 on from the parent to all ranks during the body."""
 
     def pass_on(*_: object) -> None:
         send(signal.SIGUSR2)
@@ -167,7 +167,10 @@ def stacks_of_ranks(send: Callable[[int], None], folder: Path) -> Iterator[None]
 
 @contextmanager
 def signals_waiting() -> Iterator[None]:
-    """Delay the signals that end a run until after the body, in their order. Only the main thread handles signals."""
+    """Hold back the signals that end a run during the body, and raise them after it in their order.
+
+    Has no effect outside the main thread, because only the main thread handles signals.
+    """
     waiting: list[int] = []
     ending = (signal.SIGINT, *STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGALRM)
     with _handled(lambda number, _: waiting.append(number), *ending):
@@ -177,23 +180,23 @@ def signals_waiting() -> Iterator[None]:
 
 
 def import_torch() -> None:
-    """Import torch while signals wait.
+    """Import torch while signals are held back.
 
-    An exception in the middle would leave a part of torch that cannot be imported again and that crashes Python's end,
-    and numpy, which torch imports, would swallow a KeyboardInterrupt.
+    An exception during the import would leave a part of torch that cannot be imported again and that crashes the
+    interpreter when it exits. And numpy, which torch imports, would swallow a KeyboardInterrupt.
     """
     with signals_waiting():
         import torch  # noqa: F401
 
 
 def no_further_sigint() -> AbstractContextManager[None]:
-    """Ignore a second Ctrl-C during the body, which reports the first."""
+    """Ignore SIGINT during the body, in which a first Ctrl-C is reported."""
     return _handled(signal.SIG_IGN, signal.SIGINT)
 
 
 @contextmanager
 def _handled(handler: Callable[[int, Any], Any] | signal.Handlers, *signals: int) -> Iterator[None]:
-    """Set the handler of these signals during the body, if this is the main thread and Python handles them."""
+    """Install `handler` for `signals` during the body, if this is the main thread and Python handles them."""
     is_main = threading.current_thread() is threading.main_thread()
     ours = [signum for signum in signals if is_main and signal.getsignal(signum) is not None]
     before = {signum: signal.signal(signum, handler) for signum in ours}
@@ -208,9 +211,10 @@ def _handled(handler: Callable[[int, Any], Any] | signal.Handlers, *signals: int
 def blocked(*signals: int) -> Iterator[None]:
     """Block signals in this thread, and in the processes that it starts, during the body.
 
-    A process that is only starting has no handlers, and Python's would print a traceback. It unblocks them itself.
+    A starting process has only Python's own handlers, which would print a traceback. The process unblocks the signals
+    itself when its handlers are installed.
     """
-    resource_tracker.ensure_running()  # starting it would unblock SIGINT
+    resource_tracker.ensure_running()  # started before the block, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

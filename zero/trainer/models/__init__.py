@@ -1,6 +1,6 @@
-"""Models to train: sizes here and in `gpt_config`, without torch; the modules load on first use.
+"""Models to train. Their settings are available without torch; the models themselves are imported on first use.
 
-A settings check must answer within two seconds, and importing torch takes most of that.
+A check of settings must end within two seconds, and importing torch takes most of that.
 """
 
 from typing import TYPE_CHECKING, Any

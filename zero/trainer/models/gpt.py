@@ -1,9 +1,9 @@
 """A modern GPT: rotary positions, pre-norm blocks, one matrix for q, k and v, gated MLP, no biases.
 
 Every parameter belongs to a module that has `reset_parameters`, so a model built on meta can be filled unit by unit.
-Parameters may be fp32, bf16 or fp16; rotation and cross entropy are done in fp32 in any case.
+Parameters may be fp32, bf16 or fp16; rotation and cross entropy are computed in fp32 in any case.
 
-Letters: b rows, t tokens, h heads, d channels of a head, c channels of the residual stream.
+Dimensions: b rows, t tokens, h heads, d channels of a head, c channels of the residual stream.
 Sources: Su et al. 2021 (rotary); Zhang and Sennrich 2019 (RMSNorm); Shazeer 2020 (SwiGLU); Radford et al. 2019 (scaled
 initialisation of residual projections).
 """
@@ -23,9 +23,9 @@ from zero.trainer.models.gpt_config import GPTConfig
 
 
 class Linear(nn.Linear):
-    """A matrix without bias whose fresh values have standard deviation `std`.
+    """A linear layer without bias, initialised with a normal distribution of standard deviation `std`.
 
-    With targets it returns the mean cross entropy of its outputs, see `linear_cross_entropy`.
+    With `targets` its forward returns the mean cross entropy of the outputs, see `linear_cross_entropy`.
     """
 
     def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
@@ -42,7 +42,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A row per token. Fresh values are those of `Linear`, so a tied weight may be reset through either."""
+    """An embedding, initialised like `Linear`, so that a tied weight may be reset through either module."""
 
     def __init__(self, vocab: int, width: int, *, std: float) -> None:
         self.std = std
@@ -57,7 +57,10 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 class Rotary(nn.Module):
-    """Rotation of pairs of channels by an angle that grows with the position: two fp32 tables, no parameter."""
+    """Rotary position embedding: rotates pairs of channels by an angle proportional to the position.
+
+    Its tables are two fp32 buffers; it has no parameters.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -68,7 +71,7 @@ class Rotary(nn.Module):
         self._fill(torch.get_default_device())
 
     def _fill(self, device: torch.device) -> None:
-        # fp64 on the CPU, so that the tables are the same bits wherever the model lives
+        # fp64 on the CPU, so that the tables have the same bits on every device
         pair = torch.arange(0, self.head_width, 2, dtype=torch.float64, device="cpu") / self.head_width
         angle = torch.outer(torch.arange(self.seq, dtype=torch.float64, device="cpu"), self.base**-pair)
         self.register_buffer("cos", angle.cos().float().to(device), persistent=False)
@@ -81,7 +84,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate x, (b, h, t, d) with t <= seq, in fp32; returns its dtype."""
+        """Rotate x, (b, h, t, d) with t <= seq. Computes in fp32 and returns the dtype of x."""
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         left, right = x.float().chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).to(x.dtype)
@@ -104,7 +107,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers per token; with swiglu the first yields a gate and a value."""
+    """A two-layer MLP; with swiglu the first layer returns a gate and a value."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -120,7 +123,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each normed before and added to the residual stream after."""
+    """A pre-norm block: attention, then MLP, each added to the residual stream."""
 
     def __init__(self, config: GPTConfig, rotary: Rotary) -> None:
         super().__init__()
@@ -133,9 +136,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (b, t) int64 to logits (b, t, vocab) in the parameters' dtype.
+    """A decoder-only transformer.
 
-    With targets, (b, t) int64, to their mean cross entropy, 0-dim fp32, without all logits at once.
+    Its forward maps tokens (b, t) int64 to logits (b, t, vocab) in the parameters' dtype. With targets (b, t) int64 it
+    returns their mean cross entropy, 0-dim fp32, without holding all logits at once if `config.chunked_loss` is set.
 
     Raises:
         ConfigError: more than `config.seq` tokens.
@@ -164,11 +168,11 @@ class GPT(nn.Module):
 
 
 def loss(model: Callable[[Tensor, Tensor], Tensor], batch: Tensor) -> Tensor:
-    """Return the mean cross entropy of each next token, in nats, fp32.
+    """Return the mean cross entropy over next tokens, in nats, fp32.
 
     Args:
-        model: a `GPT`: tokens (b, t) and targets (b, t) to their mean cross entropy.
-        batch: (b, t + 1) int64; each row gives both inputs and targets.
+        model: a `GPT`, or a function that maps tokens (b, t) and targets (b, t) to their mean cross entropy.
+        batch: (b, t + 1) int64; each row contains both inputs and targets.
     """
     return model(batch[:, :-1], batch[:, 1:])
 
@@ -183,18 +187,19 @@ def generate(
     seed: int = 0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """Continue each row by n tokens, or by fewer once `stopped`, which is called before each, returns true.
+    """Append n generated tokens to each row of the prompt.
 
-    Calls `forward` once a token and draws from its own generator on the CPU, so ranks that call it together make
-    the same calls and get the same tokens.
+    `forward` is called once per token, and tokens are drawn with a generator of this function on the CPU, so ranks that
+    call it together make the same calls and get the same tokens.
 
     Args:
-        forward: tokens (b, t) with t <= seq to logits (b, t, vocab); a module, or what `make_forward` returns.
-        prompt: (b, t) int64, t >= 1; only its last seq tokens are seen.
-        temperature: 0 takes the likeliest token.
+        forward: maps tokens (b, t) with t <= seq to logits (b, t, vocab); a module, or the result of `make_forward`.
+        prompt: (b, t) int64, t >= 1; the model sees only its last seq tokens.
+        temperature: 0 takes the most likely token.
+        stopped: called before each token; the generation ends early when it returns true.
 
     Returns:
-        (b, t + n) int64 on the prompt's device; fewer columns if stopped.
+        (b, t + n) int64 on the prompt's device, prompt included; fewer columns if stopped.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tokens = prompt
@@ -206,7 +211,7 @@ def generate(
             if temperature == 0:
                 chosen = logits.argmax(dim=-1, keepdim=True)
             else:
-                below = logits - logits.amax(dim=-1, keepdim=True)  # or a tiny temperature makes them infinite
+                below = logits - logits.amax(dim=-1, keepdim=True)  # otherwise a tiny temperature makes them infinite
                 chosen = torch.multinomial((below / temperature).softmax(dim=-1), 1, generator=generator)
             tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
     return tokens

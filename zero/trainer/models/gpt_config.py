@@ -1,6 +1,6 @@
-"""The sizes of a GPT, and figures that follow from them.
+"""The sizes of a GPT, and numbers computed from them.
 
-No torch here, so that a wrong size is reported before torch is imported. The presets are data in `conf/model/`.
+Does not import torch, so that a wrong size is reported at once. The presets are files in `conf/model/`.
 """
 
 from typing import Annotated, Literal, Self
@@ -12,7 +12,7 @@ from zero.core.setting_types import Positive, Rate, Rows, key
 from zero.errors import ConfigError
 
 UNIT_CLASSES = ("Block", "Attention", "MLP", "Embedding", "Linear", "RMSNorm", "LayerNorm")
-"""Classes of the models here that own parameters; `zero.units` chooses among them."""
+"""Module classes of the GPT that own parameters. `zero.units` chooses among them."""
 
 Channels = Annotated[int, Field(ge=1, le=2**24)]
 
@@ -20,7 +20,7 @@ Channels = Annotated[int, Field(ge=1, le=2**24)]
 class GPTConfig(Section):
     """The sizes of a GPT, a decoder-only transformer.
 
-    Rotary turns channels in pairs, so each of its heads has an even number of them.
+    Rotary embeddings rotate channels in pairs, so each head has an even number of channels.
     """
 
     section_key = "model"
@@ -70,7 +70,7 @@ class GPTConfig(Section):
 
     @property
     def mlp_width(self) -> int:
-        """Channels inside the MLP, after defaults."""
+        """Channels inside the MLP: `hidden`, or its default."""
         if self.hidden is not None:
             return self.hidden
         if self.mlp == "gelu":
@@ -87,9 +87,9 @@ class GPTConfig(Section):
 
     @property
     def flops_per_token(self) -> int:
-        """Floating point operations of forward and backward for one token of a row of `seq`, remat not counted.
+        """Floating point operations of forward and backward for one token of a row of `seq`, without recomputation.
 
-        Source: Chowdhery et al. 2022, "PaLM", appendix B. A table that is only looked things up in costs nothing.
+        Source: Chowdhery et al. 2022, "PaLM", appendix B. An embedding that is only used for look-ups counts as zero.
         """
         looked_up = 0 if self.tied else self.vocab * self.width
         return 6 * (self.parameters_numel - looked_up) + 12 * self.layers * self.width * self.seq

@@ -1,12 +1,12 @@
-"""Models of transformers, unmodified: built without memory, filled from their own files, trained on rows of tokens.
+"""Unmodified models of transformers: built on meta, loaded from their own files, trained on rows of tokens.
 
     model = build(folder)                                    # parameters on meta
     plan = zero.Plan(model, ...)
     state = zero.init(plan, store, weights=weights(model, folder))
 
-Names in a file may differ from the model's, and a model's tensor may be several in the file, as with the experts of a
-Mixtral. `weights` translates with transformers' own tables, one tensor at a time. Where names are the same,
-`zero.init(..., weights=folder)` does as well.
+Names in a file may differ from the model's names, and a file may store one tensor of the model as several, as with the
+experts of a Mixtral. `weights` converts with transformers' own tables, one tensor at a time. If names and tensors are
+the same, `zero.init(..., weights=folder)` works too.
 
 Source: `transformers.core_model_loading`, which does this for a model in memory.
 """
@@ -35,9 +35,9 @@ BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def build(path: str | PathLike[str]) -> nn.Module:
-    """Build a model on meta, of the class that its settings name, else the causal language model.
+    """Build a model on meta, of the class that its settings name, else of a causal language model.
 
-    The cache of keys and values is off, because recomputed activations would find it filled.
+    The key-value cache is off, because a recomputed forward would find it filled already.
 
     Args:
         path: a folder with config.json, or a model type such as "llama" with all its defaults, or a name in
@@ -62,10 +62,10 @@ def build(path: str | PathLike[str]) -> nn.Module:
 
 
 def not_causal(model: Any) -> str | None:
-    """Describe a model that does not predict each next token from those before it alone; None: it does.
+    """Return a description of a model that is not a causal language model; None if it is one.
 
-    The class is not enough: encoders such as BERT have a class for it that sees all tokens unless their settings say
-    `is_decoder`. Other models have no such setting, or do not read it.
+    The name of the class is not enough: encoders such as BERT have a causal-language-model class, which attends to
+    later tokens unless the settings say `is_decoder`. Other models have no such setting, or do not read it.
     """
     known, name = _transformers().models.auto.modeling_auto, type(model).__name__
     if name not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -78,14 +78,14 @@ def not_causal(model: Any) -> str | None:
 
 
 EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-"""Settings with the number of a layer's experts that a token goes to."""
+"""Names of the setting with the number of experts that a token is routed to in a layer."""
 
 
 def flops_per_token(model: Any, seq: int) -> float | None:
-    """Count the operations of forward and backward for a token of a row of `seq`; None where they are unknown.
+    """Return the floating point operations of forward and backward for a token of a row of `seq`; None if unknown.
 
-    Only the experts of a token count, only tokens inside of an attention's window, and no table that is looked up in.
-    Recomputation is left out. Source: Chowdhery et al. 2022, "PaLM", appendix B.
+    Counted are only the experts that a token is routed to and only tokens inside of an attention's window. Embeddings
+    used for look-ups and recomputation are not counted. Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head.weight)}
@@ -110,7 +110,7 @@ def _expert_count(model: Any, layer: str, parameter: Tensor) -> int:
 
 
 def _attention_numel(text: Any, seq: int) -> float:
-    """Count the products of a token with those before it in all layers: queries with keys, weights with values."""
+    """Return the multiplications of attention for a token, in all layers: queries with keys, weights with values."""
     heads = getattr(text, "num_attention_heads", None) or 0
     width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     head_numel = (getattr(text, "qk_head_dim", None) or width) + (getattr(text, "v_head_dim", None) or width)
@@ -121,7 +121,7 @@ def _attention_numel(text: Any, seq: int) -> float:
 
 
 def settings(path: str | PathLike[str]) -> Any:
-    """Return the settings of a model as transformers has them.
+    """Return the configuration object of transformers for a model.
 
     Raises:
         ConfigError: see `build`.
@@ -140,7 +140,9 @@ def settings(path: str | PathLike[str]) -> Any:
 
 
 def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
-    """Return the weights of a folder or file by the names in `model`, for `zero.init(weights=...)`; printable.
+    """Return the weights of a folder or file by the names in `model`, for `zero.init(weights=...)`.
+
+    `str` of the result is a line with the number of tensors and their bytes.
 
     Raises:
         PlanError, CheckpointError: as `StoredWeights`.
@@ -149,21 +151,22 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
 
 
 def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """Return (b, t, vocab) for tokens (b, t) int64."""
+    """Return logits (b, t, vocab) for tokens (b, t) int64."""
     _give_logits(model)
     return model(input_ids=tokens).logits
 
 
 def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False) -> Tensor:
-    """Return the mean cross entropy of each next token, in nats, fp32, plus `router` times the experts' own loss.
+    """Return the mean cross entropy over next tokens, in nats, fp32, plus `router` times the model's auxiliary loss.
 
     Args:
-        rows: (b, t + 1) int64; each gives both inputs and targets.
-        chunked: never hold all logits, see `linear_cross_entropy`; only if `gives_logits(model)`.
+        rows: (b, t + 1) int64; each row contains both inputs and targets.
+        router: weight of the auxiliary loss, which balances the load of experts; models without experts have none.
+        chunked: never hold all logits, see `linear_cross_entropy`; allowed only if `gives_logits(model)`.
     """
     if chunked:
         head = model.get_output_embeddings()
-        # stays until the next call, because activations may be computed again in backward
+        # the replacement stays until the next call, because backward may compute activations again
         head.forward = lambda hidden: linear_cross_entropy(hidden, head.weight, rows[:, 1:], bias=head.bias)
     else:
         _give_logits(model)
@@ -174,9 +177,9 @@ def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False
 
 
 def gives_logits(model: Any) -> bool:
-    """Whether a causal model returns the outputs of its linear head unchanged.
+    """Return whether a causal model returns the outputs of its linear head unchanged.
 
-    Run the head alone, with logits that refuse every operator.
+    The model is run with a stub for its body and with logits that raise an error for every operator.
     """
     head, body = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or body is model:
@@ -194,7 +197,7 @@ def gives_logits(model: Any) -> bool:
 
 
 class _Outputs(tuple[Tensor]):
-    """Outputs of a model's body with nothing but the last hidden states."""
+    """A stub for the outputs of a model's body: the last hidden states; all other attributes are None."""
 
     last_hidden_state: Tensor
 
@@ -208,7 +211,10 @@ class _Outputs(tuple[Tensor]):
 
 
 class _Untouchable(Tensor):
-    """A tensor that raises TypeError for every operator but two that do not change a loss in fp32."""
+    """A tensor that raises TypeError for every operator except `contiguous` and `float`.
+
+    Those two do not change a loss that is computed in fp32.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,7 +224,7 @@ class _Untouchable(Tensor):
 
 
 def _give_logits(model: Any) -> None:
-    """Undo a chunked loss's replacement of the head; a model that wraps another one has no head."""
+    """Restore the head's forward, which a chunked loss has replaced; do nothing for a wrapper, which has no head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         vars(head).pop("forward", None)
@@ -241,10 +247,10 @@ def write_settings(path: str | PathLike[str], out: Path) -> None:
 
 
 class HFWeights(Mapping[str, Tensor]):
-    """Stored tensors under the model's names, read or translated when they are asked for.
+    """Stored tensors by the model's names. A tensor is read, and converted if necessary, when it is accessed.
 
     Attributes:
-        unused: names in the files that the model has no tensor for, except those that its class ignores.
+        unused: names in the files for which the model has no tensor, except names that its class ignores.
     """
 
     def __init__(self, model: nn.Module, stored: StoredWeights) -> None:
@@ -263,7 +269,7 @@ class HFWeights(Mapping[str, Tensor]):
         self._last: tuple[str, dict[str, Tensor]] | None = None
         ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
         unused = []
-        for key in sorted(stored, key=loading.dot_natural_key):  # the experts in their order
+        for key in sorted(stored, key=loading.dot_natural_key):  # sorts experts by number
             name, pattern = loading.rename_source_key(key, renamings, converters, prefix, known)
             if name not in known and key in known:
                 name, pattern = key, None
@@ -288,7 +294,7 @@ class HFWeights(Mapping[str, Tensor]):
         return self._last[1][name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._first  # the default would read the tensor
+        return name in self._first  # the method of Mapping would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._first)

@@ -1,4 +1,4 @@
-"""Settings of a model of transformers. No torch here, so that a missing folder is reported at once."""
+"""Settings of a model of transformers. Does not import torch, so that a missing folder is reported at once."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from zero.trainer.data.tokenizer import FILE, SETTINGS
 
 
 class HFConfig(Section):
-    """A causal language model of transformers."""
+    """Settings of model=hf: a causal language model of transformers."""
 
     section_key = "model"
 

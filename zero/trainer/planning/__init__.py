@@ -1,4 +1,4 @@
-"""Memory and time of a run from shapes alone, and numbers for every setting that is auto."""
+"""Prediction of a run's memory and time from shapes alone, and values for every setting that is auto."""
 
 from zero.engine.measured import measured as measured
 from zero.trainer.planning.activations import Activations as Activations

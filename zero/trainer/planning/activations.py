@@ -16,30 +16,31 @@ from zero.trainer.planning.tracing import META, Traced, trace
 from zero.trainer.task import loss_of
 
 HEAP: Mapping[str, float] = {"keep": 1.5, "remat": 2.5}
-"""Growth of a process's heap for a byte of activations on a CPU, by `zero.activations`: freed tensors leave holes that
-others do not fit in. Measured with `benchmarks/plan_memory.py` (glibc 2.36, `launch.malloc=raised`): 1.4 to 1.7 and
-2.5 to 3.4, the higher the smaller the model. With `lean`, which maps large tensors apart, it is 1."""
+"""Growth of a process's heap on a CPU per byte of activations, by `zero.activations`. It is above 1, because freed
+tensors leave holes that other tensors do not fit in. Measured with `benchmarks/plan_memory.py` (glibc 2.36,
+`launch.malloc=raised`): 1.4 to 1.7 for keep and 2.5 to 3.4 for remat, the higher the smaller the model. With
+`launch.malloc=lean`, which maps large tensors separately, it is 1."""
 
 
 _Units = frozenset[int]
 
 
 class PlanArguments(TypedDict):
-    """Arguments of `Plan` about a microbatch."""
+    """Arguments of `Plan` for the activations of a microbatch."""
 
     activation_bytes: int
     host_activation_bytes: int
 
 
 class Activations:
-    """Bytes and work of microbatches of a run; each shape is traced once.
+    """Activation bytes and work of a run's microbatches. Each shape is traced once and cached.
 
     Args:
-        config: its batch may still be auto.
+        config: settings of the run; the batch may still be auto.
         model: built under `zero.empty()`, or on any device.
 
     Attributes:
-        unit_names: of the model's units, in the order of forward.
+        unit_names: names of the model's units, in the order of forward.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
@@ -51,13 +52,13 @@ class Activations:
         self._traced: dict[tuple[int, int, _Units, _Units, bool], Traced] = {}
 
     def resolved(self, config: Config) -> "Activations":
-        """Return those of the same run with other settings of activations; traces are shared."""
+        """Return a copy for the same run with other settings, such as other activations; both share their traces."""
         other = copy(self)
         other._config = config
         return other
 
     def lighter(self, rows: int, device: str) -> dict[str, int]:
-        """Map settings that lower the bytes of a microbatch of `rows` rows, in words, to the bytes with them."""
+        """Return settings that may lower the bytes of a microbatch of `rows` rows: advice -> bytes with that advice."""
         settings: dict[str, int] = {}
         if self._config.zero.activations != "remat":
             settings["set zero.activations=remat"] = self.bytes(rows, device, remat=True)
@@ -68,14 +69,14 @@ class Activations:
         return settings
 
     def of(self, rows: int, device: str, *, remat: bool | None = None, seq: int | None = None) -> Traced:
-        """Trace a microbatch of `rows` rows; its peak is at least that of a validation.
+        """Return the trace of a microbatch of `rows` rows. Its peak is at least that of a validation.
 
-        A model without a trainable parameter is only validated.
+        For a model without trainable parameters only a validation is traced.
 
         Args:
-            device: "cpu", where offload is keep, or "cuda".
-            remat: whether activations are computed again; None: as the run has it.
-            seq: tokens of a row; None: as the run has it.
+            device: "cuda" or "cpu". On a CPU the policy offload is the same as keep.
+            remat: True: recompute the activations of every unit; False: of none; None: as in the settings.
+            seq: tokens of a row; None: as in the settings.
         """
         seq = seq or self._config.model.seq
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
@@ -91,9 +92,9 @@ class Activations:
         return traced._replace(peak_bytes=max(traced.peak_bytes, evaluated.peak_bytes))
 
     def bytes(self, rows: int, device: str, *, remat: bool | None = None, seq: int | None = None) -> int:
-        """Count the bytes to plan with for a microbatch of `rows` rows, on a CPU with the holes of its heap.
+        """Return the bytes to plan for a microbatch of `rows` rows; on a CPU with the growth of its heap, see `HEAP`.
 
-        Recomputing leaves more holes, but takes no more in all than keeping does.
+        Recomputation leaves more holes in the heap, but never takes more bytes in all than keeping activations does.
         """
         traced_bytes = self.of(rows, device, remat=remat, seq=seq).peak_bytes
         if device != "cpu" or self._config.launch.malloc == "lean":
@@ -110,7 +111,7 @@ class Activations:
         }
 
     def _units_with(self, word: str, remat: bool | None) -> _Units:
-        """Return the units whose activations are treated so; without backward there are none."""
+        """Return the indices of the units whose activation policy is `word`; none without backward."""
         if not self._splitting.trains or remat is False:
             return frozenset()
         by_pattern: dict[str, Any] = {"*": "remat"} if remat else self._config.zero.activations_by_pattern

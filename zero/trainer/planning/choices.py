@@ -1,4 +1,4 @@
-"""Every stage and preset that a machine could train a model with: memory, whether it fits, time of a step."""
+"""Plans for every stage and offload preset on a machine: memory, whether it fits, and the predicted time of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,21 +24,22 @@ from zero.trainer.planning.tracing import Traced
 STAGES = tuple(Stage(level) for level in range(4))
 
 ALIKE = 0.02
-"""Predictions that differ by less than this share count as equal: then fewer bytes moved and held decide."""
+"""Relative difference below which two predicted times count as equal. Then the bytes moved and the bytes held
+decide."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One stage and preset with the largest microbatch that fits.
+    """One stage and offload preset with the largest microbatch that fits.
 
     Attributes:
-        config: complete, with the batch as numbers.
-        preset: of offload; "config" for the offload of the config.
-        plan: on the machine; if it does not fit, on a machine without limits and with fewest buffers.
-        refusal: why it does not fit, in one line; None if it does.
-        lacks: the memories that are too small for one rank, and how many bytes more it would need.
-        seconds: predicted for one step.
-        moved_bytes: between ranks and between tiers, by one rank in one step.
+        config: all settings, with the batch as numbers.
+        preset: the offload preset; "config" for the offload settings of the user.
+        plan: the plan on the machine; if it does not fit, a plan without memory limits and with the fewest buffers.
+        refusal: why it does not fit, in one line; None if it fits.
+        lacks: missing bytes of one rank, by memory, for each memory that is too small.
+        seconds: predicted seconds of one step.
+        moved_bytes: bytes that one rank moves in one step, between ranks and between tiers.
     """
 
     config: Config
@@ -55,12 +56,12 @@ class Choice:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes on the device and the host, the scarce memories."""
+        """Bytes that one rank needs on the device and in host memory, the scarce memories."""
         return sum(nbytes for tier, nbytes in bytes_by_tier(self.plan).items() if tier != "nvme")
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Settings to type for it."""
+        """Settings to type for this choice."""
         _, micro, accumulate = self.config.batch.numbers()
         offload = () if self.preset == "config" else (f"offload={self.preset}",)
         batch = f"batch.micro={micro}", f"batch.accumulate={accumulate}"
@@ -68,7 +69,7 @@ class Choice:
 
 
 def bytes_by_tier(plan: Plan) -> dict[str, int]:
-    """Add up the bytes that one rank needs of each memory; a device that is the CPU counts as the host."""
+    """Return the bytes that one rank needs on each tier; if the CPU is the device, its bytes count as host memory."""
     needs = {tier: sum(kinds.values()) for tier, kinds in plan.bytes.items()}
     if plan.world.compute.shares_memory:
         needs["host"] = needs.pop("device") + needs.get("host", 0)
@@ -86,12 +87,13 @@ def choices(
     activations: Activations | None = None,
     progress: Progress = silent,
 ) -> list[Choice]:
-    """Plan every stage with every preset, each with the largest microbatch that fits.
+    """Plan every stage with every offload preset, each with the largest microbatch that fits.
 
     Args:
-        config: `zero.stage` is ignored; presets replace its offload, but "config" leaves it as it is.
-        activations: of this model, if they were counted before.
-        progress: receives the number of settings planned so far.
+        config: settings of the run. `zero.stage` is ignored. Presets replace the offload settings, except "config",
+            which keeps them.
+        activations: the traces of this model, if they exist already.
+        progress: called with the number of settings planned so far.
     """
     activations = activations or Activations(config, model)
     settings = ((with_setting(config, stage, preset), preset) for stage in stages for preset in presets)
@@ -101,9 +103,10 @@ def choices(
 
 
 def best(candidates: Sequence[Choice]) -> Choice | None:
-    """Return the fastest that fits.
+    """Return the fastest choice that fits; None if none does.
 
-    Of those alike the one that moves the fewest bytes, then the one that holds the fewest, then the lowest stage.
+    If predicted times are equal (see `ALIKE`), the choice that moves the fewest bytes is taken, then the one that holds
+    the fewest, then the lowest stage.
     """
     fitting = [choice for choice in candidates if choice.fits]
     if not fitting:
@@ -114,14 +117,14 @@ def best(candidates: Sequence[Choice]) -> Choice | None:
 
 
 def nearest(candidates: Sequence[Choice]) -> Choice:
-    """Return the one that lacks the fewest bytes."""
+    """Return the choice that lacks the fewest bytes of memory."""
     return min(candidates, key=lambda choice: sum(choice.lacks.values()))
 
 
 def plan_choice(
     config: Config, preset: str, machine: Machine, model: nn.Module, rates: Rates, activations: Activations
 ) -> Choice:
-    """Plan one setting with the largest microbatch that fits, or with the smallest if none does."""
+    """Return the choice for these settings with the largest microbatch that fits, or with the smallest if none does."""
     refusal, lacks = None, dict[str, int]()
     solved, plan = _largest_that_fits(config, machine, model, activations)
     rows = solved.batch.numbers()[1]
@@ -139,10 +142,10 @@ def plan_choice(
 def _largest_that_fits(
     config: Config, machine: Machine, model: nn.Module, activations: Activations
 ) -> tuple[Config, Plan | ConfigError]:
-    """Solve the batch and plan with it.
+    """Return the settings with the largest microbatch that fits and their plan, or with the smallest and its error.
 
-    A plan of a large model takes a quarter of a second, so the smallest microbatch is tried second: where it does not
-    fit, none does.
+    A plan of a large model takes a quarter of a second. So the smallest microbatch is tried second: if it does not fit,
+    none does.
     """
     room_bytes = machine.room.device if machine.device == "cuda" else machine.room.host
     *larger, smallest = batches(config, machine.ranks)
@@ -166,7 +169,7 @@ def _largest_that_fits(
 
 
 def largest(config: Config, machine: Machine, activations: Activations) -> Traced:
-    """Trace the largest microbatch that may be chosen, whether or not it fits; a probe takes its shapes from it."""
+    """Return the trace of the largest microbatch that may be chosen, even if it does not fit. Probes use its shapes."""
     return activations.of(next(batches(config, machine.ranks)).numbers()[1], machine.device)
 
 
@@ -177,11 +180,12 @@ def with_activations(config: Config, activations: str | Sequence[str]) -> Config
 
 
 def planned(config: Config, model: nn.Module, world: World, room: Room | None, activations: Activations) -> Plan:
-    """Plan these settings, whose batch is solved.
+    """Return the plan of these settings.
 
     Args:
-        room: bytes on each tier; None: what is free here and now.
-        activations: of this model, be it with other settings of `zero.activations`.
+        config: settings of the run; the batch is solved for the ranks of `world` if it is not yet.
+        room: free bytes of one rank on each tier; None: the bytes that are free on this machine now.
+        activations: the traces of this model, also from other settings of `zero.activations`.
 
     Raises:
         DoesNotFit: see `Plan`.
@@ -192,10 +196,10 @@ def planned(config: Config, model: nn.Module, world: World, room: Room | None, a
 
 
 def plan_of_run(config: Config, model: nn.Module, world: World, activations: Activations) -> Plan:
-    """Plan a run, whose settings have no auto left, with what is free here and now.
+    """Return the plan of a run for the memory that is free on this machine now. The settings have no auto left.
 
     Raises:
-        DoesNotFit: with settings that would lower the activations.
+        DoesNotFit: the message includes settings that would lower the activations.
     """
     try:
         return planned(config, model, world, None, activations)
@@ -204,7 +208,7 @@ def plan_of_run(config: Config, model: nn.Module, world: World, activations: Act
 
 
 def _advised(error: ConfigError, activations: Activations, rows: int, device: str) -> ConfigError:
-    """Add settings that would lower the activations, where those are more than half of what does not fit."""
+    """Return the error with advice that lowers the activations, if they are more than half of what does not fit."""
     if not isinstance(error, DoesNotFit) or 2 * error.activation_bytes <= error.needs_bytes:
         return error
     needs_bytes, now_bytes = error.needs_bytes, error.activation_bytes
@@ -214,7 +218,7 @@ def _advised(error: ConfigError, activations: Activations, rows: int, device: st
 
 
 def batches(config: Config, ranks: int) -> Iterator[Batch]:
-    """Yield the batch as numbers, the largest microbatch first; several where only `batch.global` is set."""
+    """Yield the possible batches as numbers, the largest microbatch first; several if only `batch.global` is set."""
     batch = config.batch
     if not batch.is_open:
         yield batch.solved(ranks)
@@ -226,7 +230,7 @@ def batches(config: Config, ranks: int) -> Iterator[Batch]:
 
 
 def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
-    """Return the settings with another stage and preset; None where the two do not go together."""
+    """Return the settings with another stage and offload preset; None if these two contradict each other."""
     offload = config.offload
     if preset != "config":
         offload = offload.model_copy(update=dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True)))
@@ -239,7 +243,7 @@ def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
 
 
 def _unlimited(config: Config, machine: Machine, model: nn.Module, activations: Activations) -> Plan:
-    """Plan without limits, with as few slots for pages as a plan has that does not fit otherwise."""
+    """Return a plan without memory limits, but with the fewest page slots, as a plan has when memory is short."""
     free: dict[str, int | None] = {"device_budget": None, "host_budget": None}
     if config.offload.read_ahead is None:
         free["read_ahead"] = 0
@@ -248,7 +252,7 @@ def _unlimited(config: Config, machine: Machine, model: nn.Module, activations: 
 
 
 def _lacks(plan: Plan, config: Config, machine: Machine) -> dict[str, int]:
-    """Map each memory that is too small for a plan to the bytes that it lacks."""
+    """Return the missing bytes of one rank, by memory, for each memory that is too small for the plan."""
     room, offload, needs = machine.room, config.offload, bytes_by_tier(plan)
     rooms = {
         "device": budget_bytes(offload.device_budget, room.device),

@@ -1,12 +1,12 @@
-"""The time of a step, estimated from a plan and rates: arithmetic only.
+"""Estimate of the time of a step from a plan and rates, by arithmetic alone.
 
-An update hides behind the next forward, so a lazy step lasts max(C_forward, O) + C_backward, with C the time to compute
-and O the time to move and update what is offloaded. Gathers hide behind the compute of other units, and
-reductions behind backward. What the device itself updates hides behind nothing. Of several microbatches the
-first forward hides the update, and at stages that keep parameters the gather; the last backward hides the reduction of
-what microbatches added up to.
+A deferred update overlaps with the next forward. So a step with lazy updates takes max(C_forward, O) + C_backward,
+where C is the time to compute and O the time to move and update offloaded state. Gathers overlap with the compute of
+other units, and reductions overlap with backward. Updates of state on the device overlap with nothing. With several
+microbatches the first forward overlaps with the update, and at stages that keep parameters also with the gather; the
+last backward overlaps with the reduction of the summed gradients.
 
-The estimate is for comparing settings. It leaves out the start-up of the first unit, imbalance of units, and that
+The estimate is for comparing settings. It leaves out the start of the first unit, differences between units, and that
 copies, disk and compute slow each other down.
 """
 
@@ -19,7 +19,7 @@ from zero.trainer.planning.tracing import Work
 
 
 def seconds_text(seconds: float) -> str:
-    """Write a time with its unit, in three digits or all those before the point."""
+    """Return a time with its unit: three significant digits below 100, whole numbers from 100 on."""
     unit, name = duration_unit(seconds)
     value = seconds / unit
     return f"{f'{value:.3g}' if value < 100 else f'{value:,.0f}'} {name}"
@@ -30,15 +30,15 @@ class Rates:
     """Rates at which one rank moves and computes, per second.
 
     Attributes:
-        flops: floating point operations in products of matrices, forward and backward.
-        attention_flops: in fused attention.
-        memory_bytes: read and written by all other operators.
-        launch_s: seconds that an operator takes beside its work.
-        copy_bytes: between host memory and the device, both ways together.
-        disk_bytes: read and written in turns, both together; this rank's share of its node's disk.
-        link_bytes, wire_bytes: received in a collective from ranks of the same node, and of other nodes.
+        flops: floating point operations in matrix products, forward and backward.
+        attention_flops: floating point operations in fused attention.
+        memory_bytes: bytes read and written by all other operators.
+        launch_s: seconds of overhead for each operator; not a rate.
+        copy_bytes: bytes copied between host memory and the device, both directions together.
+        disk_bytes: bytes read and written in turns, both together; this rank's share of its node's disk.
+        link_bytes, wire_bytes: bytes received in a collective from ranks of the same node, and of other nodes.
         update_numel, host_update_numel: parameters that the optimizer updates, on the device and by the host's threads.
-        source: where these numbers come from.
+        source: text about the origin of these numbers.
     """
 
     flops: float
@@ -55,7 +55,7 @@ class Rates:
 
 
 def compute_seconds(work: Work, rates: Rates) -> float:
-    """Estimate the time of a work, each of its parts at its rate."""
+    """Return the estimated seconds of `work`, the sum of its parts, each at its rate."""
     return (
         work.flops / rates.flops
         + work.attention_flops / rates.attention_flops
@@ -65,17 +65,17 @@ def compute_seconds(work: Work, rates: Rates) -> float:
 
 
 def step_seconds(plan: Plan, rates: Rates, forward: Work, backward: Work) -> float:
-    """Predict the time of one step.
+    """Return the predicted seconds of one step.
 
     Args:
-        forward, backward: of one microbatch; recomputation counts as backward.
+        forward, backward: work of one microbatch; recomputation counts as backward.
     """
     moved, count, on_cpu = traffic(plan), plan.accumulate, plan.world.compute.shares_memory
     numel = sum(plan.update_numel(unit) for unit in plan.units)
     written_bytes = 2 * plan.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
     forward_s = compute_seconds(forward, rates)
-    backward_s = compute_seconds(backward + Work(nbytes=written_bytes), rates)  # gradients go into their flats
-    hidden_numel = 0 if on_cpu else moved.offloaded_numel  # a CPU's cores compute: the store's threads take them away
+    backward_s = compute_seconds(backward + Work(nbytes=written_bytes), rates)  # copies into flat tensors
+    hidden_numel = 0 if on_cpu else moved.offloaded_numel  # on a CPU these updates take cores away from compute
     update_s = hidden_numel / (rates.host_update_numel if plan.offload.compute == "host" else rates.update_numel)
     offload_s = max(_moving(moved.update, rates, on_cpu)[0], update_s)
     in_place_s = max(0, numel - hidden_numel) / rates.update_numel
@@ -92,9 +92,10 @@ def step_seconds(plan: Plan, rates: Rates, forward: Work, backward: Work) -> flo
 
 
 def _moving(load: Load, rates: Rates, on_cpu: bool) -> tuple[float, float]:
-    """Return the seconds that hide behind compute, all ways at once, and those that do not.
+    """Return the seconds of transfers that overlap with compute, and of those that do not.
 
-    On a CPU the cores copy what goes to other ranks, so that time does not hide.
+    Transfers by disk, copy and network run at the same time, so the slowest counts. On a CPU the cores themselves copy
+    data for other ranks, so that time does not overlap.
     """
     disk_s, copy_s = load.disk / rates.disk_bytes, load.copy / rates.copy_bytes
     link_s = (load.link - load.wire) / rates.link_bytes + load.wire / rates.wire_bytes

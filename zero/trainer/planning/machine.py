@@ -1,4 +1,4 @@
-"""The machine that a plan is for: this one, or one that is described by numbers alone."""
+"""The machine that a plan is for: this machine, or one that is described by settings alone."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,11 +15,11 @@ from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
 
 NODE_RANKS = 8
-"""Ranks on a node, unless `plan.ranks_per_node` says otherwise."""
+"""Ranks on a node of a described machine, unless `plan.ranks_per_node` is set."""
 
 
 class PaperWorld(World):
-    """Rank 0 of a world that has a size and a device, and no other ranks."""
+    """Rank 0 of a world for planning: a size and a device, but no other ranks. Collectives raise WorldError."""
 
     def __init__(self, size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> None:
         super().__init__(0, size, device=device, timeout_s=1.0)
@@ -36,12 +36,12 @@ class Machine:
     """The memory and disk of a machine.
 
     Attributes:
-        ranks: in all.
-        ranks_per_node: that share `host_bytes` and `disk_bytes`.
-        device_bytes: free on the GPU of each rank; 0 where the CPU computes.
-        host_bytes, disk_bytes: free on each node, for all its ranks together.
-        paper: some numbers were described and not read here, so nothing can be measured.
-        links: rates between ranks that were measured, by their names in `Rates`.
+        ranks: number of ranks on all nodes.
+        ranks_per_node: number of ranks that share `host_bytes` and `disk_bytes`.
+        device_bytes: bytes free on the GPU of each rank; 0 if the CPU computes.
+        host_bytes, disk_bytes: bytes free on each node, for all its ranks together.
+        paper: whether some numbers were described in settings instead of read here, so that nothing can be measured.
+        links: measured rates between ranks, by their names in `Rates`.
     """
 
     ranks: int
@@ -55,7 +55,10 @@ class Machine:
 
     @staticmethod
     def of(config: Config, world: World) -> "Machine":
-        """Read what the ranks of a running world may take; the least of any rank counts. Collective."""
+        """Return this machine with the memory and disk that the ranks of a running world may take. Collective.
+
+        The smallest numbers of any rank count.
+        """
         on_host = usable_host_bytes(config.offload, free_host_bytes(), device_is_host=world.compute.shares_memory)
         here = (_usable_bytes(config, world.compute), on_host, _disk_bytes(config))
         least = world.exchange(torch.tensor(here, device="cpu"), what="free memory").amin(dim=0).tolist()
@@ -63,7 +66,9 @@ class Machine:
 
     @staticmethod
     def described(config: Config) -> "Machine":
-        """Return the machine of `plan.*`, and for each auto this machine. With a `plan.device_memory` it has GPUs.
+        """Return the machine that the settings `plan.*` describe; numbers that are auto are read from this machine.
+
+        A machine with a `plan.device_memory` has GPUs.
 
         Raises:
             ConfigError: `launch.ranks` are the ranks of one machine, and this one has fewer GPUs.
@@ -97,7 +102,7 @@ class Machine:
 
     @property
     def world(self) -> PaperWorld:
-        """Rank 0 of the machine, to plan with."""
+        """A world of the machine's size for planning, without other ranks."""
         return PaperWorld(self.ranks, local_size=self.ranks_per_node, device=self.device)
 
     def __str__(self) -> str:

@@ -59,26 +59,27 @@ CPU = Rates(
 GPU_FP32_FLOPS, GPU_TF32_FLOPS = 2e13, 7.5e13
 
 PROBE_FLOPS: Mapping[str, float] = {"cpu": 1e8, "cuda": 1e12}
-"""The most operations of a product that is timed, for each thread of a CPU: about a millisecond. A longer one is no
-faster, and is disturbed more often by other work of the machine."""
+"""Largest number of operations of a matrix product that is timed, for each thread of a CPU or for a GPU: about a
+millisecond. A longer product reaches no higher rate, and other work of the machine disturbs it more often."""
 
 PROBE_PRODUCTS = 16
-"""The number of products that are timed: those with the most operations."""
+"""Number of matrix products that are timed: those with the most operations."""
 
 PROBE_S: Mapping[str, float] = {"products": 0.6, "attention": 0.2, "elementwise": 0.15, "launches": 0.05, "other": 0.2}
-"""Seconds for which turns are repeated."""
+"""Seconds for which each probe is repeated."""
 
 PROBE_DISK_BYTES, PROBE_DISK_S = 64 * 2**20, 1.0
 PROBE_COPY_BYTES, PROBE_NUMEL = 64 * 2**20, 4 * 2**20
 PROBE_GATHER_BYTES: Mapping[str, int] = {"cpu": 2**20, "cuda": 2**25}
-"""Bytes of each rank. On a wire of 100 Mbit/s it takes a CPU's ranks a tenth of a second."""
+"""Bytes that each rank contributes to a timed gather. On a network of 100 Mbit/s, ranks on CPUs take a tenth of a
+second."""
 MOST_GATHERED_BYTES = 2**29
-"""A limit on the bytes of all ranks together, for thousands of ranks."""
+"""Limit on the bytes of a timed gather over all ranks together, which matters with many ranks."""
 PROBE_GATHERS = 4
 
 
 def assumed(config: Config, machine: Machine) -> Rates:
-    """Return round numbers for this type of machine, with the links that were measured."""
+    """Return assumed round rates for this type of machine, with the measured rates of links if there are any."""
     rates = GPU if machine.device == "cuda" else CPU
     rates = replace(rates, disk_bytes=rates.disk_bytes / machine.ranks_per_node)
     if machine.device == "cuda" and config.precision.compute == "fp32":
@@ -89,9 +90,10 @@ def assumed(config: Config, machine: Machine) -> Rates:
 
 
 def between_ranks(world: World) -> dict[str, float]:
-    """Measure gathers within each node and across nodes, in which all ranks take part at once. Collective.
+    """Return measured rates of gathers within each node and across nodes, with all ranks at the same time. Collective.
 
-    The best of several turns counts, and the slowest rank. Empty unless several nodes have equally many ranks.
+    Each rank's fastest of several gathers counts, and of all ranks the slowest. Empty unless several nodes have equally
+    many ranks.
     """
     if world.local_size == world.size or not world.nodes_alike or world.size % world.local_size:
         return {}
@@ -114,19 +116,19 @@ def between_ranks(world: World) -> dict[str, float]:
 
 
 def measured(config: Config, machine: Machine, traced: Traced, *, disk: bool, progress: Progress = silent) -> Rates:
-    """Measure this machine: the parts of a microbatch, the optimizer, copies, and the disk if it is used.
+    """Return rates measured on this machine: operators of a microbatch, the optimizer, copies, and the disk if used.
 
-    The best of several turns counts, as a machine without other work would have it. Links between ranks are assumed,
-    unless the machine has measured ones. Takes two or three seconds, one of them for the disk, and some tens of
-    megabytes.
+    The fastest of several repetitions counts, because other work of the machine slows the others. Rates of links
+    between ranks are assumed, unless `machine` has measured ones. Takes two or three seconds, one of them for the disk,
+    and some tens of megabytes.
 
     Args:
-        traced: a microbatch, whose own products and sizes are timed.
+        traced: the trace of a microbatch, whose matrix products and tensor sizes are timed.
         disk: whether something may be offloaded to `offload.path`.
-        progress: receives the number of rates known so far.
+        progress: called with the number of rates measured so far.
 
     Raises:
-        StoreError: no file can be made there, or the disk reports an error; nothing else was measured yet.
+        StoreError: no file can be made at `offload.path`, or the disk reports an error. The disk is measured first.
     """
     device, rates = compute_device(torch.device(machine.device)), assumed(config, machine)
     probes: dict[str, Callable[[], float]] = {}
@@ -167,9 +169,9 @@ def _source(known: Mapping[str, float], rates: Rates, machine: Machine) -> str:
 def with_disk_or_without(
     config: Config, machine: Machine, traced: Traced, progress: Progress = silent
 ) -> tuple[Machine, Rates, list[str]]:
-    """Measure a machine whose disk is optional; returns it, its rates and notes.
+    """Measure a machine, with its disk if possible; returns the machine, its rates and notes.
 
-    Where no file can be made on the disk, the machine returned has none and a note says why.
+    If no file can be made on the disk, the returned machine has no disk and a note gives the reason.
     """
     try:
         return machine, measured(config, machine, traced, disk=True, progress=progress), []
@@ -180,7 +182,10 @@ def with_disk_or_without(
 
 
 def _fastest_s(works: Sequence[Callable[[], object]], device: Device, limit_s: float) -> list[float]:
-    """Time each work in turns for `limit_s` and return its fastest. A first turn, which may load code, is not timed."""
+    """Call all functions of `works` in turn for `limit_s` seconds; returns the shortest time of each.
+
+    A first turn, which may load code, is not timed.
+    """
     for work in works:
         work()
     device.join()
@@ -196,13 +201,13 @@ def _fastest_s(works: Sequence[Callable[[], object]], device: Device, limit_s: f
 
 
 def _disk_bytes(config: Config) -> float:
-    """Measure bytes read and written per second; 0 if the disk did not answer in time."""
+    """Measure the bytes that the disk reads and writes per second; 0 if it did not answer in time."""
     folders = folders_of(config.offload.paths)
     return 2 * sum(probe(folder, size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S) for folder in folders)
 
 
 def _flops(config: Config, traced: Traced, device: Device) -> float:
-    """Measure operations per second of a microbatch's products, each at its own shape, shortened if it is long."""
+    """Measure the operations per second of a microbatch's matrix products, each at its own shape, shortened if long."""
     compute = build_precision(config).compute
     by_weight = sorted(traced.products, key=lambda product: -product.flops * traced.products[product])
     if not by_weight:
@@ -232,7 +237,7 @@ def _multiply(product: Product, compute: torch.dtype, device: Device) -> Callabl
 
 
 def _attention_flops(config: Config, traced: Traced, device: Device) -> float:
-    """Measure operations per second of fused attention, forward and backward, with fewer heads and tokens."""
+    """Measure the operations per second of fused attention, forward and backward; large shapes are reduced."""
     assert traced.attention is not None
     rows, heads, tokens, channels = traced.attention
     heads, compute = rows * heads, build_precision(config).compute
@@ -254,9 +259,9 @@ def _attention_flops(config: Config, traced: Traced, device: Device) -> float:
 
 
 def _memory_bytes(config: Config, traced: Traced, device: Device) -> float:
-    """Measure bytes read and written per second by a block's other operators, on tensors as large as most of theirs.
+    """Measure the bytes read and written per second by elementwise operators of a block, at the median size of a trace.
 
-    There are more tensors than a cache holds.
+    They run on more tensors than a cache holds.
     """
     compute = build_precision(config).compute
     _, heads, _, channels = traced.attention or (1, 1, 1, 64)
@@ -276,7 +281,7 @@ def _memory_bytes(config: Config, traced: Traced, device: Device) -> float:
 
 
 def _launch_s(device: Device) -> float:
-    """Measure the seconds that an operator takes beside its work, in forward and backward."""
+    """Measure the seconds of overhead for each operator, in forward and backward."""
     x, count = torch.ones(1, device=device.device, requires_grad=True), 32
 
     def work() -> None:
@@ -289,7 +294,7 @@ def _launch_s(device: Device) -> float:
 
 
 def _update_numel(config: Config, device: Device) -> float:
-    """Measure parameters updated per second, with the norm of their gradient, in pieces as in the engine."""
+    """Measure the parameters updated per second, including the norm of their gradient, in pieces as in the engine."""
     optimizer, precision = build_optimizer(config), build_precision(config)
     now, kept = optimizer.groups[0](1)._replace(lr=0.0, weight_decay=0.0), Kept(precision.master, optimizer)
     grad = torch.zeros(PROBE_NUMEL, device=device.device)

@@ -1,10 +1,11 @@
-"""Replace `zero.activations=auto` unit by unit: as few units are computed again as the memories allow.
+"""Resolution of `zero.activations=auto` for each unit: as few units are recomputed as memory allows.
 
-The first units of forward do not keep their activations, because they would be held longest. As many as cost no time
-and as the host holds send theirs to the host; the units after them are computed again.
+Units at the beginning of forward do not keep their activations, because their activations would be held longest. The
+first of these units offload their activations to host memory, as many as the copies can overlap with forward and host
+memory can hold. The rest of these units are recomputed in backward.
 
-The other settings were chosen as if every unit were computed again, and stay so: activations get the room that the
-state leaves.
+All other settings were chosen as if every unit were recomputed, and do not change: activations get the memory that the
+state leaves free.
 """
 
 from bisect import bisect_left
@@ -23,28 +24,28 @@ from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
 
 CPU_LIBRARIES_BYTES = 16 * MiB
-"""Memory left to matrix products, code and threads of a process on a CPU, which no plan counts: 5 to 8 MB in
-`benchmarks/activations.py`. A GPU's libraries have `offload.reserve`."""
+"""Memory left free for matrix products, code and threads of a process on a CPU, which no plan counts: 5 to 8 MB in
+`benchmarks/activations.py`. For a GPU's libraries `offload.reserve` is left free."""
 
 
 def resolve_activations(
     config: Config, machine: Machine, model: nn.Module, activations: Activations, rates: Callable[[], Rates]
 ) -> tuple[Config, str]:
-    """Return the settings with a word for each unit, and these words as a sentence.
+    """Return the settings with an activation policy for each unit, and a sentence about them.
 
     Args:
-        config: computes every unit again, and fits; its batch is solved.
-        activations: of this model.
-        rates: called only where something has to leave the device.
+        config: settings that fit with every unit recomputed; the batch is in numbers.
+        activations: the traces of this model.
+        rates: called only if some units cannot keep their activations.
 
     Raises:
-        ConfigError: it does not fit after all.
+        ConfigError: `config` does not fit after all.
     """
     names = activations.unit_names
     least = planned(config, model, machine.world, machine.room, activations)
 
     def of(count: int, sent: int) -> Config:
-        """Return the settings where the first `sent` of `count` units offload, and the others are computed again."""
+        """Return the settings where the first `sent` of `count` units offload, and the rest of these are recomputed."""
         listed = [f"{name}:{'offload' if number < sent else 'remat'}" for number, name in enumerate(names[:count])]
         return config if count == len(names) and not sent else with_activations(config, listed or "keep")
 
@@ -58,9 +59,9 @@ def resolve_activations(
     count = sent = 0
     if not fits(0, 0):
         sent = 0 if machine.device == "cpu" else _largest_offload(config, machine, activations, least, rates())
-        while sent and not fits(len(names), sent):  # on its way back a unit takes more than a recomputed one
+        while sent and not fits(len(names), sent):  # in backward an offloaded unit takes more than a recomputed one
             sent -= 1
-        # `count = len(names)` fits, and more units that do not keep theirs never take more
+        # `count = len(names)` fits, and a larger `count` never takes more memory
         count = 1 + bisect_left(range(1, len(names)), True, key=lambda count: fits(count, sent))
     sent = min(count, sent)
     beside = f", {sent} sent to host memory beside forward" if sent else ""
@@ -68,9 +69,10 @@ def resolve_activations(
 
 
 def _largest_offload(config: Config, machine: Machine, activations: Activations, least: Plan, rates: Rates) -> int:
-    """Count the units, from the first on, whose activations a GPU can send to the host while forward computes.
+    """Return how many units, from the first on, can copy their activations to the host while a GPU computes forward.
 
-    Backward takes longer than forward, so their way back hides as well. The host must hold them beside its state.
+    The copies back overlap as well, because backward takes longer than forward. Host memory must hold the activations
+    beside the state.
     """
     rows = config.batch.solved(machine.ranks).numbers()[1]
     room_bytes = budget_bytes(config.offload.host_budget, machine.room.host) - least.placement.bytes["host"]
@@ -85,7 +87,10 @@ def _largest_offload(config: Config, machine: Machine, activations: Activations,
 
 
 def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:
-    """Whether a CPU's libraries have room; a GPU's were counted before anything was placed."""
+    """Return whether the plan leaves `CPU_LIBRARIES_BYTES` free on a CPU.
+
+    On a GPU `offload.reserve` was subtracted before anything was placed.
+    """
     if machine.device != "cpu":
         return True
     needs_bytes = plan.placement.bytes["device"] + plan.placement.bytes["host"]
@@ -93,6 +98,6 @@ def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:
 
 
 def _state_of(plan: Plan) -> tuple[object, ...]:
-    """Return where everything but activations is, and the buffers that it passes through."""
+    """Return the placement of everything but activations, and the buffers it uses, to compare plans."""
     placed = plan.placement
     return placed.param, placed.grad, dict(placed.optimizer), plan.secondary, plan.arena_slots

@@ -1,6 +1,6 @@
-"""Replace `auto` by numbers: `zero.stage=auto`, `batch.micro=auto`, each with the reason.
+"""Resolution of settings that are auto, such as `zero.stage` and `batch.micro`, each with the reason.
 
-Rank 0 decides by the least that any rank has free, and sends its decision to the others.
+Rank 0 decides by the least memory that any rank has free, and sends the settings to the other ranks.
 """
 
 import json
@@ -28,10 +28,10 @@ from zero.trainer.planning.resolve_activations import resolve_activations
 
 
 class Resolved(NamedTuple):
-    """A run without `auto`.
+    """The settings of a run without auto.
 
     Attributes:
-        step_s: predicted for one step; None where no rates were measured, as no settings had to be compared.
+        step_s: predicted seconds of one step; None if no rates were measured, because no settings had to be compared.
     """
 
     config: Config
@@ -41,19 +41,19 @@ class Resolved(NamedTuple):
 def resolve_auto(
     config: Config, model: nn.Module, world: World, tracker: Tracker, activations: Activations | None = None
 ) -> Resolved:
-    """Return the same run with stage, offload and batch as numbers. Collective, unless nothing is auto.
+    """Return the settings with stage, offload, batch and activations resolved. Collective, unless nothing is auto.
 
-    A run whose batch fits in one microbatch gets exactly that. Where `zero.stage` is a number only the batch is
-    resolved, and `offload=auto` stays: the plan places each state on the fastest tier with room.
+    A batch that fits in one microbatch is one microbatch. If `zero.stage` is a number, `offload=auto` stays: the plan
+    places each state on the fastest tier with room.
 
     Args:
-        config: not yet solved for this world: `config.on(world.size)` would fix the microbatch.
+        config: settings before `config.on(world.size)`, which would fix the microbatch.
         model: built under `zero.empty()`.
-        tracker: shows what was chosen and why, and on rank 0 how far probes and comparisons are.
-        activations: of this model, if they were counted before.
+        tracker: shows the choices and their reasons, and on rank 0 the progress of probes and comparisons.
+        activations: the traces of this model, if they exist already.
 
     Raises:
-        ConfigError: on every rank: nothing fits; with the numbers and the key to change.
+        ConfigError: on every rank: nothing fits. The message has the numbers and the setting to change.
     """
     settled = config.zero.stage != "auto" and config.zero.activations != "auto"
     several_microbatches = config.batch.is_open and config.batch.solved(world.size).numbers()[1] > 1
@@ -82,13 +82,13 @@ def resolve_auto(
 def _choose_activations(
     config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
 ) -> tuple[Config, list[str], Rates | None]:
-    """Choose all else as if every unit were computed again; then let as many units as fit keep their activations.
+    """Choose all other settings as if every unit were recomputed; then keep the activations of as many units as fit.
 
     Returns:
         As `_choose`.
 
     Raises:
-        ConfigError: nothing fits, even so.
+        ConfigError: nothing fits even if every unit is recomputed.
     """
     least = with_activations(config, "remat")
     chosen, reasons, compared_by = _choose(least, machine, model, activations.resolved(least), progress)
@@ -106,7 +106,7 @@ def _choose_activations(
 
 
 def _predicted(config: Config, machine: Machine, model: nn.Module, activations: Activations, rates: Rates) -> float:
-    """Predict the seconds of a step with these settings, whose batch is solved."""
+    """Return the predicted seconds of a step with these settings, whose batch is in numbers."""
     rows = config.batch.solved(machine.ranks).numbers()[1]
     plan = planned(config, model, machine.world, machine.room, activations)
     traced = activations.resolved(config).of(rows, machine.device)
@@ -116,11 +116,7 @@ def _predicted(config: Config, machine: Machine, model: nn.Module, activations: 
 def _choose(
     config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
 ) -> tuple[Config, list[str], Rates | None]:
-    """Return the best settings, the reasons in a line each, and the rates that settings were compared by, if any.
-
-    Raises:
-        ConfigError: none fits.
-    """
+    """Return the best settings, the reasons (a line each), and the rates that settings were compared by, or None."""
     level = config.zero.stage
     rates, notes = None, list[str]()
     presets: tuple[str, ...] = ("config",)
@@ -164,7 +160,7 @@ def _stage_reasons(winner: Choice, candidates: Sequence[Choice], source: str) ->
 
 
 def _batch_reasons(winner: Choice, config: Config, machine: Machine) -> list[str]:
-    """Return the reason for a batch in several microbatches; none if it fits at once."""
+    """Return a line with the reason for several microbatches; [] if there is one, or if the user has set them."""
     rows, micro, accumulate = winner.config.batch.numbers()
     if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
         return []

@@ -1,7 +1,7 @@
-"""The shape, dtype and strides of an operator's result, on meta.
+"""Shape, dtype and strides of the results of operators on meta tensors.
 
-torch can compute this itself, but for most arithmetic it imports sympy first: two seconds and 75 MB in every rank,
-measured with torch 2.13. These rules cover the operators of transformers; any other is left to torch.
+torch can compute them itself, but for most arithmetic it imports sympy first: two seconds and 75 MB in every rank,
+measured with torch 2.13. The rules here cover the operators of transformers; other operators are left to torch.
 `tests/trainer/test_planning.py` compares every rule with torch's own answer.
 """
 
@@ -19,7 +19,7 @@ Rule = Callable[..., Any]
 
 
 def result_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of `func` on meta tensors: new tensors, or those of its arguments that it returns."""
+    """Return the result of `func` on meta tensors: new tensors, or the arguments that `func` returns."""
     rule = _RULES.get(func)
     if rule is not None:
         return rule(*args, **kwargs)
@@ -31,7 +31,7 @@ def result_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the result for floating point tensors and numbers; None for anything else."""
+    """Return the result of a pointwise operator on floating point tensors and numbers; None for anything else."""
     tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
     plain = not kwargs and all(tensor.is_floating_point() for tensor in tensors)
     if not plain or func.overloadpacket in _TESTS or any(isinstance(value, complex) for value in args):
@@ -39,7 +39,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T
     if func._schema.is_mutable:
         return args[0] if func._schema.name.endswith("_") and isinstance(args[0], Tensor) else None
     shape = _broadcast([tensor.shape for tensor in tensors])
-    dtype = _widest([tensor for tensor in tensors if tensor.ndim] or tensors)  # numbers and 0-dim tensors follow
+    # beside larger tensors, numbers and 0-dim tensors do not change the dtype of the result
+    dtype = _widest([tensor for tensor in tensors if tensor.ndim] or tensors)
     if all(tensor.is_contiguous() for tensor in tensors if list(tensor.shape) == shape):
         return tensors[0].new_empty(shape, dtype=dtype)
     return tensors[0].new_empty_strided(shape, _strides([tensor.expand(shape) for tensor in tensors]), dtype=dtype)
@@ -52,7 +53,10 @@ def _broadcast(shapes: list[torch.Size]) -> list[int]:
 
 
 def _strides(tensors: list[Tensor]) -> list[int]:
-    """Return dense strides in the inputs' order of dimensions; the first input that tells two of them apart decides."""
+    """Return dense strides in the inputs' order of dimensions.
+
+    The order of two dimensions is decided by the first input whose strides for them differ.
+    """
     shape = tensors[0].shape
 
     def order(left: int, right: int) -> int:
@@ -134,7 +138,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return the shape for experts, where rows of a or b, or the inner dimension, are in groups."""
+    """Return the result of a grouped matrix product (experts): a, b or the inner dimension is in groups."""
     groups = (offsets.shape[0],) if offsets is not None and a.ndim == b.ndim == 2 else b.shape[:-2] * (a.ndim == 3)
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
@@ -148,13 +152,13 @@ def _embedding(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and one fp32 number per row of scores, stored as (b, t, h)."""
+    """Return the output, and one fp32 number per row of scores: (b, h, t), stored as (b, t, h)."""
     b, h, t, _d = query.shape
     return _alike(query), query.new_empty((b, t, h), dtype=torch.float32).transpose(1, 2)
 
 
 def _value(x: Tensor) -> bool | int | float:
-    """Return true or one, because code that reads a value usually takes that branch."""
+    """Return true or one for the value of a meta tensor, because code that reads a value usually takes that branch."""
     return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
 
 

@@ -1,4 +1,4 @@
-"""The text of mode=plan: every stage and preset side by side, what fits; and a plan against what was measured."""
+"""The text of mode=plan: a table of all stages and offload presets; and a table of planned and measured bytes."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,23 +26,24 @@ from zero.trainer.planning.resolve_activations import resolve_activations
 from zero.trainer.task import build_task
 
 COLUMNS = 80
-"""Width of sentences, for terminals of 80 columns. Text to copy stays on one line."""
+"""Width of wrapped sentences, in characters. Commands to copy stay on one line."""
 
 NOT_REPEATED = (
     *("mode", "zero.stage", "offload", "offload.optimizer", "offload.param", "offload.grad"),
     *("batch.micro", "batch.accumulate", "batch.global", "launch.ranks"),
 )
-"""Keys of a command line that the proposed command line sets itself; and all of `plan.*`."""
+"""Keys that the proposed command line sets itself, so that those of the user's command line are left out. Keys of
+`plan.*` are left out as well."""
 
 
 def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]:
-    """Return the text of mode=plan, and whether anything fits.
+    """Return the text of mode=plan, and whether any choice fits.
 
     Args:
         overrides: the user's command line, to be repeated in the proposed one.
 
     Raises:
-        ConfigError: the batch does not divide over the ranks, or a setting that no plan can be made with.
+        ConfigError: the batch does not divide over the ranks, or no plan can be made with a setting.
     """
     machine = Machine.described(config)
     config, notes = _with_rows(config, machine.ranks)
@@ -88,10 +89,10 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
 def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]]) -> str:
     """Return a table of planned and measured bytes of each tier.
 
-    Activations exist within a step only: their line says that they were not measured.
+    The line of activations says that they were not measured, because activations exist only within a step.
 
     Args:
-        measured: as `zero.engine.measured` returns it.
+        measured: the result of `zero.engine.measured`.
     """
     planned = {tier: sum(n for kind, n in kinds.items() if kind != "activations") for tier, kinds in plan.bytes.items()}
     held = {tier: sum(kinds.values()) for tier, kinds in measured.items()}
@@ -105,7 +106,7 @@ def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]]) -> s
 
 
 def _with_rows(config: Config, ranks: int) -> tuple[Config, list[str]]:
-    """Raise a batch of fewer rows than ranks to a row for each rank; also returns a note about it."""
+    """Return the settings with a batch of at least one row for each rank, and a note if the batch was smaller."""
     rows = config.batch.global_
     if rows == "auto" or rows >= ranks:
         return config, []
@@ -116,7 +117,7 @@ def _with_rows(config: Config, ranks: int) -> tuple[Config, list[str]]:
 def _answer(
     winner: Choice | None, candidates: Sequence[Choice], machine: Machine, overrides: Sequence[str]
 ) -> Iterator[str]:
-    """Yield what fits best and what to type for it; or what is nearest to fitting."""
+    """Yield the best choice that fits and the command for it, or the choice that is nearest to fitting."""
     if winner is None:
         least = nearest(candidates)
         yield from _sentence(f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}")
@@ -141,7 +142,7 @@ def _answer(
 
 
 def _summary(candidates: Sequence[Choice], machine: Machine) -> Iterator[str]:
-    """Yield a line for each setting, and below them each refusal that is not about memory once."""
+    """Yield the table of choices, and below it, once each, the errors that are not about memory."""
     tiers = [tier for tier in TIERS if tier != "device" or machine.device == "cuda"]
     winner = best(candidates)
     heads = "".join(f"{tier:>11}" for tier in tiers)
@@ -166,7 +167,7 @@ def _cells(choice: Choice, tiers: Sequence[str]) -> str:
 
 
 def _details(candidates: Sequence[Choice]) -> Iterator[str]:
-    """Yield a block for each preset: tier and kind x stage."""
+    """Yield a table of bytes for each preset: a row for each tier and kind, a column for each stage."""
     for preset in dict.fromkeys(choice.preset for choice in candidates):
         plans = [choice.plan for choice in candidates if choice.preset == preset]
         bytes_of = [plan.bytes for plan in plans]

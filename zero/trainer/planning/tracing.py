@@ -1,12 +1,12 @@
-"""Peak activation bytes and work of one microbatch's forward and backward, by running them on meta tensors.
+"""Peak activation bytes and work of one microbatch, found by running forward and backward on meta tensors.
 
-The model runs once on meta, where a tensor has a shape and no memory, through the same unit calls as in the engine:
-sites of the plan's splitting, the engine's own recomputation, each parameter's gradient dropped as soon as it is made
-(the engine copies it into a flat that is counted elsewhere). Every new storage is counted while it lives. Parameters
-are left out: the engine packs away what a graph would keep of them.
+Meta tensors have a shape and no memory. The model runs once, with the same calls of units as in the engine: the sites
+of the plan, and the engine's own recomputation. Each parameter's gradient is dropped as soon as it is computed, because
+the engine copies it into a flat tensor that is counted elsewhere. Every new storage is counted while it exists.
+Parameters are not counted, because the engine's saved-tensor hooks do not keep them.
 
-Memory that a kernel allocates for itself is not counted. Attention is that of the CPU's fused kernel, which keeps what
-those of GPUs keep: inputs, output, and one number per row.
+Memory that a kernel allocates for itself is not counted. Attention is traced with the CPU's fused kernel, which saves
+the same tensors as the fused kernels of GPUs: inputs, output, and one number per row.
 """
 
 import copy
@@ -37,16 +37,16 @@ aten = torch.ops.aten
 META = torch.device("meta")
 
 AT_ONCE = 2**62
-"""A sequence number for autograd, which runs ready nodes in the order of these numbers, largest first."""
+"""A sequence number that makes autograd run a node as soon as it is ready, because it runs the largest number first."""
 
 
 class Work(NamedTuple):
-    """Work of operators, in parts that a machine does at different rates."""
+    """Work of operators, divided into parts that a machine does at different rates."""
 
     flops: float = 0
-    """Operations of matrix products."""
+    """Floating point operations of matrix products."""
     attention_flops: float = 0
-    """Operations of fused attention, as if nothing were masked."""
+    """Floating point operations of fused attention, as if nothing were masked."""
     nbytes: float = 0
     """Bytes read and written by all other operators."""
     launches: float = 0
@@ -58,21 +58,21 @@ class Work(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Matrices (m, k) times matrices (k, n)."""
+    """A matrix product (batch, m, k) x (batch, k, n)."""
 
     batch: int
     m: int
     k: int
     n: int
     turned: tuple[bool, bool]
-    """Whether each factor is stored column by column."""
+    """Whether each factor is stored column by column (column-major)."""
 
     @property
     def flops(self) -> float:
         return 2.0 * self.batch * self.m * self.k * self.n
 
     def shortened(self, flops: float) -> "Product":
-        """Halve the longest sides until at most `flops` operations are left."""
+        """Return the product with its longest sides halved until at most `flops` operations are left."""
         if self.flops <= max(flops, 2.0):
             return self
         side = max(("batch", "m", "k", "n"), key=lambda name: getattr(self, name))
@@ -88,13 +88,13 @@ class Traced(NamedTuple):
     """Host memory for offloaded activations."""
     forward: Work
     backward: Work
-    """Includes recomputation."""
+    """Work of backward, including recomputation."""
     products: Mapping[Product, int]
     """Each product and how often it is computed."""
     attention: tuple[int, ...] | None
     """Shape of a query: rows, heads, tokens and channels; None without fused attention."""
     elementwise_numel: int
-    """Median size of the other operators' results, weighted by their bytes."""
+    """Median number of elements in results of operators other than products and attention, weighted by their bytes."""
 
 
 def trace(
@@ -108,17 +108,17 @@ def trace(
     offload: Collection[int] = (),
     backward: bool = True,
 ) -> Traced:
-    """Count one microbatch.
+    """Return the memory and work of one microbatch.
 
     Args:
-        model: its parameters may be on any device; it is copied, never changed.
-        splitting: of the model, as its plan has it.
-        loss: (model, microbatch) to a scalar, or to (scalar, more).
-        microbatch: tensors on meta, of the shapes that training has.
-        compute: dtype of parameters.
-        remat: the units, by index, whose activations are computed again in backward; or all, or none.
-        offload: the units whose activations are sent to host memory in between.
-        backward: also go backward; otherwise an evaluation is counted, without gradients.
+        model: a module with parameters on any device; it is copied, never changed.
+        splitting: the units of the model, as in its plan.
+        loss: maps (model, microbatch) to a scalar, or to a tuple that begins with a scalar.
+        microbatch: meta tensors, of the shapes that training has.
+        compute: dtype of the parameters.
+        remat: indices of the units whose activations are recomputed in backward; True: all units; False: none.
+        offload: indices of the units whose activations are in host memory between forward and backward.
+        backward: trace backward too; False: trace an evaluation, without gradients.
     """
     copied = _copy_on_meta(model, compute)
     values = {
@@ -131,7 +131,7 @@ def trace(
     host = _Host([*values.values()])
 
     def call(site: Site, body: Body, args: Any, kwargs: Any) -> Any:
-        """Run a site as `Gatherer.run` does."""
+        """Run a site on meta tensors in the same way as `Gatherer.run` does."""
         unit = site.units[0]
         held = {
             f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
@@ -172,7 +172,7 @@ def _arriving(parameter: Tensor) -> Tensor:
 
 
 class _Arrive(torch.autograd.Function):
-    """The identity, which drops the gradient that arrives."""
+    """The identity, whose backward drops the gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -184,17 +184,17 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Meta(Device):
-    """A device that copies nothing."""
+    """The meta device, whose copies do nothing."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         pass
 
 
 class _Host(OnHost):
-    """The engine's way to host memory and back, with blocks that have a size and no memory.
+    """The engine's offload of activations, with blocks of host memory that have a size and take no memory.
 
     Args:
-        parameters: tensors that a graph does not keep.
+        parameters: tensors that are not offloaded, because the engine does not save them.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -202,7 +202,7 @@ class _Host(OnHost):
         self._parameters = {tensor.untyped_storage()._cdata for tensor in parameters}
 
     def taking(self) -> AbstractContextManager[Any]:
-        """Send the tensors that autograd saves within the block."""
+        """Offload the tensors that autograd saves during the body."""
         return torch.autograd.graph.saved_tensors_hooks(self.keep, self.find)
 
     def keep(self, tensor: Tensor) -> Any:
@@ -212,19 +212,22 @@ class _Host(OnHost):
 
 
 class _Live(TorchDispatchMode):
-    """Adds up the storages that are alive, `known` ones left out.
+    """A dispatch mode that counts the bytes of storages while they exist, and the work of operators.
+
+    Args:
+        known: tensors whose storages are not counted.
 
     Attributes:
-        peak_bytes: the most there was at once.
-        work: so far; the caller resets it to count in parts.
+        peak_bytes: the most bytes that existed at once.
+        work: work so far; the caller resets it to count forward and backward separately.
         products, attention: see `Traced`.
-        made: bytes of operators that compute no product, by the number of elements of their results.
+        made: bytes that operators other than products and attention read and write, by the size of their results.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._held = known  # an address means a storage only while that lives
+        self._held = known  # keeps them alive, because an address identifies a storage only while it exists
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._live_bytes = self.peak_bytes = 0
         self.work = Work()
@@ -234,7 +237,7 @@ class _Live(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, and has nothing to compile here
+        return False  # True would make torch import its compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = result_of(func, args, kwargs or {})
@@ -245,7 +248,7 @@ class _Live(TorchDispatchMode):
         return made
 
     def _count(self, func: Any, args: Any, results: list[Tensor]) -> None:
-        """Add an operator to the work. A look-up reads as many bytes of its table as it returns."""
+        """Add an operator to the work. Of a look-up the table is not counted."""
         if func.is_view or func.overloadpacket in _FREE:
             return
         if product := _product(func, args):
@@ -277,7 +280,10 @@ class _Live(TorchDispatchMode):
 
 
 class _Fused(TorchFunctionMode):
-    """Attention as the CPU's fused kernel does it. On meta torch would choose the one that writes out all scores."""
+    """A mode that replaces attention by the CPU's fused kernel.
+
+    On meta tensors torch would choose the kernel that stores all scores.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -286,7 +292,7 @@ class _Fused(TorchFunctionMode):
 
 
 class _Fusing(nn.Module):
-    """A module that runs under `_Fused`, also when it is computed again in backward, where torch suspends modes."""
+    """A module that runs under `_Fused`, also when it is recomputed in backward, where torch suspends modes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -320,7 +326,7 @@ def _product(func: Any, args: Any) -> Product | None:
 
 
 def _median(made: Mapping[int, int]) -> int:
-    """Return the median of sizes, weighted by bytes."""
+    """Return the median of sizes (numbers of elements), weighted by bytes."""
     left = sum(made.values()) / 2
     for numel, nbytes in sorted(made.items(), reverse=True):
         left -= nbytes
@@ -338,4 +344,4 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (4.0, 0, 1),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (10.0, 1, 2),
 }
-"""Operations for each element of a query and each key; and the positions of these arguments."""
+"""Operations per element of the query and per key, and the argument positions of query and key, by kernel."""

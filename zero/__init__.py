@@ -1,7 +1,8 @@
 """Sharded data-parallel training (ZeRO) with CPU and NVMe offload for plain PyTorch.
 
-The names below follow a run: find the world, choose stage, precision and optimizer, make a plan for a model, open a
-store, init a state, make a step. They are imported on first use, so reading a configuration does not wait for torch.
+The names are listed in the order in which a script uses them: open a `World`, choose stage, precision and optimizer,
+make a `Plan` for a model, open a store, initialise a `State`, make a step. Each is imported on first use, so that a
+script can read its configuration before torch is imported.
 """
 
 from importlib import import_module, metadata

@@ -1,7 +1,7 @@
 """The command `zero-train`, or `python -m zero`: train.py with its conf/, and commands for a finished run.
 
 zero-train steps=10                  trains
-zero-train plan model=gpt_7b         a mode as a first word: mode=plan model=gpt_7b
+zero-train plan model=gpt_7b         the same as mode=plan model=gpt_7b
 zero-train report runs/DATE/TIME     one of `COMMANDS`
 """
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         try:
             with for_a_reader():
-                with signals_waiting():  # some import torch
+                with signals_waiting():  # some commands import torch
                     command = import_module(f"zero.trainer.commands.{COMMANDS[first]}")
                 exit_code: int = command.main(words[1:])
         except KeyboardInterrupt:

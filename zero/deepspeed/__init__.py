@@ -1,6 +1,6 @@
-"""DeepSpeed's interface: `import zero.deepspeed as deepspeed`, with modules that are named as DeepSpeed's.
+"""DeepSpeed's interface: `import zero.deepspeed as deepspeed`, whose modules have the names of DeepSpeed's modules.
 
-Nothing is imported before it is used, so a script may parse its arguments without waiting for torch.
+Names are imported on first use, so that a script can parse its arguments before torch is imported.
 """
 
 from importlib import import_module

@@ -15,8 +15,9 @@ _ZERO_ON_CPU = (
 
 
 class Accelerator:
-    """The device of this process. Other names are looked up in torch's module for the device, then in `torch`.
+    """The device of this process.
 
+    Attributes that it lacks are looked up in torch's module for the device, such as `torch.cuda`, then in `torch`.
     `device_index` is the index of a GPU; None: the current one. The CPU ignores it.
     """
 
@@ -31,7 +32,7 @@ class Accelerator:
         return self._name == "cpu"
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return "cuda:1", or "cuda" without an index; "cpu"."""
+        """Return the device's name: "cuda:1", "cuda" without an index, or "cpu"."""
         return self._name if device_index is None or self._is_cpu else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
@@ -51,11 +52,11 @@ class Accelerator:
         return "nccl" if self._name == "cuda" else "gloo"
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the free bytes of the device, or of the host."""
+        """Return the free memory of the device in bytes; on a CPU that of the host."""
         return psutil.virtual_memory().available if self._is_cpu else torch.accelerator.get_memory_info(device_index)[0]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device, or of the host."""
+        """Return the total memory of the device in bytes; on a CPU that of the host."""
         return psutil.virtual_memory().total if self._is_cpu else torch.accelerator.get_memory_info(device_index)[1]
 
     def is_bf16_supported(self) -> bool:
@@ -67,7 +68,7 @@ class Accelerator:
         return True
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return the tensor in page-locked memory; itself on the CPU. `align_bytes` has no effect."""
+        """Return `tensor` in page-locked memory; on a CPU `tensor` itself. `align_bytes` has no effect."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""DeepSpeed's activation checkpointing, which is torch's here."""
+"""DeepSpeed's functions for activation checkpointing, which call torch's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def configure(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: `checkpoint` has no settings.
+    """Do nothing, because `checkpoint` has no settings.
 
     Args:
         *args: ignored.
@@ -27,9 +27,9 @@ def configure(*args: Any, **kwargs: Any) -> None:
 
 
 def is_configured() -> bool:
-    """Return True: `checkpoint` needs no `configure`."""
+    """Return True, because `checkpoint` needs no `configure`."""
     return True
 
 
 def reset() -> None:
-    """Do nothing: nothing is kept between two calls."""
+    """Do nothing, because `checkpoint` keeps nothing between two calls."""

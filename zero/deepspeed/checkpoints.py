@@ -1,7 +1,7 @@
 """The part of an engine that saves and loads: checkpoints by tag, and full models.
 
-A checkpoint holds the training state, and of the loop: the client state, counts, settings of the optimizer's groups,
-and the scheduler.
+A checkpoint holds the sharded training state, and of the script's loop: the client state, counts of steps and samples,
+settings of the optimizer's groups, and the state of the scheduler.
 """
 
 import logging
@@ -39,7 +39,7 @@ LATEST = "latest"
 
 
 class LoopState(NamedTuple):
-    """The part of a loop that a checkpoint holds; empty in a checkpoint that no engine saved."""
+    """The state of the script's loop in a checkpoint; empty if the checkpoint was not saved by an engine."""
 
     client_state: dict[str, Any]
     micro_steps: int = 0
@@ -49,7 +49,7 @@ class LoopState(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The state as facts of `checkpoint.save`."""
+        """The state as JSON values, for the argument `facts` of `checkpoint.save`."""
         return {"engine": to_json(self._asdict())}
 
     @classmethod
@@ -59,20 +59,20 @@ class LoopState(NamedTuple):
 
 
 class LoadResult(NamedTuple):
-    """The result of torch's `load_state_dict`."""
+    """The result of loading a model, with the same fields as that of torch's `load_state_dict`."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class EngineCheckpoints(EngineInfo, ABC):
-    """The part of an engine that saves and loads."""
+    """The part of an engine that saves and loads checkpoints and full models."""
 
     lr_scheduler: Scheduler | None
     micro_steps: int
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Return every parameter in fp32 and every buffer, by all their names, on every rank's CPU. Collective.
+        """Return all parameters in fp32 and all buffers on every rank's CPU, tied ones under each name. Collective.
 
         Args:
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
@@ -89,7 +89,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         exclude_frozen_parameters: bool = False,
         **_: Any,
     ) -> Any:
-        """Return `module_state_dict`, in `destination` with `prefix` before each name, as torch's for a part."""
+        """Return `module_state_dict` with torch's arguments: `prefix` before each name, added to `destination`."""
         values = {} if destination is None else destination
         full = self.module_state_dict(exclude_frozen_parameters)
         values.update({f"{prefix}{name}": value for name, value in full.items()})
@@ -100,10 +100,10 @@ class EngineCheckpoints(EngineInfo, ABC):
 
         Args:
             state_dict: full values by name, the same on every rank; a tied parameter may have any of its names.
-            strict: raise if names are missing or unknown; otherwise leave them out.
+            strict: raise if names are missing or unknown; otherwise skip them.
 
         Raises:
-            ConfigError: `strict`, and names are missing or unknown; nothing has changed then.
+            ConfigError: `strict` is set, and names are missing or unknown. No value has changed then.
         """
         return _load_model(self.state, state_dict, strict=strict)
 
@@ -117,17 +117,18 @@ class EngineCheckpoints(EngineInfo, ABC):
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Write parameters in the dtype of compute, and buffers, to one file. Collective.
+        """Write parameters in the dtype of compute, and buffers, to one file, and return its path. Collective.
 
-        Rank 0 holds all of them for a moment; `zero-train export` writes a checkpoint piece by piece.
+        Rank 0 holds the full model in host memory meanwhile. `zero-train export` writes a checkpoint piece by piece
+        instead.
 
         Args:
-            save_dir: folder of the file; made if it is missing.
+            save_dir: folder of the file, created if missing.
             save_filename: must end with `.safetensors`.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Raises:
-            ConfigError: no folder, or a name such as `pytorch_model.bin`, because no pickle is written here.
+            ConfigError: `save_dir` is None or empty, or the name is that of a pickle, such as `pytorch_model.bin`.
         """
         path = folder_of(save_dir, save_filename)
         if path.suffix != ".safetensors":
@@ -144,11 +145,11 @@ class EngineCheckpoints(EngineInfo, ABC):
         return path
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return True: a full model can always be saved."""
+        """Return True, because a full model can always be saved."""
         return True
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        # Accelerate calls it, by both of DeepSpeed's private names, at every stage and on every rank
+        # Accelerate calls this method under both of DeepSpeed's private names, at every stage and on every rank
         frozen = self._frozen(exclude_frozen_parameters)
         return self._whole("compute", self.plan.precision.compute, frozen)
 
@@ -176,7 +177,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         return {name: value for name, value in _with_buffers_and_ties(state, full).items() if name not in left_out}
 
     def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:
-        """Write the folder of a transformers model in the dtype of compute. Collective; rank 0 writes.
+        """Write a transformers model to a folder, by its own `save_pretrained` on rank 0. Collective.
 
         Args:
             save_directory: the folder.
@@ -193,18 +194,18 @@ class EngineCheckpoints(EngineInfo, ABC):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Publish a checkpoint, and return its folder. Collective.
+        """Save a checkpoint, and return its folder. Collective.
 
         Args:
-            save_dir: the folder of checkpoints; made if it is missing.
-            tag: a folder in `save_dir` to use instead.
+            save_dir: the folder of checkpoints, created if missing.
+            tag: a folder in `save_dir` to save the checkpoint in instead.
             client_state: values for `load_checkpoint` to return: JSON, tensors, anything that needs no pickle.
             save_latest: name the checkpoint in the file `latest`, which `load_checkpoint` reads.
-            exclude_frozen_parameters: for old calls; a checkpoint holds the whole model.
+            exclude_frozen_parameters: ignored, because a checkpoint always holds the whole model.
 
         Raises:
-            CheckpointError: it cannot be written; on every rank.
-            ConfigError: no folder.
+            CheckpointError: the checkpoint cannot be written; raised on every rank.
+            ConfigError: `save_dir` is None or empty.
         """
         state, root = self.state, folder_of(save_dir, tag)
         make_folder(self.plan.world, root)
@@ -231,8 +232,8 @@ class EngineCheckpoints(EngineInfo, ABC):
     ) -> tuple[Path | None, dict[str, Any]]:
         """Load the newest checkpoint, and log its folder. Collective.
 
-        Without a `tag` the file `latest` in `load_dir` names the checkpoint. Without the file, or if that checkpoint is
-        damaged, load the valid one with the most steps, of `load_dir` and all its tags.
+        Without a `tag`, the file `latest` in `load_dir` names the checkpoint. Without that file, or if that checkpoint
+        is damaged, the valid checkpoint with the most steps in `load_dir` and its tags is loaded.
 
         Args:
             load_dir: a folder of checkpoints, or one checkpoint.
@@ -241,14 +242,14 @@ class EngineCheckpoints(EngineInfo, ABC):
             load_optimizer_states: load moments and settings of groups. Without them the number of steps is the
                 checkpoint's, and Adam corrects its moments from step 1 again.
             load_lr_scheduler_states: load the scheduler's state.
-            load_module_only: load neither of these, and count steps from 0.
+            load_module_only: load only the model's values, and count steps from 0.
 
         Returns:
-            Its folder and the client state; (None, {}) and a warning if there is none.
+            The checkpoint's folder and the client state; (None, {}) if there is no checkpoint, with a logged warning.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is valid or of this model; or they are DeepSpeed's.
-            ConfigError: no folder.
+            CheckpointError: there are checkpoints, but none is valid or of this model; or DeepSpeed wrote them.
+            ConfigError: `load_dir` is None or empty.
         """
         world, folder = self.state.plan.world, folder_of(load_dir, tag)
         self._abort()
@@ -279,7 +280,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         partial = () if strict else one_sided(self._state, opened)
         state = checkpoint.load(self._state, opened, partial=partial, moments=moments, note=self._warn_once)
         self._steps_before = 0
-        if not moments:  # a new optimizer: the corrections of its moments count from the beginning
+        if not moments:  # as with a new optimizer, Adam's bias correction begins at step 1 again
             self._steps_before = state.tried if counts else 0
             state = state.restored(step=0, scale=self.plan.precision.scale.start())
             if has_trained:
@@ -294,7 +295,7 @@ class EngineCheckpoints(EngineInfo, ABC):
 
     @abstractmethod
     def _abort(self) -> None:
-        """Drop the current step."""
+        """Discard the current step and its gradients."""
 
 
 def _zero_moments(state: State) -> None:
@@ -307,7 +308,7 @@ def _zero_moments(state: State) -> None:
 
 
 def folder_of(folder: str | PathLike[str], tag: str | None) -> Path:
-    """Return the folder of a tag.
+    """Return the folder of `tag` in `folder`; `folder` itself if `tag` is None.
 
     Raises:
         ConfigError: `folder` is None or empty.
@@ -326,7 +327,7 @@ def _write_latest(folder: Path, path: Path) -> None:
 
 
 def open_saved(world: World, load_dir: str | PathLike[str], tag: str | None) -> tuple[Checkpoint | None, list[str]]:
-    """Open the checkpoint that `load_checkpoint` describes; also return why others were rejected. Collective."""
+    """Return the checkpoint that `load_checkpoint` loads, or None, and why others were rejected. Collective."""
     folder = folder_of(load_dir, tag)
     latest = folder / LATEST
 
@@ -348,7 +349,7 @@ def open_saved(world: World, load_dir: str | PathLike[str], tag: str | None) -> 
 
 
 def _refuse_deepspeed_folder(world: World, folder: Path) -> None:
-    """Raise CheckpointError if DeepSpeed wrote the folder: training must not start over silently. Collective."""
+    """Raise CheckpointError if DeepSpeed wrote the folder, because training must not restart silently. Collective."""
 
     def find() -> str | None:
         return next((path.name for path in sorted(folder.glob("**/*_states.pt"))), None)
@@ -360,7 +361,7 @@ def _refuse_deepspeed_folder(world: World, folder: Path) -> None:
         )
 
 
-# Full models: every name, those of tied parameters too, and buffers
+# Full models: all parameters under all their names, and buffers
 
 
 def _load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> LoadResult:
@@ -384,7 +385,7 @@ def _load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Loa
 
 
 def _buffer_names(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return every name of each buffer, by its first one: a module at several places has several."""
+    """Return all names of each buffer, by its first name. A buffer of a shared module has several names."""
     everywhere = list(model.named_buffers(remove_duplicate=False))
     return {
         first: (first, *(name for name, other in everywhere if other is buffer and name != first))

@@ -1,8 +1,9 @@
-"""Translate a DeepSpeed configuration to settings of this library.
+"""Translation of a DeepSpeed configuration to settings of this library.
 
-Keys that only set how bytes move are ignored with a note. Keys that would change the numbers of a run are rejected, and
-so are misspelt keys and contradictions. Defaults are DeepSpeed's wherever its section is used: an optimizer without a
-scheduler keeps its learning rate, weight decay applies to all parameters, a warm-up is logarithmic.
+Keys that only affect how data is moved are ignored with a note. Keys that would change the numbers of a run are
+rejected, and so are misspelt keys and contradictions. In the sections that a configuration has, defaults are
+DeepSpeed's: an optimizer without a scheduler keeps its learning rate, weight decay applies to all parameters, a warm-up
+is logarithmic.
 """
 
 import os
@@ -24,14 +25,15 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 @dataclass(frozen=True)
 class Translation:
-    """A configuration as settings of this library.
+    """A DeepSpeed configuration translated to settings of this library.
 
     Attributes:
-        settings: nested, for `Settings.read`; only settings that the configuration has. Without an `optimizer` and a
-            `scheduler` there is no `schedule`, and `optim` has only a name and a clip.
+        settings: a nested mapping for `Settings.read`, with the settings that the configuration determines. Without an
+            `optimizer` and a `scheduler` it has no `schedule`, and its `optim` has only a name and a clip.
         keys: the keys of the configuration.
-        notes: one line with the keys that are ignored, and for each default that may surprise.
-        scheduler: type and arguments of one of `lr_schedules.SCHEDULES`; None if there is none or `settings` have it.
+        notes: lines to print: one with the ignored keys, and one for each default that a user may not expect.
+        scheduler: type and arguments of one of `lr_schedules.SCHEDULES`; None if the configuration has no scheduler, or
+            if `settings` have it.
     """
 
     settings: Mapping[str, Any]
@@ -48,11 +50,11 @@ def translate(
     Args:
         raw: a dict, the path of a JSON file, or JSON.
         world_size: the number of ranks, to check the batch sizes; None: not known yet.
-        schedule: whether `settings` have the schedule. False: the caller makes the object `scheduler`, which computes a
-            few schedules that settings do not have.
+        schedule: whether to translate the scheduler to settings. False: the caller makes a scheduler object from
+            `Translation.scheduler`, which can compute some schedules that settings cannot express.
 
     Raises:
-        ConfigError: one line that begins with the configuration's name.
+        ConfigError: the configuration is invalid; the message is one line that begins with its name.
     """
     name, written = read_source(raw)
     try:
@@ -74,7 +76,7 @@ def translate(
 
 
 def _moved(keys: Section, section: str, without: Container[str] = ()) -> dict[str, Any]:
-    """Return the values that go into a section as they are, but those of keys in `without`."""
+    """Return the values that are copied to settings in `section` unchanged, except those of keys in `without`."""
     values = {}
     for name, declared in type(keys).model_fields.items():
         extra, value = declared.json_schema_extra, getattr(keys, name)
@@ -95,7 +97,7 @@ def _zero(config: CheckedConfig) -> dict[str, Any]:
 
 
 def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
-    """Return the batch, with DeepSpeed's rule: accumulation is 1 where it is left out."""
+    """Return the section `batch`. Accumulation is 1 if it and a batch size are missing, as in DeepSpeed."""
     keys = config.keys
     total, micro = keys.train_batch_size, keys.train_micro_batch_size_per_gpu
     accumulate = keys.gradient_accumulation_steps
@@ -130,13 +132,13 @@ def _precision(config: CheckedConfig) -> dict[str, Any]:
         scale["static"] = fp16.loss_scale
     elif fp16.enabled:
         scale["initial"] = 2.0**fp16.initial_scale_power
-        if scale["initial"] > Settings().precision.scale.maximum:  # DeepSpeed has none
+        if scale["initial"] > Settings().precision.scale.maximum:  # DeepSpeed has no maximum
             scale["maximum"] = scale["initial"]
     return {"compute": compute, **_moved(keys, "precision"), **({"scale": scale} if scale else {})}
 
 
 def _offload(config: CheckedConfig) -> dict[str, Any]:
-    """Return the tiers. Gradients follow the optimizer's state off the device."""
+    """Return the section `offload`. Gradients are offloaded if the optimizer's state is."""
     zero = config.keys.zero_optimization
     param = _tier(config, "offload_param", zero.offload_param_nvme, zero.cpu_offload_param)
     optimizer = _tier(config, "offload_optimizer", zero.offload_optimizer_nvme, zero.cpu_offload)
@@ -160,7 +162,7 @@ def _offload(config: CheckedConfig) -> dict[str, Any]:
 
 
 def _tier(config: CheckedConfig, section: str, nvme: bool, cpu: bool) -> str:
-    """Return the tier of parameters or of the optimizer's state. The flag for NVMe wins over the device beside it."""
+    """Return the tier of parameters or of the optimizer's state. The flag for NVMe overrides the key `device`."""
     if nvme:
         return "nvme"
     if f"zero_optimization.{section}.device" in config.autos:
@@ -201,13 +203,13 @@ def _optim(config: CheckedConfig, schedule: bool) -> dict[str, Any]:
         if is_adam and not optimizer.adam_w_mode:
             settings["name"] = "adam"
         elif optimizer.torch_adam and "weight_decay" not in optimizer.model_fields_set:
-            settings["weight_decay"] = 0.01  # torch.optim.AdamW's
+            settings["weight_decay"] = 0.01  # the default of torch.optim.AdamW
     of_schedule = _optim_of_schedule(config)
     return settings | of_schedule if schedule else settings
 
 
 def _optim_of_schedule(config: CheckedConfig) -> dict[str, Any]:
-    """Return the peak that a scheduler has, which wins over the optimizer's learning rate, and its second beta."""
+    """Return the settings of `optim` that a scheduler overrides: its peak as learning rate, and OneCycle's beta2."""
     scheduler, lr = config.scheduler, None if config.optimizer is None else config.optimizer.lr
     peak = None if scheduler is None else _peak(config, scheduler)
     if scheduler is None or peak is None:
@@ -231,7 +233,7 @@ def _has_betas(config: CheckedConfig) -> bool:
 
 
 def _scheduler(config: CheckedConfig) -> tuple[str, dict[str, Any]] | None:
-    """Return type and arguments. A peak of "auto" is each group's rate; other words "auto" are the defaults."""
+    """Return the scheduler's type and arguments. A peak of "auto" is each group's rate, other "auto" are defaults."""
     scheduler = config.scheduler
     if scheduler is None:
         return None
@@ -256,7 +258,7 @@ def _schedule(config: CheckedConfig) -> dict[str, Any]:
         if not _has_betas(config):
             settings["momentum"] = False
         elif scheduler.cycle_momentum:
-            settings["momentum_start"] = scheduler.cycle_min_mom  # DeepSpeed's first update has the lowest
+            settings["momentum_start"] = scheduler.cycle_min_mom  # as in DeepSpeed's first update
     return settings
 
 
@@ -270,9 +272,9 @@ def _lr(config: CheckedConfig) -> float:
 def _rise(config: CheckedConfig, scheduler: Rise) -> dict[str, Any]:
     """Return the settings of a warm-up and its decay.
 
-    DeepSpeed makes its first two updates at the first rate. The setting `schedule` has the first rate once, so every
-    rate comes a step earlier. A logarithm is then at its peak in step `warmup_num_steps`, a line one step later, where
-    a linear decay begins; a cosine begins a step ahead of that.
+    DeepSpeed makes its first two updates at the first rate, a setting `schedule` only one, so every rate is reached one
+    step earlier here. A logarithmic warm-up reaches its peak in step `warmup_num_steps`, a linear warm-up one step
+    later. A linear decay begins in step `warmup_num_steps` + 1, a cosine decay one step earlier.
     """
     is_log, is_auto = scheduler.warmup_type == "log", "scheduler.params.warmup_num_steps" in config.autos
     settings: dict[str, Any] = {"warmup": "auto" if is_auto else max(2, scheduler.warmup_num_steps) + (not is_log)}
@@ -305,7 +307,7 @@ def _tracker(keys: Keys) -> dict[str, Any]:
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as words of a command line: options first, because a key belongs to one."""
+    """Return settings as words of a command line. Options of groups come first, because other keys depend on them."""
     flat = schema.flat(settings)
     options = [f"{key.removesuffix('.name')}={value}" for key, value in flat.items() if key.endswith(".name")]
     return options + [f"{key}={suggest.word(value)}" for key, value in flat.items() if not key.endswith(".name")]

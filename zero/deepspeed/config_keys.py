@@ -1,7 +1,8 @@
-"""The keys of DeepSpeed 0.19's JSON: a field for each key with a meaning here, and names that are ignored or rejected.
+"""The keys of DeepSpeed 0.19's configuration: a field for each supported key, and names of ignored or rejected keys.
 
-A field's description is its meaning here; the value of a field made by `to` goes into that setting as it is. Optimizers
-and schedulers have keys by type, with DeepSpeed's defaults.
+A field's description names the corresponding setting of this library. The value of a field that is declared with `to`
+is copied to that setting unchanged. Each type of optimizer and scheduler has a class of keys, with DeepSpeed's
+defaults.
 """
 
 import math
@@ -31,12 +32,12 @@ Betas = Annotated[tuple[float, float], Reads("two numbers from 0, below 1, such 
 
 
 def means(text: str, default: Any = None) -> Any:
-    """Declare a key, with its meaning here."""
+    """Declare a key; `text` describes its meaning in this library."""
     return Field(default, description=text)
 
 
 def to(setting: str, default: Any = None) -> Any:
-    """Declare a key whose value is that of a setting here; None leaves the setting out."""
+    """Declare a key whose value is copied to `setting` of this library; None leaves the setting out."""
     return Field(default, description=f"`{setting}`", json_schema_extra={"to": setting})
 
 
@@ -98,7 +99,7 @@ class Aio(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Keys of `activation_checkpointing`, each of which recomputes activations."""
+    """Keys of `activation_checkpointing`, each of which turns on the recomputation of activations."""
 
     partition_activations: bool = means("`zero.activations=remat`", False)
     cpu_checkpointing: bool = means("`zero.activations=remat`", False)
@@ -129,7 +130,7 @@ class Named(Section):
 
 
 class Keys(Section):
-    """All keys with a meaning."""
+    """All supported keys."""
 
     train_batch_size: Count = means("`batch.global`", "auto")
     train_micro_batch_size_per_gpu: Count = means("`batch.micro`", "auto")
@@ -159,7 +160,7 @@ class Keys(Section):
 
 
 class Optimizer(Section):
-    """Keys of all types; `name` is the optimizer here."""
+    """Keys that all optimizers have; `name` is the corresponding optimizer of this library."""
 
     section_key: ClassVar[str] = "optimizer.params"
     name: ClassVar[str]
@@ -169,7 +170,7 @@ class Optimizer(Section):
 
 
 class Lion(Optimizer):
-    """Lion."""
+    """Keys of Lion."""
 
     name: ClassVar[str] = "lion"
 
@@ -177,7 +178,7 @@ class Lion(Optimizer):
 
 
 class AdamW(Lion):
-    """AdamW, and Adam, whose decay is decoupled as well unless `adam_w_mode` is false."""
+    """Keys of AdamW and Adam. Adam's weight decay is decoupled too, unless `adam_w_mode` is false."""
 
     name: ClassVar[str] = "adamw"
 
@@ -189,7 +190,7 @@ class AdamW(Lion):
 
 
 class Adagrad(Optimizer):
-    """Adagrad."""
+    """Keys of Adagrad."""
 
     name: ClassVar[str] = "adagrad"
 
@@ -198,7 +199,7 @@ class Adagrad(Optimizer):
 
 
 class Sgd(Optimizer):
-    """SGD."""
+    """Keys of SGD."""
 
     name: ClassVar[str] = "sgd"
 
@@ -209,19 +210,19 @@ class Sgd(Optimizer):
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     "Adam": AdamW, "AdamW": AdamW, "Lion": Lion, "Adagrad": Adagrad, "SGD": Sgd
 }  # fmt: skip
-"""Types of optimizers; a config may write them in any case."""
+"""Value of `optimizer.type` -> class of its keys. A config may write it in upper or lower case."""
 
 
 # Schedulers
 
 
 class Schedule(Section):
-    """Keys of all types.
+    """Keys that all schedulers have.
 
     Attributes:
-        name: the schedule here.
+        name: the corresponding schedule of this library.
         required: keys without a default.
-        peak_key: the key of the highest learning rate; "" for that of the optimizer.
+        peak_key: the key of the highest learning rate; "" if that is the optimizer's learning rate.
     """
 
     section_key: ClassVar[str] = "scheduler.params"
@@ -233,25 +234,25 @@ class Schedule(Section):
 
     @property
     def peak(self) -> float | None:
-        """The highest learning rate; None for that of the optimizer."""
+        """The highest learning rate; None if that is the optimizer's learning rate."""
         return getattr(self, self.peak_key) if self.peak_key else None
 
     def check(self, autos: Container[str] = ()) -> None:
-        """Raise ConfigError if a required key is missing; `autos` are keys that are "auto"."""
+        """Raise ConfigError if a required key is missing; `autos` are the dotted keys with the value "auto"."""
         for name in self.required:
             if getattr(self, name) is None and f"{self.section_key}.{name}" not in autos:
                 raise ConfigError(f"{self.section_key}.{name} is missing, and has no default")
 
 
 class Rise(Schedule):
-    """Keys of every warm-up."""
+    """Keys that all schedulers with a warm-up have."""
 
     warmup_num_steps: Whole = means("`schedule.warmup`", 1000)
     warmup_type: Literal["log", "linear"] = to("schedule.curve", "log")
 
 
 class Warmup(Rise):
-    """`WarmupLR`."""
+    """Keys of `WarmupLR`."""
 
     name: ClassVar[str] = "linear_warmup"
     peak_key: ClassVar[str] = "warmup_max_lr"
@@ -261,7 +262,7 @@ class Warmup(Rise):
 
 
 class WarmupDecay(Warmup):
-    """`WarmupDecayLR`."""
+    """Keys of `WarmupDecayLR`."""
 
     name: ClassVar[str] = "warmup_linear"
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
@@ -271,7 +272,7 @@ class WarmupDecay(Warmup):
 
 
 class WarmupCosine(Rise):
-    """`WarmupCosineLR`."""
+    """Keys of `WarmupCosineLR`."""
 
     name: ClassVar[str] = "warmup_cosine"
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
@@ -282,7 +283,7 @@ class WarmupCosine(Rise):
 
 
 class OneCycle(Schedule):
-    """`OneCycle`."""
+    """Keys of `OneCycle`."""
 
     name: ClassVar[str] = "one_cycle"
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
@@ -303,7 +304,7 @@ class OneCycle(Schedule):
 
 
 class LRRange(Schedule):
-    """`LRRangeTest`."""
+    """Keys of `LRRangeTest`."""
 
     name: ClassVar[str] = "lr_range"
     peak_key: ClassVar[str] = "lr_range_test_min_lr"
@@ -323,7 +324,7 @@ SCHEDULERS: Mapping[str, type[Schedule]] = {
 }
 
 
-# Names without a meaning
+# Ignored and rejected keys
 
 _IGNORED = {
     "": "wall_clock_breakdown memory_breakdown dump_state csv_monitor comet flops_profiler comms_logger autotuning "
@@ -362,7 +363,7 @@ IGNORED = frozenset(
     for section, names in (*_IGNORED.items(), ("zero_optimization.", _STAGE3), ("zero_optimization.stage3_", _STAGE3))
     for name in names.split()
 )
-"""Keys and sections that only set how bytes move or what is printed. Their values are not checked."""
+"""Ignored keys and sections: they only affect how data is moved or what is printed. Their values are not checked."""
 
 _ABSENT = "there is no such feature, and leaving it out would change numbers"
 
@@ -381,4 +382,4 @@ REJECTED: Mapping[str, str] = {
         _ABSENT,
     ),
 }
-"""Keys and sections that would change numbers, and are rejected where they are switched on -> the reason."""
+"""Keys and sections that are rejected if switched on, because they would change a run's numbers -> the reason."""

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed configuration, and check its keys against the declarations of `config_keys`.
+"""Reading of a DeepSpeed configuration, and the check of its keys against the declarations in `config_keys`.
 
 A configuration is a dict, JSON, or the path of a JSON file, which may have comments if `hjson` is installed.
 """
@@ -19,20 +19,20 @@ from zero.deepspeed.config_keys import IGNORED, OPTIMIZERS, REJECTED, SCHEDULERS
 from zero.errors import ConfigError
 
 AUTO = "auto"
-"""A value that Hugging Face's trainer fills in. Here it is this library's auto, or the default."""
+"""A value that Hugging Face's Trainer replaces. Here it means this library's auto, or the key's default."""
 
 _Kind = TypeVar("_Kind", bound=Section)
 
 
 @dataclass
 class CheckedConfig:
-    """The checked keys of a configuration.
+    """A configuration whose keys were checked.
 
     Attributes:
-        keys: their values.
-        optimizer, scheduler: `params` of the types; None without a type.
-        autos: dotted keys whose value is "auto", and which have the default.
-        notes: lines for the user, such as one with the keys that are ignored.
+        keys: the values of all keys.
+        optimizer, scheduler: the values of `params` of the configured type; None if no type is configured.
+        autos: dotted keys with the value "auto"; `keys` has their defaults.
+        notes: lines to print for the user, such as a list of the ignored keys.
     """
 
     keys: Keys
@@ -43,10 +43,10 @@ class CheckedConfig:
 
 
 def check(written: Mapping[str, Any]) -> CheckedConfig:
-    """Return the known keys of a configuration.
+    """Check the keys of a configuration, and return their values.
 
     Raises:
-        ConfigError: an unknown key, a value that its key does not take, or a key that would change numbers.
+        ConfigError: a key is unknown, a value is invalid, or an unsupported key would change the numbers of a run.
     """
     autos, ignored = set[str](), list[str]()
     keys = Keys(**_known(written, "", autos, ignored))
@@ -59,7 +59,7 @@ def check(written: Mapping[str, Any]) -> CheckedConfig:
 
 
 def _known(node: Mapping[str, Any], prefix: str, autos: set[str], ignored: list[str]) -> dict[str, Any]:
-    """Return a section without comments, nulls and keys that are ignored or "auto", which are noted."""
+    """Return a section without comments, nulls, and keys that are ignored or "auto"; add these to the two arguments."""
     kept: dict[str, Any] = {}
     for key, value in node.items():
         name = f"{prefix}{suggest.shown(key)}"
@@ -81,7 +81,7 @@ def _known(node: Mapping[str, Any], prefix: str, autos: set[str], ignored: list[
                 kept[key] = section
         else:
             is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= MOST
-            kept[key] = int(value) if is_whole else value  # JSON's 1e5 is a float
+            kept[key] = int(value) if is_whole else value  # JSON reads 1e5 as a float
     return kept
 
 
@@ -94,7 +94,7 @@ def _params(section: str, named: Named, kinds: Mapping[str, type[_Kind]]) -> _Ki
         raise ConfigError(f"{section}.params={suggest.shown(named.params)}: must be a section of keys")
     kind = {name.lower(): kind for name, kind in kinds.items()}.get(named.type.lower())
     if kind is None:
-        hint = suggest.nearest(named.type, kinds, cutoff=0.65)  # Muon is no misspelling of lion
+        hint = suggest.nearest(named.type, kinds, cutoff=0.65)  # so that Muon is not taken for Lion
         raise ConfigError(f"{section}.type={suggest.shown(named.type)} does not exist here. {hint}")
     return kind(**named.params)
 
@@ -114,21 +114,21 @@ _SECTIONS = {name[:at] for name in _KEYS for at, letter in enumerate(name) if le
 _KNOWN = (*sorted(_SECTIONS), *_KEYS)
 
 
-# From an argument to a mapping
+# Reading the configuration from a file, JSON or a dict
 
 
 def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[str, Mapping[str, Any]]:
-    """Return the configuration's name in messages, and its keys as they were written.
+    """Return the configuration's name for messages, and its keys as they were written.
 
     Raises:
-        ConfigError: it is not a file, not JSON or not an object.
+        ConfigError: `raw` is not the path of a file, or its text is not JSON or not an object.
     """
     if isinstance(raw, Mapping):
         return "ds_config", raw
     if isinstance(raw, str) and raw.lstrip().startswith("{"):
         return _parsed("ds_config", raw)
     path = Path(raw).expanduser()
-    if not os.path.isfile(path):  # False too if it is too long for a name
+    if not os.path.isfile(path):  # also False if the text is too long for a path
         raise ConfigError(
             f"ds_config={suggest.shown(raw)} is not a file. Pass the path of a JSON file, a dict, or JSON."
         )

@@ -4,7 +4,7 @@ A microbatch begins with the first forward after `step()` and ends with the next
 number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale(loss).backward()`. Every
 `gradient_accumulation_steps()`-th call of `step()` updates the parameters.
 
-The engine takes the model over: calls of the model become calls of the engine.
+The engine takes over the model: calls of the model become calls of the engine.
 """
 
 import weakref
@@ -32,17 +32,17 @@ from zero.settings import Settings
 
 
 class Engine(EngineCheckpoints):
-    """A model in training, made by `zero.initialize`. Names that it does not have are looked up in the model.
+    """A model in training, made by `zero.initialize`. Attributes that it lacks are looked up in the model.
 
     Attributes:
         module: the model, which runs on gathered parameters.
-        optimizer: its `param_groups` are read at every update.
+        optimizer: the optimizer whose `param_groups` are read at every update.
         client_optimizer: the torch optimizer that was passed, or None.
-        lr_scheduler: stepped after each update that was not skipped; None if there is none.
+        lr_scheduler: the scheduler, stepped after each update that was not skipped; None if there is none.
         metrics: results of the last step; None before the first.
-        micro_steps: calls of `step()`.
-        training_dataloader: the loader that `initialize` made, or None.
-        tput_timer: rows a second, from each step's first forward to its end.
+        micro_steps: number of calls of `step()`.
+        training_dataloader: the data loader that `initialize` made, or None.
+        tput_timer: timer of samples per second, from each step's first forward to its end.
     """
 
     training_dataloader: Iterable[Any] | None = None
@@ -70,7 +70,7 @@ class Engine(EngineCheckpoints):
         self.tput_timer = Throughput(self.train_batch_size())
         self._boundary: bool | None = None
         self.micro_steps = 0
-        self._groups = list(optimizer.param_groups)  # the dicts themselves: every update reads these
+        self._groups = list(optimizer.param_groups)  # the dicts that every update reads
         optimizer.engine = self
         self._call = state.model._call_impl
         self._give_back = _take_over(state.model, weakref.ref(self))
@@ -84,10 +84,10 @@ class Engine(EngineCheckpoints):
         """Run the model on full parameters, gathered as they are needed. Collective.
 
         Args:
-            *args: the model's; floating-point tensors with at least one dimension are cast to the dtype of compute,
-                unless `fp16.auto_cast` is false in the config. A tensor without dimensions stays as it is, because it
-                may count tokens and would lose digits.
-            **kwargs: the model's, likewise.
+            *args: arguments of the model. Floating-point tensors with at least one dimension are cast to the dtype of
+                compute, unless `fp16.auto_cast` is false in the config. A tensor without dimensions is not cast,
+                because it may be a count of tokens and would lose digits.
+            **kwargs: keyword arguments of the model, cast likewise.
 
         Returns:
             The result of the model.
@@ -96,7 +96,7 @@ class Engine(EngineCheckpoints):
             ConfigError: the engine was destroyed, or it or its model was given to `torch.compile`.
         """
         state = self.state
-        # the compiler gives up on a frame that raises, and runs it as it is written
+        # torch's compiler does not compile a frame that raises, but runs it in Python, so this error is seen
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
             raise ConfigError(
                 "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
@@ -120,14 +120,14 @@ class Engine(EngineCheckpoints):
         allreduce_gradients: bool = True,
         release_loss: bool = False,
     ) -> Tensor:
-        """Go backward from the mean loss of a microbatch. Collective.
+        """Run backward from the mean loss of a microbatch. Collective.
 
         Args:
             loss: () the mean over this rank's rows; the loss scale of fp16 is applied to it.
             retain_graph: as torch's.
             scale_wrt_gas: False if `loss` is divided by `gradient_accumulation_steps()` already.
-            allreduce_gradients: for old calls; gradients are reduced once per microbatch or step.
-            release_loss: for old calls.
+            allreduce_gradients: ignored, because gradients are reduced once per microbatch or step in any case.
+            release_loss: ignored, for compatibility with DeepSpeed.
 
         Returns:
             () the loss divided by `gradient_accumulation_steps()`, without a graph.
@@ -148,7 +148,7 @@ class Engine(EngineCheckpoints):
 
         Args:
             loss: of any shape; with one element it counts as the loss of the microbatch.
-            already: `loss` has the scale, or the gradient that is passed to its backward.
+            already: whether `loss`, or the gradient that is passed to its backward, contains the loss scale already.
 
         Returns:
             (shape of `loss`) the tensor for `backward`.
@@ -170,8 +170,8 @@ class Engine(EngineCheckpoints):
             lr_kwargs: arguments for the scheduler's `step`, such as the metrics of ReduceLROnPlateau.
 
         Raises:
-            ConfigError: there was no forward, or no rank has made a backward; it is called inside `no_sync`; or a
-                backward by hand in fp16 was made without `scale`.
+            ConfigError: there was no forward, or no rank ran backward; the call is inside `no_sync`; or the script's
+                own `loss.backward()` in fp16 did not use `scale`.
         """
         if not self._in_microbatch:
             raise self._no_forward("step", since="one")
@@ -191,7 +191,7 @@ class Engine(EngineCheckpoints):
         """Drop the gradients that have arrived since the last update.
 
         Args:
-            set_to_none: for old calls; it has no effect.
+            set_to_none: ignored, for compatibility with torch.
         """
         self._grads.drop()
         self._backwards = 0
@@ -200,7 +200,7 @@ class Engine(EngineCheckpoints):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let `step()` raise inside the block. Gradients are added up in any case, so nothing else changes."""
+        """Context manager in which `step()` raises. It has no other effect, because gradients accumulate anyway."""
         before, self._in_no_sync = self._in_no_sync, True
         try:
             yield
@@ -218,22 +218,22 @@ class Engine(EngineCheckpoints):
         """Decide whether the next `step()` updates the parameters.
 
         Args:
-            is_boundary: None counts microbatches again.
+            is_boundary: whether it does; None: decide by the number of microbatches again.
         """
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step()` changed the parameters: at the end of an accumulation, and not skipped."""
+        """Return whether the last `step()` updated the parameters: it ended an accumulation and was not skipped."""
         return self._applied
 
     @property
     def trains_now(self) -> bool:
-        """Whether a forward belongs to a step: in training mode, with gradients."""
+        """Whether a forward belongs to a step: the model is in training mode and gradients are enabled."""
         return self.plan.trains and torch.is_grad_enabled() and self.module.training
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss went backward since the last update or `zero_grad`."""
+        """Whether backward was run from a loss since the last update or `zero_grad`."""
         return self._step is not None and self._step.has_loss
 
     def __getattr__(self, name: str) -> Any:
@@ -252,7 +252,7 @@ class Engine(EngineCheckpoints):
             )
         super().__setattr__(name, value)
 
-    # -- what the optimizer calls --------------------------------------------------------------------------------------
+    # -- methods that the optimizer calls ------------------------------------------------------------------------------
 
     def update(self) -> None:
         """Update all parameters; `step` and `optimizer.step` call it."""
@@ -276,7 +276,7 @@ class Engine(EngineCheckpoints):
             self._run_log.log_step(self.metrics, has_loss=step.has_loss, rows=rows)
 
     def forget(self) -> None:
-        """Drop gradients for `optimizer.zero_grad()`, unless earlier microbatches of the step have added some."""
+        """Drop gradients, unless earlier microbatches of the step have added to them. Called by the optimizer."""
         if self._step is not None and (self._step.microbatches > 1 or not self._in_microbatch):
             self._warn_once(
                 "optimizer.zero_grad() does nothing while microbatches add up; engine.zero_grad() drops all"
@@ -285,18 +285,18 @@ class Engine(EngineCheckpoints):
             self.zero_grad()
 
     def gradient_of(self, name: str) -> Tensor | None:
-        """Return `grad` of the parameter `name`: see `Grads`."""
+        """Return the value of `grad` of the parameter `name`: see `Grads.of`. None if no gradient has arrived."""
         arrived = self._step is not None and self._step.has_gradients
         return self._grads.of(name) if arrived else None
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Close files, free memory, and make the model an ordinary one with its trained values, see `State.close`.
+        """Close files, free memory, and make the model an ordinary module with its trained values; see `State.close`.
 
-        Collective. The engine cannot be used after it; a second call has no effect.
+        Collective. Afterwards the engine cannot be used; a second call has no effect.
 
-        An engine without `destroy` closes when Python collects it; its summary.json then still says "running".
+        Without `destroy`, the engine is closed when Python collects it, and summary.json keeps the reason "running".
         """
         if self._closing.detach() is None:
             return
@@ -309,16 +309,16 @@ class Engine(EngineCheckpoints):
         try:
             if self._run_log is not None:
                 self._run_log.close("finished")
-        except Exception as error:  # on rank 0 alone, perhaps
+        except Exception as error:  # possibly on rank 0 only
             failure = error
         self._give_back()
-        self._state.close()  # not in the handler: it keeps no values during an exception, and is collective
+        self._state.close()  # not in the handler, where `close` would keep no values; collective
         if self._opened is not None:
             self._opened.close()
         if failure is not None:
             raise failure
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- private methods -----------------------------------------------------------------------------------------------
 
     def _cast(self, inputs: Any) -> Any:
         dtype = self.plan.precision.compute
@@ -337,9 +337,9 @@ class Engine(EngineCheckpoints):
             self._in_microbatch = True
 
     def _gather_ahead(self) -> None:
-        """Start to gather resident parameters, unless threads still update them.
+        """Start to gather resident parameters, unless threads are still updating them.
 
-        One rank alone may then read, save or run them, as scripts for DeepSpeed's first stages do.
+        A single rank may then read, save or run them, as scripts for DeepSpeed's lower stages do.
         """
         runtime = self._state.runtime
         if not any(unit.tickets for unit in runtime.units):
@@ -384,7 +384,7 @@ class Engine(EngineCheckpoints):
 
 
 def _take_over(model: nn.Module, engine: "weakref.ref[Engine]") -> Callable[[], None]:
-    """Send calls of `model`, and methods that torch's would get wrong, to `engine`; returns a function to undo it."""
+    """Pass calls of `model`, and methods that would fail in torch, to `engine`; return a function that undoes it."""
 
     def living() -> Engine:
         current = engine()
@@ -406,7 +406,7 @@ def _take_over(model: nn.Module, engine: "weakref.ref[Engine]") -> Callable[[], 
     load_in_torch = model.load_state_dict
 
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-        """Load into full values in a block of `GatheredParameters`, on any rank; else into the engine, on all ranks."""
+        """Load into the full tensors of `GatheredParameters`, on any rank; outside it into the engine, on all ranks."""
         is_open = any(cast(ParameterPlaceholder, parameter).full_value is not None for parameter in model.parameters())
         return (load_in_torch if is_open else living().load_module_state_dict)(*args, **kwargs)
 
@@ -435,7 +435,7 @@ def _take_over(model: nn.Module, engine: "weakref.ref[Engine]") -> Callable[[], 
 
 
 def _enter(held: "weakref.ref[Engine]") -> None:
-    """Begin a microbatch at the first read of parameters in training, by a method of the model or by the loss."""
+    """Begin a microbatch when a method of the model, or the loss, reads parameters in training before any forward."""
     engine = held()
     if engine is not None and not engine._in_microbatch and engine.trains_now:
         engine._begin_microbatch()

@@ -1,4 +1,4 @@
-"""`parameter.grad` of a model whose gradients are in shards."""
+"""The attribute `grad` of an engine's parameters, whose gradients the engine holds."""
 
 import weakref
 
@@ -10,13 +10,13 @@ from zero.errors import ConfigError
 
 
 class Grads:
-    """`parameter.grad` between backward and step: the full mean over the global batch, which may be edited.
+    """Values of `parameter.grad` between backward and step: full means over the global batch, which may be edited.
 
-    Below stage 2 every rank holds gradients, or gathers them, so reading and writing work as in torch. From stage 2 on
-    no rank holds full gradients, and reading one raises.
+    Below stage 2 every rank holds or gathers full gradients, so scripts read and write them as in torch. From stage 2
+    on no rank has full gradients, and reading one raises an error.
 
     Args:
-        engine: the engine with the gradients; not kept alive.
+        engine: the engine that holds the gradients; referenced weakly.
     """
 
     def __init__(self, engine: Source) -> None:
@@ -25,7 +25,9 @@ class Grads:
         self._outdated: list[tuple[str, weakref.ref[Tensor], Tensor]] = []  # read before another backward, still alive
 
     def of(self, name: str) -> Tensor | None:
-        """Return (shape of the parameter) fp32, on the device; the same tensor until the next backward. Collective.
+        """Return (shape of the parameter) the fp32 gradient on the device; None if it is not trained. Collective.
+
+        Every call until the next backward returns the same tensor.
 
         Raises:
             ConfigError: gradients are sharded.
@@ -45,7 +47,7 @@ class Grads:
         return self._read[name][0]
 
     def take_back(self) -> None:
-        """Write edits of the script into the gradients. Collective if there are any.
+        """Write the script's edits of gradients into the engine's gradients. Collective if there are edits.
 
         Raises:
             ConfigError: a tensor that was read before another backward was edited after it.
@@ -61,10 +63,10 @@ class Grads:
             set_full(self._engine, name, value, kind="grad")
 
     def arriving(self) -> None:
-        """Note that a backward by hand adds to the gradients.
+        """Mark gradients that were read as outdated, because the script's `loss.backward()` adds to them.
 
         Raises:
-            ConfigError: a gradient was edited.
+            ConfigError: a gradient was edited, because the edit would be lost.
         """
         for name in self._edited():
             raise ConfigError(
@@ -74,7 +76,7 @@ class Grads:
         self._outdate()
 
     def drop(self) -> None:
-        """Forget all gradients that were read, and edits of them."""
+        """Drop all gradients that were read, and the script's edits of them."""
         self._read.clear()
         self._outdated.clear()
 

@@ -1,4 +1,4 @@
-"""`zero.initialize`: make an engine, an optimizer, a loader and a scheduler of what a DeepSpeed script passes."""
+"""`zero.initialize`, which makes engine, optimizer, data loader and scheduler from a DeepSpeed script's arguments."""
 
 import argparse
 import contextlib
@@ -62,36 +62,37 @@ def initialize(
     dist_init_required: bool | None = None,
     distributed_port: int | None = None,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Scheduler | None]:
-    """Make an engine for `model`, the optimizer whose groups it reads, a loader and a scheduler. Collective.
+    """Make an engine for `model`, the optimizer whose groups it reads, a data loader and a scheduler. Collective.
 
-    The engine takes the model over, with rank 0's values: `engine.module` is `model`, which can still be called, read,
-    hooked and set into a mode. Its parameters are sharded, so all ranks must read the same ones together. Write them
-    with `zero.gathered` and `zero.set_full`.
+    The engine takes over the model, with rank 0's values: `engine.module` is `model`, which can still be called, read,
+    hooked and set to train or eval mode. Its parameters are sharded, so all ranks must read the same parameters
+    together. Write them with `zero.gathered` and `zero.set_full`.
 
-    Without an optimizer nothing is trained; the parameters are sharded and the model runs.
+    Without an optimizer the parameters are sharded and the model runs, but nothing is trained.
 
     Args:
         args: its attribute `deepspeed_config` names the config, for scripts with `add_config_arguments`.
         model: on any device. Parameters on meta (`zero.empty()`) get their values from `weights` or
             `reset_parameters`. If `torch.compile` made the model, its units are compiled instead.
-        optimizer: a torch optimizer, or a function from parameters to one; wins over the config's. Its groups are read
-            at every update.
+        optimizer: a torch optimizer, or a function from parameters to an optimizer; it replaces the optimizer of the
+            config. Its groups are read at every update.
         model_parameters: parameters, or groups of them, for the config's optimizer; None: all that require a gradient.
         training_data: a dataset for the returned loader, which yields this rank's microbatches; None: no loader.
-        lr_scheduler: a torch scheduler, or a function from the returned optimizer to one; wins over the config's. The
-            engine steps it.
-        collate_fn: makes a batch of a list of rows of `training_data`; None: torch's.
+        lr_scheduler: a torch scheduler, or a function from the returned optimizer to a scheduler; it replaces the
+            scheduler of the config. The engine calls its `step`.
+        collate_fn: function from a list of samples of `training_data` to a batch; None: torch's.
         config: a `ds_config.json`: its path, its text, or a dict.
         config_params: an older name of `config`.
         world: the ranks; None: those of the environment, and torch's default process group is open afterwards.
-        weights: first values in place of rank 0's model: a file, a mapping or a function, see `zero.init`.
-        seed: the seed of first values and of the loader's order.
-        folder: the folder for rows and settings, which rank 0 writes. If it has rows of another run, and no checkpoint
-            of that run is loaded, `run-2` and so on below it. None: no files, or `runs/DATE/TIME` if the config has
-            W&B.
-        tokens_per_row: tokens of a row of the batch, for speeds; 1 counts rows.
+        weights: initial values to use instead of those of rank 0's model: a file, a mapping or a function, see
+            `zero.init`.
+        seed: the seed of initial values and of the loader's order.
+        folder: the folder in which rank 0 writes rows of metrics and settings. If it has rows of another run, and no
+            checkpoint of that run is loaded, `run-2`, `run-3`, ... below it is used. None: no files, or
+            `runs/DATE/TIME` if the config has W&B or TensorBoard.
+        tokens_per_row: number of tokens of a sample, for speeds; 1 counts samples.
         mpu, mesh_param: must be None.
-        dist_init_required, distributed_port: for old calls; they have no effect.
+        dist_init_required, distributed_port: ignored, for compatibility with DeepSpeed.
 
     Returns:
         (engine, optimizer, loader, scheduler); each of the last three may be None.
@@ -153,17 +154,17 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
     """Open torch's default process group, for scripts that use it before `initialize`.
 
     Args:
-        *args: for old calls; backend and ranks are those of the environment.
-        **kwargs: for old calls.
+        *args: ignored, for compatibility with DeepSpeed; backend and ranks are those of the environment.
+        **kwargs: ignored, for compatibility with DeepSpeed.
     """
     open_default_group()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed`, which has no effect, and `--deepspeed_config`, the path of the `ds_config.json`.
+    """Add the options `--deepspeed`, without effect, and `--deepspeed_config`, the path of the `ds_config.json`.
 
     Args:
-        parser: it is changed and returned.
+        parser: the parser, which is changed and returned.
     """
     group = parser.add_argument_group("zero")
     group.add_argument("--deepspeed", action="store_true", help="for old command lines; nothing depends on it")
@@ -200,7 +201,7 @@ def _settings(translation: Translation, world: World) -> Settings:
 
 
 def _units(keys: ZeroOptimization, model: nn.Module) -> list[str]:
-    """Return the classes of units by the JSON, and of leaf modules; none for the default policy."""
+    """Return the class names of units in the config and of leaf modules; none for the default policy."""
     flag_leaf_modules(model, keys.leaf_module.classes)
     leaves = {type(module).__name__ for module in get_z3_leaf_modules(model)}
     usual = ("auto",) if leaves else ()
@@ -210,7 +211,7 @@ def _units(keys: ZeroOptimization, model: nn.Module) -> list[str]:
 def _optimizer(
     passed: AnyOptimizer, parameters: Iterable[Any] | None, model: nn.Module, config: Settings, translation: Translation
 ) -> tuple[torch.optim.Optimizer | None, Optimizer]:
-    """Return the torch optimizer that was passed, or None, and ours with its groups or the config's."""
+    """Return the torch optimizer that was passed, or None, and an `Optimizer` with its groups or of the config."""
     if isinstance(passed, Optimizer):
         return None, passed
     if isinstance(passed, torch.optim.Optimizer):
@@ -248,7 +249,7 @@ def _run_log(
     return RunLog(settings, recorded, state, None if folder is None else Path(folder), tokens_per_row)
 
 
-# First values
+# Initial values
 
 
 def shard(
@@ -261,14 +262,14 @@ def shard(
     weights: Weights = None,
     seed: int = 0,
 ) -> State:
-    """Take a model over, and return the state with its parameters and an open store. Collective.
+    """Take over a model, and return the state with its sharded parameters and an open store. Collective.
 
     Args:
-        model: as of `initialize`; parameters that `optimizer` does not hold are not trained.
-        optimizer: its groups are read at every update.
-        make_plan: makes a plan of the optimizer's transform.
-        clip: the largest gradient norm; None for none.
-        world, weights, seed: as of `initialize`.
+        model: as for `initialize`; parameters that `optimizer` does not hold are not trained.
+        optimizer: the optimizer whose groups are read at every update.
+        make_plan: function from the optimizer's transform to a plan.
+        clip: the largest gradient norm; None: no clipping.
+        world, weights, seed: as for `initialize`.
     """
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as frozen:
         held = trained(optimizer)
@@ -302,7 +303,7 @@ def _values_of_rank_0(model: nn.Module, world: World) -> Weights:
 
 
 def _allocate_absent_buffers(model: nn.Module) -> None:
-    """Allocate persistent buffers that a constructor computed from parameters which only rank 0 has."""
+    """Allocate persistent buffers that are on meta because their values depend on parameters that only rank 0 has."""
     for name, buffer in buffers_of(model).items():
         if is_meta(buffer) and not lacks_values(buffer):
             owner, _, leaf = name.rpartition(".")

@@ -1,7 +1,7 @@
-"""The part of an engine that reports: facts and counts to a script, speed, and rows to a console, a folder and W&B.
+"""The reporting part of an engine: its settings, counts and speed, and rows of metrics for console, disk and W&B.
 
-A folder gets the files of a run of train.py (config.yaml, metrics.jsonl, summary.json), so `zero-train report FOLDER`
-makes the same page of it.
+The folder of a run gets the same files as for train.py (config.yaml, metrics.jsonl, summary.json), so `zero-train
+report FOLDER` makes the same page of it.
 """
 
 import json
@@ -37,13 +37,13 @@ from zero.tracker.meter import Meter
 log = logging.getLogger("zero")
 
 SECTIONS = ("zero", "offload", "batch", "precision", "tracker")
-"""Sections of the settings that apply to any model and loop."""
+"""Sections of the settings that are recorded, because they apply to any model and loop."""
 WARM_UP_STEPS = 2
-"""First steps, which a speed leaves out."""
+"""Number of first steps that the speed does not include."""
 
 
 class EngineInfo(nn.Module):
-    """The part of an engine that only reports.
+    """The part of an engine that only reports its settings, counts and metrics.
 
     Attributes:
         module: the model, which runs on gathered parameters.
@@ -51,9 +51,10 @@ class EngineInfo(nn.Module):
         local_rank: the index of this rank's GPU; the rank itself where there is none.
         global_rank: the rank, from 0.
         world_size, dp_world_size: the number of ranks.
-        global_samples: rows of all steps, on all ranks.
-        global_steps: steps, skipped ones included, also those of a checkpoint that was loaded without its optimizer.
-        skipped_steps: steps that were skipped because a gradient was not finite.
+        global_samples: number of samples of all steps, over all ranks.
+        global_steps: number of steps, including skipped steps and those of a checkpoint that was loaded without its
+            optimizer.
+        skipped_steps: number of steps that were skipped because a gradient was not finite.
         loss_scale: the factor on the next loss; 1 except in fp16.
     """
 
@@ -73,13 +74,13 @@ class EngineInfo(nn.Module):
         self._closing.atexit = False
 
     def _keep(self, state: State) -> None:
-        """Keep a new state, and its counts, which can be read after `destroy` too."""
+        """Store a new state, and a copy of its counts, because they may be read after `destroy`."""
         self._state, self.loss_scale = state, state.scale.scale
         self.global_steps, self.skipped_steps = self._steps_before + state.tried, state.skipped
 
     @property
     def state(self) -> State:
-        """The state, for `zero.get_full` and its like.
+        """The training state, for functions such as `zero.get_full`.
 
         Raises:
             ConfigError: the engine was destroyed.
@@ -98,11 +99,11 @@ class EngineInfo(nn.Module):
         return self.plan.accumulate
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the rows of a microbatch on one rank."""
+        """Return the number of samples in a microbatch of one rank."""
         return self.config.batch.numbers()[1]
 
     def train_batch_size(self) -> int:
-        """Return the rows of a step on all ranks."""
+        """Return the number of samples in a step, over all ranks."""
         return self.config.batch.numbers()[0]
 
     def get_global_grad_norm(self) -> float | None:
@@ -122,7 +123,7 @@ class EngineInfo(nn.Module):
         """Set the learning rate of every group.
 
         Args:
-            lr: it holds until a scheduler writes the next one.
+            lr: the learning rate, until a scheduler writes the next.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -132,7 +133,7 @@ class EngineInfo(nn.Module):
         return self.plan.stage.level
 
     def gradient_clipping(self) -> float:
-        """Return the largest gradient norm; 0 for none."""
+        """Return the largest gradient norm; 0 without clipping."""
         return self.plan.optimizer.clip or 0.0
 
     def fp16_enabled(self) -> bool:
@@ -156,22 +157,22 @@ class EngineInfo(nn.Module):
         return self.plan.stage.parameters
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: no gathered parameter outlives its use."""
+        """Do nothing, because gathered parameters are not cached after their use."""
 
 
 class Throughput:
-    """Rows a second: DeepSpeed's `engine.tput_timer`, a clock that runs during steps.
+    """Timer that measures samples per second during steps, as DeepSpeed's `engine.tput_timer` does.
 
     The engine starts it at the first forward of a step and stops it when the update is decided. Time between two steps
-    is not counted; the update is, in the next forward.
+    does not count. The update is applied during the next forward, so its time counts in the next step.
 
     Args:
-        rows: rows of a step, on all ranks.
+        rows: number of samples of a step, over all ranks.
 
     Attributes:
-        global_step_count: steps.
-        epoch_count: calls of `update_epoch_count`.
-        total_elapsed_time: seconds of all steps but the first two.
+        global_step_count: number of steps.
+        epoch_count: number of calls of `update_epoch_count`.
+        total_elapsed_time: seconds of all steps except the first two.
     """
 
     def __init__(self, rows: int) -> None:
@@ -195,13 +196,13 @@ class Throughput:
         self.global_step_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Return rows a second over all steps but the first two; minus infinity before the third, as in DeepSpeed."""
+        """Return samples per second over all steps except the first two; minus infinity before, as in DeepSpeed."""
         steps = self.global_step_count - WARM_UP_STEPS
         return self._rows * steps / self.total_elapsed_time if steps > 0 else float("-inf")
 
 
 class RunLog:
-    """The rows and files of one run. The constructor, `log_step` and `log_checkpoint` are collective.
+    """The log of one run: rows of metrics and files. The constructor, `log_step` and `log_checkpoint` are collective.
 
     Files are opened at the first step or checkpoint, because only then it is known whether the run continues a
     checkpoint. If it does, rows are appended. Otherwise a folder with rows of another run stays as it is, and a new
@@ -209,8 +210,8 @@ class RunLog:
 
     Args:
         settings: JSON values for config.yaml and W&B.
-        folder: made if it is missing, written by rank 0; None for lines on the console only.
-        tokens_per_row: tokens of a row of the batch; with 1, the files count rows as tokens.
+        folder: the folder that rank 0 writes, created if missing; None: only lines on the console.
+        tokens_per_row: number of tokens of a sample; with 1, the files count samples as tokens.
     """
 
     def __init__(
@@ -229,18 +230,19 @@ class RunLog:
 
     @property
     def run_id(self) -> str | None:
-        """W&B's name of the run, for a checkpoint; None without W&B."""
+        """W&B's run id, which checkpoints record; None without W&B."""
         self._begin()
         return self.tracker.run_id
 
     def start_from(
         self, steps: int, skipped: int, rows: int, *, continues: bool = False, run_id: str | None = None
     ) -> None:
-        """Set the numbers of steps, of skipped steps and of rows on all ranks.
+        """Set the counts of steps, of skipped steps, and of samples over all ranks.
 
         Args:
-            continues: append to the run of a loaded checkpoint.
-            run_id: W&B's name of that run.
+            steps, skipped, rows: the counts.
+            continues: whether to append to the run of a loaded checkpoint.
+            run_id: W&B's run id of that run.
         """
         self._continues, self._run_id = continues, run_id
         self.meter = self._meter(steps=steps, tokens=rows * self._tokens_per_row, skipped=skipped)
@@ -248,7 +250,7 @@ class RunLog:
             self._look_back()
 
     def log_step(self, metrics: Metrics, *, has_loss: bool, rows: int) -> None:
-        """Count a step of `rows` on all ranks, and write a row of metrics every `tracker.every` steps."""
+        """Count a step of `rows` samples over all ranks, and write a row of metrics every `tracker.every` steps."""
         self._begin()
         self.meter.count(metrics, rows * self._tokens_per_row)
         if self.meter.steps % self._config.tracker.every == 0:
@@ -257,12 +259,12 @@ class RunLog:
             self.tracker.log(row)
 
     def log_checkpoint(self, path: Path) -> None:
-        """Report a published checkpoint."""
+        """Report a saved checkpoint to the tracker's views."""
         self._begin()
         self.tracker.saved(path, self.meter.steps)
 
     def close(self, status: str | None) -> None:
-        """End the rows. `status` is the run's state for summary.json; None leaves the file as it is."""
+        """Close the log. `status` is the exit reason for summary.json; None leaves the file unchanged."""
         if status is not None and self._has_begun:
             self._write_summary(status)
         with self.tracker:
@@ -310,15 +312,15 @@ def _close(store: PrefetchStore, run_log: RunLog | None) -> None:
 
 
 def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
-    # Python may collect an engine anywhere, in the store's threads and under the store's lock too
+    # in a thread, because Python may collect an engine anywhere, even in the store's threads and under its lock
     Beside(partial(_close, store, run_log), name="closing").start()
 
 
 def make_folder(world: World, folder: Path | None) -> None:
-    """Create rank 0's folder, unless it is None or exists. Collective.
+    """Create `folder` on rank 0, unless it is None or exists. Collective.
 
     Raises:
-        CheckpointError: it cannot be created; on every rank.
+        CheckpointError: the folder cannot be created; raised on every rank.
     """
 
     def make() -> None:
@@ -330,7 +332,7 @@ def make_folder(world: World, folder: Path | None) -> None:
 
 
 def run_settings(config: Settings, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the settings of a run as JSON values: `SECTIONS` of the config, and the optimizer's."""
+    """Return the settings of a run as JSON values: `SECTIONS` of the config, and the optimizer's groups."""
     groups = {str(number): group for number, group in enumerate(settings_of(optimizer.param_groups))}
     chosen = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
     sections = {key: value for key, value in config.plain().items() if key in SECTIONS}

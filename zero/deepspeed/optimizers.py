@@ -1,7 +1,7 @@
-"""Optimizers in torch's shape, whose groups every update reads.
+"""Optimizers with torch's interface, whose parameter groups are read at every update.
 
-`zero.initialize` returns an `Optimizer`. Schedulers write into its `param_groups`, and the next update reads them. Made
-of a torch optimizer it shares that one's groups, so a scheduler that holds either writes for both.
+`zero.initialize` returns an `Optimizer`. Schedulers write into its `param_groups`, and the next update reads them. If
+the script passed a torch optimizer, both share the same group dicts, so a scheduler of either has effect.
 """
 
 import inspect
@@ -29,10 +29,10 @@ ParamGroup = dict[str, Any]
 
 
 class _Kind(NamedTuple):
-    """A class of `torch.optim` as a transform.
+    """The transform that corresponds to a class of `torch.optim`.
 
-    `make` takes `keys` of the groups, which all groups must share. `needs` are settings of torch that have one
-    supported value.
+    `make` returns the transform. Its arguments are the settings named in `keys`, which must be equal in all groups.
+    `needs` maps each setting of torch with a single supported value to that value.
     """
 
     make: Callable[..., Transform]
@@ -54,7 +54,7 @@ TORCH = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: 
 
 
 class Optimizer(torch.optim.Optimizer):
-    """The parameter groups of a run, in torch's shape; `step` is the engine's update.
+    """The parameter groups of a run, as a torch optimizer whose `step` calls the engine's update.
 
     Args:
         groups: parameters, or dicts as torch's optimizers take them.
@@ -62,7 +62,8 @@ class Optimizer(torch.optim.Optimizer):
         kind: a name in `KINDS`.
 
     Attributes:
-        engine: the `Engine` that it belongs to, whose module imports this one; None before there is one.
+        engine: the `Engine` that uses the optimizer; None before it is made. The type is Any, because the engine's
+            module imports this module.
     """
 
     def __init__(self, groups: Iterable[Any], defaults: Mapping[str, Any], kind: str) -> None:
@@ -75,11 +76,11 @@ class Optimizer(torch.optim.Optimizer):
         """Make an optimizer with the groups of `passed`, whose dicts are shared.
 
         Raises:
-            ConfigError: a class without a counterpart here, a subclass with a `step` of its own, or an optimizer that
-                has made steps.
+            ConfigError: the class has no counterpart here, is a subclass with its own `step`, or the optimizer has made
+                steps.
         """
         kind, name = _kind_of(passed), type(passed).__qualname__
-        if any(float(state.get("step", 1)) for state in passed.state.values()):  # Adagrad's is there from the start
+        if any(float(state.get("step", 1)) for state in passed.state.values()):  # Adagrad has it from the start
             raise ConfigError(f"optimizer={name} has made steps, and its moments would be lost. Pass a new one.")
         if kind == "adam" and all(group.get("decoupled_weight_decay") for group in passed.param_groups):
             kind = "adamw"
@@ -130,16 +131,16 @@ class Optimizer(torch.optim.Optimizer):
         return bool(self._engine().overflow)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the current step; after a step there are none.
+        """Drop the gradients of the current step. After a step there are none, so the call has no effect.
 
         Args:
-            set_to_none: for old calls; it has no effect.
+            set_to_none: ignored, for compatibility with torch.
         """
         if self.engine is not None:
             self.engine.forget()
 
     def state_dict(self) -> NoReturn:
-        """Raise ConfigError, because a rank has a shard of the moments only."""
+        """Raise ConfigError, because each rank has only a shard of the moments."""
         raise ConfigError(NO_STATE_DICT)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
@@ -162,7 +163,7 @@ def _kind_of(passed: torch.optim.Optimizer) -> str:
 
 
 class ShardedState(defaultdict[Tensor, Any]):
-    """The `state` of an optimizer whose moments the engine keeps: empty, and reading a parameter's raises."""
+    """The `state` of an optimizer whose moments the engine holds: an empty dict that raises ConfigError when read."""
 
     def __missing__(self, parameter: Tensor) -> NoReturn:
         raise ConfigError(
@@ -172,9 +173,10 @@ class ShardedState(defaultdict[Tensor, Any]):
 
 
 class PassedOptimizer:
-    """The torch optimizer that the script passed: its groups are used; its own `step` and state dict raise.
+    """A wrapper of the torch optimizer that the script passed.
 
-    It has no reference to the engine, so it does not keep it alive.
+    The optimizer's groups are used; its own `step` and state dict raise ConfigError. The wrapper has no reference to
+    the engine, so that it does not keep the engine alive.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,7 +189,10 @@ class PassedOptimizer:
         )
 
     def step(self) -> None:
-        """Call the optimizer's `step`, because torch's schedulers look for the call. No parameter has a gradient."""
+        """Call the optimizer's `step` only so that torch's schedulers see the call and do not warn.
+
+        It changes nothing, because no parameter has a gradient.
+        """
         self._may_step = True
         self.optimizer.step()
         self._may_step = False
@@ -211,11 +216,11 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
     """Make a transform that reads its settings from the optimizer's groups at every step.
 
     Args:
-        names: names of the model's parameters by `id`.
-        clip: the largest gradient norm; None for none.
+        names: map from the `id` of each of the model's parameters to its name.
+        clip: the largest gradient norm; None: no clipping.
 
     Raises:
-        ConfigError: a setting that is not supported, groups that differ where they must not, or a parameter that is not
+        ConfigError: a setting is not supported, groups differ in a setting that they must share, or a parameter is not
             the model's.
     """
     kind, first = KINDS[optimizer.kind], optimizer.param_groups[0]
@@ -252,13 +257,13 @@ def settings_of(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
 
 
 def restore(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> None:
-    """Write saved settings into as many groups."""
+    """Write saved settings into the groups, one by one; there must be as many saved groups."""
     for group, settings in zip(groups, settings_of(saved), strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
 
 
 def check_group_count(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> None:
-    """Raise ConfigError unless there are as many saved groups."""
+    """Raise ConfigError unless `saved` has as many groups as `groups`."""
     if len(groups) != len(saved):
         raise ConfigError(f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}")
 
@@ -274,7 +279,11 @@ def _named(number: int, group: ParamGroup, names: Mapping[int, str]) -> dict[str
 
 
 def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int) -> bool:
-    """Return whether any parameter of a group requires a gradient; the others of the group get a zero."""
+    """Return whether any parameter of a group requires a gradient; the group's other parameters get zero gradients.
+
+    Raises:
+        ConfigError: a parameter that was frozen in `zero.initialize` requires a gradient.
+    """
     thawed = next((name for name, parameter in frozen.items() if parameter.requires_grad), None)
     if thawed is not None:
         raise ConfigError(
@@ -285,5 +294,5 @@ def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int)
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Return full names of parameters by `id`; a tied parameter has its first name."""
+    """Return a map from the `id` of each parameter to its full name; a tied parameter has its first name."""
     return {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,6 +1,6 @@
-"""A model that `torch.compile` got before `zero.initialize`: its units are compiled instead.
+"""Support for models that were passed to `torch.compile` before `zero.initialize`: their units are compiled instead.
 
-torch's compiler would trace how a unit is gathered.
+The whole model is not compiled, because torch's compiler would trace the code that gathers units.
 """
 
 import operator
@@ -15,7 +15,7 @@ from zero.engine.compile import Backend
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` got; `model` itself if it is not compiled."""
+    """Return the module that was passed to `torch.compile`; `model` itself if it is not compiled."""
     return model._orig_mod if _is_compiled(model) else model  # type: ignore[return-value]
 
 
@@ -45,7 +45,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _backend(callback: Any) -> Backend:
-    from torch._dynamo.eval_frame import innermost_backend  # imported already: a module is compiled
+    from torch._dynamo.eval_frame import innermost_backend  # no cost: torch.compile has imported it
 
     return True if callback is None else innermost_backend(callback)
 

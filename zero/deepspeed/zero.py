@@ -1,6 +1,6 @@
-"""DeepSpeed's `deepspeed.zero`: build a model on one rank, and read and write full parameters.
+"""The functions of `deepspeed.zero`, which make a model on one rank, and read and write full parameters.
 
-Everything but leaf modules is collective.
+All functions are collective, except those about leaf modules.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
 
 
 ZeroParamStatus = Enum("ZeroParamStatus", "AVAILABLE NOT_AVAILABLE INFLIGHT")
-"""The values of a parameter's `ds_status`. No parameter has a `ds_status` here, because each one reads in full."""
+"""The values of a parameter's `ds_status`. Parameters have no `ds_status` here, because each can be read in full."""
 
 
 def Init(
@@ -33,17 +33,17 @@ def Init(
     world: World | None = None,
     **others: Any,
 ) -> AbstractContextManager[None]:
-    """Make modules as usual on rank 0, and without values or memory on other ranks.
+    """Return a context in which rank 0 makes modules as usual, and other ranks make them without values or memory.
 
-    `zero.initialize` gives every rank its part of rank 0's values. Before that, writes of other ranks have no effect,
-    and reading raises there. `zero.empty()` takes no memory on rank 0 either.
+    `zero.initialize` then gives every rank its shard of rank 0's values. Until then, on other ranks a write to a
+    parameter has no effect, and a read raises an error. In `zero.empty()`, rank 0 needs no memory either.
 
     Args:
-        module: for old calls; a module keeps its values.
-        *ignored: for old calls; the settings of `zero.initialize` count.
+        module: ignored, for compatibility with DeepSpeed; a module that exists keeps its values.
+        *ignored: ignored, for compatibility with DeepSpeed; the settings of `zero.initialize` count.
         enabled: False makes modules as usual on every rank.
         world: the ranks; None: those of the environment.
-        **others: for old calls.
+        **others: ignored, for compatibility with DeepSpeed.
     """
     if enabled and world is None:
         open_default_group()
@@ -58,20 +58,22 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside, parameters are full fp32 tensors on every rank, to read and, on `modifier_rank`, to write. Collective.
+    """Context manager in which parameters are full fp32 tensors on every rank. Collective.
 
-    Whatever reads them in the block reads the edits: `state_dict()`, a forward without gradients, a save. Modules of
-    which all parameters are full may be read, run and loaded by one rank alone.
+    Every rank may read them, and `modifier_rank` may write them. Inside the block, all code sees these edits:
+    `state_dict()`, a forward without gradients, a save. A single rank may read, run and load a module whose parameters
+    are all full.
 
     Args:
-        params: one or several; those that belong to no engine are left as they are. Before `zero.initialize` only
-            rank 0 reads and writes them.
+        params: one or several parameters; parameters that belong to no engine are left unchanged. Before
+            `zero.initialize` only rank 0 can read and write them.
         modifier_rank: the rank whose writes all ranks get at the end; None: nothing may be written.
-        fwd_module: for old calls; it has no effect.
-        enabled: False has no effect.
+        fwd_module: ignored, for compatibility with DeepSpeed.
+        enabled: False: the context manager has no effect.
 
     Raises:
-        ConfigError: a write without `modifier_rank` after `zero.initialize`, or parameters of a block around this one.
+        ConfigError: a parameter was written without `modifier_rank` after `zero.initialize`, or a parameter is already
+            in an enclosing block.
     """
     tensors = [params] if isinstance(params, Tensor) else list(params)
     if enabled and modifier_rank and any(isinstance(tensor, Unmade) for tensor in tensors):
@@ -102,15 +104,12 @@ def _close_full(placeholders: Iterable[ParameterPlaceholder]) -> None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return (shape of the parameter) the fp32 master of `param`, on its device, or None. Collective.
-
-    None if the parameter is not trained.
-    """
+    """Return the fp32 master of `param`, with its shape, on its device; None if it is not trained. Collective."""
     return _read(param, "param")
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Return (shape of the parameter) the mean fp32 gradient of `param`, on its device, or None. Collective."""
+    """Return the mean fp32 gradient of `param`, with its shape, on its device; None if it has none. Collective."""
     try:
         return _read(param, "grad")
     except StaleStateError:
@@ -118,47 +117,49 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return (shape of the parameter) a moment of `param` in fp32: exp_avg, exp_avg_sq or momentum_buffer. Collective.
+    """Return a moment of `param` in fp32, with its shape, on its device; None if it is not trained. Collective.
 
-    None if the parameter is not trained.
+    Args:
+        param: the parameter.
+        optim_state_key: exp_avg, exp_avg_sq or momentum_buffer.
     """
     return _read(param, MOMENTS.get(optim_state_key, optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set the fp32 master of `param` to `value`, which has its shape and is the same on every rank. Collective."""
+    """Set the fp32 master of `param` to `value`, a tensor of its shape that is the same on every rank. Collective."""
     set_full(*_home_of(param), value)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Set the mean gradient of `param` to `value`, which has its shape and is the same on every rank. Collective."""
+    """Set the mean gradient of `param` to `value`, a tensor of its shape that is the same on every rank. Collective."""
     set_full(*_home_of(param), value, "grad")
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set a moment of `param` (see `safe_get_full_optimizer_state`) to `value`, which has its shape. Collective."""
+    """Set a moment of `param` (see `safe_get_full_optimizer_state`) to `value`, a tensor of its shape. Collective."""
     set_full(*_home_of(param), value, MOMENTS.get(optim_state_key, optim_state_key))
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
-    """Do nothing: a parameter is gathered wherever it is read."""
+    """Do nothing, because a parameter is gathered wherever it is read."""
 
 
 # Leaf modules. A plan names units by class, so a leaf makes every module of its class a unit.
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Gather modules of these classes as units, never in parts. Call it before `zero.initialize`.
+    """Make each module of these classes a unit, whose parameters are gathered together. Call before `zero.initialize`.
 
     Args:
         model: the model.
-        leaf_module_classes: classes, whose subclasses count, or names of classes, also with their module in front.
+        leaf_module_classes: classes, including their subclasses, or names of classes, with or without their module.
 
     Returns:
         The modules of these classes.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: the model has no module of these classes.
     """
     classes = list(leaf_module_classes)
     leaves = flag_leaf_modules(model, classes)
@@ -169,12 +170,12 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the leaves in `model`."""
+    """Return the modules of `model` that are marked as leaf modules."""
     return [module for module in model.modules() if vars(module).get("_z3_leaf", False)]
 
 
 def flag_leaf_modules(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Mark the modules of these classes, of which there may be none, and return them."""
+    """Mark the modules of these classes as leaf modules, and return them; there may be none."""
     items = list(classes)
     types = tuple(item for item in items if isinstance(item, type))
     names = {item for item in items if isinstance(item, str)}

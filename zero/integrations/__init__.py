@@ -1,1 +1,1 @@
-"""Other libraries' training loops on this library's engine, one file for each library."""
+"""Integrations that let the training loops of other libraries train with an `Engine`, one file for each library."""

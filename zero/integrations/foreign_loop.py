@@ -1,4 +1,4 @@
-"""An engine for another library's loop, which makes the optimizer and decides when a step ends."""
+"""An `Engine` for another library's training loop, which makes the optimizer and decides when a step ends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from zero.errors import ConfigError
 from zero.settings import Settings
 
 STATE_FOLDER = "zero"
-"""The folder in each checkpoint of the loop that has the training state."""
+"""The folder in each of the loop's checkpoints that holds the sharded training state."""
 
 PLAN_SETTINGS = (
     *("stage", "precision", "offload", "units", "prefetch", "activations", "compile", "update"),
@@ -26,7 +26,11 @@ PLAN_SETTINGS = (
 
 
 def check_precision(loop: str, settings: Mapping[str, Any], names: tuple[str, str]) -> None:
-    """Raise ConfigError if the loop's precision, unless "fp32", and that of `settings` differ. `names` are both."""
+    """Raise ConfigError if `settings` have another precision than the loop. "fp32" of the loop counts as not set.
+
+    Args:
+        names: names of both settings in the message; the second is a format string for the precision.
+    """
     precision = settings.get("precision")
     if precision is None or loop == "fp32":
         return
@@ -46,15 +50,15 @@ def new_engine(
     clip: float | None,
     rows: int = 1,
 ) -> Engine:
-    """Take `model` over. Collective.
+    """Return an engine that takes over `model`. Collective.
 
     Args:
-        passed: the optimizer whose groups are used; None: nothing trains.
+        passed: the loop's optimizer, whose parameter groups are used; None: nothing is trained.
         settings: arguments of `Plan`, and `weights` of `zero.init`, by name.
         precision: the precision if `settings` have none.
-        accumulate: the divisor of gradients.
-        clip: the largest gradient norm; None for none.
-        rows: rows of a microbatch, for speeds.
+        accumulate: number of microbatches of a step, by which gradients are divided.
+        clip: the largest gradient norm; None: no clipping.
+        rows: number of samples in a microbatch, for speeds.
     """
     optimizer = Optimizer.of_nothing() if passed is None else Optimizer.of(passed)
     arguments = {"precision": precision} | {key: value for key, value in settings.items() if key != "weights"}
@@ -70,6 +74,6 @@ def new_engine(
         optimizer,
         passed=None if passed is None else PassedOptimizer(passed),
         lr_scheduler=None,
-        managed=False,  # the loop ends steps: the last one of an epoch may have fewer microbatches
+        managed=False,  # the loop ends steps, because the last step of an epoch may have fewer microbatches
         run_log=None,
     )

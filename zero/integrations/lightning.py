@@ -1,12 +1,12 @@
-"""A Strategy of Lightning on an engine: `Trainer(strategy=ZeroStrategy(stage=3, offload="nvme"))`.
+"""A Lightning Strategy that trains with ZeRO: `Trainer(strategy=ZeroStrategy(stage=3, offload="nvme"))`.
 
 Lightning's automatic optimization calls its strategy for a training step, and its precision plugin for backward,
-clipping and the optimizer's step. These calls go to the engine, which takes the LightningModule over as
-`zero.initialize` does. Ranks, launchers, samplers and logged values are those of Lightning's DDP. Written for Lightning
-2.6.
+clipping and the optimizer's step. These calls are passed to an `Engine`, which takes over the LightningModule as
+`zero.initialize` does. Ranks, launchers, samplers and logged values are handled as in Lightning's DDP strategy. Written
+for Lightning 2.6.
 
-Lightning divides a loss by `accumulate_grad_batches` before its backward. Gradients of microbatches are added, and
-ranks are averaged.
+Lightning divides a loss by `accumulate_grad_batches` before backward, so the engine adds the gradients of microbatches
+and averages over ranks.
 """
 
 import os
@@ -42,20 +42,21 @@ from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, new_engine
 
 LOOP_FILE = "lightning.ckpt"
-"""The file in each checkpoint that has Lightning's part of it."""
+"""The file in each checkpoint's folder with the part of the checkpoint that Lightning writes itself."""
 
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 """Lightning's precisions -> the engine's."""
 
 
 class ZeroStrategy(DDPStrategy):
-    """A strategy that trains and evaluates a LightningModule on an engine.
+    """A Lightning Strategy that trains and evaluates a LightningModule with a `zero.Engine`.
 
-    Arguments but `weights` and `timeout` are those of `zero.Plan`. LightningCLI has all: `--trainer.strategy.stage 3`.
+    All arguments except `weights` and `timeout` are those of `zero.Plan`. LightningCLI accepts all of them, such as
+    `--trainer.strategy.stage 3`.
 
     Args:
-        precision: None: the Trainer's.
-        weights: the first values of a model without memory, see `zero.init`.
+        precision: the precision of compute; None: that of the Trainer.
+        weights: initial values of a model whose parameters are on meta, see `zero.init`.
         timeout: the timeout of every wait for other ranks.
 
     Attributes:
@@ -64,15 +65,15 @@ class ZeroStrategy(DDPStrategy):
             memory and disk.
 
     Raises:
-        ConfigError: by `fit`, an unsupported feature of Lightning.
+        ConfigError: raised by `fit`, if a feature of Lightning is used that is not supported.
     """
 
     engine: Engine | None = None
     _world: World | None = None
     _in_microbatch = False
-    """Whether a backward was made since the engine's last step."""
+    """Whether backward has run since the engine's last step."""
     _has_updated = False
-    """Whether an update was made, and no gradient zeroed since."""
+    """Whether parameters were updated and gradients have not been zeroed since."""
 
     def __init__(
         self,
@@ -102,14 +103,14 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def opened(self) -> Engine:
-        """The engine, after `setup`."""
+        """The engine, which exists after `setup`."""
         assert self.engine is not None
         return self.engine
 
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     def setup_distributed(self) -> None:
-        """Open Lightning's process group, which logged values and metrics use; none for a rank alone."""
+        """Open Lightning's process group, which logged values and metrics use. A single rank needs none."""
         if self.world_size == 1:
             return
         super().setup_distributed()
@@ -118,10 +119,10 @@ class ZeroStrategy(DDPStrategy):
         os.environ.update({name: str(value) for name, value in variables.items()})  # for `World.from_env`
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the engine, the first time, with the optimizer of `configure_optimizers`. Collective."""
+        """Make the engine on the first call, with the optimizer that `configure_optimizers` returns. Collective."""
         module = self.lightning_module
         self.accelerator.setup(trainer)
-        if self.world_size == 1:  # rows in the order of the loader, as without a strategy
+        if self.world_size == 1:  # samples in the loader's order, as without a strategy
             trainer._accelerator_connector.use_distributed_sampler = False
         if self.engine is None or self.engine.module is not module:
             self._open_engine(trainer, module)
@@ -165,12 +166,12 @@ class ZeroStrategy(DDPStrategy):
                 metric.to(device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step, after the end of a microbatch that made no optimizer step."""
+        """Run the module's `training_step`. First end the previous microbatch, if no optimizer step has ended it."""
         self.end_microbatch(updates=False)
         return super().training_step(*args, **kwargs)
 
     def end_microbatch(self, *, updates: bool) -> None:
-        """End a microbatch, if one has begun, and update if `updates` and there are gradients. Collective."""
+        """End the current microbatch, if any. If `updates` and there are gradients, update parameters. Collective."""
         updates = updates and self.opened.has_loss
         if self._in_microbatch:
             self._in_microbatch = False
@@ -181,10 +182,10 @@ class ZeroStrategy(DDPStrategy):
         self._has_updated = self._has_updated or updates
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Go backward by the engine, between Lightning's hooks.
+        """Run the engine's backward, between Lightning's hooks.
 
         Raises:
-            ConfigError: `optimizer_zero_grad` kept the gradients of the last update.
+            ConfigError: `optimizer_zero_grad` is overridden and did not drop the gradients of the last update.
         """
         if self._has_updated:
             raise ConfigError(
@@ -195,13 +196,13 @@ class ZeroStrategy(DDPStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        # the optimizer's `zero_grad`
+        # replaces the optimizer's `zero_grad`
         self._has_updated = False
         if self.opened.has_loss:
             self.opened.zero_grad()
 
     def teardown(self) -> None:
-        """Keep the engine, because `test` goes on with it."""
+        """Tear down Lightning's plugins, but keep the engine, because `test` continues with it."""
         for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             plugin.teardown()
 
@@ -209,7 +210,7 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """Trainer's plugin, with the engine's backward, clipping and update."""
+        """The Trainer's precision plugin, wrapped so that backward, clipping and update are the engine's."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -217,14 +218,17 @@ class ZeroStrategy(DDPStrategy):
         self._precision_plugin = None if plugin is None else EnginePrecision(plugin, self)
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Make modules of `configure_model` and `trainer.init_module()` in host memory; in none if `empty_init`."""
+        """Return the context in which `configure_model` and `trainer.init_module()` create modules.
+
+        Parameters are in host memory, or on meta, without memory, if `empty_init`.
+        """
         return empty() if empty_init else nullcontext()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine reads it into shards."""
+        """True, because the engine must exist to read a checkpoint into its shards."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -236,10 +240,12 @@ class ZeroStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder with the training state in shards; with `weights_only=True` Lightning's file. Collective.
+        """Write a checkpoint's folder with the sharded training state. Collective.
+
+        With `weights_only=True`, write a single file in Lightning's format instead.
 
         Raises:
-            CheckpointError: a folder that is not on a disk.
+            CheckpointError: the folder is not on a disk, but for example in an object store.
         """
         place = self.broadcast(filepath)
         if "optimizer_states" not in checkpoint:
@@ -261,10 +267,12 @@ class ZeroStrategy(DDPStrategy):
             part.rename(path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a folder into the engine, or Lightning's file. Collective.
+        """Load a checkpoint's folder into the engine, and return Lightning's part. Collective.
+
+        A single file is read and returned as Lightning does.
 
         Raises:
-            CheckpointError: the folder has no training state, or a damaged one.
+            CheckpointError: the folder has no training state, or the training state is damaged.
         """
         place = self.broadcast(checkpoint_path)
         path = Path(place)
@@ -281,15 +289,15 @@ class ZeroStrategy(DDPStrategy):
         return super().load_checkpoint(path / LOOP_FILE, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the parameters of Lightning's file; those of a folder are loaded already."""
+        """Load parameters from a file in Lightning's format. `load_checkpoint` has loaded those of a folder already."""
         if checkpoint["state_dict"]:
             self.opened.load_module_state_dict(checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing, because the engine has read the moments.
+        """Do nothing, because the engine has loaded the moments.
 
         Raises:
-            CheckpointError: the checkpoint is of another strategy.
+            CheckpointError: the checkpoint was written by another strategy.
         """
         if any(state.get("state") for state in checkpoint["optimizer_states"]):
             raise CheckpointError(
@@ -299,11 +307,12 @@ class ZeroStrategy(DDPStrategy):
 
 
 class EnginePrecision(Precision):
-    """A plugin with the engine's backward, clipping and update.
+    """A Lightning precision plugin that uses the engine's backward, clipping and update.
 
     Args:
-        plugin: Lightning's plugin for what surrounds a forward (autocast, a default dtype) and for dtypes of batches.
-        strategy: the strategy with the engine.
+        plugin: Lightning's plugin, which is still used for the context of forward (autocast, default dtype) and for the
+            dtypes of batches.
+        strategy: the strategy that has the engine.
     """
 
     def __init__(self, plugin: Precision, strategy: ZeroStrategy) -> None:
@@ -319,7 +328,7 @@ class EnginePrecision(Precision):
         self._strategy.opened.backward(tensor, scale_wrt_gas=False)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Call `closure`, which makes forward and backward, and update if there are gradients. Collective.
+        """Call `closure`, which runs forward and backward, and update parameters if there are gradients. Collective.
 
         Raises:
             ConfigError: an overridden `configure_gradient_clipping` did not clip.
@@ -342,10 +351,10 @@ class EnginePrecision(Precision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Do nothing, because the step clips.
+        """Only check the arguments, because the engine's step clips.
 
         Raises:
-            ConfigError: another norm or algorithm than the Trainer's.
+            ConfigError: norm or algorithm are not those of the Trainer.
         """
         clip = self._strategy.opened.plan.optimizer.clip
         if gradient_clip_algorithm != GradClipAlgorithmType.NORM or clip_val != (clip or 0):

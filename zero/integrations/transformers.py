@@ -1,11 +1,11 @@
-"""Hugging Face's `Trainer` on an engine of this library: its loop, arguments, callbacks and folders stay its own.
+"""Hugging Face's `Trainer` with ZeRO: its loop, arguments, callbacks and folders are unchanged.
 
-Trainer trains through Accelerate: `prepare` gets model and optimizer, `backward` each loss, and `clip_grad_norm_` comes
-before `optimizer.step`. These calls go to the engine, which takes the model over as `zero.initialize` does. Written for
-transformers 5.5.4 to 5.23 and Accelerate 1.15.
+Trainer trains through Accelerate: it passes model and optimizer to `prepare` and each loss to `backward`, and calls
+`clip_grad_norm_` before `optimizer.step`. These calls are passed to an `Engine`, which takes over the model as
+`zero.initialize` does. Written for transformers 5.5.4 to 5.23 and Accelerate 1.15.
 
-Trainer divides a loss by the microbatches of the step, or by its tokens, before its backward. Gradients of microbatches
-are added, and ranks are averaged.
+Trainer divides a loss by the number of microbatches or of tokens in the step before backward, so the engine adds the
+gradients of microbatches and averages over ranks.
 """
 
 import math
@@ -41,24 +41,24 @@ UNSUPPORTED = {
     "save_on_each_node": "a checkpoint is written once, to a disk that all ranks share: leave it out",
     "debug": "its hooks read every parameter: leave it out; trainer.engine.metrics.nonfinite_unit names the unit",
 }
-"""Unsupported arguments of `TrainingArguments`, and what to do instead. Those of DDP have no effect."""
+"""Unsupported arguments of `TrainingArguments` -> advice. Arguments for DDP are accepted and have no effect."""
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
-    _Base = object  # a user's class has Trainer, or a subclass of it, after the mixin
+    _Base = object  # a user's class inherits from Trainer, or from a subclass, after the mixin
 
 
 class ZeroTrainerMixin(_Base):
-    """A mixin that trains on an engine: `class Mine(ZeroTrainerMixin, SFTTrainer): pass`.
+    """A mixin that makes a subclass of Trainer train with ZeRO: `class Mine(ZeroTrainerMixin, SFTTrainer): pass`.
 
     Args:
-        *args: Trainer's.
-        **kwargs: Trainer's.
-        zero: arguments of `zero.Plan`, by name: `stage` (default 3), `precision` (of bf16=True, fp16=True or
+        *args: arguments of Trainer.
+        **kwargs: keyword arguments of Trainer.
+        zero: arguments of `zero.Plan`, by name: `stage` (default 3), `precision` (default by bf16=True, fp16=True or
             `accelerate launch`, else "fp32"), `offload`, `units`, `prefetch`, `activations`, `compile`, `update`,
-            `gather`, `reduce`, `shard`; and `weights`, the first values of a model without memory, see `zero.init`.
-            None: Plan's defaults.
+            `gather`, `reduce`, `shard`; and `weights`, initial values of a model whose parameters are on meta, see
+            `zero.init`. None: Plan's defaults.
 
     Attributes:
         engine: the `zero.Engine` of `model` from the first `train`, `evaluate` or `predict` on; None before.
@@ -72,7 +72,7 @@ class ZeroTrainerMixin(_Base):
     engine: Engine | None = None
     _world: World | None = None
 
-    _dtypes: Mapping[str, torch.dtype]  # of the model as it came
+    _dtypes: Mapping[str, torch.dtype]  # of the model before training
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._plan_settings = dict(zero or {})
@@ -85,32 +85,32 @@ class ZeroTrainerMixin(_Base):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make Trainer's accelerator, and turn it into one that prepares engines."""
+        """Make Trainer's accelerator, and change its class to `TrainerAccelerator`, which uses the engine."""
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         compiles = self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled or compiles:  # without an argument of Trainer
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled or compiles:  # set by accelerate launch
             raise ConfigError(
                 "accelerate launch was told to use DeepSpeed, FSDP or a compiler: start with torchrun, because zero "
                 "shards, and zero={'compile': True} compiles"
             )
         _check_precision(self.accelerator.mixed_precision, self._plan_settings)
-        self.accelerator.__class__ = TrainerAccelerator  # Trainer made it, with all its arguments
+        self.accelerator.__class__ = TrainerAccelerator  # keeps the arguments that Trainer passed
         self.accelerator.trainer = self
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing, because the whole model may not fit there. Private in transformers since 4.3."""
+        """Do nothing, because the whole model may not fit on the device. A private method of Trainer since 4.3."""
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        # private in transformers since 5; it would read `grad` of every parameter
+        # a private method of Trainer since 5, which would read `grad` of every parameter
         return False
 
     # -- the engine ----------------------------------------------------------------------------------------------------
 
     def open_engine(self) -> Engine:
-        """Return the engine of `model`, made at the first call with Trainer's optimizer and its groups. Collective.
+        """Return the engine of `model`. The first call makes it, with Trainer's optimizer and its groups. Collective.
 
-        Without a `train_dataset` it has no optimizer, because nothing will train.
+        Without a `train_dataset` the engine has no optimizer, because nothing will be trained.
         """
         if self.engine is not None:
             if self.engine.module is self.model:
@@ -145,7 +145,7 @@ class ZeroTrainerMixin(_Base):
     # -- folders: private methods of Trainer since 4.20, because no public one is called on every rank -----------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Save full values in the dtype of the model before training, or adapters alone. Called on every rank."""
+        """Save full parameters in the dtypes of the model before training, or only adapters. Called on every rank."""
         if state_dict is not None or self.engine is None:
             super()._save(output_dir, state_dict)
             return
@@ -156,16 +156,16 @@ class ZeroTrainerMixin(_Base):
         super()._save(output_dir, whole)
         if self.args.should_save and isinstance(self.model, transformers.PreTrainedModel) and not has_adapters:
             self.model.config.dtype = next(dtype for dtype in self._dtypes.values() if dtype.is_floating_point)
-            self.model.config.save_pretrained(output_dir or self.args.output_dir)  # `super` wrote that of compute
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)  # `super` wrote the dtype of compute
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # the schedule
+        super()._save_optimizer_and_scheduler(output_dir)  # saves the scheduler
         if self.args.should_save:  # an earlier run may have more steps there
             shutil.rmtree(Path(output_dir) / STATE_FOLDER, ignore_errors=True)
         self.open_engine().save_checkpoint(output_dir, STATE_FOLDER, save_latest=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # the engine reads the weights later
+        # only a check, because `_load_optimizer_and_scheduler` loads the weights later
         if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
             raise CheckpointError(
                 f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r} with the training state: it is of another "
@@ -190,23 +190,23 @@ class ZeroTrainerMixin(_Base):
 
 
 class Trainer(ZeroTrainerMixin, transformers.Trainer):
-    """`transformers.Trainer` on an engine: `Trainer(model=..., args=..., train_dataset=..., zero={"stage": 3})`.
+    """`transformers.Trainer` with ZeRO: `Trainer(model=..., args=..., train_dataset=..., zero={"stage": 3})`.
 
     See `ZeroTrainerMixin` for `zero` and `engine`, and transformers for everything else.
     """
 
 
 class TrainerAccelerator(Accelerator):
-    """Accelerate's accelerator, which leaves the trainer's model, its losses and gradients to the engine.
+    """An `Accelerator` that uses the engine for the trainer's model, its losses and gradients.
 
     Attributes:
-        trainer: the trainer. Models that are not its `model`, such as a frozen reference, are prepared as usual.
+        trainer: the trainer. Models other than its `model`, such as a frozen reference, are prepared by Accelerate.
     """
 
     trainer: ZeroTrainerMixin
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Return the model itself, whose calls go to the engine from now on."""
+        """Make the engine and return the model itself, whose calls now run the engine."""
         if model is not self.trainer.model:
             return super().prepare_model(model, device_placement, evaluation_mode)
         self.trainer.open_engine()
@@ -224,7 +224,7 @@ class TrainerAccelerator(Accelerator):
         return self._optimizers[-1]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Go backward by the engine. End a microbatch that does not end a step, because Trainer makes no call then."""
+        """Run the engine's backward. Also end the microbatch, unless it is the last of a step and Trainer ends it."""
         engine = self.trainer.open_engine()
         self._optimizers[-1].backwards += 1
         engine.set_gradient_accumulation_boundary(self.sync_gradients)
@@ -233,7 +233,7 @@ class TrainerAccelerator(Accelerator):
             engine.step()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Return () the norm, which is NaN until the optimizer's step has clipped by it."""
+        """Return () the gradient norm. The tensor is NaN until the optimizer's step clips and fills it."""
         clip = self.trainer.open_engine().plan.optimizer.clip
         if norm_type != 2 or max_norm != (math.inf if clip is None else clip):
             raise ConfigError(
@@ -245,7 +245,7 @@ class TrainerAccelerator(Accelerator):
         return optimizer.grad_norm
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Raise ConfigError, because Accelerate's file of the optimizer would have no moments."""
+        """Raise ConfigError, because the optimizer file that Accelerate writes would have no moments."""
         raise ConfigError(
             "accelerator.save_state and load_state leave out moments, which are in shards. Set save_steps and call "
             "trainer.train(resume_from_checkpoint=...), or call trainer.engine.save_checkpoint(folder)."
@@ -255,11 +255,11 @@ class TrainerAccelerator(Accelerator):
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """The engine's optimizer in Accelerate's shape; schedulers write into its groups.
+    """The engine's optimizer with Accelerate's interface. Schedulers write into its parameter groups.
 
     Attributes:
-        grad_norm: () fp32, filled by `step`.
-        backwards: calls of Accelerate's `backward` in this step.
+        grad_norm: () fp32 the norm of the step's gradient, filled by `step`.
+        backwards: number of calls of Accelerate's `backward` in this step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -267,16 +267,16 @@ class EngineOptimizer(AcceleratedOptimizer):
         self.engine, self.grad_norm, self.backwards = engine, torch.full((), math.nan), 0
 
     def step(self, closure: None = None) -> None:
-        """Update all parameters at the end of a step; do nothing before. Collective.
+        """Update all parameters at the last microbatch of a step; do nothing at earlier microbatches. Collective.
 
         Raises:
-            ConfigError: a backward was not Accelerate's, or there is a closure.
+            ConfigError: backward was not called through Accelerate, or there is a closure.
         """
         if closure is not None:
             raise ConfigError("optimizer.step(closure): a closure is not supported. Call backward, then step().")
         if not self.gradient_state.sync_gradients:
             return
-        if not self.backwards:  # its gradient would be divided by the microbatches once more
+        if not self.backwards:  # `loss.backward()` would divide by the microbatches twice
             raise ConfigError("optimizer.step() without self.accelerator.backward(loss): call it, not loss.backward()")
         self.backwards = 0
         self.engine.step()
@@ -288,7 +288,7 @@ class EngineOptimizer(AcceleratedOptimizer):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing, because the engine loads them."""
+        """Do nothing, because the engine loads moments and settings of the groups."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -320,9 +320,10 @@ def _precision(mixed: str) -> str:
 
 
 def _never_saved(model: nn.Module) -> set[str]:
-    """Return the frozen parameters that peft never saves: most of the base, which rank 0 need not hold.
+    """Return the names of frozen parameters that PEFT never saves, so that rank 0 need not hold them.
 
-    Peft saves adapters that rest, frozen parts of an adapter that trains, and embeddings that were resized.
+    They are most of the base model. PEFT saves inactive adapters, frozen parts of an active adapter, and resized
+    embeddings.
     """
     adapters, embeddings = set(getattr(model, "peft_config", ())), set[int]()
     for get in ("get_input_embeddings", "get_output_embeddings"):
@@ -335,7 +336,7 @@ def _never_saved(model: nn.Module) -> set[str]:
 
 
 def _in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `generate` go on until every rank has finished, because all ranks must run each sharded layer."""
+    """Return a `generate` that continues until every rank has finished, because all ranks must run sharded layers."""
 
     @wraps(generate)
     def generated(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The tracker of a run: rows in metrics.jsonl, the console, and Weights & Biases or TensorBoard if asked.
+"""The tracker of a run: passes rows of metrics to metrics.jsonl, the console, and optionally W&B and TensorBoard.
 
-Trackers of other ranks than 0 have no views. metrics.jsonl comes first, and is the only view whose failure ends a run;
-any other that fails is left out from then on, with one line about it.
+Each of these outputs is a view; only rank 0 has views. A failure to write metrics.jsonl ends the run. Any other view
+that fails is left out for the rest of the run, and one line says so.
 """
 
 import sys
@@ -23,19 +23,21 @@ from zero.tracker.tensorboard import TensorBoardRun
 from zero.tracker.view import ROW as ROW, Row, View
 
 Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str | None]]
-"""Function from the arguments of `Tracker.begin` to a view and, for W&B, the id of its run."""
+"""Function that opens a view, with the arguments of `Tracker.begin`. Returns the view and W&B's run id or None."""
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """Passes each call to its views; a context manager that closes every view with the run's exit code.
+    """All views of a run as one object, which passes each call to every view.
+
+    A context manager: leaving it closes every view with the run's exit code.
 
     Args:
-        views: in the order of calls.
-        later: functions that make more views when training begins, by their titles.
-        said: lines for a person that views put there from any thread.
+        views: the views, in the order in which they are called.
+        later: functions by which `begin` opens more views, by title of the view.
+        said: queue of lines to print for the user; views add lines from any thread.
 
     Attributes:
-        run_id: W&B's, for a checkpoint to remember; None before `begin`.
+        run_id: W&B's run id, which checkpoints record so that a resumed run continues it; None before `begin`.
     """
 
     def __init__(
@@ -48,12 +50,12 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.run_id: str | None = None
 
     def begin(self, config: Mapping[str, Any], facts: Mapping[str, Any], run_id: str | None = None) -> None:
-        """Open the views that need the settings.
+        """Open the views that need the run's settings: W&B and TensorBoard.
 
         Args:
-            config: plain settings as config.yaml has them, with every auto settled; `mode` is one.
-            facts: plain values beside the settings; `plan_bytes` is tier to kind to bytes.
-            run_id: W&B's id in the checkpoint that the run goes on from.
+            config: plain settings as in config.yaml, with every auto replaced by its value; includes `mode`.
+            facts: further plain values about the run; `plan_bytes` maps tier -> kind of tensor -> bytes.
+            run_id: W&B's run id in the checkpoint that the run resumes from; None if there is none.
         """
         for name, opened in self._later.items():
             try:
@@ -65,27 +67,27 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._pass_on()
 
     def log(self, row: Row) -> None:
-        """Show a row, with the keys of `ROW`."""
+        """Pass a row of metrics, with the keys of `ROW`, to the views."""
         self._tell(lambda view: view.log(row))
 
     def note(self, text: str) -> None:
-        """Show lines to a person."""
+        """Print text for the user on the console."""
         self._tell(lambda view: view.note(text))
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show how far a longer work is; `done == total` ends it."""
+        """Show the progress of a long operation, such as a save; `done == total` ends it."""
         self._tell(lambda view: view.progress(what, done, total))
 
     def saved(self, path: Path, step: int) -> None:
-        """Tell views that there is a checkpoint at `path`."""
+        """Tell the views that the checkpoint of `step` was saved at `path`."""
         self._tell(lambda view: view.saved(path, step))
 
     def report(self, path: Path) -> None:
-        """Tell views that there is a report at `path`, self-contained HTML."""
+        """Tell the views that the run's report, a self-contained HTML file, was written to `path`."""
         self._tell(lambda view: view.report(path))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
-        """Keep the summary and exit code for the end; an exception has an exit code of its own."""
+        """Store the summary and exit code for closing the views. An exception's exit code is used instead."""
         self._summary, self._exit_code = summary, exit_code
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
@@ -127,12 +129,12 @@ class Tracker(AbstractContextManager["Tracker"]):
 def open_tracker(
     settings: TrackerSettings, folder: Path | None, stream: TextIO | None = None, *, steps: int | None
 ) -> Tracker:
-    """Make a tracker with the views of the settings; with none where `folder` is None.
+    """Return a tracker with the views that the settings name.
 
     Args:
-        folder: the run folder; receives metrics.jsonl.
-        stream: the console; None: stdout.
-        steps: of the whole run; None: nobody knows, and the console has a line per row.
+        folder: the run folder, in which metrics.jsonl is written; None: the tracker has no views.
+        stream: the console's stream; None: stdout.
+        steps: number of steps of the whole run; None: unknown, so the console prints a line per row instead of a bar.
     """
     if folder is None:
         return Tracker()

@@ -1,4 +1,4 @@
-"""Run a view in its own thread, so that it can neither end a run nor hold it up."""
+"""A wrapper that runs a view (an output of the tracker) in its own thread, so that it cannot stop or delay training."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,23 +9,24 @@ from zero.platform.threads import Beside
 from zero.tracker.view import Row, View
 
 MOST_WAITING = 1000
-"""Calls that may wait for a view."""
+"""Largest number of calls that may be queued for a view; beyond it the next call raises TimeoutError."""
 
 HURRIED_S = 10.0
-"""Seconds to wait for the view after a failure, when somebody may be about to kill the process, and at the end of a
-script that has not closed it: W&B does not always answer then."""
+"""Seconds that `close` waits for the view after a failed run, because the process may be killed soon. The exit of a
+script that never closed the view waits as long, because W&B may not respond then."""
 
 
 class Behind(View):
-    """A view that is opened and called, in order, from a thread. Calls return at once, but for `close`.
+    """A view whose calls are queued and run in order by a thread. Methods return at once, except `close`, which waits.
 
-    The next call after an error raises it, and every later one does nothing.
+    After a call has failed in the thread, every later method call raises its error.
 
     Args:
-        opened: makes the view.
+        opened: function that opens the view; it runs in the thread.
         title: the view's name in messages.
-        abandon: called while a call does not return: nothing may wait for the view any more.
-        patience_s: seconds for which `close` waits until all calls are done.
+        abandon: function that `close` calls when it stops waiting for a call that does not return. Afterwards nothing
+            may wait for the view.
+        patience_s: seconds that `close` waits for all queued calls.
     """
 
     def __init__(
@@ -87,5 +88,5 @@ class Behind(View):
 
 
 def _harmless(error: BaseException) -> Exception:
-    """Return an error that may be raised in the thread that trains, which SystemExit would end."""
+    """Return `error`, or a RuntimeError in place of a SystemExit, which would end the training thread silently."""
     return error if isinstance(error, Exception) else RuntimeError(str(error) or type(error).__name__)

@@ -1,7 +1,7 @@
-"""The console: a line about the run's progress, as wide as the screen.
+"""The console output of a run: a progress bar on a terminal, a line per row of metrics in a pipe.
 
-On a terminal the line stays in place beside a bar, with longer works above it, until the last step; notes after that
-are printed below it. In a pipe there is a line per row.
+The bar and the newest row stay in the last line of the terminal until the last step; the progress of a long operation,
+such as a save, is shown above. Text that follows the last step is printed below.
 """
 
 import math
@@ -18,7 +18,7 @@ PIPE_COLUMNS = 120
 """Width of a line in a pipe or a file."""
 
 FIRST_S, AGAIN_S = 5.0, 10.0
-"""Seconds until the first line about a longer work in a pipe, and between two lines."""
+"""Seconds until the first progress line of a long operation in a pipe, and between two such lines."""
 
 SPARE_COLUMNS = 3
 """Columns left free at the end of a line on a terminal, so that an echoed ^C does not wrap it."""
@@ -27,23 +27,23 @@ BAR_COLUMNS = 14
 """Width of the smallest bar, with the gap after it."""
 
 SHOWN_S = 0.3
-"""Seconds of the shortest work that is shown on a terminal."""
+"""Seconds after which the progress of a long operation is shown on a terminal."""
 
 Clock = Callable[[], float]
 
 
 class Word(NamedTuple):
-    """A piece of a line; where there is no room, words with a higher rank are left out first."""
+    """A piece of the console's line. If the line is too long, words with the highest `rank` are left out first."""
 
     text: str
     rank: int
 
 
 class Lines(View):
-    """A plain line per row, for pipes and files, and for a loop of unknown length.
+    """A view that prints a plain line per row, for pipes, files, and loops whose number of steps is unknown.
 
     Args:
-        steps: of the whole run; None: unknown.
+        steps: number of steps of the whole run; None: unknown.
     """
 
     def __init__(self, steps: int | None, stream: TextIO, clock: Clock = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class Lines(View):
 
 
 class Bar(View):
-    """A bar and the words of the newest row, for terminals."""
+    """A view that shows a progress bar and the newest row, for terminals."""
 
     def __init__(self, steps: int, stream: TextIO, clock: Clock = time.monotonic) -> None:
         self._steps, self._step, self._clock, self._over = steps, 0, clock, False
@@ -87,7 +87,7 @@ class Bar(View):
         self._words: list[Word] = []
         self._val: float | int | None = None
         self._console = Console(file=stream)
-        # text printed to stderr would tear the line, unless a rank's stderr is its log
+        # stderr is redirected because text printed there would break the line, unless it is a rank's log file
         self._live = Live(
             console=self._console,
             get_renderable=self._drawn,
@@ -102,7 +102,7 @@ class Bar(View):
         self._words = words({**row, "val/loss": self._val})
         if self._step >= self._steps:
             self._over = True
-            self._live.refresh()  # removes the line that stayed in place
+            self._live.refresh()  # clears the live line, which is then printed permanently
             self._console.print(self._newest(self._console.width - SPARE_COLUMNS))
 
     def note(self, text: str) -> None:
@@ -113,7 +113,7 @@ class Bar(View):
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         self._work.end()
-        self._over = self._over or not self._words  # as with mode=eval
+        self._over = self._over or not self._words  # no row was logged, as with mode=eval
         self._live.stop()
 
     def _drawn(self) -> RenderableType:
@@ -131,7 +131,7 @@ class Bar(View):
 
 
 def words(row: Row) -> list[Word]:
-    """Return the words for a row, in reading order, without values that were not measured."""
+    """Return the console's words for a row, in the order of printing; values that were not measured are left out."""
     shown = [Word(f"loss {_number(row.get('train/loss'))}", 1)]
     for key, rank, text in _WORDS:
         value = row.get(key)
@@ -147,7 +147,10 @@ def words(row: Row) -> list[Word]:
 
 
 def fit(words: Sequence[Word], columns: int) -> str:
-    """Join the words to a line: where there is no room, closer together, then without the least important."""
+    """Join words to a line of at most `columns` characters.
+
+    If they do not fit, narrow the gaps, then leave out the words of the highest rank.
+    """
     kept = list(words)
     while len(kept) > 1:
         for gap in ("  ", " "):
@@ -179,19 +182,19 @@ _WORDS: tuple[tuple[str, int, Callable[[float], str]], ...] = (
 
 
 def _is_extra(key: str) -> bool:
-    """Whether a key is a user's own number, such as val/accuracy."""
+    """Return whether a key is a metric that the user added, such as val/accuracy."""
     return key.startswith(("train/", "val/")) and key not in ROW
 
 
 class _Work:
-    """A longer work under way, timed from its first call."""
+    """The progress of a long operation, timed from its first report."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self.begun_s = clock, 0.0
         self.what, self.done, self.total = "", 0, 0
 
     def goes_on(self, what: str, done: int, total: int) -> bool:
-        """Take note of the progress; returns whether this is a new work."""
+        """Store the reported progress; return whether a new operation has begun."""
         is_new = what != self.what or done < self.done or not self.is_under_way
         if is_new:
             self.begun_s, self._first = self._clock(), done
@@ -216,7 +219,7 @@ class _Work:
 
 
 class _Left:
-    """Time until the last step, from the speed since the first row, because the steps before it are slower."""
+    """Estimate of the time until the last step, by the speed since the first row, because earlier steps are slower."""
 
     def __init__(self, steps: int, clock: Clock) -> None:
         self._steps, self._clock, self._begun_s, self._over = steps, clock, clock(), False
@@ -224,12 +227,12 @@ class _Left:
         self._newest: tuple[float, float | None] = (clock(), None)
 
     def after(self, row: Row) -> Word:
-        """Take note of a row."""
+        """Update the estimate by a row, and return its text."""
         step, now_s = float(row["step"] or 0), self._clock()
         left_s: float | None = (self._steps - step) * float(row.get("speed/step_s") or 0)
         if self._first is not None and step > self._first[0]:
             left_s = (self._steps - step) * (now_s - self._first[1]) / (step - self._first[0])
-        has_recorded_step = row.get("speed/step_s") is None  # recording makes it slower than the others
+        has_recorded_step = row.get("speed/step_s") is None  # recording slows its step: measure from here
         if self._first is None or has_recorded_step:
             self._first = step, now_s
         self._newest, self._over = (now_s, left_s), step >= self._steps
@@ -245,7 +248,7 @@ class _Left:
 
 
 def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_columns: int) -> Table:
-    """Return `what`, a bar of at least so many columns if any, and the words that fit."""
+    """Return a terminal line: `what`, a bar of at least `bar_columns` characters (0: none), and the words that fit."""
     text = Text(fit(words, columns - len(what) - 2 - bar_columns), no_wrap=True)
     text.highlight_regex(r"(?<![\w.])[a-z/]+(?![\w.])", "dim")
     cells: list[RenderableType] = [Text(what, no_wrap=True), text]
@@ -280,7 +283,7 @@ def _number(value: float | None) -> str:
 
 
 def _exponent(value: float) -> str:
-    """Write 3.0e-4, without the zeros that Python has in exponents; 0 for zero."""
+    """Format a number as 3.0e-4, without Python's leading zeros in the exponent; zero is 0."""
     if value == 0:
         return "0"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
@@ -288,7 +291,7 @@ def _exponent(value: float) -> str:
 
 
 def minutes(seconds: float | None) -> str:
-    """Write a duration as 1:02:03 or 2:03."""
+    """Format a duration in seconds as 1:02:03 or 2:03; a question mark if it is unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     hours, rest = divmod(round(seconds), 3600)

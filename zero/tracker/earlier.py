@@ -1,4 +1,4 @@
-"""The best losses and the seconds of the earlier starts of a run that goes on."""
+"""Best losses and training time of a run before it was resumed, read from its folder."""
 
 from math import inf
 from pathlib import Path
@@ -9,7 +9,7 @@ from zero.tracker.report.scale import finite
 
 
 class Earlier(NamedTuple):
-    """Figures of earlier starts; unknown losses are infinite, unknown seconds zero."""
+    """Best losses and seconds of the earlier starts of a resumed run; infinite losses and zero seconds if unknown."""
 
     best_train_loss: float = inf
     best_val_loss: float = inf
@@ -17,20 +17,20 @@ class Earlier(NamedTuple):
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> "Earlier":
-        """Take the figures of these names; those missing or not finite are unknown."""
+        """Return the figures that `facts` has under the fields' names; missing or non-finite values are unknown."""
         known = {name: value for name in cls._fields if (value := finite(facts.get(name))) is not None}
         return cls(**known)
 
     def facts(self) -> dict[str, float | None]:
-        """Return JSON values, for `of`."""
+        """Return the figures as JSON values, which `of` reads; unknown losses become null."""
         return {name: finite(value) for name, value in self._asdict().items()}
 
 
 def earlier(folder: Path, step: int) -> Earlier:
-    """Read the files of the run in `folder` that goes on from `step`.
+    """Return the best losses and the seconds of the earlier starts of the run in `folder`, which resumes from `step`.
 
-    Losses of later steps do not count, but the seconds that they took do. Rows have some of the training losses, a
-    summary has the best of all up to its own last step.
+    Losses of steps after `step` do not count, because the run repeats these steps; their seconds count. metrics.jsonl
+    has the training losses of some steps only, so the best losses of summary.json are included if it ends by `step`.
     """
     run = read_run(folder)
     summary = Earlier.of(run.summary)

@@ -1,4 +1,4 @@
-"""Files of a run: metrics.jsonl with its rows, summary.json with its end."""
+"""The files metrics.jsonl, with the rows of a run, and summary.json, with its results and exit reason."""
 
 import json
 import logging
@@ -15,14 +15,14 @@ log = logging.getLogger("zero")
 ROWS = "metrics.jsonl"
 
 RUNNING = "running, or ended without a word"
-"""The exit reason of a run that has not ended."""
+"""The exit reason in summary.json until a run ends; it remains if the process is killed."""
 
 FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a signal", "debug.stop_at reached"
-"""Exit reasons of runs that ended well."""
+"""Exit reasons of runs that ended without an error."""
 
 
 class Jsonl(View):
-    """The file of rows, a JSON object a line, written when `log` returns. NaN and infinity become null."""
+    """A view that appends each row to metrics.jsonl as a line of JSON, and flushes it. NaN and infinity become null."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,22 +40,22 @@ class Jsonl(View):
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary.json, whole at any moment; NaN and infinity become null."""
+    """Write summary.json atomically, so that a reader never sees a partial file; NaN and infinity become null."""
     clean = {key: finite(value) if isinstance(value, float) else value for key, value in summary.items()}
     publish(folder / "summary.json", json.dumps(clean, indent=2, allow_nan=False) + "\n")
 
 
 def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = False) -> None:
-    """Update summary.json after a failure; fields that `summary` lacks stay.
+    """Update summary.json after a failure; fields that `summary` lacks keep their values.
 
     Args:
         summary: at least `exit_reason`.
-        final: replace a reason that is there already. By default it stays: the first rank to fail is the nearest to
-            the cause.
+        final: replace the exit reason of an earlier failure. By default the earlier reason is kept, because the rank
+            that fails first is closest to the cause.
     """
     try:
         before = dict(json.loads((folder / "summary.json").read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or none that can be read
+    except (OSError, ValueError, TypeError):  # missing or unreadable
         before = {}
     before.setdefault("exit_reason", RUNNING)
     known = not final and before["exit_reason"] != RUNNING
@@ -63,7 +63,7 @@ def write_failure(folder: Path, summary: Mapping[str, Any], *, final: bool = Fal
 
 
 def unused_folder(folder: Path) -> Path:
-    """Return the folder, or the first of `run-2`, `run-3`, ... below it without rows of another run."""
+    """Return the first of `folder` and `run-2`, `run-3`, ... below it without metrics.jsonl, and create that file."""
     place = next(filter(_claim, chain([folder], (folder / f"run-{number}" for number in count(2)))))
     if place != folder:
         log.warning("%s has the rows of another run, and no checkpoint of it was loaded: these go to %s", folder, place)
@@ -71,7 +71,7 @@ def unused_folder(folder: Path) -> Path:
 
 
 def _claim(place: Path) -> bool:
-    """Make the file of rows; False if it exists. Of two loops that begin at once only one makes it."""
+    """Create metrics.jsonl; return False if it exists. If two processes start at once, only one creates the file."""
     place.mkdir(parents=True, exist_ok=True)
     try:
         (place / ROWS).touch(exist_ok=False)

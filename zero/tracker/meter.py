@@ -1,7 +1,7 @@
-"""The rows of metrics and the final summary, from the results of steps: speed, totals, peaks over ranks.
+"""Computation of metric rows and of the final summary from the results of steps.
 
-Bytes moved and seconds waited are read from running totals. Seconds are the slowest rank's, because a step lasts as
-long as it does; bytes are of all ranks.
+Bytes moved and seconds waited are differences of counters that run since the start. Bytes are summed over ranks;
+seconds are those of the slowest rank, because it determines the duration of a step.
 """
 
 import statistics
@@ -30,34 +30,35 @@ from zero.tracker.earlier import Earlier
 from zero.tracker.view import NO_CHART, ROW
 
 LIFE_BYTES = 600e12
-"""Bytes that a usual drive of 1 TB is rated for (TBW)."""
+"""Bytes that may be written to a typical 1 TB drive by its rated endurance (TBW)."""
 
 ENDLESS_STEPS = 1e9
-"""Steps after which a drive's endurance is not printed."""
+"""Number of steps above which a drive's endurance is not printed."""
 
 TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name in Collectives._fields), "copy_bytes")
-"""Totals of a rank: see `Traffic`, `Collectives` and `Device.copied`."""
+"""Names of a rank's counters: the fields of `Traffic` and of `Collectives`, and the bytes of `Device.copied`."""
 
 WRITTEN = TOTALS.index("write_bytes")
 
 WAITS = torch.tensor([name.endswith(("wait_s", "busy_s")) for name in TOTALS], device="cpu")
-"""Whether each total is a time."""
+"""(len(TOTALS),) bool: whether each total is a time of waits or transfers (`wait_s`, `busy_s`)."""
 
 TIMES = (
     *(key for key in ROW if key.startswith("speed/") and key not in NO_CHART),
     "comm/wait_s", "comm/slowest_rank", "comm/slowest_s", "offload/wait_s",
 )  # fmt: skip
-"""Keys that are null in a row without a timed step."""
+"""Keys that are null in a row whose steps were all recorded, because recorded steps are not timed."""
 
 
 class Summary(NamedTuple):
-    """Figures of a run; losses in nats per token, peaks the largest over ranks, plan for one rank.
+    """Results of a run. Losses are in nats per token, peaks are the largest over ranks, the plan is that of one rank.
 
-    Speeds are medians of the rows without the first, which is slower; `mfu` is None where the peak is unknown. `wait_s`
-    is the time for which the slowest rank waited for pages or other ranks, `seconds` the time of the run. Bytes written
-    are of all ranks up to the last row, first values included; `endurance` is None without a file.
+    Speeds are medians over the rows except the first, because it is slower; `mfu` is None if the device's peak FLOP/s
+    is unknown. `wait_s` is the time that the slowest rank waited for pages or other ranks, `seconds` the duration of
+    the run. `offload_written_bytes` is summed over ranks until the last row and includes the initial values.
+    `endurance` says how many steps a drive lasts; None if nothing is on disk.
 
-    Counts, best losses and `seconds` include earlier starts of the run; all others are of this start.
+    Counts, best losses and `seconds` include earlier starts of a resumed run; all other values are of this start.
     """
 
     exit_reason: str
@@ -78,32 +79,32 @@ class Summary(NamedTuple):
     host_peak_bytes: int
     plan_bytes: dict[str, dict[str, int]]
     plan_step_bytes: dict[str, float]
-    """Bytes that a step moves by the plan; see `zero.engine.traffic.Load`."""
+    """Bytes that one rank moves in a step according to the plan, by the fields of `zero.engine.traffic.Load`."""
     offload_written_bytes: int
     endurance: str | None
     data_digest: str
     checkpoint: str | None
-    """The newest one that this start has saved."""
+    """The path of the newest checkpoint that this start has saved."""
     versions: dict[str, str | None]
 
 
 class Meter:
-    """Counts steps and seconds on one rank. `row` is collective, everything else is local.
+    """Counter of the steps, tokens, seconds and bytes of a run, on one rank.
 
-    So a summary can be made when the other ranks are gone.
+    Only `row` is collective, so that a summary can still be made after other ranks have failed.
 
     Args:
-        tokens_per_step: over all ranks.
-        traffic: the totals of this rank's store.
-        steps, tokens, skipped: of the checkpoint that the run goes on from.
-        flops_per_token: of forward and backward; None: unknown.
-        peak_flops: of a rank's device, per second; None: looked up by the device's name.
+        tokens_per_step: number of tokens of a step, over all ranks.
+        traffic: function that returns the totals of this rank's store.
+        steps, tokens, skipped: counts in the checkpoint that the run resumes from.
+        flops_per_token: floating-point operations of forward and backward for one token; None: unknown.
+        peak_flops: peak FLOP/s of one rank's device; None: looked up by the device's name.
 
     Attributes:
-        steps, tokens, skipped: since the start, over all ranks; `steps` counts the skipped ones too.
-        last: metrics of the newest step.
-        train_loss, val_loss: the newest; NaN before the first.
-        best_train_loss, best_val_loss: the lowest.
+        steps, tokens, skipped: counts since the start of the run, over all ranks; `steps` includes skipped steps.
+        last: metrics of the newest step; None before the first.
+        train_loss, val_loss: newest losses; NaN before the first.
+        best_train_loss, best_val_loss: lowest losses; infinite before the first.
     """
 
     def __init__(
@@ -127,32 +128,32 @@ class Meter:
         self._planned_bytes = planned_traffic(plan).of_step(plan.accumulate)._asdict() if plan.trains else {}
         self._versions = versions()
         self._start_s = self._since_s = time.perf_counter()
-        self._before_s = 0.0  # of earlier starts
+        self._before_s = 0.0  # seconds of earlier starts
         self._start = self._since = self._totals()
         self.steps = self._since_step = self._steps_before = steps
-        self._untimed = 0  # of the steps since the last row
+        self._untimed = 0  # number of untimed steps since the last row
         self.tokens, self.skipped = tokens, skipped
         self._since_tokens = tokens
         self.last: Metrics | None = None
         self.train_loss = self.val_loss = float("nan")
         self.best_train_loss = self.best_val_loss = inf
         self._peaks_bytes = (0, 0)
-        self._written_bytes = self._trained_bytes = 0  # by all ranks up to the last row; since the first step only
+        self._written_bytes = self._trained_bytes = 0  # by all ranks until the last row; since the first step only
         self._speeds: list[float] = []
         self._wait_s = 0.0
 
     @property
     def seconds(self) -> float:
-        """Seconds since this meter was made, and those of earlier starts."""
+        """Seconds since this meter was made, plus those of earlier starts."""
         return self._before_s + time.perf_counter() - self._start_s
 
     @property
     def so_far(self) -> Earlier:
-        """Figures for a later start that goes on from here."""
+        """Best losses and seconds so far, for a later start that resumes the run from here."""
         return Earlier(self.best_train_loss, self.best_val_loss, self.seconds)
 
     def go_on(self, *behind: Earlier) -> None:
-        """Add the earlier starts of the run, as several sources know them."""
+        """Include the earlier starts of the run. Of several sources, the lowest losses and the most seconds count."""
         self.best_train_loss = min(self.best_train_loss, *(source.best_train_loss for source in behind))
         self.best_val_loss = min(self.best_val_loss, *(source.best_val_loss for source in behind))
         self._before_s = max(self._before_s, *(source.seconds for source in behind))
@@ -161,8 +162,8 @@ class Meter:
         """Count a step.
 
         Args:
-            metrics: of the step.
-            tokens: of the step, over all ranks; None: `tokens_per_step`.
+            metrics: results of the step.
+            tokens: number of tokens of the step, over all ranks; None: `tokens_per_step`.
         """
         self.steps += 1
         self.tokens += self._tokens_per_step if tokens is None else tokens
@@ -171,35 +172,45 @@ class Meter:
         self.best_train_loss = min(self.best_train_loss, metrics.loss)
 
     def validated(self, loss: float) -> None:
-        """Take note of a validation loss."""
+        """Store a validation loss for the next row and the summary."""
         self.val_loss = loss
         self.best_val_loss = min(self.best_val_loss, loss)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Leave the body's time and traffic out of the steps. The store must be at rest, or its writes are left out."""
+        """Return a context manager whose time and traffic do not count in the steps.
+
+        The store must be idle on entry, because writes of the last step that end inside would not count either.
+        """
         return self._left_out(torch.ones_like(WAITS))
 
     def standing(self) -> AbstractContextManager[None]:
-        """Leave the body's time out of the steps, but not its traffic, which is that of the last step's updates."""
+        """Return a context manager whose time does not count in the steps.
+
+        Its traffic counts, because it is caused by updates of the last step.
+        """
         return self._left_out(WAITS)
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Enclose a step that recording slows, on all ranks: its traffic counts, its time does not."""
+        """Context manager for a recorded step, on all ranks. Its time does not count, because recording slows it."""
         with self.standing():
             yield
         self._untimed += 1
 
     @contextmanager
     def _left_out(self, which: Tensor) -> Iterator[None]:
-        """Leave out the time of the body, and the totals whose entry in `which` is 1."""
+        """Context manager that leaves out its time, and its part of the totals whose entry in `which` is 1."""
         begin_s, before = time.perf_counter(), self._totals()
         yield
         self._since_s += time.perf_counter() - begin_s
         self._since = self._since + (self._totals() - before) * which
 
     def row(self, *, validated: bool) -> dict[str, float | int | None]:
-        """Return a row for the tracker, with the validation loss if it is new; see `tracker.ROW`. Collective."""
+        """Return a row of metrics about the steps since the last row, with the keys of `tracker.ROW`. Collective.
+
+        Args:
+            validated: whether the row includes the newest validation loss.
+        """
         now_s, now, last = time.perf_counter(), self._totals(), self.last
         begun, steps = self._since_step, max(1, self.steps - self._since_step)
         timed = steps - self._untimed
@@ -233,7 +244,7 @@ class Meter:
         return row if timed else row | dict.fromkeys(TIMES)
 
     def summary(self, data_digest: str, exit_reason: str, checkpoint: Path | None = None) -> Summary:
-        """Return the figures so far; peaks and bytes of all ranks up to the last row, of this rank up to now."""
+        """Return the results so far. Peaks and bytes of other ranks are those of the last row, of this rank current."""
         device_bytes, host_bytes = map(max, self._peaks_bytes, self._peaks_of_rank())
         written_bytes, before_bytes = (int(totals[WRITTEN]) for totals in (self._totals(), self._start))
         trained_bytes = max(self._trained_bytes, written_bytes - before_bytes)
@@ -269,12 +280,16 @@ class Meter:
         return None if tokens_per_s is None or self._mfu_of_token is None else tokens_per_s * self._mfu_of_token
 
     def _totals(self) -> Tensor:
-        """Return (len(TOTALS),) fp64."""
+        """Return (len(TOTALS),) fp64 the current totals of this rank."""
         counts = *astuple(self._traffic()), *self._world.traffic, self._device.copied.nbytes
         return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
     def _collect(self, now: Tensor) -> dict[str, Tensor]:
-        """Gather the peaks and totals of all ranks; returns what each has counted since the last row. Collective."""
+        """Exchange peaks and totals between all ranks. Collective.
+
+        Returns:
+            For each of `TOTALS`, (W,) the count of every rank since the last row.
+        """
         peaks_bytes = torch.tensor(self._peaks_of_rank(), dtype=torch.float64, device="cpu")
         values = torch.cat((peaks_bytes, now[WRITTEN : WRITTEN + 1], now - self._start, now - self._since))
         everyone = torch.zeros(self._world.size, len(values), dtype=torch.float64, device=self._world.device)
@@ -294,13 +309,13 @@ class Meter:
 def figures(
     moved: Mapping[str, Tensor], *, steps: int, timed: int, step_s: float, numel: int
 ) -> dict[str, float | int | None]:
-    """Return the figures of a row about pages and other ranks; see `tracker.ROW`.
+    """Return the values of a row about offload and communication, by key of `tracker.ROW`.
 
-    Without traffic everything is hidden, and there are no rates.
+    Without traffic the hidden fraction is 1 and rates are None.
 
     Args:
-        moved: each of TOTALS to (W,), the counts of every rank in `steps` steps; waits are of the timed ones alone.
-        timed: number of steps whose time counts, `step_s` each.
+        moved: for each of TOTALS, (W,) the count of every rank in `steps` steps; waits count in timed steps only.
+        timed: number of steps whose time counts, each of `step_s` seconds.
     """
     read_bytes, write_bytes = (int(moved[name].sum()) for name in ("read_bytes", "write_bytes"))
     received = {
@@ -341,7 +356,7 @@ def _peak_flops(world: World, plan: Plan) -> float | None:
 
 
 def endurance(step_bytes: float) -> str:
-    """Write how many steps a drive endures with `step_bytes` at each."""
+    """Return text about a drive's endurance: how many steps that write `step_bytes` a 1 TB drive lasts."""
     if step_bytes < 1:
         return "nothing was written yet"
     written, steps = f"{size_text(int(step_bytes))} written per step by all ranks", LIFE_BYTES / step_bytes

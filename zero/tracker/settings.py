@@ -35,7 +35,7 @@ Project = Annotated[str, Reads("text", _project)]
 
 
 class Jsonl(Section):
-    """metrics.jsonl and the console, which every run has."""
+    """Settings of metrics.jsonl and the console, which every run has."""
 
     name: Literal["jsonl"] = key("jsonl", "kind of tracker")
     every: Whole = key(10, "steps between two rows", unit="steps", example="1")
@@ -48,7 +48,7 @@ class Jsonl(Section):
 
 
 class Wandb(Jsonl):
-    """`Jsonl` and a Weights & Biases run."""
+    """Settings of a Weights & Biases run, beside those of `Jsonl`."""
 
     name: Literal["wandb"] = key("wandb", "kind of tracker")  # type: ignore[assignment]
     project: Project | None = key(None, "W&B project; null: WANDB_PROJECT, else functional-zero", example="my-project")

@@ -1,7 +1,7 @@
-"""TensorBoard's files: the rows of metrics.jsonl once more, for charts. The only file that imports tensorboard.
+"""The TensorBoard view, which writes the rows of metrics.jsonl as scalars. The only file that imports tensorboard.
 
-`tensorboard --logdir runs` shows all runs below a folder. A run that goes on from a checkpoint hides the rows that it
-makes again.
+`tensorboard --logdir runs` shows all runs below a folder. A run that resumes from a checkpoint hides the earlier rows
+of steps that it repeats.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ from zero.platform.installed import install
 from zero.tracker.view import Charts, Row, View
 
 FLUSH_S = 2
-"""Seconds after which a row is in the file, for a run that is killed."""
+"""Seconds until a row is written to the file, so that a killed run loses few rows."""
 
 OF_A_RUN = ("train/loss", "val/loss")
-"""Metrics by which TensorBoard compares runs, beside their settings."""
+"""Metrics in TensorBoard's table of hyperparameters, by which runs are compared."""
 
 
 class TensorBoardRun(View):
-    """The folder `tensorboard` of a run, open until `close`.
+    """A view that writes TensorBoard's event file to the folder `tensorboard` of a run.
 
     Args:
         config: plain settings, written as text and as hyperparameters.
-        folder: of the run.
+        folder: the run folder.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
@@ -40,7 +40,7 @@ class TensorBoardRun(View):
         self._writer: Any = None
 
     def log(self, row: Row) -> None:
-        """Write a row; the first one opens the file and hides rows from its step on, which are made again."""
+        """Write a row. The first row opens the file and hides rows of an earlier start from its step on."""
         step = int(row["step"] or 0)
         if self._writer is None:
             self._writer = self._open(str(self._folder), purge_step=step, flush_secs=FLUSH_S)
@@ -56,7 +56,7 @@ class TensorBoardRun(View):
     def _write_settings(self) -> None:
         text = yaml.safe_dump(dict(self._config), sort_keys=False)
         self._writer.add_text("settings", "\n".join(f"    {line}" for line in text.splitlines()))
-        values = flat(self._config).items()  # TensorBoard takes numbers and text
+        values = flat(self._config).items()  # hyperparameters are numbers, booleans or text
         settings = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
         for part in self._hparams(settings, dict.fromkeys(OF_A_RUN, 0.0)):
             self._writer.file_writer.add_summary(part)

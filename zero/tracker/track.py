@@ -1,4 +1,4 @@
-"""`zero.track`: the rows, console, charts, timeline and report of train.py for a user's own loop."""
+"""`zero.track`: metrics, console output, charts, timeline and report for a user's own training loop."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from zero.tracker.settings import Jsonl, TrackerSettings, Wandb
 NAMES = ("jsonl", "wandb", "tensorboard")
 
 RECORDED = 3
-"""The first step that may be recorded; earlier ones learn in which order units are visited."""
+"""The first step that may be recorded for the timeline, because earlier steps still learn the order of the units."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -55,36 +55,38 @@ def track(
     flops: float | None = None,
     timeline: bool = True,
 ) -> "Track":
-    """Report the steps of your own loop, as train.py reports its runs.
+    """Track the steps of your own training loop: metrics, console output, timeline and report, as train.py has them.
 
         with zero.track(state, "runs/vit", samples=64, tracker="tensorboard") as track:
             for batch in loader:
                 state, metrics = step(state, [batch])
                 track(state, metrics)
 
-    Rank 0 writes the folder: config.yaml, metrics.jsonl, summary.json, trace.json with the timeline of one step, and
-    report.html at the end, which `zero-train report FOLDER` makes again. Rows are printed too; where `steps` is given,
-    a terminal has a bar. Entering the block, each call of `track`, each pause, and leaving the block are collective.
+    Rank 0 writes these files to the folder: config.yaml, metrics.jsonl with a row of metrics every `every` steps,
+    summary.json, trace.json with the timeline of one step, and at the end report.html, which `zero-train report FOLDER`
+    can write again. Rows are printed too; with `steps`, a terminal shows a progress bar. Collective: every rank enters
+    and leaves the block, calls `track` after every step, and enters each pause.
 
     Args:
-        state: before the first step; the steps of a checkpoint that was loaded are counted.
-        folder: made if it is missing. Where `state` goes on, rows are added to it; else a folder with rows of another
-            run stays as it is, and `run-2`, `run-3`, ... below it is used: see `Track.folder`.
-        samples: rows of all this rank's microbatches of a step, as many on each rank. Speed is samples per second.
-        tokens: the same in tokens: speed is tokens per second, and the loss is taken to be in nats per token. With
-            neither there is the time of a step alone.
-        steps: of the whole run, for a bar and the time that is left; None: unknown.
-        every: steps from one row to the next, 1 or more.
+        state: the state before the first step. If it was loaded from a checkpoint, its steps are counted.
+        folder: the run folder, created if missing. If `state` continues a run, rows are appended. Otherwise a folder
+            with rows of another run is left unchanged, and `run-2`, `run-3`, ... below it is used; see `Track.folder`.
+        samples: number of samples in all microbatches of a step on this rank, equal on all ranks. Speed is then in
+            samples per second.
+        tokens: number of tokens instead of samples. Speed is then in tokens per second, and the loss is assumed to be
+            in nats per token. Without `samples` and `tokens`, speed is only the time of a step.
+        steps: number of steps of the whole run, for the progress bar and the remaining time; None: unknown.
+        every: number of steps between two rows, at least 1.
         tracker: "jsonl", "wandb" or "tensorboard", several of them, or the settings of `tracker` in docs/config.md as a
             mapping, such as {"name": "wandb", "project": "vit", "tags": ["first"]}.
-        config: your settings, for the report, W&B and TensorBoard; other values than plain ones are written as text.
-        flops: floating-point operations of forward and backward for one sample or token; None: there is no MFU.
-        timeline: record one of the first steps, and write it to trace.json.
+        config: your settings, for the report, W&B and TensorBoard; values that JSON does not have are written as text.
+        flops: floating-point operations of forward and backward for one sample or token; None: MFU is not computed.
+        timeline: whether to record one of the first steps and write it to trace.json.
 
     Raises:
-        ConfigError: a setting that does not exist or does not fit, or one that looks like a secret.
+        ConfigError: an unknown or invalid setting, or one that looks like a secret.
         StaleStateError: `state` is spent.
-        CheckpointError (entering the block, on every rank): the folder cannot be made.
+        CheckpointError (entering the block, on every rank): the folder cannot be created.
         MachineError (in the block): a file cannot be written.
     """
     check_type(state, State, "zero.track", "with zero.track(state, folder) as track:")
@@ -127,12 +129,12 @@ def track(
 
 
 class Track:
-    """A context manager around the loop, called after each step; `zero.track` makes it.
+    """The tracker of a user's own loop, returned by `zero.track`: a context manager that is called after each step.
 
-    Leaving the block writes summary.json and the report, also where an exception leaves it.
+    Leaving the block writes summary.json and the report, also after an exception.
 
     Attributes:
-        folder: of the run; the same on every rank, known inside the block.
+        folder: the run folder that is used; inside the block it is the same on every rank.
     """
 
     def __init__(
@@ -173,17 +175,18 @@ class Track:
         return self
 
     def __call__(self, state: State, metrics: Metrics, val: Mapping[str, float | Tensor] = NOTHING) -> None:
-        """Count a step, and write a row where one is due. Collective; call it after every step.
+        """Count a step, and write a row of metrics every `every` steps. Collective: call it after every step.
 
         Args:
-            state: after the step.
-            metrics: of the step. The numbers that `loss_fn` returned beside the loss are in the row as `train/NAME`.
-            val: numbers of an evaluation after this step by name, such as {"loss": 2.3, "accuracy": 0.5}, from this
-                rank; their mean over ranks is in the row as `val/NAME`. With them a row is due.
+            state: the state after the step.
+            metrics: the results of the step. Numbers that `loss_fn` returned beside the loss are in the row as
+                `train/NAME`.
+            val: this rank's results of an evaluation after the step, by name, such as {"loss": 2.3, "accuracy": 0.5}.
+                Their means over ranks are in the row as `val/NAME`. A call with `val` always writes a row.
 
         Raises:
-            ConfigError: called outside of the block or not once after every step, or `val` has a value that is no
-                number.
+            ConfigError: the call is outside of the block or is not the only call after one step, or a value of `val` is
+                not a number.
         """
         check_type(state, State, "track", "track(state, metrics)")
         if not isinstance(metrics, Metrics):
@@ -205,9 +208,10 @@ class Track:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Enclose an evaluation or a save: its time and its traffic are left out of the steps. Collective.
+        """Context manager for an evaluation or a save, whose time and traffic do not count in the step's statistics.
 
-        The updates that the last step has deferred are made first, because they belong to that step.
+        Collective: every rank enters it. Deferred updates of the last step are applied on entry, so that their time
+        counts in that step.
         """
         self._drop_recording()
         self._runtime.finish_step()
@@ -215,16 +219,16 @@ class Track:
             yield
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show how far a longer work is; for `progress=` of `zero.save` and others.
+        """Show the progress of a long operation. Pass this method as `progress=` to `zero.save` and similar functions.
 
         Args:
-            what: the work, in a few words.
-            done, total: in the same unit; `done == total` ends the work.
+            what: the operation, in a few words.
+            done, total: amounts in the same unit; `done == total` ends the operation.
         """
         self._tracker.progress(what, done, total)
 
     def saved(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Name a checkpoint in summary.json, and in W&B with `artifacts`.
+        """Record a checkpoint in summary.json, and as a W&B artifact if the setting `artifacts` is on.
 
         Args:
             checkpoint: the folder that `zero.save` returned.
@@ -237,7 +241,7 @@ class Track:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_open = False
-        with ExitStack() as at_last:  # views are closed whatever happens here
+        with ExitStack() as at_last:  # closes the views even if this block raises
             at_last.push(lambda _, failed, __: self._tracker.__exit__(error_type, failed or error, trace))
             self._drop_recording()
             if error is None:
@@ -268,11 +272,11 @@ class Track:
         row |= {f"val/{name}": value for name, value in val.items()}
         self._logged_at = self._meter.steps
         if self._world.rank == 0:
-            write_summary(self.folder, self._summary(RUNNING))  # for a run that is killed
+            write_summary(self.folder, self._summary(RUNNING))  # in case the run is killed
         self._tracker.log(row)
 
     def _mean(self, numbers: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the means over ranks, which must have the same names."""
+        """Return the mean of each number over ranks, by name. Collective; all ranks must have the same names."""
         if not numbers:
             return {}
         names = sorted(numbers)
@@ -283,7 +287,7 @@ class Track:
     # -- one step in detail --------------------------------------------------------------------------------------------
 
     def _begin_recording(self) -> None:
-        """Record from here to the next call: a step, and the work of the loop before it."""
+        """Start to record one step, with the loop's own work before it. The next `__call__` ends the recording."""
         self._recording = ExitStack()
         self._recording.enter_context(self._meter.untimed())
         if self._world.rank == 0:
@@ -295,20 +299,23 @@ class Track:
         self._recording.close()
         self._recording = None
         written = self._world.rank == 0 and self._write_timeline()
-        self._records = not self._world.share("written" * written)  # and the next step does not wait for the file
+        self._records = not self._world.share("written" * written)  # ranks wait for the file here, not in a step
 
     def _write_timeline(self) -> bool:
-        """Write trace.json; False where another recording has taken the step's spans."""
+        """Write trace.json. Return False if a recording of the user's replaced this one, which is then empty."""
         if not self._timeline.spans:
             return False
         try:
             self._timeline.write(self.folder / "trace.json")
-        except MachineError as error:  # the run goes on without a picture
+        except MachineError as error:  # the run goes on without a timeline
             self._tracker.note(f"warning: no trace: {error}")
         return True
 
     def _drop_recording(self) -> None:
-        """Drop a recording that would hold more than a step; the error keeps the meter from counting it."""
+        """Discard the current recording, because it would hold more than one step.
+
+        The exception keeps `Meter.untimed` from counting an untimed step.
+        """
         if self._recording is not None:
             error = InterruptedError()
             self._recording.__exit__(type(error), error, None)
@@ -328,7 +335,7 @@ class Track:
         return counted_in(self._unit, self._meter.summary("", exit_reason, self._checkpoint)._asdict())
 
     def _end(self) -> None:
-        """Write the files of a run that ended well, and the row of its last steps. Collective."""
+        """Write the row of the last steps, and the final files of a run that ended without an exception. Collective."""
         if self._meter.steps > self._logged_at:
             self._log({})
         summary = self._summary(FINISHED)
@@ -338,12 +345,12 @@ class Track:
             try:
                 self._tracker.report(report.write(self.folder))
                 self._tracker.note(f"report {self.folder / 'report.html'}")
-            except Exception as error:  # the run itself has ended well
+            except Exception as error:  # a failed report is no failed run
                 self._tracker.note(f"warning: no report: {one_line(error)}")
         self._tracker.finish(summary)
 
     def _fail(self, error: BaseException) -> None:
-        """Write the files of a run that failed. Not collective: the other ranks may be gone."""
+        """Write the final files of a run that failed. Not collective, because other ranks may have ended already."""
         if self._world.rank == 0:
             with suppress(MachineError):  # the disk may have failed
                 reason = "stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else with_class(error)
@@ -353,7 +360,7 @@ class Track:
 
 
 def counted_in(unit: Unit, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures of a `Meter` with `unit` in place of tokens in their keys; without a unit, without those."""
+    """Return figures of a `Meter` with `unit` in place of "tokens" in their keys; without a unit, drop these keys."""
     return {key.replace("tokens", unit): value for key, value in figures.items() if unit or "tokens" not in key}
 
 
@@ -371,7 +378,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> TrackerSettings:
-    """Return the section `tracker` of a run's settings."""
+    """Return the arguments `tracker` and `every` of `track` as the section `tracker` of a run's settings."""
     if isinstance(tracker, Mapping):
         typed = {"every": every, **tracker}
         if typed.get("name") == "tensorboard":

@@ -1,6 +1,6 @@
-"""The keys of a row, and the interface of everything that shows rows.
+"""The keys of a row of metrics, and the base class of outputs that show rows.
 
-A row is a flat mapping with the keys of `ROW`; a value that was not measured is null.
+A row is a flat mapping with the keys of `ROW`; a value that was not measured is None, in JSON null.
 """
 
 import math
@@ -17,67 +17,74 @@ SECTIONS = {
     "memory": "device_peak_bytes host_peak_bytes nvme_bytes",
 }
 ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.items() for name in names.split()))
-"""Keys of every row. `train/skipped` counts from the start; memory is the most that a rank holds or held.
+"""Keys of every row of metrics. A row describes the steps since the row before.
 
-`speed/steps` is the number of steps of the row: fewer than between two rows where a run goes on, because there may be
-no row at the step of its checkpoint.
+`train/skipped` is the number of skipped steps since the start of the run. `memory/` values are bytes of the rank that
+has the most: peaks so far of device and host memory, and the size on disk.
 
-`offload/` counts bytes between tiers in the row's steps (`copy_bytes`: between host memory and GPUs), `comm/` bytes
-that ranks received from others (`wire_bytes`: from other nodes); both are of all ranks. `wait_s` is the seconds per
-step for which the slowest rank waited for them; `gbps` is 10^9 bytes a second while something was read or written
-(null: nothing was); `bytes_per_param` is per parameter and step.
-`comm/slowest_rank` waited least for others, so they waited for it; `comm/slowest_s` is its step without that wait (null
-on one rank).
+`speed/steps` is the number of steps of the row. After a resume it may be smaller than the distance to the row before,
+because the checkpoint may be of a step without a row.
 
-`speed/compute_s` is the step without waiting, on the rank that waited longest; `speed/stall_fraction` is that wait as a
-share of the step; `speed/hidden_fraction` is the share of the transfers' time that nobody waited for; `speed/mfu` is
-the share of the GPUs' peak. Times leave out validation and recorded steps, and are null in a row without other steps.
+`offload/` counts the bytes moved between tiers in the row's steps (`copy_bytes`: between host memory and GPUs), `comm/`
+the bytes that ranks received from other ranks (`wire_bytes`: from other nodes), both summed over ranks. `wait_s` is the
+time in seconds per step that the rank with the longest wait waited for these transfers. `read_gbps` and `write_gbps`
+are 10^9 bytes per second of the time in which something was read or written; null if nothing was. `bytes_per_param` is
+bytes read and written per parameter and step. `comm/slowest_rank` is the rank that waited least for other ranks,
+because they waited for it; `comm/slowest_s` is the duration of its step without that wait. Both are null on one rank.
+
+`speed/compute_s` is the duration of a step without waiting, on the rank that waited longest, and `speed/stall_fraction`
+is that wait as a fraction of the step. `speed/hidden_fraction` is the fraction of the time of reads and writes in which
+the training thread did not wait. `speed/mfu` is the fraction of the GPUs' peak FLOP/s. Times do not include validation
+and recorded steps; in a row without other steps they are null.
 """
 
 Row = Mapping[str, float | int | None]
 
 
 QUIET = ("memory/", "comm/", "offload/")
-"""Sections whose values get a chart only once one was not 0, because most runs have no such traffic."""
+"""Sections whose keys get a chart only after their first nonzero value, because most runs have no such traffic."""
 
 
 class View:
-    """A place that shows a run; calls that it has no use for do nothing."""
+    """Base class of outputs that show a training run: console, file, W&B.
+
+    Each method does nothing unless a subclass overrides it.
+    """
 
     title = "the console"
     """The name of the view in messages."""
 
     def log(self, row: Row) -> None:
-        """Show or keep a row."""
+        """Show or store a row of metrics."""
 
     def note(self, text: str) -> None:
-        """Show lines for a person."""
+        """Print text for the user."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show how far a longer work is; `done == total` ends it."""
+        """Show the progress of a long operation, such as a save; `done == total` ends it."""
 
     def saved(self, path: Path, step: int) -> None:
-        """Show that there is a checkpoint at `path`."""
+        """Record that the checkpoint of `step` was saved at `path`."""
 
     def report(self, path: Path) -> None:
-        """Show the report of the run."""
+        """Publish the report of the run, an HTML file at `path`."""
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """End the view. `summary` is empty when the run failed."""
+        """Close the view. `summary` is empty if the run failed."""
 
 
 NO_CHART = ("speed/steps",)
-"""Keys that are needed to read the rest of a row."""
+"""Keys without a chart, because they only help to interpret the other keys of a row."""
 
 
 class Charts:
-    """The values of rows that get a chart."""
+    """A filter that selects the values of a row that get a chart."""
 
     def __init__(self) -> None:
         self._moving: set[str] = set()
 
     def of(self, row: Row) -> dict[str, float | int]:
-        """Return the measured values of a row, without those that need no chart."""
+        """Return the measured values of a row that get a chart, by key."""
         self._moving |= {key for key, value in row.items() if value or not key.startswith(QUIET)} - {*NO_CHART}
         return {key: value for key, value in row.items() if value is not None and key in self._moving}
 

@@ -1,9 +1,9 @@
-"""The Weights & Biases run: the rows of metrics.jsonl once more, for a browser. The only file that imports wandb.
+"""The Weights & Biases view, which logs the rows of metrics.jsonl to a W&B run. The only file that imports wandb.
 
-W&B keeps a log of its own in the run folder and sends it when it is online. It receives nothing of the command line or
-the environment, and of the code only its commit. Every value is plotted against `step`; `tokens` is in each row as
-another axis. Values that do not change are in W&B's config or summary, and in no chart.
-W&B counts rows by itself: with a step, it would drop the rows of a run that goes on from an earlier one.
+W&B writes a log in the run folder, and uploads it when it is online. W&B gets neither the command line nor the
+environment, and of the code only the commit. Every value is plotted against `step`; each row also has `tokens` as a
+second axis. Constant values are in W&B's config or summary and have no chart. Rows are logged without W&B's argument
+`step`, because W&B would drop the rows of steps that a resumed run repeats.
 """
 
 import contextlib
@@ -36,24 +36,24 @@ IN_ROWS_OR_CONFIG = frozenset(
 NO_KEY = "W&B is offline for this run: there is no key; run `wandb login`, or export WANDB_API_KEY"
 
 PATIENCE_S = 5.0
-"""Seconds for which W&B may look for the network before the run is offline, unless WANDB_INIT_TIMEOUT is set."""
+"""Seconds that W&B may try to connect before the run continues offline, unless WANDB_INIT_TIMEOUT is set."""
 
 FLUSH_S = 2.0
-"""Seconds after which a row is in W&B's file, for a run that is killed."""
+"""Seconds until a row is written to W&B's file, so that a killed run loses few rows."""
 
 NAME_LENGTH = 128
 
 PROJECT = "functional-zero"
-"""The project where neither the settings nor WANDB_PROJECT name one."""
+"""The W&B project if neither the settings nor WANDB_PROJECT name one."""
 
 
 class WandbRun(View):
-    """A run that is open from here until `close`. Its calls may take as long as the network does.
+    """A view that logs to a W&B run, from its constructor until `close`. Methods may block on the network.
 
     Args:
-        facts: of the run, beside its settings; they go to W&B's config.
-        run_id: of a new run, or of one that goes on.
-        say: shows a line to a person; called from this thread.
+        facts: values about the run beside its settings, for W&B's config.
+        run_id: W&B's id of a new run, or of the run to continue.
+        say: function that prints a line for the user; called from the thread that calls this view.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WandbRun(View):
         except ImportError as error:
             raise ImportError("wandb is not installed") from error
 
-        # W&B has a log in the run folder: on a full disk each line would be a traceback
+        # W&B logs to a file in the run folder: on a full disk, logging would print a traceback for each line
         logging.raiseExceptions = False
         self._wandb, self._say, self._folder, self._artifacts = wandb, say, folder, settings.artifacts
         self._charts, self._best_val_loss = Charts(), math.inf
@@ -92,7 +92,7 @@ class WandbRun(View):
             config={**config, "run": {**facts, "versions": versions}},
             settings=_settings(wandb, versions=settings.versions),
         )
-        self._run.define_metric("step", hidden=True)  # it is the axis of all others
+        self._run.define_metric("step", hidden=True)  # the x axis of all other metrics
         for name in ("tokens", "samples", *(f"{section}/*" for section in SECTIONS)):
             self._run.define_metric(name, step_metric="step")
 
@@ -100,10 +100,10 @@ class WandbRun(View):
         self._run.log(self._charts.of(row))
         if (loss := row.get("val/loss")) is not None and loss < self._best_val_loss:
             self._best_val_loss = loss
-            self._run.summary["best_val_loss"] = loss  # also of a run that is killed
+            self._run.summary["best_val_loss"] = loss  # at once, so that a killed run has it
 
     def saved(self, path: Path, step: int) -> None:
-        """Record a reference to the checkpoint's folder; nothing is uploaded."""
+        """Log a W&B artifact that refers to the checkpoint's folder; no file is uploaded."""
         if not self._artifacts:
             return
         artifact = self._wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint", metadata={"step": step})
@@ -114,14 +114,14 @@ class WandbRun(View):
         self._run.log({"report": self._wandb.Html(path.read_text(), inject=False)})
 
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """Finish the run, and wait until W&B's file is whole."""
+        """Finish the run, and wait until W&B has written its file completely."""
         figures = {key: value for key, value in summary.items() if key not in IN_ROWS_OR_CONFIG}
         self._run.summary.update({key: value for key, value in figures.items() if _is_figure(value)})
         folder = Path(self._run.dir).parent
         place = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder
         try:
             self._run.finish(exit_code=exit_code)
-        finally:  # `finish` returns before the file is whole; `teardown` waits for W&B's process
+        finally:  # `finish` returns before the file is complete; `teardown` waits for W&B's process
             self._wandb.teardown(exit_code)
         if self._is_offline:
             self._say(
@@ -134,11 +134,11 @@ class WandbRun(View):
         before = set(place.glob("run-*"))
         try:
             run = self._wandb.init(mode=mode, **options)
-        except Exception as error:  # W&B raises many classes, and training goes on after any of them
+        except Exception as error:  # W&B raises errors of many classes; after any of them the run is offline
             if self._is_offline:
                 raise
-            abandon()  # its process would still wait for the network, and keep the run's id
-            for attempt in set(place.glob("run-*")) - before:  # without rows, and `wandb sync` would send it
+            abandon()  # W&B's process would still wait for the network, and hold the run's id
+            for attempt in set(place.glob("run-*")) - before:  # no rows, but `wandb sync` would upload it
                 shutil.rmtree(attempt, ignore_errors=True)
             self._say(f"W&B is offline for this run: {first_line(error)}")
             return self._init("offline", **options)
@@ -152,30 +152,33 @@ def _is_figure(value: object) -> bool:
 
 
 def abandon() -> None:
-    """Kill W&B's process, which hangs: Python would wait for it at its end."""
+    """Kill W&B's process, because it hangs and the interpreter's exit would wait for it."""
     import wandb
 
     cores = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
     for core in cores:
         core.kill()
     psutil.wait_procs(cores, timeout=1)
-    with contextlib.suppress(Exception, SystemExit):  # it raises SystemExit for the signal that its process got
+    with contextlib.suppress(Exception, SystemExit):  # SystemExit, because its process was killed
         wandb.teardown(1)
 
 
 def mode_of(settings: Wandb) -> str:
-    """Return online, offline or disabled. Never online without a key: W&B would ask for one on the terminal."""
+    """Return W&B's mode: online, offline or disabled.
+
+    Without an API key it is not online, because W&B would ask for the key on the terminal.
+    """
     mode = wanted_mode(settings)
     return ("online" if has_key() else "offline") if mode in ("auto", "online") else mode
 
 
 def wanted_mode(settings: Wandb) -> str:
-    """Return the mode of the settings or the environment, whether or not there is a key for it."""
+    """Return the mode that the settings or WANDB_MODE name, without a check for an API key."""
     return os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
 
 
 def has_key() -> bool:
-    """Whether the environment or a netrc file has a key for W&B; its value is not read."""
+    """Return whether the environment or a netrc file has an API key for W&B; the key itself is not read."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = re.sub(r"^\w+://|[:/].*$", "", os.environ.get("WANDB_BASE_URL", "")) or "wandb"
@@ -189,11 +192,12 @@ def has_key() -> bool:
 
 
 def run_id_of(config: Mapping[str, Any], folder: Path, stored: str | None) -> str:
-    """Return the id of the W&B run for the run in `folder`.
+    """Return the W&B run id for the run in `folder`.
 
-    The id is WANDB_RUN_ID, which an agent of a W&B sweep sets; that of an earlier start in this folder; `stored`, the
-    id of the run that this one goes on from; or a new one. Evaluations and jobs of a Hydra sweep are runs of their own,
-    because several of them may begin from one checkpoint.
+    The first that exists of: WANDB_RUN_ID, which the agent of a W&B sweep sets; the id of an earlier start in this
+    folder; `stored`, the id in the checkpoint that the run resumes from; else a new id. Evaluations and jobs of a Hydra
+    sweep do not use `stored`, because several of them may begin from one checkpoint. Jobs of a Hydra sweep do not use
+    WANDB_RUN_ID either.
     """
     is_in_sweep = _is_in_sweep(folder)
     if (run_id := os.environ.get("WANDB_RUN_ID")) and not is_in_sweep:
@@ -206,12 +210,15 @@ def run_id_of(config: Mapping[str, Any], folder: Path, stored: str | None) -> st
 
 
 def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
-    """Return W&B's name and group of a run; those of a job of a sweep are its overrides and the sweep's folder."""
+    """Return W&B's name and group of a run.
+
+    By default a job of a Hydra sweep is named after its overrides, and its group after the sweep's folder.
+    """
     folder, name = folder.absolute(), settings.run or os.environ.get("WANDB_NAME")
     if not _is_in_sweep(folder):
         return name or folder.name, settings.group
     lines = (folder / ".hydra" / "overrides.yaml").read_text().splitlines()
-    # Hydra lists the overrides of all jobs here; `hydra.sweep.subdir` may be several folders deep
+    # multirun.yaml lists the overrides that all jobs share; `hydra.sweep.subdir` may be several folders below it
     lists = next((path for above in folder.parents if (path := above / "multirun.yaml").is_file()), None)
     common = set() if lists is None else {line.strip() for line in lists.read_text().splitlines()}
     differing = [line for line in lines if line not in common] or lines
@@ -234,7 +241,7 @@ def _settings(wandb: Any, *, versions: bool) -> Any:
     wanted: dict[str, Any] = {
         "silent": True,
         "console": "off",
-        "x_disable_meta": True,  # the command line and the environment
+        "x_disable_meta": True,  # metadata would have the command line and the environment
         "save_code": False,
         "x_save_requirements": versions,
     }
@@ -243,6 +250,6 @@ def _settings(wandb: Any, *, versions: bool) -> Any:
     if "WANDB_INIT_TIMEOUT" not in os.environ:
         wanted["init_timeout"] = PATIENCE_S
     flush = "x_transaction_log_flush_interval"
-    if flush in wandb.Settings.model_fields:  # since 0.31
+    if flush in wandb.Settings.model_fields:  # W&B has it since 0.31
         wanted[flush] = FLUSH_S
     return wandb.Settings(**wanted)

@@ -12,7 +12,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     Args:
         model_params: parameters or groups of them.
         lr, eps, weight_decay: as torch's.
-        amsgrad, fp32_optimizer_states: for old calls; they have no effect.
+        amsgrad, fp32_optimizer_states: ignored, for compatibility with DeepSpeed.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """DeepSpeed's Adam classes, as subclasses of torch's.
 
-The config says where an update is computed, so the fused class and the CPU class are the same here.
+The config decides where an update is computed, so the fused class and the CPU class compute the same here.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class FusedAdam(torch.optim.Adam):
         lr, betas, eps, weight_decay, amsgrad: as torch's.
         bias_correction: must be true.
         adam_w_mode: whether weight decay is decoupled from the gradient.
-        set_grad_none: for old calls; it has no effect.
+        set_grad_none: ignored, for compatibility with DeepSpeed.
 
     Raises:
         ConfigError: `bias_correction=False`.
@@ -43,11 +43,11 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam`, with its arguments in another order and other words.
+    """`FusedAdam` with another order and other names of the arguments, as in DeepSpeed.
 
     Args:
         model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode: as `FusedAdam`'s.
-        fp32_optimizer_states: for old calls; moments are fp32.
+        fp32_optimizer_states: ignored, because moments are always fp32.
 
     Raises:
         ConfigError: `bias_correction=False`.

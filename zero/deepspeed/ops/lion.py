@@ -12,7 +12,7 @@ class FusedLion(Optimizer):
     Args:
         params: parameters or groups of them.
         lr, betas, weight_decay: as the paper's.
-        set_grad_none, fp32_optimizer_states: for old calls; they have no effect.
+        set_grad_none, fp32_optimizer_states: ignored, for compatibility with DeepSpeed.
     """
 
     def __init__(
@@ -28,4 +28,4 @@ class FusedLion(Optimizer):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """`FusedLion`, by its other name."""
+    """`FusedLion` under the name of DeepSpeed's class for CPUs."""

@@ -1,4 +1,4 @@
-"""The loader that `zero.initialize` makes of a dataset, and DeepSpeed's loader without an end."""
+"""The data loader that `zero.initialize` makes from a dataset, and DeepSpeed's endless loader."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -14,22 +14,22 @@ log = logging.getLogger("zero")
 
 
 class Loader(DataLoader[Any]):
-    """The microbatches of this rank. Each `iter` is an epoch, shuffled by (seed, epoch) alike on all ranks.
+    """A DataLoader of this rank's microbatches. Each `iter` is an epoch, shuffled by (seed, epoch) on all ranks alike.
 
-    If the number of ranks does not divide the rows, the first rows of the epoch are used twice.
+    If the number of ranks does not divide the number of samples, the first samples of the epoch are used twice.
 
-    An IterableDataset is read as it is, so it must give each rank different rows.
+    An IterableDataset is not split between ranks, so it must give each rank different samples itself.
 
     Args:
         data: the dataset.
-        world: the ranks that share it.
-        rows: rows of a microbatch.
-        seed: of the order.
-        collate: makes a batch of a list of rows; None: torch's.
-        drop_last: leave out the last, smaller batch.
+        world: the ranks between which the samples are split.
+        rows: number of samples in a microbatch.
+        seed: seed of the samples' order.
+        collate: function from a list of samples to a batch; None: torch's.
+        drop_last: whether to leave out the last, smaller batch.
 
     Attributes:
-        epoch: number of the epoch that the next `iter` runs through, from 0; set it to go on from an epoch.
+        epoch: number of the epoch of the next `iter`, from 0; set it to resume at an epoch.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Loader(DataLoader[Any]):
             sampler = DistributedSampler(data, world.size, world.rank, shuffle=True, seed=seed)
         elif world.size > 1 and world.rank == 0:
             log.warning("training_data is an IterableDataset: it has to give each rank its own rows")
-        # without a generator of its own each epoch would draw from the global one
+        # without its own generator, the loader would draw from torch's global generator at each epoch
         generator = torch.Generator().manual_seed(seed)
         super().__init__(
             data, batch_size=rows, sampler=sampler, collate_fn=collate, drop_last=drop_last, generator=generator
@@ -62,7 +62,7 @@ class Loader(DataLoader[Any]):
 
 
 class RepeatingLoader:
-    """Batches of `loader` without an end: after the last one it starts again.
+    """An endless iterator over the batches of `loader`, which starts again after the last batch.
 
     Args:
         loader: anything that can be iterated more than once.

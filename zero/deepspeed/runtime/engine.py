@@ -1,4 +1,4 @@
-"""The engine by DeepSpeed's name."""
+"""The class `Engine` under DeepSpeed's name."""
 
 from zero.deepspeed.engine import Engine as DeepSpeedEngine
 

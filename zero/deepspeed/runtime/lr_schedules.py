@@ -1,8 +1,8 @@
 """DeepSpeed's five schedulers, which write the learning rate into the optimizer's groups, as torch's do.
 
-The engine steps a scheduler after each update that was not skipped, as DeepSpeed does. The rates are DeepSpeed
-0.19.8's: `last_batch_iteration` is -1 at first, and the n-th update is made with the rates of iteration n - 2, so a
-warm-up makes two updates with its first rate. Parameters are passed by name; `config_keys` has their defaults.
+The engine calls a scheduler's `step` after each update that was not skipped, as DeepSpeed does. The learning rates are
+those of DeepSpeed 0.19.8: `last_batch_iteration` is -1 at first, and the n-th update uses the rates of iteration n - 2,
+so a warm-up makes two updates with its first rate. Parameters are passed by name; `config_keys` has their defaults.
 """
 
 import math
@@ -21,7 +21,7 @@ SECOND_BETA = 0.99
 
 
 class Scheduler(Protocol):
-    """The part of a scheduler that an engine uses; torch's have it."""
+    """The methods of a scheduler that an engine calls; torch's schedulers have them."""
 
     def step(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -33,12 +33,12 @@ class Scheduler(Protocol):
 
 
 class _Schedule(ABC):
-    """The common part of DeepSpeed's schedulers.
+    """Base class of DeepSpeed's schedulers.
 
     Args:
-        optimizer: its groups get the rates.
-        last_batch_iteration: updates made, minus 1.
-        **keys: DeepSpeed's parameters.
+        optimizer: the optimizer whose groups get the learning rates.
+        last_batch_iteration: number of updates made, minus 1.
+        **keys: parameters of DeepSpeed's scheduler.
 
     Raises:
         ConfigError: a parameter is unknown, or has no default and is missing.
@@ -59,25 +59,25 @@ class _Schedule(ABC):
         """Return the learning rate of each group at `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each group as it was written last."""
+        """Return the learning rate that was last written into each group."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Write the settings of the next update.
+        """Write the learning rates of the next update into the groups.
 
         Args:
-            last_batch_iteration: the iteration to go to; None: the next.
+            last_batch_iteration: the iteration to continue from; None: the next iteration.
         """
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `last_batch_iteration` by its name."""
+        """Return a dict with `last_batch_iteration`."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, and write the settings of the next update."""
+        """Restore a `state_dict`, and write the learning rates of the next update into the groups."""
         self.last_batch_iteration = int(sd["last_batch_iteration"])
         self._write()
 
@@ -95,11 +95,11 @@ class _Rise(_Schedule):
 
     @property
     def warmup_num_steps(self) -> int:
-        """Iterations of the warm-up, at least 2."""
+        """Number of iterations of the warm-up, at least 2."""
         return max(2, self.keys.warmup_num_steps)
 
     def _risen(self) -> float:
-        """Return the share of the warm-up that is done: 0 to 1."""
+        """Return the progress of the warm-up, from 0 to 1."""
         done, steps = self.last_batch_iteration, self.warmup_num_steps
         if not 0 <= done < steps:
             return float(done >= steps)
@@ -107,7 +107,7 @@ class _Rise(_Schedule):
 
 
 class WarmupLR(_Rise):
-    """A rise from the lowest rate to the highest, which then holds; without a highest, to that of each group."""
+    """A warm-up from `warmup_min_lr` to `warmup_max_lr`, by default each group's own rate, then a constant rate."""
 
     declared = config_keys.Warmup
     keys: config_keys.Warmup
@@ -121,7 +121,7 @@ class WarmupLR(_Rise):
 
 
 class WarmupDecayLR(WarmupLR):
-    """A rise, then a straight line to the lowest rate. If the decay has no iteration, the rate drops at once."""
+    """A warm-up, then a linear decay to `warmup_min_lr`. If the decay has no iterations, the rate drops at once."""
 
     declared = config_keys.WarmupDecay
     keys: config_keys.WarmupDecay
@@ -132,7 +132,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Rise):
-    """Shares of each group's rate: a rise to all of it, then half a cosine. The first update is made with 0."""
+    """A warm-up to each group's own rate, then a cosine decay. The first update has a learning rate of 0."""
 
     declared = config_keys.WarmupCosine
     keys: config_keys.WarmupCosine
@@ -153,9 +153,9 @@ class WarmupCosineLR(_Rise):
 
 
 class OneCycle(_Schedule):
-    """A rise and a fall of the rate, while the first beta moves the other way, then a decay.
+    """A rise and fall of the learning rate, during which the first beta falls and rises, then a decay.
 
-    The first update is made with the lowest beta. Momentum without betas stays as it is.
+    The first update uses the lowest beta. The momentum of optimizers without betas is not changed.
     """
 
     declared = config_keys.OneCycle
@@ -171,11 +171,11 @@ class OneCycle(_Schedule):
 
     @property
     def _step(self) -> int:
-        """The step of `core.lr_schedule` with the same rate."""
+        """The step at which the schedules of `core.lr_schedule` have the same learning rate."""
         return self.last_batch_iteration + 2
 
     def _height(self) -> float:
-        """Return the share of the way from the lowest rate to the highest."""
+        """Return the position in the cycle: 0 at the lowest rate, 1 at the highest."""
         cycle, step = self._cycle, self._step
         return cycle.between(0.0, 1.0, step) if step <= cycle.rise + cycle.fall else 0.0
 
@@ -200,7 +200,7 @@ class OneCycle(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """A range test: rates rise from the lowest, without a limit."""
+    """A learning-rate range test: rates rise from `lr_range_test_min_lr` without a limit."""
 
     declared = config_keys.LRRange
     keys: config_keys.LRRange

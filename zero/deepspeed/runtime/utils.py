@@ -1,4 +1,4 @@
-"""`see_memory_usage` of DeepSpeed."""
+"""DeepSpeed's function `see_memory_usage`."""
 
 import psutil
 
@@ -7,11 +7,11 @@ from zero.distributed.rendezvous import rank_of_process
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print memory in use on the device, its peak since the last call, and that of the host; on rank 0 only.
+    """Print on rank 0 the device memory in use, its peak since the last call, and the host memory in use.
 
     Args:
         message: the beginning of the line.
-        force: nothing is printed without it.
+        force: False: print nothing.
     """
     if not force or rank_of_process() != 0:
         return

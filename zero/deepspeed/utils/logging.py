@@ -13,7 +13,7 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
     Args:
         message: the message.
         ranks: the ranks, -1 for all; None: rank 0.
-        level: of `logging`.
+        level: a level of `logging`.
     """
     rank, selected = int(os.environ.get("RANK", "0")), (0,) if ranks is None else tuple(ranks)
     if rank in selected or -1 in selected:

@@ -1,4 +1,4 @@
-"""Read full fp32 weights out of a checkpoint, by DeepSpeed's names. One process is enough, however many ranks saved."""
+"""DeepSpeed's functions that read full fp32 weights from a checkpoint, in one process, however many ranks saved it."""
 
 from os import PathLike
 from pathlib import Path
@@ -18,16 +18,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Return fp32 parameters and buffers of a checkpoint, under every name of the model, on the CPU.
+    """Return fp32 parameters and buffers of a checkpoint on the CPU, tied ones under each of their names.
 
     Args:
         checkpoint_dir: the `save_dir` of `engine.save_checkpoint`.
-        tag: the folder in it; None: the checkpoint that its file `latest` names.
+        tag: the folder in `checkpoint_dir`; None: the checkpoint that its file `latest` names.
         exclude_frozen_parameters: leave out parameters that were not trained.
-        lazy_mode: for old calls; it has no effect.
+        lazy_mode: ignored, for compatibility with DeepSpeed.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     return whole(_open(checkpoint_dir, tag), frozen=not exclude_frozen_parameters)
 
@@ -35,14 +35,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Set a model to the values of a checkpoint, and return it.
+    """Load the values of a checkpoint into `model`, and return `model`.
 
     Args:
-        model: on any device; values that the checkpoint lacks stay as they are.
+        model: the model, on any device; values that the checkpoint lacks are not changed.
         checkpoint_dir, tag: as for `get_fp32_state_dict_from_zero_checkpoint`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.load_state_dict(values, strict=False)
@@ -56,7 +56,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = False,
     tag: str | None = None,
 ) -> None:
-    """Write the fp32 weights of a checkpoint: `pytorch_model.bin` in a folder, or the folder as safetensors.
+    """Write the fp32 weights of a checkpoint to a folder, as `pytorch_model.bin` or as safetensors.
 
     Args:
         checkpoint_dir, tag: as for `get_fp32_state_dict_from_zero_checkpoint`.
@@ -65,8 +65,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         safe_serialization: write safetensors.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: another size, or the files exist.
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: `max_shard_size` is another size, or the files exist.
     """
     if max_shard_size not in ("5GB", None):
         raise ConfigError(f"max_shard_size={max_shard_size!r}: use zero-train export --shard-size")

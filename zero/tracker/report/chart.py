@@ -1,8 +1,9 @@
-"""Charts as SVG text: lines, stacked bars, rows of spans, small multiples. Pure functions.
+"""Charts as SVG text: lines, stacked bars, timelines, small multiples. Pure functions.
 
-Colours are names of CSS variables, so that the page decides about light and dark. There is no script: the exact value
-of a mark is in its `<title>`, which browsers show on hovering and screen readers read. Gaps stay gaps; a point alone
-is a dot. Coordinates are pixels of a box as wide as `WIDTH`, which the page may stretch.
+Colours are names of CSS variables, so that the page can define them for its light and dark themes. There is no script:
+the exact value of a mark is in its `<title>`, which browsers show on hovering and screen readers read. Missing values
+are gaps in a line, and a point between two gaps is drawn as a dot. Coordinates are pixels of a box that is `WIDTH` or
+twice as wide, and that the page may stretch.
 """
 
 import html
@@ -17,28 +18,29 @@ from zero.tracker.report.scale import Scale, duration_unit, finite, linear, loga
 WIDTH = 560.0
 
 SMALLEST, SMALLEST_WIDE = 0.53, 0.75
-"""The smallest scale of a chart before it scrolls, so that its text stays legible: of a chart that fits 360 pixels, and
-of a chart of the page's width, which scrolls on a phone anyway."""
+"""The smallest factor by which a chart shrinks before it scrolls instead, so that its text stays legible. SMALLEST is
+for charts of `WIDTH`, which must fit 360 pixels, SMALLEST_WIDE for wider charts, which scroll on a phone anyway."""
 
 LARGEST = 15.5
-"""Font size of a tick or a legend on a narrow page, where charts shrink."""
+"""Font size in pixels of ticks and legends on a narrow page, where charts shrink."""
 
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
-"""Colours that a page must define, as `--blue` and so on; also `--ink`, `--soft`, `--line`, `--grid` and `--card`."""
+"""Colours that a page must define as CSS variables, such as `--blue`. It must also define `--ink`, `--soft`, `--line`,
+`--grid` and `--card`."""
 
 FEW, SOME = 24, 240
-"""Up to FEW points a line shows each; up to SOME it has their values on hovering."""
+"""A line of up to FEW points shows a dot at each point; a line of up to SOME points shows their values on hovering."""
 
 MOST_LANES = 6
 
 MANY = 700
-"""A line of more points is drawn through the lowest and the highest of about each pixel."""
+"""The number of points above which a line is thinned to the lowest and the highest point of about each pixel."""
 
 Point = tuple[object, object]
 
 
 class Series(NamedTuple):
-    """A line through (x, y) points in their order; values that are not finite numbers are gaps."""
+    """A line through (x, y) points in the given order; values that are not finite numbers are gaps."""
 
     name: str
     points: Sequence[Point]
@@ -47,7 +49,7 @@ class Series(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A piece of a bar. Equal names share an entry in the legend; `shade` is its opacity."""
+    """A segment of a stacked bar; `shade` is its opacity. Segments with the same name share an entry in the legend."""
 
     name: str
     value: float
@@ -56,7 +58,7 @@ class Part(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """Parts one after another."""
+    """A stacked bar."""
 
     name: str
     parts: Sequence[Part]
@@ -73,7 +75,7 @@ class Span(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Spans with one name and colour; those that overlap are drawn below each other."""
+    """A row of a timeline: spans of one name and colour. Overlapping spans are drawn below each other."""
 
     name: str
     spans: Sequence[Span]
@@ -81,7 +83,7 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A chart among several with the same axes."""
+    """One of several small charts with the same axes; `note` is written in its top right corner."""
 
     name: str
     points: Sequence[Point]
@@ -112,14 +114,14 @@ def lines(
     width: float = WIDTH,
     height: float = 236.0,
 ) -> str:
-    """Draw several series over one pair of axes.
+    """Return a line chart of one or several series.
 
     Args:
         title: for screen readers.
-        log, log_x: logarithmic axes, on which values that are not positive are gaps.
-        from_zero: zero is on the y axis.
+        log, log_x: whether the y and the x axis are logarithmic; values that are not positive are then gaps.
+        from_zero: the y axis contains zero.
         binary: y is in bytes.
-        width, height: of the box. A long legend makes it higher.
+        width, height: size of the box in pixels; a long legend increases the height.
     """
     legend, top = _legend([(line.name, line.colour, 1.0) for line in series] if len(series) > 1 else [], width)
     right = width - 18
@@ -131,7 +133,7 @@ def lines(
     )  # fmt: skip
     left = 12 + max(_text_width(name, LARGEST) for _, name in y.ticks)
     x_values = [x for line in series for x, _ in line.points]
-    inset = 14 * any(line.style == "dots" for line in series)  # no dot lies on the axis
+    inset = 14 * any(line.style == "dots" for line in series)  # keeps dots off the axis
     x = logarithmic(x_values, left, right) if log_x else linear(
         x_values, left + inset, right - inset, snug=True, whole=_is_whole(x_values), count=max(2, round(width / 90))
     )  # fmt: skip
@@ -143,10 +145,10 @@ def lines(
 
 
 def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
-    """Draw horizontal bars of bytes on one axis from zero, each with its total; negative parts are left out.
+    """Return a chart of horizontal stacked bars in bytes, each with its total; negative parts are left out.
 
     Args:
-        order: names of parts in the legend; other parts follow.
+        order: names of parts in the order of the legend; other parts follow.
     """
     kept = [
         Bar(bar.name, [part._replace(value=value) for part in bar.parts if (value := finite(part.value) or 0.0) > 0])
@@ -180,7 +182,7 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
 
 
 def timeline(rows: Sequence[Row], *, title: str) -> str:
-    """Draw rows of spans, time from left to right. Spans that overlap within a row get lanes of their own."""
+    """Return a timeline: rows of spans, with time from left to right. Overlapping spans have separate lanes."""
     kept = [row._replace(spans=sorted(_known_spans(row.spans))) for row in rows]
     first = min((span.begin_s for row in kept for span in row.spans), default=0.0)
     last = max((span.end_s for row in kept for span in row.spans), default=0.0)
@@ -204,8 +206,8 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
 
 
 def multiples(panels: Sequence[Panel], *, title: str, log: bool = False) -> str:
-    """Draw a small chart for each panel, all with the same axes, and the other lines pale behind each line."""
-    columns = min((4, 5, 3), key=lambda count: -len(panels) % count)  # as few empty places as possible
+    """Return a grid of small charts with the same axes, one per panel. The lines of the other panels are in grey."""
+    columns = min((4, 5, 3), key=lambda count: -len(panels) % count)  # the fewest empty cells in the last row
     tall, below, top, bottom = 132.0, 46.0, 26.0, 128.0
     y_values = [y for panel in panels for _, y in panel.points]
     y = logarithmic(y_values, bottom, top) if log else linear(y_values, bottom, top, count=3)
@@ -244,7 +246,7 @@ def _line(line: Series, x: Scale, y: Scale, binary: bool, x_name: str) -> str:
 
 
 def _path(points: Sequence[Point], x: Scale, y: Scale, css_class: str, style: str, limit: int) -> str:
-    """Return every run of two or more neighbours that have coordinates, as one path."""
+    """Return an SVG path through the points that have coordinates, with gaps; a point between two gaps is left out."""
     runs = [_thin(run, limit) for run in _runs(points, x, y) if len(run) > 1]
     if not runs:
         return ""
@@ -255,7 +257,7 @@ def _path(points: Sequence[Point], x: Scale, y: Scale, css_class: str, style: st
 def _dots(
     line: Series | Panel, x: Scale, y: Scale, radius: float, x_name: str, *, few: int, binary: bool = False
 ) -> str:
-    """Return a dot for each point; beyond `few` those with neighbours only have their value on hovering."""
+    """Return SVG dots that show values on hovering. With more than `few` points, dots with neighbours are invisible."""
     shown = [(at, value) for at, value in line.points if x.shows(at) and y.shows(value)]
     single = {run[0] for run in _runs(line.points, x, y) if len(run) == 1}
     circles = []
@@ -273,14 +275,14 @@ def _dots(
 
 
 def _runs(points: Sequence[Point], x: Scale, y: Scale) -> Iterator[list[tuple[float, float]]]:
-    """Yield the coordinates of neighbours without a gap between them."""
+    """Yield each series of points without a gap, as coordinates."""
     for has_place, run in groupby(points, key=lambda point: x.shows(point[0]) and y.shows(point[1])):
         if has_place:
             yield [(x.at(at), y.at(value)) for at, value in run]
 
 
 def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
-    """Return about `limit` of the points: both ends, and the lowest and highest of each stretch."""
+    """Return about `limit` of the points: both ends, and the lowest and highest point of each interval."""
     if len(run) <= limit:
         return run
     stride = -(-2 * len(run) // limit)
@@ -293,12 +295,12 @@ def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float
 
 
 def _is_whole(values: Iterable[object]) -> bool:
-    """Whether all numbers are integers, so that ticks between them would mean nothing."""
+    """Return whether all numbers are integers, so that the axis needs integer ticks."""
     return all(value is None or value.is_integer() for value in map(finite, values))
 
 
 def _label(line: Series, x: Scale, y: Scale, write: Callable[[object], str], x_name: str) -> str:
-    """Write a series in one phrase."""
+    """Return a phrase about a series for screen readers: its first and last point."""
     shown = [(at, value) for at, value in line.points if x.shows(at) and y.shows(value)]
     if not shown:
         return f"{line.name} was not measured"
@@ -310,7 +312,7 @@ def _label(line: Series, x: Scale, y: Scale, write: Callable[[object], str], x_n
 
 
 def _known_spans(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the spans that end after they begin."""
+    """Yield the spans whose times are finite and whose end is not before their begin."""
     for span in spans:
         begin_s, end_s = finite(span.begin_s), finite(span.end_s)
         if begin_s is not None and end_s is not None and end_s >= begin_s:
@@ -318,9 +320,10 @@ def _known_spans(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _lanes(drawn: Iterable[tuple[float, float, Span]]) -> list[list[tuple[float, float, Span]]]:
-    """Sort spans into lanes so that none covers another; without a free lane, into the lane that is free first.
+    """Distribute spans over at most `MOST_LANES` lanes so that they do not overlap.
 
-    Neighbours in a lane that are too short to be seen are drawn once.
+    If no lane is free, use the lane that becomes free first. Of neighbours in a lane that are too short to be seen,
+    only the first is kept.
     """
     lanes: list[list[tuple[float, float, Span]]] = [[]]
     for begin, end, span in drawn:
@@ -377,7 +380,7 @@ def _ticks_below(x: Scale, top: float, bottom: float) -> str:
 
 
 def _legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[str, float]:
-    """Return names beside their colours, in as many lines as needed, and their height."""
+    """Return the legend as SVG, in as many lines as needed, and its height in pixels."""
     parts: list[str] = []
     x, y = 10.0, 14.0
     for name, colour, shade in entries:
@@ -403,12 +406,12 @@ def _text(x: float, y: float, text: str, anchor: str, css_class: str = "tick") -
 
 
 def _text_width(text: str, font_size: float = 11.5) -> float:
-    """Estimate the pixels of `text`; wide scripts need more."""
+    """Return the estimated width of `text` in pixels; letters of wide scripts, such as Chinese, count more."""
     return sum(1.05 if ord(letter) > 0x2E7F else 0.58 for letter in text) * font_size
 
 
 def _fit(text: str, width: float, font_size: float = 11.5) -> str:
-    """Cut `text` where it would be wider than `width`."""
+    """Return `text`, shortened with an ellipsis if it is wider than `width` pixels."""
     if _text_width(text, font_size) <= width:
         return text
     while text and _text_width(text + "…", font_size) > width:

@@ -1,6 +1,6 @@
-"""The files of a run's folder, read in any state: finished, failed, running, or killed in the middle of a line.
+"""Reading of a run's folder, whether the run finished, failed, is running, or was killed while it wrote a line.
 
-No content of a file raises an error. Files that are missing or cannot be read are named in `unread`.
+Invalid contents of a file never raise an error. `Run.unread` names the files that are missing or cannot be read.
 """
 
 import json
@@ -16,16 +16,16 @@ from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
 from zero.tracker.report.scale import finite
 
 OWN_LOOP = "loop"
-"""The section of config.yaml that `zero.track` writes in place of train.py's settings."""
+"""The section of config.yaml in which `zero.track` describes a run; runs of train.py do not have it."""
 
 Status = Literal["finished", "stopped", "failed", "running"]
 
 
 class Run(NamedTuple):
-    """A run.
+    """The contents of a run's folder.
 
-    `rows` are those of metrics.jsonl with increasing steps, `trace` the spans of trace.json, `overrides` None where no
-    file has them, `unread` sentences about files that could not be read.
+    `rows` are the rows of metrics.jsonl with increasing steps, `trace` the spans of trace.json, `overrides` the Hydra
+    overrides or None if their file is missing, `unread` messages about files that could not be read.
     """
 
     folder: Path
@@ -38,12 +38,12 @@ class Run(NamedTuple):
 
     @property
     def loop(self) -> dict[str, Any]:
-        """The section of `zero.track`; empty for a run of train.py."""
+        """The description of the run by `zero.track`; empty for a run of train.py."""
         return mapping(self.config.get(OWN_LOOP))
 
     @property
     def unit(self) -> str:
-        """The unit of its speed: tokens or samples; "" for neither."""
+        """The unit in which the run's speed is counted: tokens or samples; "" if it counted neither."""
         return next((unit for unit in ("tokens", "samples") if unit in self.loop), "") if self.loop else "tokens"
 
     @property
@@ -60,10 +60,10 @@ class Run(NamedTuple):
         return "stopped" if self.reason == STOPPED or self.reason.startswith("stopped by ") else "failed"
 
     def final(self, summary_key: str, row_key: str) -> float | None:
-        """Return a number from the summary, or the newest one in the rows; None if it is unknown or not finite.
+        """Return a number from the summary, else the newest in the rows; None if it is unknown or not finite.
 
-        null stands for NaN too, because JSON has none. So null in a finished run's summary, or as a row's training
-        loss, is a run that has diverged, and no earlier value may take its place.
+        NaN is written as null, because JSON has no NaN. So null in the summary of a finished run, or as the training
+        loss of a row, means that the run has diverged, and an earlier value must not be returned instead.
         """
         final = finite(self.summary.get(summary_key))
         if final is not None or (self.status == "finished" and summary_key in self.summary):
@@ -74,20 +74,20 @@ class Run(NamedTuple):
         return finite(measured[-1]) if measured else None
 
     def points(self, key: str) -> list[tuple[object, object]]:
-        """Return (step, value) of each row; None where it was not measured."""
+        """Return (step, value of `key`) of each row; the value is None if it was not measured."""
         return [(row["step"], row.get(key)) for row in self.rows]
 
     def typical(self, key: str) -> float | None:
-        """Return the median of a key; see the function `typical`."""
+        """Return the median of `key` over the rows; see the function `typical`."""
         return typical(self.points(key))
 
     def measured(self, key: str) -> bool:
-        """Whether some row has a number other than zero."""
+        """Return whether any row has a nonzero number for `key`."""
         return any(finite(row.get(key)) for row in self.rows)
 
 
 def typical(points: Sequence[tuple[object, object]]) -> float | None:
-    """Return the median without the first row, which is slower than the rest, unless there is no other."""
+    """Return the median of the values, without the first row, which is slower, unless it is the only row."""
     known = [value for _, raw in points[1:] or points if (value := finite(raw)) is not None]
     return median(known) if known else None
 
@@ -108,12 +108,12 @@ def read_run(folder: Path) -> Run:
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """Return `value` with keys as text; an empty mapping if it is none."""
+    """Return `value` as a dict with keys as text; an empty dict if it is not a mapping."""
     return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
 
 
 def _read(path: Path, parse: Callable[[str], Any], unread: list[str], *, needed: bool = True) -> Any:
-    """Return the parsed contents of `path`; None, and a sentence in `unread`, if it cannot be read."""
+    """Return the parsed contents of `path`. If it cannot be read, return None and add a message to `unread`."""
     try:
         return parse(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def _read(path: Path, parse: Callable[[str], Any], unread: list[str], *, needed:
 
 
 def _rows(path: Path, unread: list[str]) -> list[dict[str, Any]]:
-    """Return rows with increasing steps; of a step that was made again after a resume, the newer row."""
+    """Return rows with increasing steps. Rows of steps that a resumed run repeated are replaced by the newer rows."""
     rows: list[dict[str, Any]] = []
     broken = 0
     for line in _read(path, str.splitlines, unread) or ():

@@ -1,7 +1,7 @@
-"""A page that opens anywhere: one HTML file with `style.css` inside, without script and without network.
+"""Building blocks of a self-contained HTML page, with `style.css` inlined and without scripts and network requests.
 
-A `str` that is not `Html` is text, and is escaped where it enters the page. The page's policy forbids the browser to
-load or run anything, in case an escape is missing.
+Every `str` that is not `Html` is text and is escaped. In case an escape is missing, the page's content security policy
+forbids the browser to load or run anything.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 
 
 class Html(str):
-    """Markup, which is not escaped."""
+    """HTML markup, which is inserted into a page without escaping."""
 
 
 class Fact(NamedTuple):
-    """A number with its name and a note."""
+    """A value with its name above and a note below."""
 
     name: str
     value: str
@@ -28,13 +28,13 @@ class Fact(NamedTuple):
 
 
 def page(title: str, *, kicker: str, status: Html, parts: Iterable[Html]) -> str:
-    """Return a whole document.
+    """Return a complete HTML document.
 
     Args:
-        title: its heading; user text.
-        kicker: the line above it.
-        status: beside the heading; see `pill`.
-        parts: sections.
+        title: the heading, as text.
+        kicker: the line above the heading.
+        status: the label beside the heading; see `pill`.
+        parts: the sections; see `section`.
     """
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
@@ -48,7 +48,7 @@ def page(title: str, *, kicker: str, status: Html, parts: Iterable[Html]) -> str
 
 
 def section(heading: str, *blocks: Html, note: str = "") -> Html:
-    """Return blocks under a heading; empty without a block."""
+    """Return a section: blocks under a heading. If all blocks are empty, the result is empty."""
     if not any(blocks):
         return Html()
     text = f"<p class='note'>{escape(note)}</p>" if note else ""
@@ -56,17 +56,17 @@ def section(heading: str, *blocks: Html, note: str = "") -> Html:
 
 
 def pill(text: str, mood: str) -> Html:
-    """Return a status in a word; `mood` is good, bad or open."""
+    """Return a coloured label with a status; `mood` is good, bad or open."""
     return Html(f'<span class="pill {escape(mood)}">{escape(text)}</span>')
 
 
 def verbatim(text: str, mood: str = "plain") -> Html:
-    """Return lines exactly as a program wrote them."""
+    """Return preformatted text, such as a program's output; `mood` is plain, good, bad or open."""
     return Html(f'<pre class="said {escape(mood)}">{escape(text)}</pre>')
 
 
 def facts(entries: Iterable[Fact]) -> Html:
-    """Return numbers side by side, without the unknown ones."""
+    """Return facts side by side, without those whose value is unknown."""
     cells = "".join(
         f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}</dd><p>{escape(fact.note)}</p></div>"
         for fact in entries
@@ -76,16 +76,17 @@ def facts(entries: Iterable[Fact]) -> Html:
 
 
 def figure(svg: str, caption: str, note: str = "") -> Html:
-    """Return a chart under its name."""
+    """Return a chart with its caption above."""
     more = f"<small>{escape(note)}</small>" if note else ""
     return Html(f'<figure><figcaption>{escape(caption)}{more}</figcaption><div class="wide">{svg}</div></figure>')
 
 
 def side_by_side(*blocks: Html, layout: Literal["even", "lead", "three"] = "even") -> Html:
-    """Return blocks in columns where there is room.
+    """Return blocks in columns, if the page is wide enough.
 
     Args:
-        layout: even: two equal ones; lead: the first block wide on the left, all others on the right; three: three.
+        layout: "even": two equal columns; "lead": the first block in a wide left column, all others in a right column;
+            "three": three columns.
     """
     return Html(f'<div class="columns {layout}">{"".join(blocks)}</div>') if any(blocks) else Html()
 
@@ -100,10 +101,10 @@ def table(
     """Return a table.
 
     Args:
-        head: names of the columns; empty where the first column names the others.
-        rows: cells; text, or Html.
-        numbers: columns that are aligned to the right.
-        marked: number of a row to its mark: best or total.
+        head: names of the columns; empty if the first column names the rows.
+        rows: cells of each row, text or `Html`.
+        numbers: indices of the columns that are aligned to the right.
+        marked: index of a row -> its CSS class, best or total.
     """
     right = set(numbers)
     top = "".join(f"<th scope='col' {_class(index, right)}>{_inside(name)}</th>" for index, name in enumerate(head))
@@ -118,18 +119,18 @@ def table(
 
 
 def code(text: str) -> Html:
-    """Return a key, a path or a value as it was typed."""
+    """Return a key, a path or a value in monospace."""
     return Html(f"<code>{escape(text)}</code>")
 
 
 def with_bar(text: str, share: float, colour: str = "blue") -> Html:
-    """Return a number with its share of the largest drawn below it."""
+    """Return a number with a bar below it whose length is `share`, 0 to 1, of the cell's width."""
     width = 100 * max(0.0, min(1.0, share))
     return Html(f'{escape(text)}<i class="bar" style="width:{width:.1f}%;background:var(--{colour})"></i>')
 
 
 def links(folder: Path, names: Iterable[str]) -> Html:
-    """Return links to those of the files that exist, relative to the page."""
+    """Return links to the files `names` that exist in `folder`, relative to the page."""
     existing = [name for name in names if (folder / name).exists()]
     return Html(" ".join(f'<a href="{escape(name)}">{escape(name)}</a>' for name in existing))
 

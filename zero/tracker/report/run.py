@@ -1,7 +1,7 @@
-"""report.html of a run: its end, settings, memory and speed, and one step in detail.
+"""The page report.html of a run: results, plan, losses, speed, memory, settings, and the timeline of one step.
 
-The page is made from the run's files alone, so it can be made again at any time, also of a run that failed or still
-runs.
+The page is made only from the run's files, so it can be made again at any time, also for a run that failed or is still
+running.
 """
 
 from collections import Counter
@@ -48,19 +48,19 @@ KINDS = {
     "activations": ("green", 1.0),
     "arena": ("teal", 1.0),
 }
-"""Colour and shade of the bytes in a plan; others are slate."""
+"""Colour and opacity of each kind of tensor in charts of a plan's memory; other kinds are slate."""
 
 COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "teal", "update": "purple"}
-"""Colours of the rows of a timeline; page out is rose."""
+"""Colours of the rows of a timeline; other rows, such as page out, are rose."""
 
 THIRD: Mapping[str, Any] = {"width": 368.0}
 LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
-"""Sizes of one of three charts side by side, and of a chart above others."""
+"""Sizes of a chart beside two others (THIRD), and of a chart that is stacked with others (LOW)."""
 
 TIERS = ("device", "host", "nvme")
 
 BETWEEN = "between steps"
-"""The name of the sum of everything but activations."""
+"""The label of a tier's bytes between two steps: the sum of all kinds except activations."""
 
 TIME = "time"
 
@@ -70,7 +70,7 @@ MOVES = (
     ("link", "from other ranks", ("comm/gather_bytes", "comm/reduce_bytes")),
     ("wire", "from other nodes", ("comm/wire_bytes",)),
 )
-"""Name in a plan, name on the page, and keys in a row."""
+"""Transfers of a step: their field in `zero.engine.traffic.Load`, their label on the page, and their keys in a row."""
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
 PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}
@@ -80,7 +80,8 @@ def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
     """Write report.html of the run in `folder` and return its path.
 
     Args:
-        defaults: nested plain settings that those of a run of train.py are compared with; None: all are shown.
+        defaults: train.py's default settings, nested and plain. The page shows only settings of a run of train.py that
+            differ from them; None: it shows all.
     """
     path = folder / "report.html"
     publish(path, report(read_run(folder), defaults))
@@ -88,7 +89,7 @@ def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
 
 
 def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
-    """Return the page; arguments as of `write`."""
+    """Return the text of report.html; `defaults` as for `write`."""
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
     settings = partial(_settings, defaults=defaults or {})
@@ -102,7 +103,7 @@ def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
 
 
 def _summary(run: Run) -> list[str]:
-    """Return model and setting in a few words."""
+    """Return phrases with the model's size, stage, precision and number of ranks."""
     settings, ranks = flat(run.config), finite(run.summary.get("ranks"))
     numel = finite(run.summary.get("parameters_numel"))
     return [
@@ -136,11 +137,11 @@ def _headline(run: Run) -> Html:
     return section(heading, *([] if run.status == "finished" else [reason]), facts(shown))
 
 
-# Where it comes from and how it goes on, its settings, and the plan beside what was measured
+# Commands to repeat and to resume the run, its settings, and the plan compared with measurements
 
 
 def _origin(run: Run) -> Html:
-    """Return commands to make the run again and to go on from it."""
+    """Return a section with the commands that repeat and resume the run, its versions, seed and data."""
     versions, saved = mapping(run.summary.get("versions")), str(run.summary.get("checkpoint") or "")
     data, digest = mapping(run.config.get("data")).get("name"), str(run.summary.get("data_digest") or "")
     facts: dict[str, str] = {}
@@ -164,9 +165,9 @@ def _origin(run: Run) -> Html:
 
 
 def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, value, default) of settings that differ, those whose default is auto last.
+    """Return (key, value, default) of each setting that differs from its default; defaults of auto come last.
 
-    A key that only one of the two has is compared with None.
+    A key that is missing in one of the two mappings counts as None there.
     """
     values, defaults = flat(config), flat(default)
     keys = dict.fromkeys([*values, *defaults])
@@ -177,7 +178,7 @@ def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[t
 def _settings(run: Run, defaults: Mapping[str, Any]) -> Html:
     if not run.config:
         return Html()
-    known = {key: value for key, value in defaults.items() if key in run.config}  # others do not apply
+    known = {key: value for key, value in defaults.items() if key in run.config}  # other defaults do not apply
     if not known or OWN_LOOP in run.config:
         return section(
             "Settings", table(["key", "this run"], [(code(a), code(_value(b))) for a, b in flat(run.config).items()])
@@ -200,7 +201,7 @@ def _value(value: object) -> str:
 
 
 class Compared(NamedTuple):
-    """A planned and a measured figure, in bytes of one rank, or in seconds if it is `TIME`; None: unknown."""
+    """A planned and a measured value of one rank, in bytes, or in seconds if `what` is `TIME`; None: unknown."""
 
     where: str
     what: str
@@ -209,7 +210,7 @@ class Compared(NamedTuple):
 
 
 def compared(run: Run) -> list[Compared]:
-    """Compare plan and measurement: bytes of each tier between two steps, and bytes and time of a step."""
+    """Compare plan and measurement: bytes held in each tier between two steps, and bytes moved and time of a step."""
     planned, measured = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
     peak = run.final("device_peak_bytes", "memory/device_peak_bytes")
     rows: list[Compared] = []
@@ -244,7 +245,7 @@ def _plan(run: Run) -> Html:
         bars.append(Bar(f"{tier}, plan" if measured.get(tier) else tier, _parts(kinds)))
         bars += [Bar("measured", _parts(measured[tier]))] if measured.get(tier) else []
     rows = compared(run)
-    places = ["", *(row.where for row in rows)]  # of the row before
+    places = ["", *(row.where for row in rows)]  # `where` of the row before
     idle = " A time is predicted for a machine that does nothing else." * any(row.what == TIME for row in rows)
     return section(
         "Plan and measurement",
@@ -264,14 +265,14 @@ def _plan(run: Run) -> Html:
 
 
 def _cells(row: Compared, *, first: bool) -> tuple[str, ...]:
-    """Return a line of the table; the first line of a place has its name."""
+    """Return the cells of a row of the table; only the first row of each `where` shows it."""
     ratio = UNKNOWN if row.measured is None or not row.planned else f"{row.measured / row.planned:.3f}"
     write = seconds if row.what == TIME else size
     return row.where * first, row.what, write(row.planned), write(row.measured), ratio
 
 
 def _by_tier(run: Run, key: str) -> dict[str, dict[str, float]]:
-    """Return tier to kind to bytes, of the tiers that have some."""
+    """Return the bytes under `key` of the summary as tier -> kind of tensor -> bytes, without empty tiers."""
     tiers = {tier: _bytes(kinds) for tier, kinds in mapping(run.summary.get(key)).items()}
     return {tier: tiers[tier] for tier in [*TIERS, *tiers] if sum(tiers.get(tier, {}).values()) > 0}
 
@@ -285,7 +286,7 @@ def _parts(kinds: Mapping[str, float]) -> list[Part]:
     return [Part(name, kinds[name], *KINDS.get(name, ("slate", 0.7))) for name in shown]
 
 
-# Learning, what came of it, and speed
+# Losses, a sample of text, speed and memory
 
 
 def _learning(run: Run) -> Html:
@@ -316,7 +317,7 @@ def _sample(run: Run) -> Html:
 
 
 def _others(run: Run) -> list[Html]:
-    """Return a chart for each number that a loop of `zero.track` has beside the loss."""
+    """Return a chart for each metric that the user of `zero.track` logged beside the loss."""
     keys = dict.fromkeys(
         key for row in run.rows for key in row if key.startswith(("train/", "val/")) and key not in ROW
     )
@@ -364,7 +365,7 @@ def _speed(run: Run) -> Html:
 
 
 def _slowest(run: Run) -> list[Fact]:
-    """Name the rank that waited least in most rows, and how much longer the others waited."""
+    """Return a fact about the slowest rank, which waited least in most rows: how much longer other ranks waited."""
     ranks = finite(run.summary.get("ranks"))
     keys = ("comm/slowest_rank", "comm/slowest_s", "comm/wait_s", "speed/step_s")
     numbers = [[finite(row.get(key)) for key in keys] for row in run.rows]
@@ -379,7 +380,7 @@ def _slowest(run: Run) -> list[Fact]:
 
 
 def _moves(run: Run) -> bool:
-    """Whether offloaded state moved."""
+    """Return whether the run read or wrote offloaded state."""
     return run.measured("offload/read_bytes") or run.measured("offload/write_bytes")
 
 
@@ -410,19 +411,19 @@ def _offload(run: Run) -> Html:
 
 
 def _per_step(run: Run, key: str) -> list[tuple[object, object]]:
-    """Return the value of each row, divided by its steps."""
+    """Return (step, value of `key` per step) of each row: its value divided by its number of steps."""
     counts = [max(1.0, finite(count) or 1.0) for _, count in run.points("speed/steps")]
     values = zip(run.points(key), counts, strict=True)
     return [(step, None if (value := finite(raw)) is None else value / count) for (step, raw), count in values]
 
 
 def _chart(caption: str, series: Sequence[Series], note: str = "", *, title: str = "", **axes: Any) -> Html:
-    """Return lines under their caption; `axes` are arguments of `chart.lines`."""
+    """Return a chart of `series` with its caption above; `axes` are passed to `chart.lines`."""
     return figure(chart.lines(series, title=title or caption.lower(), **axes), caption, note)
 
 
 def _line(run: Run, caption: str, key: str, colour: str, note: str = "", **axes: Any) -> Html:
-    """Return the chart of a key."""
+    """Return a chart of the values of `key`."""
     return _chart(caption, [Series(caption.lower(), run.points(key), colour)], note, **axes)
 
 
@@ -450,7 +451,7 @@ def _drawn(span: Span) -> chart.Span:
 
 
 def _shares(spans: list[Span]) -> list[tuple[str, ...]]:
-    """Return for each row how long it was busy, and how much of that was hidden."""
+    """Return a table of the timeline's rows: number of spans, busy time, and its hidden and exposed parts."""
     step_s = Timeline(spans).step_s
     rows: list[tuple[str, ...]] = []
     for name, share in shares(spans).items():
@@ -470,7 +471,7 @@ def _loss(value: object) -> str:
 
 
 def _count(value: object) -> str:
-    """Write a count, a large one in three digits."""
+    """Format a count; from a million on with three digits and a unit, such as 1.24 B."""
     shown = finite(value)
     if shown is None or shown < 1e6:
         return number(shown, 7)

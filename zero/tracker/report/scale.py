@@ -1,8 +1,8 @@
-"""Positions of numbers on an axis, and numbers as text. Pure arithmetic.
+"""Axes of charts, which map numbers to coordinates, and the formatting of numbers as text.
 
-Ticks are 1, 2 or 5 times a power of ten; of bytes, powers of two; of a logarithmic axis, powers of ten where that is
-enough. A series may be empty, constant, or hold anything: a value that is not a finite number is a gap, and values
-beyond 1e300 are drawn at 1e300, so that no difference overflows.
+The distance between ticks is 1, 2 or 5 times a power of ten, for bytes a power of two. Ticks of a logarithmic axis are
+powers of ten, on a short axis also 2 and 5 times these. A series may be empty, constant, or contain any values: a value
+that is not a finite number is drawn as a gap, and values beyond 1e300 at 1e300, so that differences do not overflow.
 """
 
 import math
@@ -22,9 +22,9 @@ TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 class Scale(NamedTuple):
-    """An axis from `low` to `high` between the coordinates `begin` and `end`.
+    """An axis that maps numbers from `low` to `high` to coordinates from `begin` to `end`.
 
-    `ticks` are (number, text), from low to high.
+    `log` is whether the axis is logarithmic. `ticks` are pairs (number, text) in ascending order.
     """
 
     low: float
@@ -35,7 +35,7 @@ class Scale(NamedTuple):
     ticks: tuple[tuple[float, str], ...]
 
     def at(self, value: object) -> float:
-        """Return the coordinate; that of a number outside is on the edge."""
+        """Return the coordinate of `value`, or of the nearest end of the axis if `value` is outside."""
         known = finite(value)
         assert known is not None, "a gap has no place"
         low, high, known = self.low, self.high, max(self.low, min(self.high, known))
@@ -44,13 +44,13 @@ class Scale(NamedTuple):
         return self.begin + (self.end - self.begin) * ((known - low) / (high - low))
 
     def shows(self, value: object) -> bool:
-        """Whether `value` is a number that this axis has a coordinate for."""
+        """Return whether `value` has a coordinate: a finite number, positive if the axis is logarithmic."""
         number = finite(value)
         return number is not None and (number > 0 or not self.log)
 
 
 def finite(value: object) -> float | None:
-    """Return `value` as a number that can be drawn; None if it is not one."""
+    """Return `value` as a float that can be drawn, limited to 1e300 in size; None if it is not a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     if isinstance(value, float) and not math.isfinite(value):
@@ -70,12 +70,12 @@ def linear(
     binary: bool = False,
     count: int = 5,
 ) -> Scale:
-    """Make a linear scale that holds `values`.
+    """Return a linear axis that contains `values`.
 
     Args:
-        begin, end: coordinates of its ends.
-        from_zero: the scale contains zero.
-        snug: the scale ends where the values end; otherwise at ticks.
+        begin, end: coordinates of the ends of the axis.
+        from_zero: the axis contains zero.
+        snug: the axis ends at the lowest and highest value; otherwise at ticks.
         whole: ticks are integers.
         binary: ticks are sizes in bytes.
         count: the approximate number of ticks.
@@ -100,7 +100,7 @@ def linear(
 
 
 def logarithmic(values: Iterable[object], begin: float, end: float) -> Scale:
-    """Make a logarithmic scale that holds the positive ones of `values` and ends at ticks."""
+    """Return a logarithmic axis that contains the positive numbers in `values` and ends at ticks."""
     low, high = _range(value for value in values if (finite(value) or 0.0) > 0)
     low, high = (low, high) if low > 0 else (0.1, 1.0)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
@@ -114,15 +114,15 @@ def logarithmic(values: Iterable[object], begin: float, end: float) -> Scale:
 
 
 def duration_unit(longest_s: float, least: float = 1.0) -> tuple[float, str]:
-    """Return (seconds, name) of the largest unit of which `longest_s` is at least `least`."""
+    """Return (seconds, name) of the largest unit of time of which `longest_s` seconds are at least `least` units."""
     return next(((unit, name) for unit, name in TIMES if longest_s >= least * unit), TIMES[-1])
 
 
-# Numbers as words
+# Numbers as text
 
 
 def number(value: object, digits: int = 4) -> str:
-    """Write `value` with so many digits: 12,345, 0.00123, 1.5e-7; a dash if it is not a finite number."""
+    """Format `value` with `digits` significant digits: 12,345, 0.00123, 1.5e-7; a dash if it is not a finite number."""
     shown = finite(value)
     if shown is None:
         return UNKNOWN
@@ -135,7 +135,7 @@ def number(value: object, digits: int = 4) -> str:
 
 
 def size(value: object) -> str:
-    """Write bytes as 12.5 MiB."""
+    """Format a number of bytes, such as 12.5 MiB."""
     shown = finite(value)
     if shown is None:
         return UNKNOWN
@@ -146,7 +146,7 @@ def size(value: object) -> str:
 
 
 def seconds(value: object) -> str:
-    """Write a duration as 1:02:03, 12.3 s or 4.56 ms."""
+    """Format a duration in seconds as 1:02:03, 12.3 s or 4.56 ms."""
     shown = finite(value)
     if shown is None:
         return UNKNOWN
@@ -172,7 +172,7 @@ def _binary_step(least: float) -> float:
 
 
 def _names(ticks: Sequence[float], step: float) -> list[str]:
-    """Write the ticks of an axis in one unit, with the decimals that tell neighbours apart."""
+    """Format the ticks of an axis in one unit, with enough decimals to distinguish neighbours."""
     largest = max(map(abs, ticks), default=0.0)
     if largest >= 1e15 or 0 < largest < 1e-4 or 0 < step < 1e-9:
         return ["0" if tick == 0 else _with_exponent(tick, step) for tick in ticks]
@@ -190,7 +190,7 @@ def _with_exponent(tick: float, step: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Write a tick of a logarithmic axis: 1e-5, 0.02, 500, 20k."""
+    """Format a tick of a logarithmic axis: 1e-5, 0.02, 500, 20k."""
     if not 0.99e-2 <= value < 1e15:
         return _exponent(f"{value:.0e}")
     unit, name = next(((unit, name) for unit, name in POWERS if value >= unit * (1 - 1e-9)), (1.0, ""))

@@ -1,7 +1,7 @@
-"""The table of a sweep, written after each of its jobs: sweep.html to read and sweep.csv to compute with.
+"""The comparison of a sweep's jobs, written after each job: sweep.html for people and sweep.csv for programs.
 
 Everything is read from the folders of the jobs, so jobs may run in any order, in other processes and on other machines
-that share the disk. A job that still runs, or was killed, has a row like the others.
+that share the disk. Jobs that are still running or were killed are included.
 """
 
 import csv
@@ -27,10 +27,10 @@ PALETTE = {"finished": "blue", "failed": "rose", "stopped": "amber", "running": 
 
 
 class Job(NamedTuple):
-    """A row. Losses in nats per token, peaks the largest over ranks; None where nothing was measured.
+    """The results of a job. Losses are in nats per token, peaks the largest over ranks; None: not measured.
 
-    `speed` is tokens per second as a ratio to the first job that finished; `cause` is empty unless it failed or was
-    stopped.
+    `speed` is the job's tokens per second divided by those of the first finished job. `cause` is the reason why the job
+    failed or was stopped, otherwise empty.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Job(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """Jobs in the order of their names, the keys that differ between them, the best job, and the page."""
+    """Results of a sweep: jobs sorted by name, override keys that differ between them, best job, path of the page."""
 
     jobs: tuple[Job, ...]
     keys: Sequence[str]
@@ -64,14 +64,14 @@ class Sweep(NamedTuple):
 FIGURES = Job._fields[3:-1]
 
 OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
-"""Names that mark the folder of a run, which `hydra.sweep.subdir` may give any name."""
+"""Files and folders by which the folder of a run is recognised, because `hydra.sweep.subdir` may give it any name."""
 
 
 def write(folder: Path) -> Sweep:
-    """Write sweep.csv and sweep.html of the sweep whose jobs have their folders in `folder`.
+    """Write sweep.csv and sweep.html of the sweep in `folder`, which contains the jobs' folders; return the results.
 
     Raises:
-        MachineError: one of them cannot be written.
+        MachineError: a file cannot be written.
     """
     with _alone(folder):
         runs = [read_run(job) for job in jobs_in(folder)]
@@ -83,7 +83,10 @@ def write(folder: Path) -> Sweep:
 
 
 def jobs_in(folder: Path) -> list[Path]:
-    """Return the folders of jobs by name, 2 before 10, at any depth; none where `folder` is a run itself."""
+    """Return the jobs' folders at any depth below `folder`, sorted by name with 2 before 10.
+
+    The list is empty if `folder` is itself the folder of a run.
+    """
     jobs = []
     for place, folders, files in os.walk(folder):
         if OF_A_RUN.intersection(folders + files):
@@ -93,13 +96,13 @@ def jobs_in(folder: Path) -> list[Path]:
 
 
 def _in_order(name: str) -> list[str | int]:
-    """Split a name into text and numbers, to sort by."""
+    """Return a sort key that orders the numbers in `name` by value."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock the sweep, because jobs may end at the same time and the last one must write the last table."""
+    """Hold a file lock on the sweep, because jobs may end at once and the last one must write the last table."""
     path = folder / ".sweep.lock"
     with writing(path):
         lock = path.open("a")
@@ -113,7 +116,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def table_of(folder: Path, runs: Sequence[Run]) -> tuple[Job, ...]:
-    """Return a row for each run of the sweep in `folder`."""
+    """Return the results of each run of the sweep in `folder`."""
     jobs = [_job(folder, run) for run in runs]
     reference = next((job.tokens_per_s for job in jobs if job.status == "finished" and job.tokens_per_s), None)
     return tuple(
@@ -147,25 +150,25 @@ def _cause(folder: Path, run: Run) -> str:
 
 
 def _key_and_value(override: str) -> tuple[str, str]:
-    """Split Hydra's `key=value`, `+key=value` and `~key`."""
+    """Return key and value of a Hydra override: `key=value`, `+key=value` or `~key`."""
     key, _, value = override.partition("=")
     return key.lstrip("+"), value
 
 
 def differing(jobs: Sequence[Job]) -> list[str]:
-    """Return the overrides that differ between jobs, in the order of typing; of a single job all."""
+    """Return the keys of overrides that differ between jobs, in the order of typing; all keys of a single job."""
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     return [key for key in keys if len(jobs) == 1 or len({job.overrides.get(key) for job in jobs}) > 1]
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
-    """Return the finished job with the lowest validation loss; of equals the fastest, then the first."""
+    """Return the finished job with the lowest validation loss; of equal jobs the fastest, then the first."""
     known = [job for job in jobs if job.status == "finished" and job.val_loss is not None]
     return min(known, key=lambda job: (job.val_loss, -(job.tokens_per_s or 0.0)), default=None)
 
 
 def counts(jobs: Sequence[Job]) -> str:
-    """Write the number of jobs, such as 3 jobs: 2 finished, 1 failed."""
+    """Return the numbers of jobs as text, such as `3 jobs: 2 finished, 1 failed`."""
     states = {status: sum(job.status == status for job in jobs) for status in PILLS}
     parts = ", ".join(f"{count} {status}" for status, count in states.items() if count)
     return f"{len(jobs)} job{'s' * (len(jobs) != 1)}" + (f": {parts}" if parts else "")
@@ -184,7 +187,7 @@ HEAD = {
 
 
 def _written(field: str, value: float | None) -> str:
-    """Write a number of the table for a person."""
+    """Format a value of the table, with its unit."""
     if value is None:
         return UNKNOWN
     if field.endswith("_loss"):
@@ -197,7 +200,7 @@ def _written(field: str, value: float | None) -> str:
 
 
 def _measured(jobs: Sequence[Job]) -> list[str]:
-    """Return the figures that some job has."""
+    """Return the names in `FIGURES` that at least one job has a value for."""
     return [field for field in FIGURES if any(getattr(job, field) is not None for job in jobs)]
 
 
@@ -210,7 +213,7 @@ ANY_COLUMNS = 10_000
 
 
 def plain(sweep: Sweep, columns: int = ANY_COLUMNS) -> str:
-    """Return a table for a terminal: the settings that differ between jobs, and as many figures as fit."""
+    """Return a table for a terminal: the overrides that differ between jobs, and as many figures as fit `columns`."""
     fields = [field for field in FIRST_FIGURES if field in _measured(sweep.jobs)]
     table = _plain(sweep, fields)
     while fields and max(map(len, table.splitlines())) > columns:
@@ -232,13 +235,13 @@ def _plain(sweep: Sweep, fields: Sequence[str]) -> str:
 
 
 def spreadsheet(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
-    """Return the table as CSV with every digit, in bytes, seconds and ratios."""
+    """Return the table as CSV, with unrounded values in bytes, seconds and ratios."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["job", *keys, "status", "best", *FIGURES, "cause"])
     for job in jobs:
         figures = [_exact(field, getattr(job, field)) for field in FIGURES]
-        values = [job.overrides.get(key, "").replace("\r", " ") for key in keys]  # the writer does not quote it
+        values = [job.overrides.get(key, "").replace("\r", " ") for key in keys]  # csv.writer does not quote \r
         rows.writerow([job.name, *values, job.status, int(job is best), *figures, job.cause])
     return text.getvalue()
 
@@ -248,7 +251,7 @@ def _exact(field: str, value: float | None) -> float | None:
 
 
 def html(folder: Path, runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
-    """Return the page."""
+    """Return the text of sweep.html."""
     shared = [f"{key}={value}" for key, value in (jobs[0].overrides.items() if jobs else ()) if key not in keys]
     states = {job.status for job in jobs}
     state: Status = next((status for status in ("running", "failed", "stopped") if status in states), "finished")
@@ -301,7 +304,7 @@ def _causes(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
 
 
 def _losses(runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
-    """Return a small chart for each job."""
+    """Return a small chart of the training loss for each job."""
     values = [value for run in runs for _, raw in run.points("train/loss") if (value := finite(raw)) is not None]
     if not values:
         return Html()
@@ -321,7 +324,7 @@ def _losses(runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best:
 
 
 def _choice(job: Job, keys: Sequence[str]) -> str:
-    """Write the overrides of a job that differ, such as stage=3 offload=nvme."""
+    """Return the overrides of a job under `keys` as text, such as `stage=3 offload=nvme`."""
     return " ".join(f"{_last_word(key)}={job.overrides[key]}" for key in keys if key in job.overrides)
 
 
@@ -330,7 +333,7 @@ def _last_word(key: str) -> str:
 
 
 def _against(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
-    """Return charts of the validation loss against each override with three numbers or more."""
+    """Return a chart of the validation loss against each override that has three or more different numbers."""
     figures = []
     for key in keys:
         points = [

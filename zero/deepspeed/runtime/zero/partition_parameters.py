@@ -1,4 +1,4 @@
-"""Names that scripts import from DeepSpeed's module of this name."""
+"""Names that scripts import from `deepspeed.runtime.zero.partition_parameters`."""
 
 from zero.deepspeed.zero import (
     GatheredParameters as GatheredParameters,

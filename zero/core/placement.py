@@ -1,4 +1,4 @@
-"""The tier (device, host memory, disk) of each kind of state and of each page.
+"""The tier (device, host memory or disk) of each kind of state and of each unit's pages.
 
 `place` turns the settings of `Offload`, sizes and budgets into one tier for the parameters, one for the gradients, and
 one for every page of master and moments.

@@ -1,4 +1,4 @@
-"""Atomic writes of the files in a run's folder, and checks of the folders that settings name.
+"""The folder of a run: its lock against a second run, atomic writes of its files, checks of folders in settings.
 
 Errors have one line and name the path, because Python's error for a failed write does not name the file.
 """

@@ -1,4 +1,4 @@
-"""Functions that make the engine's objects from settings."""
+"""The engine's objects made from settings: plan, optimizer, schedule with its auto lengths, precision."""
 
 from typing import Any
 

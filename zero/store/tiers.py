@@ -1,4 +1,4 @@
-"""One store that combines several: each page is in the store of its tier, or of its disk."""
+"""A store over several tiers or disks, and the choice of the disk of each page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

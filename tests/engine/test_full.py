@@ -113,7 +113,7 @@ def write_through_data(full):
 @pytest.mark.parametrize(
     ("edit", "modify", "kind", "error", "told"),
     [
-        (write_through_data, False, "param", ConfigError, "on rank 1: norm.weight was edited, but it is a copy; pass"),
+        (write_through_data, False, "param", ConfigError, "on rank 1: norm.weight was edited, but it is a copy, so"),
         (write_through_data, False, "mu", ConfigError, "on rank 1: norm.weight was edited, but it is a copy"),
         (write_through_data, True, "param", WorldError, "rank 1 edited norm.weight otherwise than rank 0"),
         (lambda full: full.update(norm=torch.ones(1)), True, "param", ConfigError, "rank 1: 'norm' was put into the"),

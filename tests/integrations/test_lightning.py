@@ -513,7 +513,7 @@ def test_two_precisions_are_refused(tmp_path):
 
 def test_a_model_has_one_engine(tmp_path):
     ours = fitted(tmp_path, {"stage": 3})
-    with pytest.raises(ConfigError, match=r"has this model already: fit once.*fit\(ckpt_path=...\)"):
+    with pytest.raises(ConfigError, match=r"can fit a model once.*fit\(ckpt_path=...\)"):
         ours.fit(ours.lightning_module, batches(), batches())
     with pytest.raises(ConfigError, match="the engine of another Trainer"):
         trainer(tmp_path, {"stage": 3}).test(ours.lightning_module, batches(), verbose=False)

@@ -96,10 +96,11 @@ class LrRange:
 
 @dataclass(frozen=True)
 class Cycle:
-    """One cycle of `rise` steps up and `fall` steps down, and the intervals of the decay after it.
+    """The lengths of a one-cycle schedule: a value rises for `rise` steps, falls for `fall` steps, and then decays.
 
-    `stairs` is the number of equal stairs of the rise and of the fall; 0: a change at every step. `decay_every` is the
-    number of steps in an interval of the decay; 0: no decay.
+    Attributes:
+        stairs: numbers of equal stairs that the rise and the fall have; 0: the value changes at every step.
+        decay_every: steps in one interval of the decay; 0: no decay.
     """
 
     rise: int

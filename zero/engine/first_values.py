@@ -139,7 +139,7 @@ class Sink:
             self.take(ZEROS[: numel - first])
 
     def take(self, values: Tensor) -> None:
-        """Receive the next elements of the flat, (n,) fp32."""
+        """Accept the next n elements of the flat, (n,) fp32; calls follow each other until the flat is complete."""
         first, last = max(self.start - self._at, 0), min(self.stop - self._at, values.numel())
         while first < last:
             a, b = (self.start + edge for edge in self._cuts[self._number])

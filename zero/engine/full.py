@@ -278,8 +278,8 @@ def _edits(
             continue
         if modify is False:
             raise ConfigError(
-                f"{name} was edited, but it is a copy; pass modify=True if every rank makes the same edit, modify=RANK "
-                "to take that rank's, or modifier_rank=0 to GatheredParameters"
+                f"{name} was edited, but it is a copy, so the edit would be lost. Pass modify=True if every rank makes "
+                "the same edit, or modify=RANK for the edit of one rank; to GatheredParameters pass modifier_rank=RANK."
             )
         narrow = rounded(edited, state.plan.precision.compute) if kind == "param" else edited
         if kind != "grad" and seen.finite and not narrow.isfinite().all():

@@ -83,7 +83,9 @@ class Stream:
                     return
         except (RuntimeError, MemoryError) as error:  # a damaged file may claim any size
             raise CheckpointError(f"{what}: cannot be read: {in_short(error)}") from error
-        raise CheckpointError(f"{what}: its values are not the {self.numel} of {self.dtype} that its file announces")
+        raise CheckpointError(
+            f"{what}: the data is not {self.numel} elements of {self.dtype}, as its file's header says"
+        )
 
     def whole(self, what: str) -> Tensor:
         """Read the values and return them as one tensor of `shape`."""

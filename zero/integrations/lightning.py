@@ -128,8 +128,8 @@ class ZeroStrategy(DDPStrategy):
             self._open_engine(trainer, module)
         elif trainer.state.fn == TrainerFn.FITTING:
             raise ConfigError(
-                "this Trainer's engine has this model already: fit once, before test and predict. To train on, "
-                "save_checkpoint, make model and Trainer anew, and fit(ckpt_path=...)."
+                "a Trainer can fit a model once, before test and predict, and this one has run it already. To train "
+                "further, call save_checkpoint, make a new model and Trainer, and call fit(ckpt_path=...)."
             )
         self.setup_precision_plugin()
         for optimizer in (*self.optimizers, *self._lightning_optimizers):

@@ -165,7 +165,7 @@ class WorkerPool:
     def _stop(self) -> None:
         """Fail all operations at interpreter exit.
 
-        Running actions finish; waits for other operations raise this error.
+        Actions already running finish. A wait for any other operation raises the StoreError below.
         """
         self._fail(StoreError("the script is over. Close the store, or destroy the engine, to end it in order."), None)
 

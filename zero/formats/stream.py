@@ -83,9 +83,7 @@ class Stream:
                     return
         except (RuntimeError, MemoryError) as error:  # a damaged file may claim any size
             raise CheckpointError(f"{what}: cannot be read: {in_short(error)}") from error
-        raise CheckpointError(
-            f"{what}: the data is not {self.numel} elements of {self.dtype}, as its file's header says"
-        )
+        raise CheckpointError(f"{what}: the data is not the {self.numel} elements of {self.dtype} in its header")
 
     def whole(self, what: str) -> Tensor:
         """Read the values and return them as one tensor of `shape`."""

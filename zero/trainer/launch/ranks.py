@@ -15,7 +15,6 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
@@ -58,7 +57,6 @@ would occur again, and a requested stop."""
 
 _NOTE_S = 0.5  # seconds to wait after a failure, because the cause may be a rank that ends a little later
 _LATE_S = 2.0  # seconds by which the parent waits longer than a rank, because the rank's message is more precise
-_RESULT = "result of rank 0"
 _PR_SET_PDEATHSIG = 1  # as prctl.h numbers it
 
 
@@ -251,18 +249,19 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Process
     ):
         for attempt in range(max_restarts + 1):
             try:
-                _attempt(job, attempt, children, request)
-                break
+                return _attempt(job, attempt, children, request)
             except RankFailedError as failed:
                 if attempt == max_restarts or failed.exit_code in FINAL or request.is_made:
                     raise
                 print(f"restart {attempt + 1} of {max_restarts}: {failed}", file=sys.stderr, flush=True)
             job.board.clear()
-    return pickle.loads(store.get(_RESULT))
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Request) -> None:
-    """Start all ranks once and wait until they have ended; fills `children` with their processes.
+def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Request) -> Any:
+    """Start all ranks once, wait until they have ended, and return rank 0's result; `children` gets their processes.
+
+    The result comes through a pipe, not through the store: a pickle may run code, and the store listens to the network.
 
     Raises:
         RankFailedError, Interrupted: see `_first_failure`.
@@ -273,25 +272,31 @@ def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Requ
         # joblib sets the start method loky, which is unknown in an interpreter that has not imported joblib
         multiprocessing.set_start_method("spawn", force=True)
     context, memory = multiprocessing.get_context("spawn"), MemoryWatch()
-    children[:] = [context.Process(target=_rank, args=(job, rank, attempt)) for rank in range(job.ranks)]
+    receiver, sender = context.Pipe(duplex=False)
+    children[:] = [context.Process(target=_rank, args=(job, rank, attempt, sender)) for rank in range(job.ranks)]
     try:
         with signals_waiting(), blocked(signal.SIGINT, *STOP_SIGNALS, signal.SIGUSR2):
             for child in children:
                 child.start()
+        sender.close()  # now the pipe ends when the ranks have ended
         if request.is_made:  # the request came before the children
             _send(children, signal.SIGUSR1)
+        memory.read()  # a rank may be killed before the first reading of the thread
         with repeating(memory.read, EVERY_S, name="memory"):
-            exit_codes = _exit_codes(children, job.board)
+            exit_codes, results = _await_ends(children, job.board, receiver)
     finally:
         with signals_waiting():
             for child in (started := [child for child in children if child.pid]):
                 child.kill()
             for child in started:
                 child.join()
+        sender.close()
+        receiver.close()
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # show the cursor: a rank's progress bar hides it
     if any(exit_codes.values()):
         raise _first_failure(exit_codes, job.board.notes(), job.processes.folder, memory.last)
+    return results[0]
 
 
 def _send(children: Sequence[BaseProcess], *signals: int) -> None:
@@ -301,18 +306,29 @@ def _send(children: Sequence[BaseProcess], *signals: int) -> None:
                 os.kill(pid, signum)
 
 
-def _exit_codes(children: Sequence[BaseProcess], board: Board) -> dict[int, int]:
+def _await_ends(
+    children: Sequence[BaseProcess], board: Board, receiver: Connection
+) -> tuple[dict[int, int], list[Any]]:
     """Wait until all ranks have ended, or until `_NOTE_S` seconds after the first failure.
 
     Returns:
-        The exit codes of the ranks that have ended, by rank, the earliest first.
+        The exit codes of the ranks that have ended, by rank, the earliest first; and what was received, one result at
+        most.
     """
     codes: dict[int, int] = {}
+    results: list[Any] = []
     failed_s: float | None = None
     while len(codes) < len(children):
-        alive = [child.sentinel for rank, child in enumerate(children) if rank not in codes]
-        if not wait(alive, None if failed_s is None else max(0.0, failed_s + _NOTE_S - time.monotonic())):
+        alive: list[Any] = [child.sentinel for rank, child in enumerate(children) if rank not in codes]
+        awaited = [*alive, *([] if results or receiver.closed else [receiver])]
+        ready = wait(awaited, None if failed_s is None else max(0.0, failed_s + _NOTE_S - time.monotonic()))
+        if not ready:
             break
+        if receiver in ready:
+            try:
+                results.append(receiver.recv())
+            except (EOFError, OSError):  # no rank has a result, or it was killed while it sent one
+                receiver.close()
         for rank, child in enumerate(children):
             if rank not in codes and child.exitcode is not None:
                 codes[rank] = child.exitcode
@@ -320,10 +336,10 @@ def _exit_codes(children: Sequence[BaseProcess], board: Board) -> dict[int, int]
             failed_s = time.monotonic()
             if any(note["stacks"] for note in board.notes()):
                 _send(children, signal.SIGUSR2, signal.SIGCONT)  # SIGCONT, because a stopped process writes nothing
-    return codes
+    return codes, results
 
 
-def _rank(job: _Job, rank: int, attempt: int) -> None:
+def _rank(job: _Job, rank: int, attempt: int, sender: Connection) -> None:
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.ranks)),
@@ -364,10 +380,7 @@ def _rank(job: _Job, rank: int, attempt: int) -> None:
         raise SystemExit(job.board.leave_note(rank, error)) from None
     request.returned()
     if rank == 0:
-        from torch.distributed import TCPStore
-
-        store: Any = TCPStore("localhost", job.port)
-        store.set(_RESULT, pickle.dumps(result))
+        sender.send(result)
 
 
 def _first_failure(

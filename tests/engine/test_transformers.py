@@ -314,7 +314,7 @@ def test_what_transformers_cannot_build_is_one_line(tmp_path):
             hf.build(tmp_path)
         assert "\n" not in str(refused.value)
     with pytest.raises(
-        ConfigError, match=r"^/no/llama does not exist; give a folder with config.json, or a model type$"
+        ConfigError, match=r"^/no/llama does not exist. Give a folder with config.json, or a model type.$"
     ):
         hf.build("/no/llama")
 
@@ -527,7 +527,7 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
     told = capsys.readouterr()
     assert "model=hf" not in told.err
     assert f"weights of {folder}: " in told.out
-    assert "warning: optim.lr=0.001 is for fresh weights and would undo these; a hundredth is usual" in told.out
+    assert "warning: optim.lr=0.001 suits random weights and may destroy these trained ones" in told.out
     export_script = loaded("scripts/export")
     monkeypatch.setattr("sys.argv", ["export", "run", "--to", "hf"])
     assert export_script.main() == 0
@@ -544,8 +544,8 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
         (None, ["model.path=no/such"], "model.path=no/such does not exist"),
         (None, [], "model=hf needs model.path=FOLDER"),
         ("llama", ["data.vocab=64"], "knows 32 tokens, fewer than the 64 of data=synthetic"),
-        ("llama", ["model.seq=64"], "model.seq=64 is more than the 32 tokens of model.path={path}; set model.seq=32"),
-        ("bert", [], "is a BertForMaskedLM; train.py trains causal language models"),
+        ("llama", ["model.seq=64"], "model.seq=64 is more than the 32 tokens of model.path={path}. Set model.seq=32."),
+        ("bert", [], "is a BertForMaskedLM, but train.py trains only causal language models"),
     ],
 )
 def test_what_train_py_cannot_train_is_one_line(family, words, told, saved, here, capsys):

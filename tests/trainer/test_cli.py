@@ -306,9 +306,9 @@ def test_ctrl_c_before_anything_was_saved_says_what_would_have(here, monkeypatch
     monkeypatch.setattr(job, "run", run)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train.main([*TINY, f"checkpoint.every={every}"]) == 130
-    advice = "" if every else "checkpoint.every=100 saves every 100 steps; "
+    advice = "" if every else "set checkpoint.every=100, or "
     assert capsys.readouterr().err == (
-        f"\nstopped by SIGINT. Nothing was saved; {advice}SIGTERM, unlike Ctrl-C, saves before it stops\n"
+        f"\nstopped by SIGINT. Nothing was saved. To save, {advice}stop the run with SIGTERM, not with Ctrl-C\n"
     )
 
 
@@ -542,7 +542,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(here):
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: parent and ranks alike
         _, said = running.communicate(timeout=LONG_S)
     assert running.returncode == 130
-    assert said.startswith("stopped by SIGINT. Nothing was saved; checkpoint.every=100 saves every 100 steps")
+    assert said.startswith("stopped by SIGINT. Nothing was saved. To save, set checkpoint.every=100")
     assert said.count("\n") == 1
     assert not _alive_after(running.pid)
     summary = summary_of(folder)

@@ -314,7 +314,7 @@ def test_a_token_file_that_is_cut_short_is_one_line_that_names_it(tmp_path, held
             said.append(str(error))
     assert 0 < len(said) < len(whole)
     assert set(said) == {
-        f"{paths[0]} ends after 20001 bytes, and had 40000 when the run began; bring it back as it was, and resume"
+        f"{paths[0]} has 20001 bytes, but had 40000 when the run began. Restore the file and resume the run."
     }
     with pytest.raises(MachineError, match=re.escape(paths[held])):
         data.validation(0, data.validation_rows)

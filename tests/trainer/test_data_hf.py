@@ -186,7 +186,7 @@ def test_without_a_key_the_users_cache_keeps_them(config, tmp_path, monkeypatch)
 def test_what_fails_halfway_leaves_nothing_that_could_be_believed(config, tmp_path):
     records(tmp_path / "texts" / "zz.jsonl", [1], column="txt")
     with pytest.raises(
-        ConfigError, match=r"data\.column=text is not a column of .*zz\.jsonl, line 1; columns of text: txt"
+        ConfigError, match=r"data\.column=text is not a column of .*zz\.jsonl, line 1\. Columns of text: txt"
     ):
         open_data(config, SEQ, seed=0)
     assert list(config.cached.iterdir()) == []
@@ -271,16 +271,16 @@ def test_rows_that_datasets_saved_are_documents(config, tmp_path):
 def test_what_datasets_saved_is_checked_without_it(config, tmp_path, monkeypatch):
     text, number = {"dtype": "string", "_type": "Value"}, {"dtype": "int64", "_type": "Value"}
     saved = replace(config, path=saved_by_datasets(tmp_path / "saved", {"body": text, "n": number}))
-    refused(saved, "data.column=text is not a column of", "columns of text: body")
-    refused(replace(saved, column="n"), "data.column=n holds int64, not text; columns of text: body")
+    refused(saved, "data.column=text is not a column of", "Columns of text: body")
+    refused(replace(saved, column="n"), "data.column=n holds int64, not text. Columns of text: body")
     broken = tmp_path / "broken"
     saved_by_datasets(broken, [])
-    refused(replace(config, path=str(broken)), "dataset_info.json is not that of datasets")
+    refused(replace(config, path=str(broken)), "dataset_info.json was not written by datasets")
     several = tmp_path / "several"
     several.mkdir()
     (several / "dataset_dict.json").write_text('{"splits": ["train"]}')
     saved_by_datasets(several / "train", {})
-    refused(replace(config, path=str(several)), "holds train; give the folder of one of them")
+    refused(replace(config, path=str(several)), "holds the splits train. Give the folder of one split.")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(replace(saved, column="body"), "data=hf needs datasets", "pip install -e '.[hf]'")
 
@@ -301,8 +301,8 @@ def test_texts_that_cannot_be_read_are_refused_in_one_line(config, tmp_path):
         ("cut.jsonl", b'{"text": "a', ["cut.jsonl, line 1 is no JSON"]),
         ("list.jsonl", b'["text"]', ["line 1 is not a record"]),
         ("null.jsonl", b'{"text": null}', ["line 1: data.column=text holds NoneType, not text"]),
-        ("half.jsonl", b'{"text": "\\ud800"}', ["line 1 holds half a character"]),
-        ("other.json", b'\n{"body": ""}', ["data.column=text is not a column of", "line 2; columns of text: body"]),
+        ("half.jsonl", b'{"text": "\\ud800"}', ["line 1 holds a lone surrogate"]),
+        ("other.json", b'\n{"body": ""}', ["data.column=text is not a column of", "line 2. Columns of text: body"]),
         ("latin.txt", b"caf\xe9", ["latin.txt is not UTF-8"]),
     ):
         (tmp_path / name).write_bytes(content)
@@ -329,7 +329,7 @@ def test_a_chat_without_text_is_refused_with_what_makes_text_of_it(config, tmp_p
 def test_a_column_without_text_is_refused_with_those_that_hold_text(config, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT, "prompt": "hello", "source": "forum"}))
     chat = replace(config, path=str(tmp_path / "chat.jsonl"), column="messages")
-    refused(chat, "line 1: data.column=messages holds list, not text; columns of text: prompt, source")
+    refused(chat, "line 1: data.column=messages holds list, not text. Columns of text: prompt, source")
     check_data(replace(chat, column="prompt"), SEQ)
 
 
@@ -341,7 +341,7 @@ def test_tokenizers_that_cannot_be_used_are_refused_in_one_line(config, tmp_path
     refused(replace(config, end="</s>"), "data.end=</s> is not a token of data.tokenizer=")
     untold = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     untold.save(str(tmp_path / "tokenizer.json"))
-    refused(replace(config, tokenizer=str(tmp_path)), "does not say which token ends a text; set data.end=TOKEN")
+    refused(replace(config, tokenizer=str(tmp_path)), "does not say which token ends a text. Set data.end=TOKEN.")
     (tmp_path / "tokenizer_config.json").write_text("[]")
     refused(replace(config, tokenizer=str(tmp_path)), "tokenizer_config.json cannot be read")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -371,7 +371,7 @@ def test_the_check_imports_neither_torch_nor_datasets_nor_transformers(config):
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "model.vocab=256 is smaller than the 320 tokens of data=hf; set model.vocab=320\n"
+    assert done.stderr == "model.vocab=256 is smaller than the 320 tokens of data=hf. Set model.vocab=320.\n"
 
 
 # -- train.py ----------------------------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_train_py_takes_texts_through_the_models_own_tokenizer(llama, config, he
     """A run that goes on reads what the first one made; what it writes at its end is words."""
     assert run(llama, config, "steps=2", "checkpoint.every=1", "hydra.run.dir=first") == 0
     said = capsys.readouterr().out
-    assert f"weights: fresh ones, {llama} holds no safetensors" in said
+    assert f"weights: random, because {llama} holds no safetensors" in said
     assert "document" in said.split("sample:")[1], "the beginning of a validation row"
     monkeypatch.setattr(tokenised, "_make", None)
     monkeypatch.setattr(loop, "sample_text", lambda *_: "words \n   ")
@@ -439,5 +439,5 @@ def test_a_model_with_a_tokenizer_is_not_fed_bytes(llama, here, capsys):
     """Not by default either; a model type without files may be."""
     for words, told in (([], "TEXTS"), (["data=text", "data.folder=/"], "/")):
         assert train.main(["model=hf", f"model.path={llama}", *words]) == 2
-        assert f"which has a tokenizer of its own; set data=hf data.path={told}\n" in capsys.readouterr().err
+        assert f"which has its own tokenizer. Set data=hf data.path={told}.\n" in capsys.readouterr().err
     checks.parse_config({"model": {"name": "hf", "path": "gpt2"}, "data": {"name": "text"}})

@@ -325,12 +325,12 @@ def test_inside_passes_errors_through_and_logs_them(folder: Path) -> None:
 
 def test_out_of_memory_comes_with_advice() -> None:
     text = launch.describe(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"))
-    assert text.endswith("you tried 9 bytes; mode=plan with the same settings shows which ones take less")
+    assert text.endswith("you tried 9 bytes. mode=plan with the same settings shows settings that take less memory")
 
 
 @pytest.mark.parametrize(
     ("signum", "exit_code", "said"),
-    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, ": the run had not ended 2.1 s after it was asked to")],
+    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, ": the run had not ended 2.1 s after the request to stop")],
 )
 def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, exit_code: int, said: str) -> None:
     """Ranks that return no more, since they are stopped, are ended when the grace is over."""
@@ -426,7 +426,7 @@ def test_sigusr2_to_the_parent_shows_where_every_rank_is_and_the_run_goes_on(
 def test_a_rank_that_is_late_is_ended_inside_its_collective_and_says_where_it_was(folder: Path) -> None:
     with pytest.raises(launch.Interrupted) as caught:
         launched(wait_in_a_collective, folder, lambda pids: os.kill(pids[0], signal.SIGTERM), grace_s=1.5)
-    late = "stopped by SIGTERM: rank 0 had not ended 1.5 s after it was asked to; raise launch.grace"
+    late = "stopped by SIGTERM: rank 0 had not ended 1.5 s after the request to stop. Raise launch.grace"
     assert str(caught.value) == f"{late} (log: {folder}/0.log)"
     assert caught.value.exit_code == 143
     assert "in wait_in_a_collective" in (folder / "0.log").read_text()

@@ -234,7 +234,7 @@ def test_code_in_the_folder_of_a_model_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "theirs", "auto_map": {"AutoConfig": "code_.Config"}}')
     (tmp_path / "code_.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\nclass Config: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ConfigError, match="no model of transformers"):
+    with pytest.raises(ConfigError, match="transformers cannot read this model"):
         hf.settings(tmp_path)
     assert not (tmp_path / "was_run").exists()
 

@@ -175,7 +175,7 @@ def test_ranks_of_launch_are_on_one_machine_and_those_of_plan_may_be_on_many(mon
     assert nodes(plan={"ranks": 4}) == (4, 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"launch\.ranks=16: there are 2 GPUs here; plan\.ranks=16"):
+    with pytest.raises(ConfigError, match=r"launch\.ranks=16: this machine has 2 GPUs\. Use plan\.ranks=16"):
         nodes(launch={"ranks": 16})
     assert nodes(launch={"ranks": 16}, plan={"device_memory": "80GiB"}) == (16, 16)
 
@@ -964,7 +964,7 @@ def test_a_plan_says_which_memory_is_too_small_and_proposes_nothing_where_nothin
     assert not fits
     assert sum("no, lacks device" in line for line in text.splitlines()) == 13
     answer, *_ = text.split("\n\n")
-    assert answer.startswith("nothing fits; nearest is zero.stage=")
+    assert answer.startswith("nothing fits. Nearest: zero.stage=")
     assert "a rank needs at least" in answer.replace("\n ", "")
 
 
@@ -1025,5 +1025,5 @@ def test_out_of_memory_names_what_was_planned_and_taken_and_what_is_not_set_yet(
     plan = build_plan(config, model_of(config), world, room=NO_LIMIT)
     planned = size_text(tier_bytes(plan, "device"))
     assert out_of_memory(config, plan, 3 * GiB, 4 * GiB) == (
-        f"the GPU ran out of memory: planned {planned}, taken 3.0 GiB of 4.0 GiB; use {ways}"
+        f"the GPU ran out of memory: planned {planned}, taken 3.0 GiB of 4.0 GiB. Use {ways}."
     )

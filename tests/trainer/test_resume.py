@@ -129,7 +129,7 @@ def test_a_failed_save_stops_the_run_or_does_not(here, monkeypatch, capsys):
     monkeypatch.setattr(Saving, "finish", refuse)
     assert train.main([*TINY, "checkpoint.every=2"]) == 4
     assert train.main([*TINY, "checkpoint.every=2", "checkpoint.on_failure=continue", "tracker.console=lines"]) == 0
-    assert "\nwarning: not saved, training goes on: no space\n" in capsys.readouterr().out
+    assert "\nwarning: not saved, but training continues: no space\n" in capsys.readouterr().out
     assert not list(here.glob("runs/*/*/checkpoints/*"))
 
 
@@ -212,7 +212,7 @@ def test_a_restart_takes_what_its_own_run_saved_or_began_from(done):
 def test_what_would_be_older_than_what_is_there_is_not_begun(resume, done):
     kept, folder = done / "checkpoints", new_run(done)
     path = kept / "step-0000000002" if resume == "step" else resume
-    with pytest.raises(CheckpointError, match=r"step-0000000004: is there already.*checkpoint\.dir"):
+    with pytest.raises(CheckpointError, match=r"step-0000000004: exists, but this run starts.*checkpoint\.dir"):
         found(folder, resume=path, dir=str(kept))
     assert found(folder, resume=kept / "step-0000000002", mode="eval", dir=str(kept)) == 2  # it saves nothing
     spoil(kept / "step-0000000004")

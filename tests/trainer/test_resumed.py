@@ -114,7 +114,7 @@ def test_a_checkpoint_that_nobody_described_is_answered_by_its_moments():
     mine = settled()
     bare = saved_by(settled("optim=sgd", "optim.momentum=0"))
     bare.facts = {}
-    with pytest.raises(CheckpointError, match=r"lacks mu, nu, which optim=adamw keeps; add checkpoint.partial=\[mu/"):
+    with pytest.raises(CheckpointError, match=r"lacks mu, nu, which optim=adamw keeps\. Add checkpoint.partial=\[mu/"):
         refuse_other_moments(mine, build_optimizer(mine), bare)
 
 

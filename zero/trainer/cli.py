@@ -89,8 +89,8 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
     if newest := last_saved(folder):
         return f". Continue with: {suggest.command(arguments, resume=os.path.relpath(newest))}"
     every = mapping(config.get("checkpoint")).get("every")
-    advice = "" if every else "checkpoint.every=100 saves every 100 steps; "
-    return f". Nothing was saved; {advice}SIGTERM, unlike Ctrl-C, saves before it stops"
+    advice = "" if every else "set checkpoint.every=100, or "
+    return f". Nothing was saved. To save, {advice}stop the run with SIGTERM, not with Ctrl-C"
 
 
 def _by_name(train: "Train") -> "Train":
@@ -328,7 +328,7 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     refuse_secrets_of(composed)
     config = parse_config(settings_in(composed))
     if config.mode in RUNS_NOTHING:
-        raise ConfigError(f"mode={config.mode} asks one process. Type python train.py mode={config.mode}")
+        raise ConfigError(f"mode={config.mode} runs in one process. Type python train.py mode={config.mode}")
     _warn([*notes_of(composed), *notes_on(config), *launch.notes_on_torchrun()])
     job.run_under_torchrun(train, (config, partial(make_folder, composed, arguments)), config.launch.timeout)
     return 0

@@ -59,8 +59,8 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
     if summary.exit_reason == STOPPED:
         done = f"stopped by a signal after step {summary.steps}"
         if summary.checkpoint is None:
-            raise CheckpointError(f"{done}, and not saved; see {folder}/ranks/0.log")
-        raise Preempted(f"{done}; go on with {suggest.typed(f'resume={suggest.word(str(summary.checkpoint))}')}")
+            raise CheckpointError(f"{done}, but not saved. See {folder}/ranks/0.log.")
+        raise Preempted(f"{done}. Continue with {suggest.typed(f'resume={suggest.word(str(summary.checkpoint))}')}")
     return summary
 
 

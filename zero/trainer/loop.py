@@ -168,8 +168,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._log(validated=False)
             raise NumericsError(
                 f"step {number}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "
-                f"{metrics.nonfinite_unit} is not finite (loss scale {metrics.loss_scale:g}); lower optim.lr, or use "
-                "precision=bf16, or resume from an older checkpoint"
+                f"{metrics.nonfinite_unit} is not finite (loss scale {metrics.loss_scale:g}). Lower optim.lr, use "
+                "precision=bf16, or resume from an older checkpoint."
             )
         self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
         saving = self._stopping or self._saver.is_due(number, self._last)
@@ -330,7 +330,7 @@ def out_of_memory(config: Config, plan: Plan, held_bytes: int, device_bytes: int
     planned_bytes = sum(plan.bytes["device"].values())
     return (
         f"the GPU ran out of memory: planned {size_text(planned_bytes)}, taken {size_text(held_bytes)} of "
-        f"{size_text(device_bytes)}; use {', or '.join(way for way, helps in ways.items() if helps)}"
+        f"{size_text(device_bytes)}. Use {', or '.join(way for way, helps in ways.items() if helps)}."
     )
 
 

@@ -40,8 +40,8 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
         if config.mode == "eval" and isinstance(data, Mapping):
             other += _as_saved("data", config.plain()["data"], data)
         raise CheckpointError(
-            f"{checkpoint.folder} is of another model; add {' '.join(other)}, or name in checkpoint.partial what is to "
-            "start afresh"
+            f"{checkpoint.folder} was saved with another model. Add {' '.join(other)}, or list in checkpoint.partial the "
+            "tensors that are not loaded."
         )
 
 
@@ -60,9 +60,9 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
     problems = [f"lacks {', '.join(lacking)}, which optim={ours['name']} keeps"] * bool(lacking)
     problems += [f"has {', '.join(beyond)}, which optim={ours['name']} does not keep"] * bool(beyond)
     overrides = _as_saved("optim", ours, theirs) if isinstance(theirs, Mapping) else []
-    ways = [f"add {' '.join(overrides)}"] * bool(overrides)
-    ways.append(f"add checkpoint.partial=[{','.join(f'{moment}/*' for moment in (*lacking, *beyond))}] to do without")
-    raise CheckpointError(f"{checkpoint.folder} {' and '.join(problems)}; {', or '.join(ways)}")
+    ways = [" ".join(overrides)] * bool(overrides)
+    ways.append(f"checkpoint.partial=[{','.join(f'{moment}/*' for moment in (*lacking, *beyond))}] to load the rest")
+    raise CheckpointError(f"{checkpoint.folder} {' and '.join(problems)}. Add {', or '.join(ways)}.")
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

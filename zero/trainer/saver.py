@@ -146,7 +146,7 @@ class Saver:
         except CheckpointError as error:
             if self._keys.on_failure != "continue":
                 raise
-            self._tracker.note(f"warning: not saved, training goes on: {error}")
+            self._tracker.note(f"warning: not saved, but training continues: {error}")
 
     def _keep(self, published: Path) -> None:
         self.root.retain(self._keys.keep, self._keys.keep_every, lambda path: path.absolute() in self._valid)
@@ -161,8 +161,8 @@ class Saver:
         fits = "False" not in self._world.gather_texts(str(needs + MARGIN_BYTES < free), "room for a copy")
         if not fits:
             self._tracker.note(
-                f"checkpoint.async: a copy of {size_text(needs)} has no room on every rank ({size_text(free)} free "
-                "here), so training waits for this save"
+                f"checkpoint.async: training waits for this save, because some rank has no memory for a copy of "
+                f"{size_text(needs)} ({size_text(free)} free on this rank)"
             )
         return fits
 
@@ -199,9 +199,9 @@ def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restar
     if checkpoint is not None:
         return _chosen(checkpoint, rejected, tracker.note, "resuming from" if trains else "evaluating")
     if config.mode == "eval":
-        raise CheckpointError("mode=eval resume=latest: there is no checkpoint; give resume=PATH of a step or a run")
+        raise CheckpointError("mode=eval resume=latest: there is no checkpoint. Give resume=PATH of a step or a run.")
     if config.resume == "latest":
-        tracker.note("resume=latest: there is no checkpoint, so this run starts afresh")
+        tracker.note("resume=latest: there is no checkpoint, so this run starts at step 1")
     return None
 
 
@@ -260,10 +260,10 @@ def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[
     rejected_here = bool(rejected) and checkpoint is not None and checkpoint.folder.parent.absolute() == root
     newer = [number for number in Root(root).steps() if number > step]
     if newer and not rejected_here:
-        begins = "begins anew" if checkpoint is None else f"goes on from step {step}"
+        begins = "without a checkpoint" if checkpoint is None else f"from step {step}"
         raise CheckpointError(
-            f"{root / step_name(newer[-1])}: is there already, this run {begins}, and resume=latest would prefer it to "
-            "what this run saves; set another checkpoint.dir, or resume=latest"
+            f"{root / step_name(newer[-1])}: exists, but this run starts {begins}, so a later resume=latest would load "
+            "this old checkpoint. Set another checkpoint.dir, or resume=latest."
         )
 
 

@@ -71,31 +71,31 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
     settings = model.config
     if other := hf.not_causal(model):
         raise ConfigError(
-            f"model.path={chosen.path} is {other}; train.py trains causal language models, others run in a loop of "
-            "your own: zero.trainer.models.hf.build and zero.make_step"
+            f"model.path={chosen.path} is {other}, but train.py trains only causal language models. Train others in "
+            "your own loop with zero.trainer.models.hf.build and zero.make_step."
         )
     text = settings.get_text_config()
     if config.vocab > text.vocab_size:
         raise ConfigError(
             f"model.path={chosen.path} knows {text.vocab_size} tokens, fewer than the {config.vocab} of "
-            f"data={config.data.name}; choose other data"
+            f"data={config.data.name}. Choose other data."
         )
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and chosen.seq > longest:
         raise ConfigError(
-            f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}; "
-            f"set model.seq={longest}"
+            f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}. "
+            f"Set model.seq={longest}."
         )
     folder = Path(chosen.path)
     weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
     if weights is None and any(folder.glob("*.bin")):
-        raise ConfigError(f"model.path={folder}: its weights are pickles; save them as safetensors first")
+        raise ConfigError(f"model.path={folder}: the weights are pickle files. Save them as safetensors first.")
     router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
     notes = [*_notes_on(config, weights, folder)]
     if chosen.chunked_loss and not hf.gives_logits(model):
         notes.append(
-            f"model.chunked_loss: {type(model).__name__} changes what its head returns, so all logits are held: "
-            f"{size_text(4 * chosen.seq * text.vocab_size)} for each row"
+            f"model.chunked_loss: {type(model).__name__} changes the result of its head, so all logits are held in "
+            f"memory ({size_text(4 * chosen.seq * text.vocab_size)} for each row)"
         )
     mean = loss_of(config, model)
     flops = hf.flops_per_token(model, chosen.seq)
@@ -105,14 +105,14 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
 def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Iterator[str]:
     """Yield lines about the initial weights: source, unused tensors, and a learning rate that is too high for them."""
     if weights is None:
-        yield f"weights: fresh ones, {folder} holds no safetensors" if folder.is_dir() else "weights: fresh ones"
+        yield f"weights: random, because {folder} holds no safetensors" if folder.is_dir() else "weights: random"
         return
     yield str(weights)
     if weights.unused:
-        yield f"warning: this model has no use for {some(weights.unused)}"
+        yield f"warning: tensors that this model does not use: {some(weights.unused)}"
     default = type(config.optim)().lr
     if config.optim.lr >= default:
         yield (
-            f"warning: optim.lr={config.optim.lr:g} is for fresh weights and would undo these; a hundredth is usual: "
-            f"optim.lr={default / 100:g}"
+            f"warning: optim.lr={config.optim.lr:g} suits random weights and may destroy these trained ones. "
+            f"A usual value is optim.lr={default / 100:g}."
         )

@@ -66,11 +66,11 @@ class Config(Settings):
     @model_validator(mode="after")
     def _run_agrees(self) -> Self:
         if self.explain.key is not None and self.mode != "explain":
-            raise ConfigError(f"explain.key={self.explain.key} does nothing in mode={self.mode}; add mode=explain")
+            raise ConfigError(f"explain.key={self.explain.key} does nothing in mode={self.mode}. Add mode=explain.")
         if self.mode == "eval" and self.resume == "none":
             raise ConfigError("mode=eval needs a checkpoint: set resume=latest, or resume=PATH of a step or a run")
         if self.val.weights == "ema" and self.mode not in ("eval", "explain"):
-            raise ConfigError(f"val.weights=ema does nothing in mode={self.mode}; add mode=eval resume=PATH")
+            raise ConfigError(f"val.weights=ema does nothing in mode={self.mode}. Add mode=eval resume=PATH.")
         if isinstance(self.data, HFTextConfig) and self.data.tokenizer is None and not isinstance(self.model, HFConfig):
             raise ConfigError("data=hf needs data.tokenizer=PATH, a tokenizer.json or a folder with one, or model=hf")
         stop_at = self.debug.stop_at
@@ -91,7 +91,7 @@ class Config(Settings):
                 raise ConfigError(f"zero.units={suggest.shown(units)}: {name} is not a class of this model. {nearest}")
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
         if absent in self.zero.units:
-            raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}; write {norm}")
+            raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}. Write {norm}.")
         if not isinstance(self.data, HFTextConfig | TokensConfig):  # parse_config checks their files first
             self.check_tokens()
 
@@ -104,14 +104,14 @@ class Config(Settings):
         """
         if isinstance(self.model, HFConfig) and isinstance(self.data, TextConfig) and self.model.has_tokenizer:
             raise ConfigError(
-                f"data=text feeds bytes to model.path={self.model.path}, which has a tokenizer of its own; set data=hf "
-                f"data.path={self.data.folder or 'TEXTS'}"
+                f"data=text feeds bytes to model.path={self.model.path}, which has its own tokenizer. Set data=hf "
+                f"data.path={self.data.folder or 'TEXTS'}."
             )
         if isinstance(self.model, GPTConfig) and self.vocab > self.model.vocab:
             fewer = f", or data.vocab={self.model.vocab} if the file has no larger numbers"
             raise ConfigError(
-                f"model.vocab={self.model.vocab} is smaller than the {self.vocab} tokens of data={self.data.name}; "
-                f"set model.vocab={self.vocab}{fewer if isinstance(self.data, TokensConfig) else ''}"
+                f"model.vocab={self.model.vocab} is smaller than the {self.vocab} tokens of data={self.data.name}. "
+                f"Set model.vocab={self.vocab}{fewer if isinstance(self.data, TokensConfig) else ''}."
             )
 
     def source(self) -> DataConfig:
@@ -124,8 +124,8 @@ class Config(Settings):
         if isinstance(data, HFTextConfig) and data.tokenizer is None and isinstance(self.model, HFConfig):
             if not self.model.has_tokenizer:
                 raise ConfigError(
-                    f"model.path={self.model.path} has no tokenizer; set data.tokenizer=PATH, a tokenizer.json or a "
-                    "folder with one"
+                    f"model.path={self.model.path} has no tokenizer. Set data.tokenizer=PATH, a tokenizer.json or a "
+                    "folder with one."
                 )
             data = data.model_copy(update={"tokenizer": self.model.path})
         return data

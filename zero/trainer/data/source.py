@@ -94,7 +94,7 @@ class TokensConfig(Section):
         if self.path is None:
             raise ConfigError("data=tokens needs data.path=FILE, a file of token numbers")
         if self.dtype == "uint16" and self.vocab > 2**16:
-            raise ConfigError(f"data.vocab={self.vocab} does not fit data.dtype=uint16; set data.dtype=uint32")
+            raise ConfigError(f"data.vocab={self.vocab} does not fit data.dtype=uint16. Set data.dtype=uint32.")
         return self
 
     @property
@@ -253,9 +253,9 @@ def check_text(config: TextConfig, row: int) -> None:
     """Raise ConfigError unless the folder has `row` tokens for training and `row` tokens for validation."""
     root = config.root
     if not root.exists():
-        raise ConfigError(f"data.folder={root} does not exist; give a folder with text files")
+        raise ConfigError(f"data.folder={root} does not exist. Give a folder with text files.")
     if not root.is_dir():
-        raise ConfigError(f"data.folder={root} is not a folder; give the folder that it is in")
+        raise ConfigError(f"data.folder={root} is not a folder. Give the folder that holds this file.")
     files, train, held = [], 0, 0
     for file in text_files(root, config.skip):
         files.append(file)
@@ -266,7 +266,7 @@ def check_text(config: TextConfig, row: int) -> None:
         if min(train, held) > row:
             return  # without walking a large folder to its end
     if not files:
-        raise ConfigError(f"data.folder={root} holds no text file (not looking into {', '.join(config.skip)})")
+        raise ConfigError(f"data.folder={root} holds no text file. The search skips folders named {', '.join(config.skip)}.")
     split = split_files(files, config.holdout)
     train = sum(file.size for file in split.train) - split.tail
     check_length(f"data.folder={root}", train, sum(file.size for file in split.held) + split.tail, row)
@@ -279,7 +279,7 @@ def check_tokens(config: TokensConfig, row: int) -> None:
             continue
         file = Path(path)
         if not file.is_file():
-            raise ConfigError(f"data.{name}={path} is not a file; give a file of {config.dtype} tokens")
+            raise ConfigError(f"data.{name}={path} is not a file. Give a file of {config.dtype} tokens.")
         if file.stat().st_size % config.item_bytes:
             raise ConfigError(
                 f"data.{name}={path} has {file.stat().st_size} bytes, "
@@ -300,6 +300,6 @@ def check_length(what: str, train: int, held: int, row: int) -> None:
     for share, length in (("training", train), ("validation", held)):
         if length < row:
             raise ConfigError(
-                f"{what} leaves {length} tokens for {share}, fewer than one row of {row}; "
-                "give more data, another data.holdout or a smaller model.seq"
+                f"{what} leaves {length} tokens for {share}, fewer than one row of {row}. "
+                "Give more data, another data.holdout or a smaller model.seq."
             )

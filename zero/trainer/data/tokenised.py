@@ -92,12 +92,12 @@ def check_hf(config: HFTextConfig) -> None:
     Tokenizer(config.tokenizer, config.end)
     if not config.root.exists():
         raise ConfigError(
-            f"data.path={config.path} does not exist; give a folder of text or JSONL files, or one that "
-            "datasets.save_to_disk made: nothing is fetched from the hub"
+            f"data.path={config.path} does not exist. Give a folder of text or JSONL files, or one that "
+            "datasets.save_to_disk made: nothing is fetched from the hub."
         )
     if (config.root / SPLITS).is_file():
         folders = sorted(path.parent.name for path in config.root.glob(f"*/{SAVED}"))
-        raise ConfigError(f"data.path={config.path} holds {', '.join(folders)}; give the folder of one of them")
+        raise ConfigError(f"data.path={config.path} holds the splits {', '.join(folders)}. Give the folder of one split.")
     if _is_saved(config.root):
         _check_saved(config)
     elif next(_documents(config), None) is None:
@@ -128,7 +128,7 @@ def _agreed(config: HFTextConfig, tokenizer: Tokenizer, world: "World", progress
         pass
     if not Path(folder, TRAIN).is_file():
         raise ConfigError(
-            f"rank {world.rank} does not see {folder}, as rank 0 does; set data.cache to a folder on a shared disk"
+            f"rank {world.rank} does not see {folder}, but rank 0 does. Set data.cache to a folder on a shared disk."
         )
     return Path(folder)
 
@@ -154,7 +154,7 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress:
         unfinished.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
-            f"data.cache={config.cached}: {error.strerror}; give a folder where this user may write"
+            f"data.cache={config.cached}: {error.strerror}. Give a folder where this user may write."
         ) from error
     try:
         _make(config, tokenizer, unfinished, progress)
@@ -267,7 +267,7 @@ def _of_text(file: TextFile) -> Iterator[_Piece]:
                 yield _Piece(piece, file.draw, not following)
                 piece = following
     except UnicodeDecodeError as error:
-        raise ConfigError(f"data.path: {file.path} is not UTF-8 ({in_short(error)}); recode it or move it") from error
+        raise ConfigError(f"data.path: {file.path} is not UTF-8 ({in_short(error)}). Recode the file or move it.") from error
 
 
 def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
@@ -310,7 +310,7 @@ def _of_value(value: str, where: str) -> Iterator[_Piece]:
         try:
             yield _Piece(value, drawn(value.encode()), True)
         except UnicodeEncodeError as error:
-            raise ConfigError(f"data.path: {where} holds half a character: {in_short(error)}") from error
+            raise ConfigError(f"data.path: {where} holds a lone surrogate: {in_short(error)}") from error
 
 
 def _is_saved(root: Path) -> bool:
@@ -325,7 +325,7 @@ def _check_saved(config: HFTextConfig) -> None:
             for name, about in features.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"data.path={config.path}: {SAVED} is not that of datasets ({in_short(error)})") from error
+        raise ConfigError(f"data.path={config.path}: {SAVED} was not written by datasets ({in_short(error)})") from error
     if columns.get(config.column) not in TEXT:
         raise _no_text_in(config, config.path, columns)
     if importlib.util.find_spec("datasets") is None:
@@ -340,13 +340,13 @@ def _no_text_in(config: HFTextConfig, where: str, columns: Mapping[str, str]) ->
         columns: type of each column, by name.
     """
     texts = [name for name, dtype in columns.items() if dtype in TEXT]
-    known = f"columns of text: {some(texts)}" if texts else f"no column holds text; {CHAT}"
+    known = f"Columns of text: {some(texts)}." if texts else f"No column holds text: {CHAT}."
     dtype = columns.get(config.column)
     if dtype is None:
-        return ConfigError(f"data.column={config.column} is not a column of {where}; {known}")
-    problem = "leave it out" if dtype == "NoneType" else known
-    return ConfigError(f"data.path: {where}: data.column={config.column} holds {dtype}, not text; {problem}")
+        return ConfigError(f"data.column={config.column} is not a column of {where}. {known}")
+    advice = "Remove this record." if dtype == "NoneType" else known
+    return ConfigError(f"data.path: {where}: data.column={config.column} holds {dtype}, not text. {advice}")
 
 
 def _no_text(config: HFTextConfig) -> ConfigError:
-    return ConfigError(f"data.path={config.path} holds no text; give a folder of text or JSONL files")
+    return ConfigError(f"data.path={config.path} holds no text. Give a folder of text or JSONL files.")

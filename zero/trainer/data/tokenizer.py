@@ -37,7 +37,7 @@ class Tokenizer:
         self._inner.no_padding()
         numbers = self._inner.get_vocab(with_added_tokens=True)
         if not numbers:
-            raise ConfigError(f"data.tokenizer={path} has no tokens; train it first")
+            raise ConfigError(f"data.tokenizer={path} has no tokens. Train the tokenizer first.")
         self.vocab = max(numbers.values()) + 1  # numbers may have gaps
         self.end = _end(path, self.file, end, numbers)
 
@@ -52,7 +52,7 @@ class Tokenizer:
 
 def missing(name: str) -> ConfigError:
     """Return the error for a Hugging Face package that is not installed."""
-    return ConfigError(f"data=hf needs {name}, which is not installed; {install('hf')}")
+    return ConfigError(f"data=hf needs {name}, which is not installed. Type {install('hf')}.")
 
 
 def _find(path: str) -> Path:
@@ -61,9 +61,9 @@ def _find(path: str) -> Path:
     if file.is_file():
         return file
     if place.is_dir():
-        raise ConfigError(f"data.tokenizer={path} holds no {FILE}; save_pretrained of a fast tokenizer writes one")
+        raise ConfigError(f"data.tokenizer={path} holds no {FILE}. Write one with save_pretrained of a fast tokenizer.")
     raise ConfigError(
-        f"data.tokenizer={path} does not exist; give a {FILE} or a folder with one: nothing is fetched from the hub"
+        f"data.tokenizer={path} does not exist. Give a {FILE} or a folder with one: nothing is fetched from the hub."
     )
 
 
@@ -81,12 +81,12 @@ def _load(file: Path) -> Any:
 def _end(path: str, file: Path, end: str | None, numbers: dict[str, int]) -> int:
     if end is not None:
         if end not in numbers:
-            raise ConfigError(f"data.end={end} is not a token of data.tokenizer={path}; give the one that ends a text")
+            raise ConfigError(f"data.end={end} is not a token of data.tokenizer={path}. Give the token that ends a text.")
         return numbers[end]
     for name in (_end_of_text(file.with_name(SETTINGS)), *ENDS):
         if name in numbers:
             return numbers[name]
-    raise ConfigError(f"data.tokenizer={path} does not say which token ends a text; set data.end=TOKEN")
+    raise ConfigError(f"data.tokenizer={path} does not say which token ends a text. Set data.end=TOKEN.")
 
 
 def _end_of_text(settings: Path) -> str:

@@ -43,8 +43,8 @@ class _File:
             raise MachineError(f"{self._path} cannot be read at byte {offset}: {error.strerror}") from error
         if len(data) < nbytes:
             raise MachineError(
-                f"{self._path} ends after {os.fstat(self._fd).st_size} bytes, and had "
-                f"{self.numel * self._item_bytes} when the run began; bring it back as it was, and resume"
+                f"{self._path} has {os.fstat(self._fd).st_size} bytes, but had "
+                f"{self.numel * self._item_bytes} when the run began. Restore the file and resume the run."
             )
         return torch.frombuffer(data, dtype=self._dtype)
 

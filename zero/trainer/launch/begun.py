@@ -45,7 +45,8 @@ def notes_on_torchrun() -> list[str]:
     several, again = (int(os.environ.get(name, "0")) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
     if several < 2 or not again or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
-    return ["a node that is lost cannot come back: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"]
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    return [f"a node that fails cannot rejoin the run. Start torchrun with {variable} on every node."]
 
 
 def own_begun() -> str:

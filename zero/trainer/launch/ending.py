@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zero.errors import one_line, with_class
 
-MEMORY_ADVICE = "mode=plan with the same settings shows which ones take less"
+MEMORY_ADVICE = "mode=plan with the same settings shows settings that take less memory"
 
 
 class Interrupted(BaseException):
@@ -31,5 +31,5 @@ def describe(error: BaseException) -> str:
         error = Interrupted(signal.SIGINT)
     text = one_line(error) if isinstance(error, Interrupted) else with_class(error)
     if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
-        text = f"{text}; {MEMORY_ADVICE}"
+        text = f"{text.removesuffix('.')}. {MEMORY_ADVICE}"
     return text

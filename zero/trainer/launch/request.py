@@ -89,7 +89,7 @@ class Request:
         raise interrupted
 
     def _late(self, name: str) -> str:
-        return f"{name} had not ended {self._grace_s:g} s after it was asked to; raise launch.grace"
+        return f"{name} had not ended {self._grace_s:g} s after the request to stop. Raise launch.grace"
 
 
 class RankRequest(Request):

@@ -159,7 +159,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         if tokens.shape[1] > self.config.seq:
             raise ConfigError(
-                f"{tokens.shape[1]} tokens do not fit model.seq={self.config.seq}: raise it or cut the text"
+                f"{tokens.shape[1]} tokens do not fit model.seq={self.config.seq}. Raise model.seq or cut the text."
             )
         x = self.embed(tokens)
         for block in self.blocks:

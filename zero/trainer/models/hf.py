@@ -52,7 +52,7 @@ def build(path: str | PathLike[str]) -> nn.Module:
     name = next(iter(getattr(config, "architectures", None) or ()), None)
     build_class = getattr(transformers, name, None) if name else transformers.AutoModelForCausalLM.from_config
     if build_class is None:
-        raise ConfigError(f"{path}: transformers {transformers.__version__} has no {name}; upgrade it")
+        raise ConfigError(f"{path}: transformers {transformers.__version__} has no {name}. Upgrade transformers.")
     try:
         with empty():
             model: nn.Module = build_class(config)
@@ -131,12 +131,12 @@ def settings(path: str | PathLike[str]) -> Any:
     if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(str(path))
     if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
-        raise ConfigError(f"{path} does not exist; give a folder with config.json, or a model type")
+        raise ConfigError(f"{path} does not exist. Give a folder with config.json, or a model type.")
     try:
         where = str(folder if folder.is_dir() else path)
         return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: no model of transformers: {in_short(error)}") from error
+        raise ConfigError(f"{path}: transformers cannot read this model: {in_short(error)}") from error
 
 
 def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
@@ -320,6 +320,6 @@ def _transformers() -> Any:
         import transformers
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"models of Hugging Face need transformers, which is not installed; {install('hf')}"
+            f"models of Hugging Face need transformers, which is not installed. Type {install('hf')}."
         ) from error
     return transformers

@@ -26,7 +26,7 @@ class PaperWorld(World):
         self.local_size = local_size
 
     def _refuse(self, *arguments: Any, **_: Any) -> Handle:
-        raise WorldError(f"{arguments[-1]}: a world on paper has no ranks to talk to")
+        raise WorldError(f"{arguments[-1]}: a world on paper has no other ranks")
 
     _gather = _exchange = _broadcast = _refuse
 
@@ -79,7 +79,7 @@ class Machine:
         here = torch.cuda.device_count() if on_gpus else 1
         if plan.ranks == "auto" and launched != "auto" and on_gpus and launched > here:
             raise ConfigError(
-                f"launch.ranks={launched}: there are {here} GPUs here; plan.ranks={launched} plans for others"
+                f"launch.ranks={launched}: this machine has {here} GPUs. Use plan.ranks={launched} to plan for others."
             )
         on_one_node = here if launched == "auto" else launched
         ranks, per_node = (on_one_node, on_one_node) if plan.ranks == "auto" else (plan.ranks, NODE_RANKS)

@@ -177,7 +177,7 @@ def with_disk_or_without(
         return machine, measured(config, machine, traced, disk=True, progress=progress), []
     except StoreError as error:
         rates = measured(config, machine, traced, disk=False, progress=progress)
-        note = f"nothing can be offloaded to a disk here, so what needs one is left out: {error}"
+        note = f"nothing can be offloaded to a disk here, so settings that need a disk are left out: {error}"
         return replace(machine, disk_bytes=0), rates, [note]
 
 

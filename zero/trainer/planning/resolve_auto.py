@@ -150,11 +150,11 @@ def _stage_reasons(winner: Choice, candidates: Sequence[Choice], source: str) ->
     text = f"{len(others) + 1} of {len(candidates)} settings fit"
     if others:
         second = min(others, key=lambda choice: choice.seconds)
-        text += f"; next: {' '.join(second.keys)} at {seconds_text(second.seconds)} a step and "
+        text += f". Next: {' '.join(second.keys)} at {seconds_text(second.seconds)} a step and "
         text += size_text(second.memory_bytes)
     return [
         f"auto: {' '.join(winner.keys)}: {seconds_text(winner.seconds)} a step predicted, "
-        f"{size_text(winner.memory_bytes)} per rank; {text}",
+        f"{size_text(winner.memory_bytes)} per rank. {text}",
         f"auto: rates {source}",
     ]
 
@@ -170,5 +170,5 @@ def _batch_reasons(winner: Choice, config: Config, machine: Machine) -> list[str
     activations = size_text(winner.plan.activation_bytes)
     return [
         f"auto: batch.micro={micro} batch.accumulate={accumulate}: the largest microbatch of {rows} rows a step that "
-        f"fits; its activations take {activations} of the {size_text(limit_bytes)} that a rank may take"
+        f"fits. Its activations take {activations} of the {size_text(limit_bytes)} that a rank may take"
     ]

@@ -60,12 +60,12 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     candidates = choices(config, machine, model, rates, activations=activations)
     winner = best(candidates)
     if auto:
-        notes += ["zero.activations=auto: the table counts remat, by which a run chooses all else"]
+        notes += ["zero.activations=auto: the table assumes remat for every unit, as a run does to choose all else"]
     if auto and winner is not None:
         config_of_run, sentence = resolve_activations(winner.config, machine, model, activations, lambda: rates)
         counted = activations.resolved(config_of_run)
         winner = plan_choice(config_of_run, winner.preset, machine, model, rates, counted)
-        notes[-1] += f"; the answer counts {sentence}"
+        notes[-1] += f". The answer assumes {sentence}"
     lines = [
         *_answer(winner, candidates, machine, overrides),
         "",
@@ -81,7 +81,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         "",
         "bytes per rank",
         *_details(candidates),
-        "the first line is the answer; what the numbers mean: docs/plans.md",
+        "The first line is the answer. docs/plans.md explains the numbers.",
     ]
     return "\n".join(lines), winner is not None
 
@@ -120,7 +120,7 @@ def _answer(
     """Yield the best choice that fits and the command for it, or the choice that is nearest to fitting."""
     if winner is None:
         least = nearest(candidates)
-        yield from _sentence(f"nothing fits; nearest is {' '.join(least.keys)}: {least.refusal}")
+        yield from _sentence(f"nothing fits. Nearest: {' '.join(least.keys)}: {least.refusal}")
         return
     stage, preset, *_ = winner.keys
     rows, config = winner.config.batch.numbers()[0], winner.config
@@ -128,7 +128,7 @@ def _answer(
     names = {"device": "GPU memory", "host": "host memory", "nvme": "disk"}
     needs = bytes_by_tier(winner.plan)
     memories = " and ".join(f"{size_text(needs[tier])} of {names[tier]}" for tier in TIERS if needs.get(tier))
-    text = f"fits: {stage} {preset}, about {seconds_text(winner.seconds)} a step, {tokens}; a rank takes {memories}"
+    text = f"fits: {stage} {preset}, about {seconds_text(winner.seconds)} a step, {tokens}. A rank takes {memories}"
     yield from _sentence(text)
     repeated = [override for override in overrides if override.split("=")[0].lstrip("+") not in NOT_REPEATED]
     kept, left = "hydra.searchpath", ("plan.", "hydra", "-")

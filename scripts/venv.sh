@@ -20,7 +20,7 @@ if [ ! -x "$venv/bin/python" ]; then
         fi
     done
     if [ ! -x "$venv/bin/python" ]; then
-        echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2
+        echo "no Python 3.11 or newer found. Set PYTHON=/path/to/python." >&2
         exit 1
     fi
 fi
@@ -37,7 +37,7 @@ stamp_file="$venv/installed" # whose packages are there, then a line for each ex
 there=$(cat "$stamp_file" 2>/dev/null || true)
 [ "${there%%$'\n'*}" = "$stamp" ] || there=
 if [ -z "$there" ] || { [ -n "${extra:-}" ] && ! grep -qx "$extra" <<<"$there"; }; then
-    echo "installing into $venv; torch as PyPI has it is some gigabytes, so the first time takes minutes" >&2
+    echo "installing into $venv: the first time takes minutes, because torch has some gigabytes" >&2
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" >&2 || exit 1
     printf '%s\n' "${there:-$stamp}" ${extra:+"$extra"} >"$stamp_file"
 fi

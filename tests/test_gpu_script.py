@@ -295,7 +295,7 @@ def test_a_machine_without_a_gpu_is_refused(tmp_path):
         capture_output=True, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     assert found.returncode == 1
-    assert "finds no GPU here; --dry needs none" in found.stderr
+    assert "finds no GPU. Use --dry to simulate one." in found.stderr
 
 
 def test_a_part_that_does_not_exist_is_refused(tmp_path):

@@ -69,4 +69,4 @@ def test_a_python_that_is_not_there_is_told_how_to_get(tmp_path):
         [ROOT / "scripts" / "versions", "--python", "9.9"], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 1
-    assert "no Python 9.9 here; to get it type: uv python install 9.9" in done.stderr
+    assert "no Python 9.9 found. Type: uv python install 9.9" in done.stderr

@@ -692,7 +692,7 @@ def script(name: str, monkeypatch, *words: object) -> int:
 def test_the_scripts_say_what_they_did_and_what_was_missing(trained, tmp_path: Path, monkeypatch, capsys):
     values = trained[0]
     assert script("export", monkeypatch, tmp_path, "--to", "hf", "--out", tmp_path / "out", "--shard-size", "1KB") == 0
-    assert "head.weight is embed.weight" in capsys.readouterr().out
+    assert "head.weight is tied to embed.weight" in capsys.readouterr().out
     frozen = [word for pattern in FROZEN for word in ("--frozen", pattern)]
     assert script("import", monkeypatch, "--from", "hf", tmp_path / "out", "--out", tmp_path / "root", *frozen) == 0
     told = capsys.readouterr().out

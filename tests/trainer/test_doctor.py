@@ -122,7 +122,7 @@ def test_a_containers_limit_counts_wherever_it_is_set(tmp_path, group, folder, f
     limit, used = (f"{folder}/{name}" for name in files)
     texts = {"/proc/self/cgroup": f"{group}\n", limit: "3221225472\n", used: "1073741824\n"}
     found = found_on(tmp_path, texts=texts)["memory"]
-    assert found.finding == "16.0 GiB, 8.0 GiB free; this container may take 3.0 GiB and has 1.0 GiB"
+    assert found.finding == "16.0 GiB, 8.0 GiB free, container limit 3.0 GiB, 1.0 GiB of it in use"
     assert found.state == "warn"
 
 
@@ -219,5 +219,5 @@ def test_the_key_for_wandb_is_never_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", canary)
     monkeypatch.setenv("WANDB_MODE", "offline")
     found = list(checks(read({"tracker": {"name": "wandb"}}), Made(tmp_path / "root")))
-    assert found[-1] == Check("W&B", "ok", "a key is set; runs are offline")
+    assert found[-1] == Check("W&B", "ok", "a key is set, runs are offline")
     assert canary not in report(found)

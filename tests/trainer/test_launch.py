@@ -275,17 +275,17 @@ def test_a_rank_that_raises_ends_all(
 @pytest.mark.usefixtures("_forked")
 def test_a_rank_that_was_killed_is_named_though_another_complains_first(folder: Path) -> None:
     with pytest.raises(
-        RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\), or by another process; "
+        RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\), or by another process: "
     ) as caught:
         launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, processes=launch.Processes(folder))
-    held = r"the ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\) and [\d.]+ GiB were free; continue with"
+    held = r"the ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\) and [\d.]+ GiB were free\. Continue with"
     assert re.search(held, str(caught.value))
 
 
 def test_memory_is_blamed_where_little_was_free(folder: Path) -> None:
     scarce = Reading(largest_bytes=3 << 30, all_bytes=6 << 30, free_bytes=1 << 30)
     said = str(launch.ranks._first_failure({1: -signal.SIGKILL}, [], folder, scarce))
-    assert "most likely because host memory ran out; shortly before, the ranks held 6.0 GiB" in said
+    assert "most likely because host memory ran out: shortly before, the ranks held 6.0 GiB" in said
     assert "mode=plan" in said
 
 

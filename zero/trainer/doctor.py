@@ -187,7 +187,7 @@ def _memory(config: Config, host: Host) -> Iterator[Check]:
     finding = f"{size_text(total)}, {size_text(free)} free"
     limit, used = min(_group_limits(host), default=(total, 0))
     if limit < total:
-        finding += f"; this container may take {size_text(limit)} and has {size_text(used)}"
+        finding += f", container limit {size_text(limit)}, {size_text(used)} of it in use"
         free = min(free, max(limit - used, 0))
     advice = "end other programs, raise the container's limit, or move state to a disk: offload=nvme"
     yield _judge("memory", finding, (free < GiB, "bad", advice), (free < 4 * GiB, "warn", advice))
@@ -203,7 +203,7 @@ def _group_limits(host: Host) -> Iterator[tuple[int, int]]:
 
 def _shared_memory(config: Config, host: Host) -> Iterator[Check]:
     total, free = host.space("/dev/shm")
-    advice = "several GPUs exchange through it; start the container with --shm-size=8g or --ipc=host"
+    advice = "start the container with --shm-size=8g or --ipc=host, because several GPUs exchange data through it"
     finding = size_text(total) if total < GiB else f"{size_text(total)}, {size_text(free)} free"
     yield _judge("/dev/shm", finding, (total < GiB, "warn", advice))
 
@@ -220,11 +220,11 @@ def _cpu(config: Config, host: Host) -> Iterator[Check]:
     name = model[1] if model else platform.machine()
     yield Check("CPU", "ok", f"{name}, {cores} cores, {' '.join(known) or 'no vector units known'}")
     if allowed < cores - 0.5:
-        advice = f"set launch.threads={max(1, int(allowed))} divided by the ranks: more threads than that wait"
+        advice = f"set launch.threads={max(1, int(allowed))} divided by the ranks, because further threads only wait"
         yield Check("CPU quota", "warn", f"the container may use {allowed:g} of {cores} cores", advice)
     compute = config.precision.compute
     if compute in HALF_UNITS and not _smi(host) and not HALF_UNITS[compute] & flags:
-        advice = "precision=fp32 is faster here; a half type still halves memory"
+        advice = "set precision=fp32, which is faster here but takes twice the memory"
         yield Check("CPU and dtype", "warn", f"no unit for {compute}: it is emulated", advice)
 
 
@@ -254,11 +254,11 @@ def _gpus(config: Config, host: Host) -> Iterator[Check]:
     ranks = config.launch.ranks
     if not gpus and not usable:
         lost = host.text("/proc/driver/nvidia/version")
-        finding = "a driver, but no GPU answers" if lost else "none; the CPU computes"
-        yield _judge("GPUs", finding, (lost, "bad", "see nvidia-smi; in a container: --gpus all"))
+        finding = "a driver, but no GPU answers" if lost else "none, the CPU computes"
+        yield _judge("GPUs", finding, (lost, "bad", "see nvidia-smi, and start a container with --gpus all"))
         return
     if not usable:
-        advice = f"the driver is {gpus[0].driver}; install a torch that was built for it, or unset CUDA_VISIBLE_DEVICES"
+        advice = f"install a torch that was built for driver {gpus[0].driver}, or unset CUDA_VISIBLE_DEVICES"
         yield Check("GPUs", "bad", f"{len(gpus)}, and torch can use none", advice)
         return
     models = sorted({f"{gpu.name} {size_text(gpu.total_bytes)}" for gpu in gpus})
@@ -268,7 +268,7 @@ def _gpus(config: Config, host: Host) -> Iterator[Check]:
         yield Check("GPUs and ranks", "bad", f"launch.ranks={ranks} of {usable} GPUs", f"set launch.ranks={usable}")
     taken = [str(number) for number, gpu in enumerate(gpus) if gpu.free_bytes < 0.9 * gpu.total_bytes]
     if taken:
-        yield Check("GPU memory", "warn", f"in use on GPU {', '.join(taken)}", "see nvidia-smi; end what runs there")
+        yield Check("GPU memory", "warn", f"in use on GPU {', '.join(taken)}", "end the programs that nvidia-smi lists")
     if config.precision.compute == "bf16" and any(gpu.capability < 8 for gpu in gpus):
         yield Check("GPU and dtype", "warn", "bf16 is emulated before compute capability 8.0", "set precision=fp16")
 
@@ -292,9 +292,17 @@ def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Check]:
     yield _judge(
         "offload.path",
         f"{folder}: {file_system}, {size_text(free)} free",
-        (NETWORK.fullmatch(file_system), "warn", "a network file system is slow; set offload.path to a local disk"),
-        (file_system in MEMORY, "warn", "this is memory, not a disk: offload=cpu is faster"),
-        (file_system == "overlay", "warn", "a container's own layer: mount a volume, and set offload.path to it"),
+        (
+            NETWORK.fullmatch(file_system),
+            "warn",
+            "set offload.path to a local disk, because a network file system is slow",
+        ),
+        (file_system in MEMORY, "warn", "set offload=cpu, which is faster, because this is memory, not a disk"),
+        (
+            file_system == "overlay",
+            "warn",
+            "mount a volume, and set offload.path to it, because this is the container's own layer",
+        ),
     )
     yield _rate(folder, free, state)
 
@@ -311,9 +319,9 @@ def _rate(folder: Path, free_bytes: int, state: State) -> Check:
     try:
         gbps = probe(folder, limit_s=3.0) / 1e9
     except StoreError as error:
-        return Check("disk rate", state, str(error), "look into the system's log: dmesg")
+        return Check("disk rate", state, str(error), "look into the system's log with dmesg")
     finding = f"{gbps:.2f} GB/s read beside {gbps:.2f} GB/s written"
-    advice = "offload=nvme will wait for this disk; use a local NVMe, or offload=cpu"
+    advice = "use a local NVMe, or offload=cpu, because offload=nvme would wait for this disk"
     return _judge("disk rate", finding, (gbps < 0.25, "warn", advice))
 
 
@@ -328,16 +336,16 @@ def _checkpoints(config: Config, host: Host) -> Iterator[Check]:
     yield _judge(
         "checkpoints",
         f"{folder}: {file_system}, {size_text(free)} free",
-        (file_system in MEMORY, "warn", "this is memory: gone with the machine; set checkpoint.dir to a disk"),
-        (NETWORK.fullmatch(file_system), "warn", "saves are as slow as the network; checkpoint.async=true hides that"),
-        (free < 2 * GiB, "warn", "12 bytes per parameter are saved; make room, or set checkpoint.dir"),
+        (file_system in MEMORY, "warn", "set checkpoint.dir to a disk, because a restart of the machine clears memory"),
+        (NETWORK.fullmatch(file_system), "warn", "set checkpoint.async=true, because saves wait for the network"),
+        (free < 2 * GiB, "warn", "make room, or set checkpoint.dir, because a save takes 12 bytes per parameter"),
     )
 
 
 def _wandb(config: Config, host: Host) -> Iterator[Check]:
     settings = config.tracker if isinstance(config.tracker, Wandb) else Wandb()
-    unused = "" if settings is config.tracker else "; not in use: tracker=wandb"
+    unused = "" if settings is config.tracker else " (tracker=wandb is not set)"
     mode, key = mode_of(settings), "a key is set" if has_key() else "no key"
     unmet = settings.mode == "online" and mode != "online"
-    finding = f"{key}, so runs are {mode}{unused}" if unmet else f"{key}; runs are {mode}{unused}"
+    finding = f"{key}, so runs are {mode}{unused}" if unmet else f"{key}, runs are {mode}{unused}"
     yield _judge("W&B", finding, (unmet, "warn", "run `wandb login`, or export WANDB_API_KEY"))

@@ -40,8 +40,8 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
         if config.mode == "eval" and isinstance(data, Mapping):
             other += _as_saved("data", config.plain()["data"], data)
         raise CheckpointError(
-            f"{checkpoint.folder} was saved with another model. Add {' '.join(other)}, or list in checkpoint.partial the "
-            "tensors that are not loaded."
+            f"{checkpoint.folder} was saved with another model. Add {' '.join(other)}, or list in checkpoint.partial "
+            "the tensors that are not loaded."
         )
 
 

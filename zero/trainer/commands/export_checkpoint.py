@@ -73,7 +73,7 @@ def add_settings(config: object, out: Path) -> None:
             settings = {"architectures": ["zero.trainer.models.GPT"], "model_type": "functional-zero-gpt", **sizes}
             (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
             print(
-                "transformers has no class for this model; config.json has the sizes for zero.trainer.models.GPTConfig"
+                "transformers has no class for this model. config.json has the sizes for zero.trainer.models.GPTConfig."
             )
 
 
@@ -99,7 +99,7 @@ def main(words: Sequence[str]) -> int:
     except ZeroError as error:
         print(f"export: {error}", file=sys.stderr)
         return error.exit_code
-    ties = "".join(f"; {name} is {owner}" for name, owner in done.ties.items())
+    ties = "".join(f", {name} is tied to {owner}" for name, owner in done.ties.items())
     print(f"{checkpoint.folder} -> {out}: {done.tensors} tensors, {done.nbytes:,} bytes, {options.dtype}{ties}")
     if not checkpoint.manifest.finite:
         print("this checkpoint contains values that are not finite", file=sys.stderr)

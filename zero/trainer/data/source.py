@@ -266,7 +266,9 @@ def check_text(config: TextConfig, row: int) -> None:
         if min(train, held) > row:
             return  # without walking a large folder to its end
     if not files:
-        raise ConfigError(f"data.folder={root} holds no text file. The search skips folders named {', '.join(config.skip)}.")
+        raise ConfigError(
+            f"data.folder={root} holds no text file. The search skips folders named {', '.join(config.skip)}."
+        )
     split = split_files(files, config.holdout)
     train = sum(file.size for file in split.train) - split.tail
     check_length(f"data.folder={root}", train, sum(file.size for file in split.held) + split.tail, row)

@@ -97,7 +97,9 @@ def check_hf(config: HFTextConfig) -> None:
         )
     if (config.root / SPLITS).is_file():
         folders = sorted(path.parent.name for path in config.root.glob(f"*/{SAVED}"))
-        raise ConfigError(f"data.path={config.path} holds the splits {', '.join(folders)}. Give the folder of one split.")
+        raise ConfigError(
+            f"data.path={config.path} holds the splits {', '.join(folders)}. Give the folder of one split."
+        )
     if _is_saved(config.root):
         _check_saved(config)
     elif next(_documents(config), None) is None:
@@ -267,7 +269,9 @@ def _of_text(file: TextFile) -> Iterator[_Piece]:
                 yield _Piece(piece, file.draw, not following)
                 piece = following
     except UnicodeDecodeError as error:
-        raise ConfigError(f"data.path: {file.path} is not UTF-8 ({in_short(error)}). Recode the file or move it.") from error
+        raise ConfigError(
+            f"data.path: {file.path} is not UTF-8 ({in_short(error)}). Recode the file or move it."
+        ) from error
 
 
 def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
@@ -325,7 +329,9 @@ def _check_saved(config: HFTextConfig) -> None:
             for name, about in features.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"data.path={config.path}: {SAVED} was not written by datasets ({in_short(error)})") from error
+        raise ConfigError(
+            f"data.path={config.path}: {SAVED} was not written by datasets ({in_short(error)})"
+        ) from error
     if columns.get(config.column) not in TEXT:
         raise _no_text_in(config, config.path, columns)
     if importlib.util.find_spec("datasets") is None:

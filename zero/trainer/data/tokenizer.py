@@ -81,7 +81,9 @@ def _load(file: Path) -> Any:
 def _end(path: str, file: Path, end: str | None, numbers: dict[str, int]) -> int:
     if end is not None:
         if end not in numbers:
-            raise ConfigError(f"data.end={end} is not a token of data.tokenizer={path}. Give the token that ends a text.")
+            raise ConfigError(
+                f"data.end={end} is not a token of data.tokenizer={path}. Give the token that ends a text."
+            )
         return numbers[end]
     for name in (_end_of_text(file.with_name(SETTINGS)), *ENDS):
         if name in numbers:

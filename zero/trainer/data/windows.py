@@ -96,5 +96,7 @@ class Windows:
             return torch.empty(0, self.seq + 1, dtype=torch.int64)
         rows = torch.stack([tokens[start : start + self.seq + 1] for start in starts]).to(torch.int64)
         if int(rows.max()) >= self.vocab_size:
-            raise ConfigError(f"the data holds token {int(rows.max())}, but data.vocab={self.vocab_size}. Raise data.vocab.")
+            raise ConfigError(
+                f"the data holds token {int(rows.max())}, but data.vocab={self.vocab_size}. Raise data.vocab."
+            )
         return rows

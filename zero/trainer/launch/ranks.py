@@ -411,10 +411,10 @@ def _first_failure(
         return error
     dead, code = min(silent.items(), key=lambda item: item[1] >= 0)  # a rank that a signal killed, else the first
     if code == -signal.SIGKILL:
-        likely, advice = "or by another process", "continue with resume=latest"
+        likely, advice = "or by another process", "Continue with resume=latest"
         if memory is None or memory.is_scarce:
             likely, advice = "most likely because host memory ran out", MEMORY_ADVICE
-        why = f"was killed by the system (signal 9), {likely}; {f'{memory}; ' if memory else ''}{advice}"
+        why = f"was killed by the system (signal 9), {likely}{f': {memory}' if memory else ''}. {advice}"
     elif code < 0:
         why = f"died of {signal.Signals(-code).name} (signal {-code})"
     else:

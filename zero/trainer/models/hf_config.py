@@ -48,7 +48,9 @@ class HFConfig(Section):
         """Raise ConfigError for a folder without a readable config.json."""
         folder = Path(self.path)
         if "/" in self.path and not folder.is_dir():
-            raise ConfigError(f"model.path={self.path} does not exist. Give a folder with config.json, or a model type.")
+            raise ConfigError(
+                f"model.path={self.path} does not exist. Give a folder with config.json, or a model type."
+            )
         if not folder.is_dir():
             return
         try:

@@ -298,7 +298,7 @@ def refused(config, *words):
 def test_texts_that_cannot_be_read_are_refused_in_one_line(config, tmp_path):
     for name, content, words in (
         ("none.jsonl", b"\n\n", ["holds no text"]),
-        ("cut.jsonl", b'{"text": "a', ["cut.jsonl, line 1 is no JSON"]),
+        ("cut.jsonl", b'{"text": "a', ["cut.jsonl, line 1 is not JSON"]),
         ("list.jsonl", b'["text"]', ["line 1 is not a record"]),
         ("null.jsonl", b'{"text": null}', ["line 1: data.column=text holds NoneType, not text"]),
         ("half.jsonl", b'{"text": "\\ud800"}', ["line 1 holds a lone surrogate"]),

@@ -271,7 +271,7 @@ def _of_section(section: Section) -> str:
         text += ["", f"options, written {section.name}={next(iter(section.options))}", _table(section.options.items())]
     if section.entries:
         first = section.entries[0].key
-        text += ["", f"keys, and how to print one in full: mode=explain explain.key={first}", _rows_of(section.entries)]
+        text += ["", f"keys (one in full: mode=explain explain.key={first})", _rows_of(section.entries)]
     return "\n".join(text)
 
 

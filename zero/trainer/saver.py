@@ -161,7 +161,7 @@ class Saver:
         fits = "False" not in self._world.gather_texts(str(needs + MARGIN_BYTES < free), "room for a copy")
         if not fits:
             self._tracker.note(
-                f"checkpoint.async: training waits for this save, because some rank has no memory for a copy of "
+                "checkpoint.async: training waits for this save, because some rank has no memory for a copy of "
                 f"{size_text(needs)} ({size_text(free)} free on this rank)"
             )
         return fits

@@ -283,7 +283,7 @@ def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"data.path: {where} is no JSON: {in_short(error)}") from error
+                raise ConfigError(f"data.path: {where} is not JSON: {in_short(error)}") from error
             if not isinstance(record, dict):
                 raise ConfigError(f"data.path: {where} is not a record such as {{{config.column!r}: ..}}")
             if not isinstance(record.get(config.column), str):

@@ -489,7 +489,7 @@ REFUSED = [
     (ByEpoch, AVERAGED, r"StochasticWeightAveraging.*leave it out"),
     (Regression, CLIPPED | {"gradient_clip_algorithm": "value"}, "the norm is clipped here; leave it out"),
     (Manual, {}, "automatic_optimization=False: return the loss from training_step"),
-    (LBFGS, {}, "optimizer=LBFGS has no counterpart here; use torch.optim.Adagrad,"),
+    (LBFGS, {}, "optimizer=LBFGS is not supported. Use torch.optim.Adagrad,"),
     (Backward, {}, "LightningModule.backward is overridden: leave it out"),
     (Clipping, {}, r"clip_gradients\(0.25, 'norm'\): .*Write Trainer\(gradient_clip_val=0.25\)"),
     (ClippingLater, CLIPPED, r"did not call clip_gradients: each step clips by the norm 0.3"),

@@ -247,7 +247,7 @@ def test_a_call_of_track_has_the_state_first(run):
         with pytest.raises(ConfigError, match=r"this is a Metrics; write track\(state, metrics\)"):
             track(metrics, state)
         with pytest.raises(
-            ConfigError, match=r"takes Metrics second, and this is a float; write track\(state, metrics\)"
+            ConfigError, match=r"takes Metrics as its second argument, not a float. Write track\(state, metrics\)"
         ):
             track(state, metrics.loss)
 

@@ -160,7 +160,7 @@ class ThreadWorld(World):
             ConfigError: `nodes` does not divide `size`.
         """
         if size % nodes:
-            raise ConfigError(f"{size} ranks are not as many on each of {nodes} nodes")
+            raise ConfigError(f"{size} ranks do not divide by {nodes} nodes")
         shared = _Shared(size)
         worlds = [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
         for world in worlds:
@@ -176,7 +176,7 @@ class ThreadWorld(World):
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         if not self._shared.generator_lock.acquire(timeout=self.timeout_s):
-            raise DeadlineError(f"rank {self.rank} waited {self.timeout_s:g} s for another rank's exclusive block")
+            raise DeadlineError(f"exclusive block: rank {self.rank} waited {self.timeout_s:g} s for another rank")
         try:
             yield
         finally:

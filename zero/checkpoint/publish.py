@@ -269,7 +269,8 @@ class Root:
             self._erase(self._retire(folder))
         except OSError as error:
             warnings.warn(
-                f"{folder}: {named(error)} while removing it. It is no longer a checkpoint. The next run tries again.",
+                f"{folder}: {named(error)} while removing it. It is no longer a checkpoint, and the "
+                "next run tries again.",
                 stacklevel=3,
             )
 

@@ -237,7 +237,7 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
 def _check_group(number: int, group: ParamGroup, first: ParamGroup, kind: _Kind) -> None:
     for key, value in kind.needs.items():
         if group.get(key, value) != value:
-            raise ConfigError(f"optimizer group {number}: {key}={group[key]} is not supported; it must be {value}")
+            raise ConfigError(f"optimizer group {number}: {key}={group[key]} is not supported. It must be {value}.")
     for key in kind.keys:
         if group[key] != first[key]:
             raise ConfigError(

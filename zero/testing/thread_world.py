@@ -105,8 +105,8 @@ class _Shared:
             if gone:
                 error = WorldError(f"{some_ranks(gone)} left the world; rank {rank} was in {op}")
             else:
-                last = "; ".join(f"rank {r}, last seen in {self.last_op[r]}" for r in missing)
-                error = DeadlineError(f"rank {rank} waited {timeout_s:g} s in {op}; missing: {last}")
+                last = ", ".join(f"rank {r} (last in {self.last_op[r]})" for r in missing)
+                error = DeadlineError(f"rank {rank} waited {timeout_s:g} s in {op}. Missing: {last}")
             self.fail(rank, error)
             raise error
 

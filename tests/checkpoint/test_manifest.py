@@ -248,7 +248,7 @@ def tensor(body: dict) -> dict:
 
 
 LIES = {
-    "a newer format": (lambda b: b.update(format=3), "format 3, this version of zero reads format 2. Load it with"),
+    "a newer format": (lambda b: b.update(format=3), "format 3, but this version of zero reads format 2"),
     "no format": (lambda b: b.pop("format"), "format of the manifest: Field required"),
     "an unknown key": (lambda b: b.update(extra=1), "extra of the manifest: Extra inputs"),
     "an unknown key of a tensor": (lambda b: tensor(b).update(path="x"), r"flats\.0\.tensors\.0\.path of the manifest"),

@@ -275,8 +275,8 @@ def from_text(text: bytes) -> Manifest:
     body = _parsed(text)
     if type(body) is dict and type(version := body.get("format")) is int and version != FORMAT:
         raise CheckpointError(
-            f"the manifest has format {_short(version)}, this version of zero reads format {FORMAT}. Load it with the "
-            "version that wrote it."
+            f"the manifest has format {_short(version)}, but this version of zero reads format {FORMAT}. Load it with "
+            "the version that wrote it."
         )
     return _manifest_of(body)
 

@@ -312,5 +312,6 @@ def _check_names(folder: Path, names: set[str], world: int) -> None:
         )
     if extra := sorted(names - expected):
         raise CheckpointError(
-            f"{folder}: has {some([repr(name) for name in extra])}, not in the manifest. Remove what you added."
+            f"{folder}: has {some([repr(name) for name in extra])}, not in the manifest. Remove what does not "
+            "belong here."
         )

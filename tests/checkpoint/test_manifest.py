@@ -248,22 +248,25 @@ def tensor(body: dict) -> dict:
 
 
 LIES = {
-    "a newer format": (lambda b: b.update(format=3), "format 3, this library reads format 2; load it with the version"),
+    "a newer format": (lambda b: b.update(format=3), "format 3, but this version of zero reads format 2"),
     "no format": (lambda b: b.pop("format"), "format of the manifest: Field required"),
     "an unknown key": (lambda b: b.update(extra=1), "extra of the manifest: Extra inputs"),
     "an unknown key of a tensor": (lambda b: tensor(b).update(path="x"), r"flats\.0\.tensors\.0\.path of the manifest"),
-    "more sharers than ranks": (lambda b: flat(b).update(sharers=3), r"flats\.0 .* shared by 3 ranks each, of 2"),
+    "more sharers than ranks": (lambda b: flat(b).update(sharers=3), r"flats\.0 .* on 3 ranks each need more than 2"),
     "more copies than ranks": (
         lambda b: flat(b).update(copies=2),
-        r"flats\.0 .* 2 copies shared by 2 ranks each, of 2",
+        r"flats\.0 .* 2 copies on 2 ranks each need more than 2",
     ),
-    "a step of eleven digits": (lambda b: b.update(step=10**10), "step of the manifest: .* it is 10000000000"),
+    "a step of eleven digits": (lambda b: b.update(step=10**10), "step of the manifest: .* value is 10000000000"),
     "a world of three with two files": (lambda b: b.update(world=3), "2 files for a world of 3"),
     "a fact that is NaN": (lambda b: b["facts"].update(x=float("nan")), "facts.x.* of the manifest: .* finite number"),
     "a kind that is a path": (lambda b: flat(b).update(kinds={"../x": "int8"}), r"flats\.0\.kinds\.\.\./x"),
     "the same tensor twice": (lambda b: flat(b)["tensors"].append(tensor(b)), r"flats\.0 .*lists a tensor twice"),
-    "an unknown dtype": (lambda b: flat(b)["kinds"].update(parameter="object"), r"kinds\.parameter .* it is 'object'"),
-    "a negative axis": (lambda b: tensor(b).update(shape=[-7, -5]), r"shape\.0 .* it is -7"),
+    "an unknown dtype": (
+        lambda b: flat(b)["kinds"].update(parameter="object"),
+        r"kinds\.parameter .* value is 'object'",
+    ),
+    "a negative axis": (lambda b: tensor(b).update(shape=[-7, -5]), r"shape\.0 .* value is -7"),
     "an axis that overflows": (lambda b: tensor(b).update(shape=[2**64 + 35]), r"shape\.0"),
     "ten thousand axes": (lambda b: tensor(b).update(shape=[2**62] * 10_000), r"tensors\.0\.shape"),
     "a SHA that is short": (lambda b: b["files"][0].update(index_sha256="00"), r"files\.0\.index_sha256"),
@@ -307,7 +310,7 @@ def test_an_index_comes_back_as_it_was_written():
         (lambda body: body.update(crcs=body["crcs"][:-8]), "crcs of the index: 8 digits do not fit"),
         (lambda body: body.update(crcs=body["crcs"][:-1] + "g"), "crcs of the index"),
         (lambda body: body.update(digests=body["digests"] * 2), "digests of the index: 128 digits do not fit"),
-        (lambda body: body.update(digests=None), "digests of the index: .* it is None"),
+        (lambda body: body.update(digests=None), "digests of the index: .* value is None"),
     ],
 )
 def test_an_index_that_does_not_fit_its_file_is_refused(change, says):
@@ -415,11 +418,11 @@ def test_what_would_not_be_read_is_not_written():
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (float("inf"), "facts.x.float of the manifest: .* it is inf"),
-        ((1, 2), r"facts.x of the manifest: .* it is \(1, 2\)"),
+        (float("inf"), "facts.x.float of the manifest: .* value is inf"),
+        ((1, 2), r"facts.x of the manifest: .* value is \(1, 2\)"),
         (torch.ones(2), "facts.x of the manifest: input was not a valid JSON value"),
-        ({1: 2}, "facts.x.* of the manifest: .* it is 1"),
-        (10**5000, "a fact cannot be written"),
+        ({1: 2}, "facts.x.* of the manifest: .* value is 1"),
+        (10**5000, "a fact cannot be written as JSON"),
         (nested(3000), "facts.x.* of the manifest: Recursion error"),
     ],
     ids=["inf", "tuple", "tensor", "key", "long", "deep"],

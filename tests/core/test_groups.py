@@ -325,7 +325,7 @@ def without_then_with(world: zero.World, folder: Any) -> None:
     state, _ = Setting(precision="bf16", optimizer=with_mean, seed=1).start(world)
     said: list[str] = []
     state = zero.load(state, zero.open_checkpoint(world, saved), note=said.append)
-    assert said == [f"{saved} has no ema: it begins as the parameters"]
+    assert said == [f"{saved} has no ema, which starts as a copy of the parameters"]
     now = full_state_dict(state)
     assert all(torch.equal(mean, now[name]) for name, mean in full_state_dict(state, "ema").items())
 

@@ -221,5 +221,5 @@ def test_a_rank_that_fails_is_named_to_those_who_wait_in_either_half():
 
 
 def test_thread_ranks_are_as_many_on_each_node():
-    with pytest.raises(ConfigError, match="4 ranks are not as many on each of 3 nodes"):
+    with pytest.raises(ConfigError, match="4 ranks do not divide by 3 nodes"):
         run_ranks(4, by_node, nodes=3)

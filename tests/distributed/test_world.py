@@ -365,7 +365,9 @@ def test_a_rank_that_never_comes_is_named_with_its_last_operation():
             finally:
                 release.set()
 
-    with pytest.raises(DeadlineError, match=r"waited 0\.2 s in barrier of the end; missing: rank 1, last .* of start"):
+    with pytest.raises(
+        DeadlineError, match=r"waited 0\.2 s in barrier of the end\. Missing: rank 1 \(last .* of start"
+    ):
         run_ranks(2, late)
 
 

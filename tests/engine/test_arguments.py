@@ -146,7 +146,10 @@ CALLS = [
     (lambda run: zero.record(run.plan).__enter__(), "zero.record takes a State, and this is a Plan"),
     (lambda run: zero.save(run.folder, run.state), "zero.save takes a State, and this is a PosixPath; write zero.sa"),
     (lambda run: zero.load(run.plan, None), "zero.load takes a State, and this is a Plan"),
-    (lambda run: zero.load(run.state, run.folder), "zero.load takes a Checkpoint second, and this is a PosixPath"),
+    (
+        lambda run: zero.load(run.state, run.folder),
+        "zero.load takes a Checkpoint as its second argument, not a PosixPath",
+    ),
     (lambda run: zero.full_state_dict(run.state.model), "this is a Sequential; write zero.full_state_dict(state)"),
     (lambda run: zero.gathered(run.plan).__enter__(), "zero.gathered takes a State, and this is a Plan"),
     (lambda run: zero.set_full(run.plan, "0.weight", run.batch), "zero.set_full takes a State, and this is a Plan"),
@@ -244,7 +247,7 @@ def test_a_call_of_track_has_the_state_first(run):
         with pytest.raises(ConfigError, match=r"this is a Metrics; write track\(state, metrics\)"):
             track(metrics, state)
         with pytest.raises(
-            ConfigError, match=r"takes Metrics second, and this is a float; write track\(state, metrics\)"
+            ConfigError, match=r"takes Metrics as its second argument, not a float. Write track\(state, metrics\)"
         ):
             track(state, metrics.loss)
 

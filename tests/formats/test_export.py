@@ -722,7 +722,7 @@ def test_the_mean_of_the_parameters_is_exported_and_loaded_in_their_place(traine
         script("export", monkeypatch, trained[1].folder, "--to", "hf", "--out", tmp_path / "no", "--weights", "ema")
         == 4
     )
-    assert "has no ema; set optim.ema=0.999 where it is trained" in capsys.readouterr().err
+    assert "has no ema. Train with optim.ema=0.999" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given_as", [".", "checkpoints", "checkpoints/step-0000000002"])

@@ -178,8 +178,8 @@ def test_what_a_refused_pickle_asks_for_is_named_in_a_line(tmp_path: Path, value
     torch.save({"a": value}, path)
     with pytest.raises(CheckpointError) as caught:
         read_source("torch", path)
-    trust = "only tensors are read from such a file, and only from one that you trust"
-    assert str(caught.value) == f"{path}: refused: {said}; {trust}"
+    trust = "Such a file may hold only tensors, and you must trust its author."
+    assert str(caught.value) == f"{path}: rejected: {said}. {trust}"
 
 
 def test_a_number_in_a_pickle_does_not_say_how_much_memory_it_takes(tmp_path: Path):

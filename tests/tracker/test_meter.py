@@ -355,5 +355,5 @@ def test_a_token_costs_what_its_matrices_multiply(tied):
 
 def test_endurance_is_counted_in_steps():
     assert endurance(0) == "nothing was written yet"
-    assert endurance(16e9) == "14.9 GiB written per step by all ranks; a 1 TB drive rated 600 TBW lasts 37,500 steps"
+    assert endurance(16e9) == "14.9 GiB written per step by all ranks. A 1 TB drive rated 600 TBW lasts 37,500 steps"
     assert endurance(330e3) == "322.3 KiB written per step by all ranks", "nobody makes a billion steps"

@@ -65,7 +65,7 @@ def test_a_tensorboard_that_is_not_installed_ends_nothing_and_says_what_to_insta
         for step in (1, 2, 3):
             tracker.log(row(step))
     said = stream.getvalue()
-    assert said.count("TensorBoard is left out from here on: it is not installed: pip install") == 1
+    assert said.count("TensorBoard gets no rows from now on: it is not installed: pip install") == 1
     assert len([json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]) == 3
 
 

@@ -268,20 +268,20 @@ def test_a_loop_that_fails_leaves_a_page_that_says_why(tmp_path, error, reason, 
     ("options", "message"),
     [
         ({"tokens": 5}, "samples and tokens are two units of one speed"),
-        ({"samples": 0}, "samples=0: it is a whole number from 1"),
-        ({"steps": 1.5}, "steps=1.5: it is a whole number from 1"),
+        ({"samples": 0}, "samples=0: must be a whole number from 1"),
+        ({"steps": 1.5}, "steps=1.5: must be a whole number from 1"),
         ({"tracker": "tensorbord"}, "tracker=tensorbord does not exist. Did you mean tensorboard?"),
         ({"tracker": {"name": "wandb", "tag": ["x"]}}, "tag is not a setting. Did you mean tags?"),
         ({"every": 0}, "every=0: must be at least 1"),
         ({"config": {"loop": 1}}, "config has loop"),
         ({"config": {("lr", 1): 1}}, "config cannot be written as settings: keys must be str"),
-        ({"tracker": None}, "tracker is None; it is one of jsonl, wandb, tensorboard, several of them, or settings"),
-        ({"flops": "many"}, "flops='many': it is a number above 0"),
-        ({"flops": -1}, "flops=-1: it is a number above 0"),
-        ({"flops": 1e9, "samples": None}, "flops is of one sample or one token; give samples or tokens, too"),
+        ({"tracker": None}, "tracker is None. Pass one or several of jsonl, wandb, tensorboard, or settings"),
+        ({"flops": "many"}, "flops='many': must be a number above 0"),
+        ({"flops": -1}, "flops=-1: must be a number above 0"),
+        ({"flops": 1e9, "samples": None}, "flops is for one sample or one token. Pass samples or tokens, too"),
         (
             {"config": argparse.Namespace(lr=1)},
-            "config is a Namespace, and settings have names; write config=vars(args)",
+            "config is a Namespace, not a mapping. Write config=vars(args)",
         ),
         ({"config": {"key": "5ec12e7c0ffee5ec12e7c0ffee5ec12e7c0ffee5"}}, "looks like a secret"),
     ],
@@ -298,7 +298,7 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
     _, state, step = begun(zero.World.from_env())
     state, metrics = step(state, [batch()])
     tracking = zero.track(state, tmp_path, samples=8)
-    with pytest.raises(ConfigError, match="outside of its block; write with"):
+    with pytest.raises(ConfigError, match=r"outside of its block\. Write with"):
         tracking(state, metrics)
     with tracking as track:
         state, metrics = step(state, [batch()])
@@ -306,7 +306,7 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
         with pytest.raises(ConfigError, match=r"has counted 2 steps, and this state is at step 2\. Call track"):
             track(state, metrics)
         state, metrics = step(state, [batch()])
-        with pytest.raises(ConfigError, match="takes numbers by name third, and this is a float"):
+        with pytest.raises(ConfigError, match="takes a dict of numbers as its third argument, not a float"):
             track(state, metrics, 0.5)
         with pytest.raises(ConfigError, match="'loss' of an evaluation is None, and it must be a number"):
             track(state, metrics, {"loss": None})

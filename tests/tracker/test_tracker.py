@@ -278,7 +278,7 @@ def test_a_view_that_cannot_be_opened_is_told_of_once_and_ends_nothing(tmp_path)
         tracker.begin(settings().plain(), {})
         tracker.log(FIRST)
     first, second = lines._stream.getvalue().splitlines()
-    assert first == "W&B is left out from here on: no such link; metrics.jsonl has every row"
+    assert first == "W&B gets no rows from now on: no such link. metrics.jsonl has every row."
     assert second.startswith("step 10/40")
 
 

@@ -322,13 +322,13 @@ def test_whatever_wandb_raises_is_said_once_and_ends_nothing(tmp_path, monkeypat
     """SystemExit is what it answers with when its own process was killed."""
     broken = Broken(tmp_path, **{what: raises(kind("out of order\nand more"))})
     said = run_with(broken, tmp_path, monkeypatch)
-    assert said.count("W&B is left out from here on: out of order; metrics.jsonl has every row") == 1
+    assert said.count("W&B gets no rows from now on: out of order. metrics.jsonl has every row.") == 1
     assert said.count("out of order") == 1
     assert "and more" not in said
 
 
 def test_a_wandb_that_is_not_installed_ends_nothing(tmp_path, monkeypatch):
-    assert run_with(None, tmp_path, monkeypatch).count("W&B is left out from here on: wandb is not installed") == 1
+    assert run_with(None, tmp_path, monkeypatch).count("W&B gets no rows from now on: wandb is not installed") == 1
 
 
 def test_without_a_network_a_run_is_offline(tmp_path, monkeypatch):
@@ -391,7 +391,7 @@ def test_a_wandb_that_hangs_holds_up_nothing():
             tracker.log(row(step))
     assert time.monotonic() - begun_s < 60
     assert abandoned
-    assert "W&B is left out from here on: it was not done 0 s after the run" in stream.getvalue()
+    assert "W&B gets no rows from now on: its last rows were not written within 0 s after the run" in stream.getvalue()
     release.set()
 
 
@@ -401,7 +401,7 @@ def test_a_wandb_that_takes_nothing_is_left_before_memory_runs_out():
     assert begun.wait(30)
     for step in range(1, 1002):
         behind.log(row(step))
-    with pytest.raises(TimeoutError, match="1000 calls behind"):
+    with pytest.raises(TimeoutError, match="more than 1000 of its rows"):
         behind.log(row(1002))
     release.set()
 
@@ -515,7 +515,7 @@ def test_whoever_asked_for_an_online_run_without_a_key_is_told_before_training(t
         with open_tracker(settings(**tracker).tracker, tmp_path, stream, steps=40):
             return stream.getvalue()
 
-    online = "W&B is offline for this run: there is no key; run `wandb login`, or export WANDB_API_KEY\n"
+    online = "W&B is offline for this run: there is no key. Run `wandb login`, or export WANDB_API_KEY.\n"
     assert said(mode="online") == online
     assert said(mode="auto") == said(mode="offline") == ""
     monkeypatch.setenv("WANDB_MODE", "online")

@@ -41,7 +41,7 @@ SNIPPETS = [
     ("zero.get_full(state, '0.weigth')", "Did you mean 0.weight?"),
     ("zero.set_full(state, '0.weight', batch)", "it is (8, 4)"),
     ("state.model[0].weight.data.zero_()", "zero.gathered(state or engine, names, modify=True)"),
-    ("zero.open_checkpoint(world, 'nowhere')", "give the folder itself"),
+    ("zero.open_checkpoint(world, 'nowhere')", "Pass the folder itself"),
     # a plan
     ("make_plan(stage=4)", "a stage is 0, 1, 2 or 3"),
     ("make_plan(precision=torch.bfloat16)", "must be one of fp32, bf16, fp16"),

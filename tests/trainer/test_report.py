@@ -304,7 +304,7 @@ def test_the_rank_that_others_waited_for_is_named_with_what_it_cost_them(tmp_pat
     """What all waited alike is not its doing; a row that was not timed names nobody."""
     rows = [waits(1, 1, 0.9, 0.3), waits(2, 0, 0.5, 0.9), waits(3, 1, 0.9, 0.22), waits(4, 1, 1.0, 0.1)]
     folder = write_folder(tmp_path, rows=[*rows, waits(5, None, None, None, None)], summary={"ranks": 3})
-    said = "Slowest rank 1 in 3 of 4 rows; others waited up to 120 ms a step longer than it; median"
+    said = "Slowest rank 1 in 3 of 4 rows. Other ranks waited up to 120 ms longer in a step (median)."
     assert said in text_of(folder)
     assert said in text_of(write_folder(tmp_path / "running", rows=rows))
     alone = write_folder(tmp_path / "alone", rows=[waits(1, None, None, 0.0)], summary={"ranks": 1})
@@ -473,7 +473,7 @@ def test_a_report_says_how_to_make_the_run_again_and_how_to_go_on(tmp_path):
     assert """to go on python train.py steps=9 'data.skip=[a,b]' launch.ranks=4 'resume="/a b/step-9"' """ in text
     unsaved = {**summary, "checkpoint": None}
     text = text_of(write_folder(tmp_path, summary=unsaved, config=config, overrides=overrides))
-    assert "checkpoint none was saved; checkpoint.every=100 saves every 100 steps versions" in text
+    assert "checkpoint none was saved. checkpoint.every=100 saves every 100 steps versions" in text
     assert "to go on" not in text
 
 

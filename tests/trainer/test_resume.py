@@ -183,7 +183,7 @@ def test_after_two_failed_starts_from_one_checkpoint_an_older_one_is_taken(done)
     with (done / "starts.jsonl").open("a") as file:  # step 4 is written anew, and is a suspect no longer
         file.write('{"saved": "4"}\n')
     assert [found(done, restarts) for restarts in (4, 5, 6, 7)] == [4, 4, 2, 2]
-    with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints is valid.* train anew: .*resume=none"):
+    with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints is valid.* train anew .*resume=none"):
         found(done, 8)
 
 
@@ -242,9 +242,7 @@ def test_a_step_that_is_no_folder_is_rejected_and_not_passed_over(kind, done):
         (root / name).symlink_to(done / "checkpoints" / name)
     else:
         (root / name).write_text("")
-    with pytest.raises(
-        CheckpointError, match=f"none of its 1 checkpoints is valid; the newest: .*{name}: is not a fol"
-    ):
+    with pytest.raises(CheckpointError, match=f"none of its 1 checkpoints is valid.* newest: .*{name}: is a link, or"):
         found(new_run(done), resume="latest", dir=str(root))
 
 

@@ -48,6 +48,6 @@ def check(buffers: Mapping[str, Tensor]) -> None:
     for name, buffer in buffers.items():
         if dtype_name(buffer.dtype) not in ITEM_BYTES:
             raise CheckpointError(
-                f"buffer {name} is {buffer.dtype}, which a checkpoint cannot hold; register it with persistent=False "
-                "if it can be computed again, or set checkpoint.every=0"
+                f"buffer {name}: a checkpoint cannot hold {buffer.dtype}. Register it with persistent=False if the "
+                "model can compute it again, or set checkpoint.every=0."
             )

@@ -103,7 +103,7 @@ def read_bytes(disk: Disk, path: Path, limit: int) -> bytes:
     with naming(path, "reading it"), closing(disk, disk.open(path)) as fd:
         nbytes = disk.size(fd)
         if nbytes > limit:
-            raise CheckpointError(f"{path}: has {nbytes} bytes, at most {limit} are read")
+            raise CheckpointError(f"{path}: has {nbytes} bytes, more than the limit of {limit}")
         memory = bytearray(nbytes)
         move(disk.pread, fd, memoryview(memory), 0)
     return bytes(memory)

@@ -67,8 +67,8 @@ def load(
     check_type(state, State, "zero.load", "state = zero.load(state, checkpoint)")
     if not isinstance(checkpoint, Checkpoint):
         raise ConfigError(
-            f"zero.load takes a Checkpoint second, and this is {type_text(checkpoint)}; write "
-            "state = zero.load(state, zero.open_checkpoint(world, folder))"
+            f"zero.load takes a Checkpoint as its second argument, not {type_text(checkpoint)}. Write "
+            "state = zero.load(state, zero.open_checkpoint(world, folder))."
         )
     runtime, plan = state.runtime, state.plan
     runtime.tree.check()
@@ -79,7 +79,7 @@ def load(
     saved = _entries(checkpoint, wanted)
     begun = _begun(plan, wanted, saved) if moments else {}
     if begun:
-        note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}: it begins as the parameters")
+        note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}, which starts as a copy of the parameters")
     saved |= begun
     for name, entry in weights_of(checkpoint, weights).items():
         saved |= {key: entry for key in ((name, PARAMETER), (name, FROZEN)) if key in saved}
@@ -155,14 +155,14 @@ def _check_partial(
     for pattern in partial:
         if not any(_named(key, (pattern,)) for key in (*wanted, *saved)):
             raise CheckpointError(
-                f"{pattern} in partial (checkpoint.partial): the model has no such tensor, nor {folder}"
+                f"partial (checkpoint.partial): {pattern} matches no tensor of the model or of {folder}"
             )
     if partial:
         names = [_words(key) for key in wanted if _named(key, partial)]
         ends = f": {some(names)}" if names else ""
         note(f"checkpoint.partial: {len(names)} of {len(wanted)} tensors keep the values they have{ends}")
     if unused := [_words(key) for key in saved if key not in wanted and _named(key, partial)]:
-        note(f"checkpoint.partial: {len(unused)} tensors of the checkpoint are left behind: {some(unused)}")
+        note(f"checkpoint.partial: {len(unused)} tensors of the checkpoint are not loaded: {some(unused)}")
 
 
 def _match(
@@ -172,10 +172,10 @@ def _match(
     wrong = {
         "missing": [_words(key) for key in wanted if key not in saved and key not in kept],
         "not in the model": [_words(key) for key in saved if key not in wanted],
-        "of another shape": [
+        "of another shape than in the model": [
             f"{_words(key)} {a.shape} for {b.shape}" for key, (a, b) in both.items() if a.shape != b.shape
         ],
-        "of another dtype": [
+        "of another dtype than in the model": [
             f"{_words(key)} {a.dtype}"
             for key, (a, b) in both.items()
             if not _may_become(key[1], a.dtype, b.dtype) and not _named(key, convert)
@@ -183,9 +183,9 @@ def _match(
     }
     lines = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
     if lines:
-        key = "convert" if wrong["of another dtype"] and len(lines) == 1 else "partial"
+        key = "convert" if wrong["of another dtype than in the model"] and len(lines) == 1 else "partial"
         where = f"{key}=[...] of zero.load, or in checkpoint.{key}"
-        raise CheckpointError(f"{folder}: {'; '.join(lines)}; if that is meant, name them in {where}")
+        raise CheckpointError(f"{folder}: {'; '.join(lines)}. If you expect that, name them in {where}.")
 
 
 def _may_become(kind: str, saved: str, dtype: str) -> bool:

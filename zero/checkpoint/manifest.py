@@ -256,7 +256,9 @@ def to_text(manifest: Manifest) -> str:
     head = _dumped(body).removesuffix("}") + ",\n"
     text = f'{head}"sha256":"{sha256(head.encode("ascii")).hexdigest()}"}}\n'
     if len(text) > CAP_BYTES:
-        raise CheckpointError(f"the manifest would have {len(text)} bytes, at most {CAP_BYTES}; save fewer facts")
+        raise CheckpointError(
+            f"the manifest would have {len(text)} bytes, more than the limit of {CAP_BYTES}. Save fewer facts."
+        )
     return text
 
 
@@ -273,8 +275,8 @@ def from_text(text: bytes) -> Manifest:
     body = _parsed(text)
     if type(body) is dict and type(version := body.get("format")) is int and version != FORMAT:
         raise CheckpointError(
-            f"the manifest has format {_short(version)}, this library reads format {FORMAT}; load it with the version "
-            "that wrote it"
+            f"the manifest has format {_short(version)}, but this version of zero reads format {FORMAT}. Load it with "
+            "the version that wrote it."
         )
     return _manifest_of(body)
 
@@ -327,7 +329,9 @@ def _manifest_of(body: Any) -> Manifest:
 
 def _flat_of(flat: _FlatText, where: str, world: int) -> Flat:
     if flat.sharers * flat.copies > world:
-        raise CheckpointError(f"{where}: {flat.copies} copies shared by {flat.sharers} ranks each, of {world} ranks")
+        raise CheckpointError(
+            f"{where}: {flat.copies} copies on {flat.sharers} ranks each need more than {world} ranks"
+        )
     shapes = {tensor.name: tensor.shape for tensor in flat.tensors}
     if len(shapes) < len(flat.tensors):
         raise CheckpointError(f"{where}: lists a tensor twice")
@@ -348,14 +352,16 @@ def checked(schema: type[T], body: Any, what: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = _short(".".join(str(part) for part in first["loc"])).strip("'")
-        raise CheckpointError(f"{where or 'body'} of {what}: {first['msg']}; it is {_short(first['input'])}") from None
+        raise CheckpointError(
+            f"{where or 'body'} of {what}: {first['msg']}. The value is {_short(first['input'])}."
+        ) from None
 
 
 def _dumped(body: Mapping[str, Any]) -> str:
     try:
         return json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except ValueError as error:  # an integer of more than 4300 digits
-        raise CheckpointError(f"a fact cannot be written: {error}") from None
+        raise CheckpointError(f"a fact cannot be written as JSON: {error}") from None
 
 
 def _parsed(text: bytes) -> Any:

@@ -108,7 +108,9 @@ def open_checkpoint(
 
     reports = gather_reports(world, read)
     if any(report != reports[0] for report in reports):
-        raise CheckpointError(f"{folder}: the ranks see different files under this name; give a folder that all share")
+        raise CheckpointError(
+            f"{folder}: ranks read different files here. Pass a folder on a disk that all ranks share."
+        )
     checkpoint = Checkpoint(folder, manifests[0], disk)
     _verify(world, checkpoint, progress)
     return checkpoint
@@ -158,8 +160,8 @@ def open_first(
             rejected.append(str(error))
     if rejected:
         raise CheckpointError(
-            f"{folders[0].parent}: none of its {len(rejected)} checkpoints is valid; the newest: {rejected[0]}; "
-            "restore one, or train anew: in another folder, on the command line with resume=none"
+            f"{folders[0].parent}: none of its {len(rejected)} checkpoints is valid. Restore one, or train anew in "
+            f"another folder (on the command line: resume=none). The newest: {rejected[0]}"
         )
     return None, rejected
 
@@ -254,7 +256,7 @@ def weights_of(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
     by_name = {entry.name: entry for entry in checkpoint.manifest.entries if entry.kind == weights}
     if not by_name and weights != PARAMETER:
         raise CheckpointError(
-            f"{checkpoint.folder} has no {weights}; set optim.ema=0.999 where it is trained, in Python zero.with_ema"
+            f"{checkpoint.folder} has no {weights}. Train with optim.ema=0.999, or in Python with zero.with_ema."
         )
     return by_name
 

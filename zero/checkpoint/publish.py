@@ -189,17 +189,17 @@ class Root:
         """
         with naming(folder, "listing it"):
             if not self._is_folder(folder):
-                raise CheckpointError(f"{folder}: is not a folder, or a link to one; give the folder itself")
+                raise CheckpointError(f"{folder}: is a link, or not a folder. Pass the folder itself.")
             self._check_not_writable(folder / "..")  # not folder.parent, which may be a link
             self._check_not_writable(folder)
             names = set(self.disk.names(folder))
         if MANIFEST_NAME not in names:
             if steps := sorted(name for name in names if step_of(name) is not None):
                 raise CheckpointError(
-                    f"{folder}: this is a folder of checkpoints; write zero.open_latest(world, folder), or open its "
-                    f"newest, {folder / steps[-1]}"
+                    f"{folder}: holds checkpoints and is not one. Write zero.open_latest(world, folder), or open the "
+                    f"newest, {folder / steps[-1]}."
                 )
-            raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; it was never published, or was damaged since")
+            raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}, so it was never complete or was damaged later")
         text = read_bytes(self.disk, folder / MANIFEST_NAME, CAP_BYTES)
         try:
             manifest = from_text(text)
@@ -207,7 +207,7 @@ class Root:
             raise CheckpointError(f"{folder / MANIFEST_NAME}: {error}") from error
         if step_of(folder.name) not in (None, manifest.step):  # a copy would be taken for that step
             raise CheckpointError(
-                f"{folder}: holds step {manifest.step}; it was renamed or copied, give it its own name"
+                f"{folder}: holds step {manifest.step}, not that of its name. Rename it to {step_name(manifest.step)}."
             )
         _check_names(folder, names, manifest.world)
         return manifest
@@ -232,14 +232,16 @@ class Root:
         except FileNotFoundError:
             return
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and stat.S_ISDIR(mode):
-            raise CheckpointError(f"{os.path.normpath(folder)}: anybody may write here; chmod o-w it if you trust it")
+            raise CheckpointError(
+                f"{os.path.normpath(folder)}: every user may write to it. If you trust its files, run chmod o-w on it."
+            )
 
     def _set_aside(self, target: Path, step: int) -> Path | None:
         """Rename the published folder of a step to an "old" name; return the new path, or None if there is none."""
         if target.name not in self._names():
             return None
         if not self._is_folder(target):
-            raise CheckpointError(f"{target}: is in the way and is not a folder; remove it")
+            raise CheckpointError(f"{target}: is not a folder, but a checkpoint needs this name. Remove it.")
         # With two old folders of a step, `sweep` could not tell which is newer.
         self._discard(aside.path for aside in self._asides() if (aside.kind, aside.step) == ("old", step))
         old = self._aside("old", step)
@@ -267,7 +269,8 @@ class Root:
             self._erase(self._retire(folder))
         except OSError as error:
             warnings.warn(
-                f"{folder}: {named(error)} while removing it; it is no longer a checkpoint, the next run tries again",
+                f"{folder}: {named(error)} while removing it. It is no longer a checkpoint, and the "
+                "next run tries again.",
                 stacklevel=3,
             )
 
@@ -309,5 +312,6 @@ def _check_names(folder: Path, names: set[str], world: int) -> None:
         )
     if extra := sorted(names - expected):
         raise CheckpointError(
-            f"{folder}: {some([repr(name) for name in extra])} not in the manifest; remove what does not belong here"
+            f"{folder}: has {some([repr(name) for name in extra])}, not in the manifest. Remove what does not "
+            "belong here."
         )

@@ -299,8 +299,8 @@ def check_shared(world: World, root: Path) -> None:
     by_rank_0(world, lambda: mark.rmdir())
     if blind := [rank for rank, report in enumerate(reports) if not report["seen"]]:
         raise CheckpointError(
-            f"{some_ranks(blind)} of {world.size} {'does' if len(blind) == 1 else 'do'} not see {root} as rank 0 does: "
-            "checkpoints of several nodes need a disk that all of them share; set checkpoint.dir, or checkpoint.every=0"
+            f"{some_ranks(blind)} of {world.size} {'does' if len(blind) == 1 else 'do'} not see the files of rank 0 in "
+            f"{root}. Set checkpoint.dir to a folder on a disk that all nodes share, or set checkpoint.every=0."
         )
 
 

@@ -125,7 +125,7 @@ class ShardWriter(_OpenFile):
         """
         with if_it_fails(self.close):
             if self._given != self._nbytes:
-                raise CheckpointError(f"{self._path}: {self._given} bytes came, {self._nbytes} belong in")
+                raise CheckpointError(f"{self._path}: {self._given} bytes were passed, but the file has {self._nbytes}")
             while self._running:
                 self._collect()
             if self._block is not None:  # after all others, because an end that is not aligned turns direct I/O off
@@ -267,7 +267,7 @@ class ShardReader(_OpenFile):
         actual = bytearray(len(begin))
         self.read(0, memoryview(actual))
         if actual != begin:
-            raise CheckpointError(f"{self._path}: its header does not list the parts that the manifest does")
+            raise CheckpointError(f"{self._path}: its header and the manifest list different tensors")
 
     def _ends(self, span: int) -> tuple[int, int]:
         return span * SPAN_BYTES, min((span + 1) * SPAN_BYTES, self._expected.size)

@@ -37,6 +37,6 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("zero").__version__
     raise AttributeError(
-        f"zero.deepspeed has no {name!r}. There is data parallelism: no pipeline, tensor, sequence or expert "
-        "parallelism, no compression, no inference engine."
+        f"zero.deepspeed has no {name!r}. It has data parallelism, but no pipeline, tensor, sequence or "
+        "expert parallelism, no compression and no inference engine."
     )

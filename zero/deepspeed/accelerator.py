@@ -77,7 +77,7 @@ class Accelerator:
         for module in (torch.get_device_module(self._name), torch):
             if name in vars(module):
                 return vars(module)[name]
-        raise AttributeError(f"get_accelerator() has no {name}; torch.{self._name} has what this device can do")
+        raise AttributeError(f"get_accelerator() has no {name}. Look for it in torch.{self._name}.")
 
 
 def get_accelerator() -> Accelerator:

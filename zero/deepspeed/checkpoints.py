@@ -259,7 +259,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         if opened is None:
             _refuse_deepspeed_folder(world, folder)
             where = f"{folder} and its tags" if tag is None else str(folder)
-            self._warn_once(f"load_checkpoint: no checkpoint in {where}. Training goes on with the current values.")
+            self._warn_once(f"load_checkpoint: no checkpoint in {where}. Training continues with the current values.")
             return None, {}
         moments, saved = load_optimizer_states and not load_module_only, LoopState.of(opened)
         groups = saved.param_groups if moments else None
@@ -371,7 +371,9 @@ def _load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Loa
     missing = [name for name, key in keys.items() if key is None]
     unexpected = sorted(set(values) - {alias for names in known.values() for alias in names})
     if strict and (missing or unexpected):
-        raise ConfigError(f"load_state_dict: missing {some(missing)}; unknown {some(unexpected)}; or pass strict=False")
+        raise ConfigError(
+            f"load_state_dict: missing {some(missing)}, unknown {some(unexpected)}. Pass strict=False to allow both."
+        )
     for unit in state.plan.units:
         slots = [slot.name for layout in (unit.trainable, unit.frozen) for slot in layout.slots]
         present = {name: key for name in slots if (key := keys[name]) is not None}

@@ -119,10 +119,10 @@ def _precision(config: CheckedConfig) -> dict[str, Any]:
     keys, fp16 = config.keys, config.keys.fp16
     is_bf16 = keys.bf16.enabled or keys.bfloat16.enabled
     if fp16.enabled and is_bf16:
-        raise ConfigError("fp16.enabled and bf16.enabled are both true; choose one")
+        raise ConfigError("fp16.enabled and bf16.enabled are both true. Choose one.")
     if not (fp16.enabled or is_bf16) and (unfilled := sorted(config.autos & {"fp16.enabled", "bf16.enabled"})):
         config.notes.append(
-            f"{unfilled[0]}=auto: nothing fills it in, so the model computes in fp32; write true or false"
+            f"{unfilled[0]}=auto: nothing fills it in, so the model computes in fp32. Write true or false."
         )
     compute = "fp16" if fp16.enabled else "bf16" if is_bf16 else "fp32"
     if keys.communication_data_type == "fp16" != compute:
@@ -144,7 +144,9 @@ def _offload(config: CheckedConfig) -> dict[str, Any]:
     optimizer = _tier(config, "offload_optimizer", zero.offload_optimizer_nvme, zero.cpu_offload)
     is_sharded = Stage(zero.stage).parameters or "zero_optimization.stage" in config.autos
     if param in ("cpu", "nvme") and not is_sharded:
-        line = f"zero_optimization.offload_param on {param} needs stage=3; at stage {zero.stage} parameters stay"
+        line = (
+            f"zero_optimization.offload_param on {param} needs stage=3, because at stage {zero.stage} parameters stay"
+        )
         if param == "nvme":
             raise ConfigError(f"{line} on every rank")
         config.notes.append(f"{line} on the device")

@@ -365,7 +365,7 @@ IGNORED = frozenset(
 )
 """Ignored keys and sections: they only affect how data is moved or what is printed. Their values are not checked."""
 
-_ABSENT = "there is no such feature, and leaving it out would change numbers"
+_ABSENT = "zero has no such feature, and a run without it gives other numbers"
 
 REJECTED: Mapping[str, str] = {
     "amp": "write bf16 or fp16",

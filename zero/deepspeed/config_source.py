@@ -88,7 +88,7 @@ def _known(node: Mapping[str, Any], prefix: str, autos: set[str], ignored: list[
 def _params(section: str, named: Named, kinds: Mapping[str, type[_Kind]]) -> _Kind | None:
     if named.type is None:
         if named.params:
-            raise ConfigError(f"{section}.params without {section}.type; there are {', '.join(kinds)}")
+            raise ConfigError(f"{section}.params: {section}.type is missing. Choose from {', '.join(kinds)}.")
         return None
     if not isinstance(named.params, Mapping):
         raise ConfigError(f"{section}.params={suggest.shown(named.params)}: must be a section of keys")
@@ -147,8 +147,8 @@ def _parsed(name: str, text: str) -> tuple[str, Mapping[str, Any]]:
                 raise
             settings = import_module("hjson").loads(text)
     except ValueError as error:
-        hint = "" if find_spec("hjson") else "; comments and trailing commas need hjson: pip install hjson"
+        hint = "" if find_spec("hjson") else ". Comments and trailing commas need hjson: pip install hjson"
         raise ConfigError(f"{name}: not JSON: {error}{hint}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{name}: holds {suggest.shown(settings)}; it must be an object of keys, {{...}}")
+        raise ConfigError(f"{name}: must be an object of keys, {{...}}, not {suggest.shown(settings)}")
     return name, settings

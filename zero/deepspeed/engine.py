@@ -279,7 +279,8 @@ class Engine(EngineCheckpoints):
         """Drop gradients, unless earlier microbatches of the step have added to them. Called by the optimizer."""
         if self._step is not None and (self._step.microbatches > 1 or not self._in_microbatch):
             self._warn_once(
-                "optimizer.zero_grad() does nothing while microbatches add up; engine.zero_grad() drops all"
+                "optimizer.zero_grad() does nothing between microbatches of a step. Call engine.zero_grad() to drop "
+                "their gradients."
             )
         else:
             self.zero_grad()
@@ -353,8 +354,8 @@ class Engine(EngineCheckpoints):
     def _no_forward(self, method: str, *, since: str) -> ConfigError:
         if self.plan.trains:
             return ConfigError(
-                f"engine.{method}(): no forward in training mode since the last {since}. Call engine.train(); to train "
-                "without dropout, then engine.module.blocks.eval() or the like."
+                f"engine.{method}(): no forward in training mode since the last {since}. Call engine.train(), then "
+                "engine.module.blocks.eval() or the like if you train without dropout."
             )
         return ConfigError(
             f"engine.{method}(): no optimizer holds a parameter that requires a gradient. For gradients of inputs "
@@ -374,7 +375,7 @@ class Engine(EngineCheckpoints):
             if [id(group) for group in optimizer.param_groups] != expected:
                 raise ConfigError(
                     "the optimizer has other groups than in zero.initialize (add_param_group, load_state_dict). Pass "
-                    "all of them to zero.initialize, edit those, and load with load_checkpoint."
+                    "all groups to zero.initialize, edit them in place, and load with load_checkpoint."
                 )
         if self._managed and step.microbatches != self.plan.accumulate and self._boundary is None:
             raise ConfigError(

@@ -167,7 +167,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         parser: the parser, which is changed and returned.
     """
     group = parser.add_argument_group("zero")
-    group.add_argument("--deepspeed", action="store_true", help="for old command lines; nothing depends on it")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for old command lines, without effect")
     group.add_argument("--deepspeed_config", help="path of the ds_config.json")
     return parser
 

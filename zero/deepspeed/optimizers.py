@@ -158,7 +158,7 @@ def _kind_of(passed: torch.optim.Optimizer) -> str:
     known: Any = next((base for base in cls.__mro__ if base in TORCH), None)
     if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
         names = ", ".join(sorted(f"torch.optim.{supported.__name__}" for supported in TORCH))
-        raise ConfigError(f"optimizer={cls.__qualname__} has no counterpart here; use {names}, or Lion in the config")
+        raise ConfigError(f"optimizer={cls.__qualname__} is not supported. Use {names}, or Lion in the config.")
     return TORCH[known]
 
 
@@ -237,7 +237,7 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
 def _check_group(number: int, group: ParamGroup, first: ParamGroup, kind: _Kind) -> None:
     for key, value in kind.needs.items():
         if group.get(key, value) != value:
-            raise ConfigError(f"optimizer group {number}: {key}={group[key]} is not supported; it must be {value}")
+            raise ConfigError(f"optimizer group {number}: {key}={group[key]} is not supported. It must be {value}.")
     for key in kind.keys:
         if group[key] != first[key]:
             raise ConfigError(

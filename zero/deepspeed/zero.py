@@ -78,14 +78,16 @@ def GatheredParameters(
     tensors = [params] if isinstance(params, Tensor) else list(params)
     if enabled and modifier_rank and any(isinstance(tensor, Unmade) for tensor in tensors):
         raise ConfigError(
-            f"modifier_rank={modifier_rank}: before zero.initialize rank 0 alone has the values; write modifier_rank=0"
+            f"modifier_rank={modifier_rank}: before zero.initialize only rank 0 has the values. Write modifier_rank=0."
         )
     held = [tensor for tensor in tensors if isinstance(tensor, ParameterPlaceholder)]
     if not enabled or not held:
         yield
         return
     if outer := [placeholder.full_name for placeholder in held if placeholder.full_value is not None]:
-        raise ConfigError(f"{outer[0]} is in a block of GatheredParameters already; leave it out of the inner one")
+        raise ConfigError(
+            f"{outer[0]} is already in an outer block of GatheredParameters. Leave it out of the inner one."
+        )
     modify = False if modifier_rank is None else modifier_rank
     engines = {id(engine): engine for engine in (_home_of(placeholder)[0] for placeholder in held)}
     with ExitStack() as blocks:

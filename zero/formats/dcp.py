@@ -122,11 +122,11 @@ def _stream(folder: Path, name: str, entry: Any, stored: Mapping[Any, Any]) -> S
     except Exception as error:  # malicious metadata may raise any exception
         raise refused(what, error) from error
     if dtype not in _DTYPES.values():
-        raise CheckpointError(f"{what}: is {repr(dtype)[:80]}, which a checkpoint does not hold")
+        raise CheckpointError(f"{what}: a checkpoint cannot hold {repr(dtype)[:80]}")
     if not is_whole(shape, pieces):
-        raise CheckpointError(f"{what}: its pieces are not every element of its shape {shape} once; save it again")
+        raise CheckpointError(f"{what}: its pieces overlap or leave a hole in its shape {shape}. Save it again.")
     if any(piece.home is None and 0 not in piece.sizes for piece in pieces):
-        raise CheckpointError(f"{what}: a piece of it is in no file; save it again")
+        raise CheckpointError(f"{what}: no file has one of its pieces. Save it again.")
     return Stream.of(dtype, shape, partial(_whole, folder, what, dtype, shape, pieces))
 
 
@@ -174,12 +174,12 @@ def _metadata(path: Path) -> Any:
         try:
             saved = _Unpickler(io.BytesIO(file.read())).load()
             if not isinstance(saved, metadata.Metadata) or not isinstance(saved.state_dict_metadata, dict):
-                raise TypeError("it is not metadata of DCP")
+                raise TypeError("the pickle is not metadata of DCP")
             if not all(type(name) is str for name in saved.state_dict_metadata):
                 raise TypeError("a tensor's name is not text")
             homes = {(info.relative_path, info.offset) for info in saved.storage_data.values()}
             if len(homes) < len(saved.storage_data):
-                raise TypeError("it has two tensors in one place")
+                raise TypeError("two tensors have the same place in a file")
             for info in saved.storage_data.values():
                 name = info.relative_path
                 if type(name) is not str or Path(name).name != name or info.transform_descriptors:

@@ -83,9 +83,9 @@ def export_checkpoint(
         ConfigError: the format is unknown, or `out` exists.
     """
     if to not in FORMATS:
-        raise ConfigError(f"--to {to}; known: {', '.join(FORMATS)}")
+        raise ConfigError(f"--to {to} does not exist. Choose from {', '.join(FORMATS)}.")
     if os.path.lexists(out):
-        raise ConfigError(f"--out {out}: exists; give a name that does not")
+        raise ConfigError(f"--out {out}: exists already. Give another name.")
     with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
         tensors, ties = _streams(checkpoint, files, dtype, weights_of(checkpoint, weights))
         written = [name for name in tensors if to != "torch" or name not in ties]  # torch.save's format stores ties

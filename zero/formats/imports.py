@@ -78,7 +78,7 @@ def read_source(from_: str, path: Path) -> Source:
         ConfigError: the format is unknown.
     """
     if from_ not in FORMATS:
-        raise ConfigError(f"--from {from_}; known: {', '.join(FORMATS)}")
+        raise ConfigError(f"--from {from_} does not exist. Choose from {', '.join(FORMATS)}.")
     with naming(path):
         path.stat()
     read: dict[str, Callable[[Path], Source]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
@@ -89,7 +89,7 @@ def read_source(from_: str, path: Path) -> Source:
     source = read[from_](path)
     for name in (*source.tensors, *source.ties, *source.ties.values()):
         if type(name) is not str or not name or not name.isprintable():
-            raise CheckpointError(f"{path}: a tensor's name is {repr(name)[:80]}; expected text that can be printed")
+            raise CheckpointError(f"{path}: a tensor's name is {repr(name)[:80]}, not printable text")
     return source
 
 
@@ -111,7 +111,7 @@ def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), pro
     step = choice.step if choice.step is not None else source.step
     if step is None:
         if source.moments:
-            raise CheckpointError("the source has moments and does not say after how many steps; give --step")
+            raise CheckpointError("the source has moments, but not their number of steps. Give --step.")
         step = 0
     values = _values(source, kinds, choice.moments)
     folder = _publish(Root(root), values, ties, step, source.skipped, progress)
@@ -127,7 +127,7 @@ def _under(source: Source, prefix: str) -> Source:
     names, further = stripped(source.tensors), stripped(source.ties)
     if not names:
         first = next(iter(source.tensors), "no tensor")
-        raise ConfigError(f"--prefix {prefix!r}: no tensor's name begins with it; there is {first}")
+        raise ConfigError(f"--prefix {prefix!r}: no tensor's name begins with this. The source has {first}.")
     return dataclasses.replace(
         source,
         tensors={short: source.tensors[name] for name, short in names.items()},
@@ -153,7 +153,7 @@ def _check_ties(source: Source, ties: Mapping[str, str]) -> None:
             raise ConfigError(f"{name} is tied to {owner}, which is not a tensor of the source")
         other = source.tensors.get(name)
         if other is not None and not _equal(other, source.tensors[owner], name):
-            raise CheckpointError(f"{name} and {owner} are to be tied, but their values differ; leave the tie out")
+            raise CheckpointError(f"{name} and {owner} cannot be tied, because their values differ. Leave the tie out.")
 
 
 def _equal(first: Stream, second: Stream, what: str) -> bool:
@@ -169,7 +169,7 @@ def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str,
     for key, patterns in (("--frozen", choice.frozen), ("--buffers", choice.buffers)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ConfigError(f"{key} {pattern}: fits no tensor; the first is {names[0]}")
+                raise ConfigError(f"{key} {pattern}: matches no tensor. The first is {names[0]}.")
 
     def kind(name: str) -> str:
         buffers = (*choice.buffers, *STATISTICS)
@@ -189,13 +189,15 @@ def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) 
         stream = source.tensors[name]
         is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # its scale is a separate tensor
         if stream.dtype not in NAMES or is_float8:
-            raise CheckpointError(f"{name} ({kind}): is {stream.dtype}, which is not imported; import a bf16 copy")
+            raise CheckpointError(f"{name} ({kind}): {stream.dtype} cannot be imported. Import a bf16 copy.")
         values.append((name, kind, stream.to(torch.float32, name) if kind == PARAMETER else stream))
         zeros = Stream.read_by(torch.float32, stream.shape, lambda start, stop: torch.zeros(stop - start))
         for moment in moments if kind == PARAMETER else ():
             saved = source.moments.get((name, moment), zeros)
             if saved.shape != stream.shape:
-                raise CheckpointError(f"{name}: its {moment} has shape {saved.shape}, itself {stream.shape}")
+                raise CheckpointError(
+                    f"{name}: its {moment} has shape {saved.shape}, but the tensor has {stream.shape}"
+                )
             values.append((name, moment, saved.to(torch.float32, f"{moment} of {name}")))
     return values
 
@@ -225,7 +227,7 @@ def _publish(
     number = step + skipped
     name = step_name(number)
     if number in root.steps():
-        raise CheckpointError(f"{root.path / name}: exists; give --step or another --out")
+        raise CheckpointError(f"{root.path / name}: exists already. Give --step or another --out.")
     scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # a load starts with the run's own scale
     manifest = Manifest(
         format=FORMAT,

@@ -53,7 +53,7 @@ def read(path: Path) -> Source:
     """
     if not path.is_file() and not (path / INDEX).is_file():
         if not (path / SINGLE).is_file():
-            raise CheckpointError(f"{path}: holds neither {INDEX} nor {SINGLE}; give the folder or file that does")
+            raise CheckpointError(f"{path}: has neither {INDEX} nor {SINGLE}. Give a folder that has one, or a file.")
         path /= SINGLE
     stored = StoredWeights(path)
     tensors = {

@@ -106,7 +106,7 @@ class Stream:
             for block in self.blocks(what):
                 cast = rounded(block, dtype)
                 if bool((cast.isinf() & block.isfinite()).any()):
-                    raise CheckpointError(f"{what}: {dtype} cannot hold its largest value; choose bf16 or fp32")
+                    raise CheckpointError(f"{what}: {dtype} cannot hold its largest value. Choose bf16 or fp32.")
                 yield cast
 
         return Stream(dtype, self.shape, cut)
@@ -158,9 +158,9 @@ def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
     try:
         shape = tuple(torch.Size(sizes))  # raises TypeError unless all are integers
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"{what}: its shape is none: {in_short(error)}") from error
+        raise CheckpointError(f"{what}: its shape is not a list of integers: {in_short(error)}") from error
     if any(length < 0 for length in shape):
-        raise CheckpointError(f"{what}: its shape is {shape}")
+        raise CheckpointError(f"{what}: its shape {shape} has a negative size")
     return shape
 
 

@@ -37,7 +37,7 @@ STORAGES = {dtype: getattr(torch, _CLASSES[dtype]) for dtype in NAMES if dtype i
 ALIGN_BYTES = 64
 """Alignment of each record in the file, as in torch.save, so that memory-mapped tensors are aligned."""
 
-TRUST = "only tensors are read from such a file, and only from one that you trust"
+TRUST = "Such a file may hold only tensors, and you must trust its author."
 
 _LOCAL_HEADER_BYTES, _ZIP64_BYTES = 30, 20
 
@@ -86,7 +86,7 @@ def write(path: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str]) ->
     """
     for name, stream in tensors.items():
         if stream.dtype not in STORAGES:
-            raise CheckpointError(f"{name} is {stream.dtype}, which is not written here; export --to hf holds it")
+            raise CheckpointError(f"{name}: torch.save cannot write {stream.dtype}. Export with --to hf.")
     owners = [name for name in tensors if name not in ties]
     wholes = {name: _Whole(_Record(str(number), tensors[name])) for number, name in enumerate(owners)}
     text = BytesIO()
@@ -132,9 +132,9 @@ def read(path: Path) -> Source:
             else:
                 left.append(f"{name} ({type(value).__name__})")
     except RecursionError as error:
-        raise CheckpointError(f"{path}: its dicts are nested without end; a state dict was expected") from error
+        raise CheckpointError(f"{path}: not a state dict, because its dicts are nested without end") from error
     if not tensors:
-        raise CheckpointError(f"{path}: holds no tensor with a name; a state dict was expected")
+        raise CheckpointError(f"{path}: not a state dict, because it has no tensor with a name")
     streams = {name: stream_of(value, f"{path}: {name!r}") for name, value in tensors.items()}
     first = {_identity(value): name for name, value in reversed(tensors.items()) if value.numel()}
     owners = {name: first.get(_identity(value), name) for name, value in tensors.items()}
@@ -173,7 +173,7 @@ def check_records(file: IO[bytes]) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise ValueError(f"{damaged!r} is damaged: it has another CRC-32")
+            raise ValueError(f"{damaged!r} is damaged: its CRC-32 is not the stored one")
     file.seek(0)
 
 
@@ -199,7 +199,7 @@ def refused(what: str, error: BaseException) -> CheckpointError:
         line = f"its pickle asks for {(asked[1] or asked[2])[:100]}"
     elif not line or not isinstance(cause, pickle.UnpicklingError):
         line = f"{type(cause).__name__}: {line}".removesuffix(": ")
-    return CheckpointError(f"{what}: refused: {line}; {TRUST}")
+    return CheckpointError(f"{what}: rejected: {line}. {TRUST}")
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -38,7 +38,9 @@ def read(folder: Path) -> Source:
     states = _states(folder)
     if not homes or not states:
         lacking = "*_model_states.pt" if homes else "zero/<name>/fp32.pt"
-        raise CheckpointError(f"{folder}: has no {lacking}; convert with deepspeed.checkpoint.ds_to_universal first")
+        raise CheckpointError(
+            f"{folder}: has no {lacking}. Convert it with deepspeed.checkpoint.ds_to_universal first."
+        )
     first = states[0]
     try:
         trained_shapes = _shapes(folder, *first["param_shapes"])
@@ -134,5 +136,5 @@ def _step(folder: Path, trained: Mapping[str, Path]) -> int | None:
     except MALFORMED as error:
         raise CheckpointError(f"{folder}: a step.pt holds no number") from error
     if len(steps) > 1:
-        raise CheckpointError(f"{folder}: its parameters are at different steps: {sorted(steps)[:5]}; give --step")
+        raise CheckpointError(f"{folder}: its parameters are at different steps: {sorted(steps)[:5]}. Give --step.")
     return steps.pop() if steps else None

@@ -128,7 +128,7 @@ class ZeroStrategy(DDPStrategy):
             self._open_engine(trainer, module)
         elif trainer.state.fn == TrainerFn.FITTING:
             raise ConfigError(
-                "a Trainer can fit a model once, before test and predict, and this one has run it already. To train "
+                "a Trainer can fit a model once, before test and predict, but this Trainer ran it already. To train "
                 "further, call save_checkpoint, make a new model and Trainer, and call fit(ckpt_path=...)."
             )
         self.setup_precision_plugin()
@@ -147,7 +147,8 @@ class ZeroStrategy(DDPStrategy):
         self._world = self._world or World.from_env(device=name, timeout_s=self._timeout.total_seconds())
         if self._world.device != device:
             raise ConfigError(
-                f"Trainer chose {device} here, not {self._world.device}: set CUDA_VISIBLE_DEVICES instead"
+                f"Trainer chose {device} for this rank, not {self._world.device}. Choose GPUs with "
+                "CUDA_VISIBLE_DEVICES."
             )
         if fits:
             self.setup_optimizers(trainer)
@@ -254,7 +255,7 @@ class ZeroStrategy(DDPStrategy):
             return
         if get_protocol(str(place)) != "file":
             raise CheckpointError(
-                f"{place}: the training state is written to a disk; name a folder there, or save_weights_only=True"
+                f"{place}: the training state needs a folder on a disk. Name one, or write save_weights_only=True."
             )
         path = Path(place)
         part, files = path.with_name(f"{path.name}.part"), TorchCheckpointIO()
@@ -285,7 +286,7 @@ class ZeroStrategy(DDPStrategy):
             load_module_only=not self.opened.plan.trains,
         )
         if loaded is None:
-            raise CheckpointError(f"{path}/{STATE_FOLDER} holds no training state: it is no checkpoint of ZeroStrategy")
+            raise CheckpointError(f"{path}/{STATE_FOLDER} holds no training state, so ZeroStrategy did not write it")
         return super().load_checkpoint(path / LOOP_FILE, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -301,7 +302,7 @@ class ZeroStrategy(DDPStrategy):
         """
         if any(state.get("state") for state in checkpoint["optimizer_states"]):
             raise CheckpointError(
-                "this checkpoint is of another strategy, whose moments cannot be read. Start from its weights with "
+                "another strategy wrote this checkpoint, and its moments cannot be read. Start from its weights with "
                 "load_from_checkpoint."
             )
 
@@ -318,8 +319,8 @@ class EnginePrecision(Precision):
     def __init__(self, plugin: Precision, strategy: ZeroStrategy) -> None:
         if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in PRECISIONS:
             raise ConfigError(
-                f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}, has no counterpart here; known are "
-                f"{', '.join(PRECISIONS)}"
+                f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}, is not supported. Choose from "
+                f"{', '.join(PRECISIONS)}."
             )
         self.precision, self._strategy, self._has_clipped = plugin.precision, strategy, False
         self.forward_context, self.convert_input = plugin.forward_context, plugin.convert_input
@@ -369,9 +370,9 @@ def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:
     """Raise ConfigError for features of Lightning that an engine does not support."""
     has_engine = any(isinstance(parameter, ParameterPlaceholder) for parameter in module.parameters())
     unsupported = {
-        "a model of torch.compile: pass it as it is, and write ZeroStrategy(compile=True)": module._compiler_ctx,
-        "this model has the engine of another Trainer: use that, or load a checkpoint into a new model": has_engine,
-        "Trainer(sync_batchnorm=True): each rank keeps its statistics; leave it out": trainer.strategy._layer_sync,
+        "the model is compiled. Leave out torch.compile, and write ZeroStrategy(compile=True).": module._compiler_ctx,
+        "the model belongs to another Trainer. Use that Trainer, or load a checkpoint into a new model.": has_engine,
+        "Trainer(sync_batchnorm=True): each rank keeps its own statistics. Leave it out.": trainer.strategy._layer_sync,
     }
     if fits:
         averages = any(
@@ -380,12 +381,12 @@ def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:
         clips_values = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         files = type(trainer.strategy.checkpoint_io)
         unsupported |= {
-            "Trainer(gradient_clip_algorithm='value'): the norm is clipped here; leave it out": clips_values,
-            "StochasticWeightAveraging and WeightAveraging write whole parameters; leave it out": averages,
-            f"{files.__name__} would write nothing but weights; leave it out": files is not TorchCheckpointIO,
-            "LightningModule.backward is overridden: leave it out": is_overridden("backward", module),
-            "automatic_optimization=False: return the loss from training_step; several optimizers need a loop of "
-            "zero.initialize": not module.automatic_optimization,
+            "Trainer(gradient_clip_algorithm='value'): only clipping by norm is supported. Leave it out.": clips_values,
+            "StochasticWeightAveraging and WeightAveraging write whole parameters. Leave the callback out.": averages,
+            f"{files.__name__} would write only weights. Leave it out.": files is not TorchCheckpointIO,
+            "LightningModule.backward is overridden. Leave it out.": is_overridden("backward", module),
+            "automatic_optimization=False is not supported. Return the loss from training_step, or write a loop with "
+            "zero.initialize for several optimizers.": not module.automatic_optimization,
         }
     for line, applies in unsupported.items():
         if applies:

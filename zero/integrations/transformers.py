@@ -30,16 +30,16 @@ from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import PLAN_SETTINGS, STATE_FOLDER, check_precision, new_engine
 
 UNSUPPORTED = {
-    "deepspeed": "the engine is zero's: leave it out, and write zero={'stage': 3, 'offload': 'cpu'}",
-    "fsdp": "zero shards instead: leave it out, and write zero={'stage': 3}",
-    "parallelism_config": "there is no tensor, context or pipeline parallelism: leave it out",
-    "torch_compile": "write zero={'compile': True}, which compiles what each unit computes",
-    "auto_find_batch_size": "an engine is made once: set per_device_train_batch_size",
-    "bf16_full_eval": "evaluation runs as training does: write zero={'precision': 'bf16'}",
-    "fp16_full_eval": "evaluation runs as training does: write zero={'precision': 'fp16'}",
-    "enable_jit_checkpoint": "ranks get the signal in different steps, and all save together: set save_steps",
-    "save_on_each_node": "a checkpoint is written once, to a disk that all ranks share: leave it out",
-    "debug": "its hooks read every parameter: leave it out; trainer.engine.metrics.nonfinite_unit names the unit",
+    "deepspeed": "zero replaces DeepSpeed. Leave it out, and write zero={'stage': 3, 'offload': 'cpu'}.",
+    "fsdp": "zero replaces FSDP. Leave it out, and write zero={'stage': 3}.",
+    "parallelism_config": "zero has no tensor, context or pipeline parallelism. Leave it out.",
+    "torch_compile": "not supported. Write zero={'compile': True} to compile each unit.",
+    "auto_find_batch_size": "the engine keeps its first batch size. Set per_device_train_batch_size.",
+    "bf16_full_eval": "evaluation has the precision of training. Write zero={'precision': 'bf16'}.",
+    "fp16_full_eval": "evaluation has the precision of training. Write zero={'precision': 'fp16'}.",
+    "enable_jit_checkpoint": "all ranks save together, but get the signal in different steps. Set save_steps.",
+    "save_on_each_node": "a checkpoint is written once, to a disk that all ranks share. Leave it out.",
+    "debug": "its hooks read every parameter. Leave it out: trainer.engine.metrics.nonfinite_unit names the unit.",
 }
 """Unsupported arguments of `TrainingArguments` -> advice. Arguments for DDP are accepted and have no effect."""
 
@@ -79,8 +79,8 @@ class ZeroTrainerMixin(_Base):
         for key in self._plan_settings:
             if key not in PLAN_SETTINGS:
                 raise ConfigError(
-                    f"zero={{{key!r}: ...}} is no setting of the engine{meant(key, PLAN_SETTINGS) or '.'} There are "
-                    f"{', '.join(PLAN_SETTINGS)}, and TrainingArguments say the rest"
+                    f"zero={{{key!r}: ...}} is not a setting of the engine{meant(key, PLAN_SETTINGS) or '.'} Choose "
+                    f"from {', '.join(PLAN_SETTINGS)}, or write it in TrainingArguments."
                 )
         super().__init__(*args, **kwargs)
 
@@ -91,8 +91,8 @@ class ZeroTrainerMixin(_Base):
         compiles = self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
         if self.is_deepspeed_enabled or self.is_fsdp_enabled or compiles:  # set by accelerate launch
             raise ConfigError(
-                "accelerate launch was told to use DeepSpeed, FSDP or a compiler: start with torchrun, because zero "
-                "shards, and zero={'compile': True} compiles"
+                "accelerate launch was told to use DeepSpeed, FSDP or a compiler, which zero replaces. Start with "
+                "torchrun, and write zero={'compile': True} to compile."
             )
         _check_precision(self.accelerator.mixed_precision, self._plan_settings)
         self.accelerator.__class__ = TrainerAccelerator  # keeps the arguments that Trainer passed
@@ -122,8 +122,8 @@ class ZeroTrainerMixin(_Base):
         self._world = self._world or World.from_env(timeout_s=self.args.ddp_timeout, device=device)
         if self.args.world_size != self._world.size:
             raise ConfigError(
-                f"{self._world.size} ranks were started, and Trainer sees {self.args.world_size}: without GPUs write "
-                "TrainingArguments(use_cpu=True)"
+                f"{self._world.size} ranks were started, but Trainer sees {self.args.world_size}. Without GPUs write "
+                "TrainingArguments(use_cpu=True)."
             )
         parameters = self.model.named_parameters(remove_duplicate=False)
         self._dtypes = {name: parameter.dtype for name, parameter in parameters}
@@ -168,8 +168,8 @@ class ZeroTrainerMixin(_Base):
         # only a check, because `_load_optimizer_and_scheduler` loads the weights later
         if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
             raise CheckpointError(
-                f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r} with the training state: it is of another "
-                "Trainer, or of save_only_model=True. Start from its weights with from_pretrained."
+                f"{resume_from_checkpoint} has no folder {STATE_FOLDER!r} with the training state, because another "
+                "Trainer or save_only_model=True wrote it. Start from its weights with from_pretrained."
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -186,7 +186,7 @@ class ZeroTrainerMixin(_Base):
     def _load_state(self, folder: str) -> None:
         path, _ = self.open_engine().load_checkpoint(folder, STATE_FOLDER)
         if path is None:
-            raise CheckpointError(f"{folder}/{STATE_FOLDER} holds no training state; resume from another checkpoint")
+            raise CheckpointError(f"{folder}/{STATE_FOLDER} holds no training state. Resume from another checkpoint.")
 
 
 class Trainer(ZeroTrainerMixin, transformers.Trainer):
@@ -219,7 +219,7 @@ class TrainerAccelerator(Accelerator):
             return super().prepare_optimizer(optimizer, device_placement)
         engine = self.trainer.open_engine()
         if not engine.plan.trains:
-            raise ConfigError("this Trainer has no train_dataset and has evaluated: make one that has it")
+            raise ConfigError("this Trainer has no train_dataset, so it can only evaluate. Make a Trainer with one.")
         self._optimizers.append(EngineOptimizer(engine))
         return self._optimizers[-1]
 
@@ -238,7 +238,7 @@ class TrainerAccelerator(Accelerator):
         if norm_type != 2 or max_norm != (math.inf if clip is None else clip):
             raise ConfigError(
                 f"clip_grad_norm_(max_norm={max_norm:g}, norm_type={norm_type:g}): this engine was made with "
-                f"max_grad_norm={clip or 0:g} and the 2-norm; set max_grad_norm before the first train or evaluate"
+                f"max_grad_norm={clip or 0:g} and the 2-norm. Set max_grad_norm before the first train or evaluate."
             )
         optimizer = self._optimizers[-1]
         optimizer.grad_norm = torch.full((), math.nan)
@@ -277,7 +277,9 @@ class EngineOptimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return
         if not self.backwards:  # `loss.backward()` would divide by the microbatches twice
-            raise ConfigError("optimizer.step() without self.accelerator.backward(loss): call it, not loss.backward()")
+            raise ConfigError(
+                "optimizer.step() without self.accelerator.backward(loss). Call it in place of loss.backward()."
+            )
         self.backwards = 0
         self.engine.step()
         assert self.engine.metrics is not None
@@ -305,12 +307,12 @@ def _check_arguments(args: transformers.TrainingArguments) -> None:
             raise ConfigError(f"TrainingArguments({key}=...): {instead}")
     if args.n_gpu > 1:
         start = f"torchrun --nproc-per-node {args.n_gpu}"
-        raise ConfigError(f"one process sees {args.n_gpu} GPUs: start a process for each with {start}")
+        raise ConfigError(f"one process sees {args.n_gpu} GPUs. Start a process for each with {start}.")
 
 
 def _check_precision(mixed: str, settings: Mapping[str, Any]) -> None:
     if mixed == "fp8":
-        raise ConfigError("accelerate launch was told fp8, which is not here: --mixed_precision is bf16, fp16 or no")
+        raise ConfigError("accelerate launch --mixed_precision=fp8 is not supported. Choose from bf16, fp16 and no.")
     names = f"TrainingArguments({mixed}=True), or --mixed_precision of accelerate launch,"
     check_precision(_precision(mixed), settings, (names, "zero={{'precision': {!r}}}"))
 

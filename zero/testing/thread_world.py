@@ -105,8 +105,8 @@ class _Shared:
             if gone:
                 error = WorldError(f"{some_ranks(gone)} left the world; rank {rank} was in {op}")
             else:
-                last = "; ".join(f"rank {r}, last seen in {self.last_op[r]}" for r in missing)
-                error = DeadlineError(f"rank {rank} waited {timeout_s:g} s in {op}; missing: {last}")
+                last = ", ".join(f"rank {r} (last in {self.last_op[r]})" for r in missing)
+                error = DeadlineError(f"rank {rank} waited {timeout_s:g} s in {op}. Missing: {last}")
             self.fail(rank, error)
             raise error
 
@@ -160,7 +160,7 @@ class ThreadWorld(World):
             ConfigError: `nodes` does not divide `size`.
         """
         if size % nodes:
-            raise ConfigError(f"{size} ranks are not as many on each of {nodes} nodes")
+            raise ConfigError(f"{size} ranks do not divide by {nodes} nodes")
         shared = _Shared(size)
         worlds = [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
         for world in worlds:
@@ -176,7 +176,7 @@ class ThreadWorld(World):
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         if not self._shared.generator_lock.acquire(timeout=self.timeout_s):
-            raise DeadlineError(f"rank {self.rank} waited {self.timeout_s:g} s for another rank's exclusive block")
+            raise DeadlineError(f"exclusive block: rank {self.rank} waited {self.timeout_s:g} s for another rank")
         try:
             yield
         finally:

@@ -160,7 +160,7 @@ def _console(console: str, steps: int | None, stream: TextIO) -> list[View]:
 
 
 def _left_out(name: str, error: Exception) -> str:
-    return f"{name} is left out from here on: {wandb.first_line(error)}; metrics.jsonl has every row"
+    return f"{name} gets no rows from now on: {wandb.first_line(error)}. metrics.jsonl has every row."
 
 
 def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) -> Mapping[str, Open]:

@@ -61,13 +61,13 @@ class Behind(View):
         if self._thread.is_alive():
             self._thread.limit_s = 0.0
             self._abandon()
-            raise TimeoutError(f"it was not done {patience_s:.0f} s after the run")
+            raise TimeoutError(f"its last rows were not written within {patience_s:.0f} s after the run")
         self._raise()
 
     def _call(self, call: Callable[[View], None]) -> None:
         self._raise()
         if self._calls.qsize() > MOST_WAITING:
-            raise TimeoutError(f"it is {MOST_WAITING} calls behind")
+            raise TimeoutError(f"more than {MOST_WAITING} of its rows are waiting")
         self._calls.put(call)
 
     def _raise(self) -> None:

@@ -66,7 +66,7 @@ def unused_folder(folder: Path) -> Path:
     """Return the first of `folder` and `run-2`, `run-3`, ... below it without metrics.jsonl, and create that file."""
     place = next(filter(_claim, chain([folder], (folder / f"run-{number}" for number in count(2)))))
     if place != folder:
-        log.warning("%s has the rows of another run, and no checkpoint of it was loaded: these go to %s", folder, place)
+        log.warning("%s has the rows of another run, which was not resumed. New rows go to %s.", folder, place)
     return place
 
 

@@ -362,4 +362,4 @@ def endurance(step_bytes: float) -> str:
     written, steps = f"{size_text(int(step_bytes))} written per step by all ranks", LIFE_BYTES / step_bytes
     if steps > ENDLESS_STEPS:
         return written
-    return f"{written}; a 1 TB drive rated {LIFE_BYTES / 1e12:.0f} TBW lasts {steps:,.0f} steps"
+    return f"{written}. A 1 TB drive rated {LIFE_BYTES / 1e12:.0f} TBW lasts {steps:,.0f} steps"

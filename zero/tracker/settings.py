@@ -11,21 +11,21 @@ from zero.core.setting_types import Reads, Whole, Word, key, names_of, text_of
 def _name(value: object) -> str:
     text = text_of(value)
     if len(text) > 128:
-        raise ValueError("must have at most 128 characters, which W&B takes")
+        raise ValueError("must have at most 128 characters, the limit of W&B")
     return text
 
 
 def _tags(value: object) -> tuple[str, ...]:
     tags = names_of(value)
     if long := next((tag for tag in tags if len(tag) > 64), None):
-        raise ValueError(f"has {long}; a tag has at most 64 characters, which W&B takes")
+        raise ValueError(f"has {long}, but a tag of W&B has at most 64 characters")
     return tags
 
 
 def _project(value: object) -> str:
     text = _name(value)
     if refused := set(text) & set("/\\#?%:"):
-        raise ValueError(f"must be without {min(refused)}, which W&B refuses in the name of a project")
+        raise ValueError(f"must be without {min(refused)}, which W&B rejects in the name of a project")
     return text
 
 

@@ -93,20 +93,20 @@ def track(
     check_folder(folder, "zero.track", "with zero.track(state, folder) as track:")
     settings = _settings(tracker, every)
     if samples is not None and tokens is not None:
-        raise ConfigError("samples and tokens are two units of one speed; give one of them")
+        raise ConfigError("samples and tokens are two units of one speed. Pass only one of them.")
     unit: Unit = "samples" if samples is not None else "tokens" if tokens is not None else ""
     count = samples if tokens is None else tokens
     for name, value in ((unit, count), ("steps", steps)):
         if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name}={value!r}: it is a whole number from 1")
+            raise ConfigError(f"{name}={value!r}: must be a whole number from 1")
     if not isinstance(config, Mapping):
-        raise ConfigError(f"config is {type_text(config)}, and settings have names; write config=vars(args), or a dict")
+        raise ConfigError(f"config is {type_text(config)}, not a mapping. Write config=vars(args), or pass a dict.")
     if flops is not None and not unit:
-        raise ConfigError("flops is of one sample or one token; give samples or tokens, too")
+        raise ConfigError("flops is for one sample or one token. Pass samples or tokens, too.")
     if flops is not None and not (isinstance(flops, SupportsFloat) and 0 < float(flops) < inf):
-        raise ConfigError(f"flops={flops!r}: it is a number above 0")
+        raise ConfigError(f"flops={flops!r}: must be a number above 0")
     if taken := {"mode", OWN_LOOP} & set(config):
-        raise ConfigError(f"config has {taken.pop()}, which config.yaml uses itself; give it another name")
+        raise ConfigError(f"config has {taken.pop()}, which zero writes to config.yaml. Give it another name.")
     refuse_secrets(config, os.environ)
     per_step = (count or 0) * state.plan.world.size
     facts = _facts(state.plan) | ({unit: per_step} if unit else {}) | ({"steps": steps} if steps else {})
@@ -191,10 +191,12 @@ class Track:
         check_type(state, State, "track", "track(state, metrics)")
         if not isinstance(metrics, Metrics):
             raise ConfigError(
-                f"track takes Metrics second, and this is {type_text(metrics)}; write track(state, metrics)"
+                f"track takes Metrics as its second argument, not {type_text(metrics)}. Write track(state, metrics)."
             )
         if not isinstance(val, Mapping):
-            raise ConfigError(f'track takes numbers by name third, and this is {type_text(val)}; write {{"loss": 2.3}}')
+            raise ConfigError(
+                f'track takes a dict of numbers as its third argument, not {type_text(val)}. Write {{"loss": 2.3}}.'
+            )
         self._check_open("track")
         self._check_next(state.tried)
         numbers = numbers_by_name(val, "of an evaluation")
@@ -251,7 +253,7 @@ class Track:
 
     def _check_open(self, call: str) -> None:
         if not self._is_open:
-            raise ConfigError(f"{call} was called outside of its block; write with zero.track(state, folder) as track:")
+            raise ConfigError(f"{call} was called outside of its block. Write with zero.track(state, folder) as track:")
 
     def _check_next(self, step: int) -> None:
         """Raise ConfigError unless this is the first call after exactly one step."""
@@ -259,7 +261,7 @@ class Track:
         if step != counted + 1:
             raise ConfigError(
                 f"track has counted {counted} steps, and this state is at step {step}. Call track(state, metrics) once "
-                "after every step, and load a checkpoint before the block; zero.track(..., every=10) writes fewer rows"
+                "after every step, and load a checkpoint before the block. For fewer rows pass every=10 to zero.track."
             )
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -385,9 +387,7 @@ def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> T
             typed |= {"name": "jsonl", "tensorboard": True}
         return Wandb(**typed) if typed.get("name") == "wandb" else Jsonl(**typed)
     if not isinstance(tracker, Iterable):
-        raise ConfigError(
-            f"tracker is {type_text(tracker)}; it is one of {', '.join(NAMES)}, several of them, or settings"
-        )
+        raise ConfigError(f"tracker is {type_text(tracker)}. Pass one or several of {', '.join(NAMES)}, or settings.")
     names = [tracker] if isinstance(tracker, str) else list(tracker)
     for name in names:
         if name not in NAMES:

@@ -33,7 +33,7 @@ IN_ROWS_OR_CONFIG = frozenset(
 )
 """Figures of summary.json that W&B already has from the newest row or from its config."""
 
-NO_KEY = "W&B is offline for this run: there is no key; run `wandb login`, or export WANDB_API_KEY"
+NO_KEY = "W&B is offline for this run: there is no key. Run `wandb login`, or export WANDB_API_KEY."
 
 PATIENCE_S = 5.0
 """Seconds that W&B may try to connect before the run continues offline, unless WANDB_INIT_TIMEOUT is set."""
@@ -125,7 +125,7 @@ class WandbRun(View):
             self._wandb.teardown(exit_code)
         if self._is_offline:
             self._say(
-                f"W&B was offline; to look at the run, or to send it:\n  wandb leet {place}\n  wandb sync {place}"
+                f"W&B was offline. To look at the run, or to upload it:\n  wandb leet {place}\n  wandb sync {place}"
             )
 
     def _init(self, mode: Any, **options: Any) -> Any:

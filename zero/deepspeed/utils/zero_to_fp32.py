@@ -69,7 +69,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         ConfigError: `max_shard_size` is another size, or the files exist.
     """
     if max_shard_size not in ("5GB", None):
-        raise ConfigError(f"max_shard_size={max_shard_size!r}: use zero-train export --shard-size")
+        raise ConfigError(f"max_shard_size={max_shard_size!r} is not supported. Use zero-train export --shard-size.")
     opened, folder = _open(checkpoint_dir, tag), Path(output_dir)
     if safe_serialization:
         export_checkpoint(opened, "hf", folder)

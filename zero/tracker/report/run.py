@@ -153,7 +153,7 @@ def _origin(run: Run) -> Html:
         steps = finite(run.config.get("steps"))
         longer = {"steps": round(2 * steps)} if run.status == "finished" and steps else {}
         facts["command"] = code(as_called(suggest.command(words)))
-        facts["checkpoint"] = code(saved) if saved else "none was saved; checkpoint.every=100 saves every 100 steps"
+        facts["checkpoint"] = code(saved) if saved else "none was saved. checkpoint.every=100 saves every 100 steps"
         if saved:
             facts["to go on"] = code(as_called(suggest.command(words, **longer, resume=saved)))
     elif saved:
@@ -375,7 +375,7 @@ def _slowest(run: Run) -> list[Fact]:
     slowest, count = Counter(row[0] for row in timed).most_common(1)[0]
     longer_s = [longest_s - (step_s - worked_s) for rank, worked_s, longest_s, step_s in timed if rank == slowest]
     waited = seconds(max(0.0, median(longer_s)))
-    note = f"in {count} of {len(timed)} rows; others waited up to {waited} a step longer than it; median"
+    note = f"in {count} of {len(timed)} rows. Other ranks waited up to {waited} longer in a step (median)."
     return [Fact("Slowest rank", number(slowest, 9), note)]
 
 
@@ -441,7 +441,7 @@ def _step(run: Run) -> Html:
         "One step",
         figure(chart.timeline(rows, title="timeline of one step"), "Timeline", "point at a span for what it is"),
         table(head, _shares(spans), numbers=range(1, 6)),
-        note="Exposed: the training thread stood still for it. Hidden: it did not notice. One wait may be for several "
+        note="Exposed: the training thread waited for it. Hidden: the thread did not wait. One wait may be for several "
         "rows. trace.json holds the same for ui.perfetto.dev.",
     )
 

@@ -267,21 +267,21 @@ def test_on_a_cpu_there_is_one_memory():
             Offload("cpu", param="cpu", host_budget=2 * GiB),
             {"host_bytes": 2 * GiB},
             "offload.host_budget=2.0 GiB: a rank needs at least 19.0 GiB there: 1.0 GiB of buffers (their smallest "
-            "number) + 12.0 GiB of master and moments + 2.0 GiB of parameters + 4.0 GiB of gradients; "
-            "raise offload.host_budget, or set offload.optimizer=nvme, or use more ranks",
+            "number) + 12.0 GiB of master and moments + 2.0 GiB of parameters + 4.0 GiB of gradients. "
+            "Raise offload.host_budget, or set offload.optimizer=nvme, or use more ranks.",
         ),
         (
             Offload("infinity", host_budget=0.5),
             {"host_bytes": GiB // 2},
             "offload.host_budget=50% leaves 512.0 MiB: a rank needs at least 1.0 GiB there: 1.0 GiB of buffers "
-            "(their smallest number); raise offload.host_budget, or set offload.page smaller, or use more ranks",
+            "(their smallest number). Raise offload.host_budget, or set offload.page smaller, or use more ranks.",
         ),
         (
             Offload(),
             {"device_bytes": 16 * GiB},
             "device memory has 16.0 GiB free: a rank needs at least 19.0 GiB there: 1.0 GiB of buffers (their smallest "
-            "number) + 12.0 GiB of master and moments + 2.0 GiB of parameters + 4.0 GiB of gradients; "
-            "set offload.optimizer=cpu, or use more ranks",
+            "number) + 12.0 GiB of master and moments + 2.0 GiB of parameters + 4.0 GiB of gradients. "
+            "Set offload.optimizer=cpu, or use more ranks.",
         ),
         (
             Offload(grad="cpu", optimizer="nvme", host_budget=20 * GiB),

@@ -183,7 +183,7 @@ CALLS = [
 @pytest.mark.parametrize("schedule", [zero.warmup_cosine, zero.warmup_linear])
 def test_a_share_in_a_rates_place_is_refused(schedule):
     """On the command line `schedule.final` is a share; in Python a rate of 0.1 would be thirty times the peak."""
-    with pytest.raises(ConfigError, match=r"final=0.1 is above lr=0.003: it is a learning rate, and not a share of lr"):
+    with pytest.raises(ConfigError, match=r"final=0.1 is above lr=0.003\. Give a learning rate, not a share of lr"):
         schedule(3e-3, warmup=5, total=100, final=0.1)
     assert schedule(3e-3, warmup=5, total=100, final=3e-3)(100) == 3e-3
 

@@ -233,7 +233,7 @@ def test_a_disk_that_fails_is_named(tmp_path):
         store.write(page, source).wait()
     disks["1"]._entries[pages[1]].crc ^= 1  # as if the disk had changed a bit
     store.read(pages[0], torch.empty(1024)).wait()
-    with pytest.raises(StoreError, match=rf"mu 1 of unit 0 .* in {tmp_path / 'bad'}: checksum differs"):
+    with pytest.raises(StoreError, match=rf"mu 1 of unit 0 .* in {tmp_path / 'bad'}: the checksum differs"):
         store.read(pages[1], torch.empty(1024)).wait()
     store.close()
 

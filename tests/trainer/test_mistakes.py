@@ -51,7 +51,7 @@ SNIPPETS = [
     ("make_plan(units='Linear')", "pass a list: ['Linear']"),
     ("make_plan(activations='checkpoint')", "one of keep, remat, offload"),
     ("make_plan(accumulate=0)", "1 or more"),
-    ("zero.adamw(lr='fast')", "it must be a number"),
+    ("zero.adamw(lr='fast')", "must be a number"),
     ("zero.Offload('nvme', pth='/mnt')", "Did you mean offload.path?"),
     # DeepSpeed's names
     ("zero.initialize(model=model, config={'train_batch_siz': 8})", "Did you mean train_batch_size?"),

@@ -510,8 +510,8 @@ def _label(op: str, what: str) -> str:
 def _check(op: str, tensor: Tensor, numel: int, dtype: torch.dtype, *, flat: bool = True) -> None:
     if tensor.numel() != numel or tensor.dtype != dtype or not tensor.is_contiguous() or (flat and tensor.dim() != 1):
         raise LayoutError(
-            f"{op}: got shape {tuple(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}; "
-            f"it takes {numel} contiguous elements of {dtype}"
+            f"{op}: the tensor must be {numel} contiguous elements of {dtype}, "
+            f"not shape {tuple(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}"
         )
 
 

@@ -678,7 +678,9 @@ def test_one_rank_on_each_node_shares_with_nobody():
     def plan(world: zero.World) -> None:
         Setting(shard="node").plan(world)
 
-    with pytest.raises(PlanError, match=r"zero.shard=node with one rank on each node shares nothing; that is zero.sta"):
+    with pytest.raises(
+        PlanError, match=r"zero.shard=node shards nothing, because each node has one rank. Set zero.sta"
+    ):
         run_ranks(2, plan, nodes=2)
 
 
@@ -687,7 +689,7 @@ def test_ranks_that_are_not_as_many_on_each_node_are_refused():
         world.local_size = 4
         Setting(between=("node", "world")).plan(world)
 
-    with pytest.raises(PlanError, match="6 ranks are not 4 on each node, with numbers in a row; start"):
+    with pytest.raises(PlanError, match="6 ranks are not 4 consecutive ranks on each node. Start"):
         run_ranks(6, plan)
 
 

@@ -46,7 +46,7 @@ def test_a_spent_state_says_what_to_write():
         lambda: first.scale,
         lambda: first.model,
     ):
-        with pytest.raises(StaleStateError, match=r"consumed by step 1; write `state, metrics = step\(state, micro"):
+        with pytest.raises(StaleStateError, match=r"consumed by step 1\. Write `state, metrics = step\(state, micro"):
             use()
     assert second.step == 1
     step(second, batch_for(world, 1))

@@ -173,7 +173,7 @@ def test_a_closed_model_is_an_ordinary_one_with_the_trained_values(ranks, build,
         small_loss(model, small_batch(0, 6))[0].backward()
         assert len(seen) == 1
         assert model.head.weight.grad is not None
-        with pytest.raises(StaleStateError, match=r"^this State was closed; make another one with zero\.init$"):
+        with pytest.raises(StaleStateError, match=r"^this State was closed\. Make another one with zero\.init\.$"):
             zero.full_state_dict(state)
         again = zero.init(plan, zero.open_store(plan))
         assert all(torch.equal(zero.full_state_dict(again)[name], full[name].to(dtypes[name]).float()) for name in full)
@@ -312,8 +312,8 @@ REFUSED = [
     (one_memory, r"layers\.2\.0\.weight and layers\.0\.0\.weight are two tensors in the same memory"),
     (a_buffer_in_a_parameter, r"first_row and layers\.0\.0\.weight are two tensors in the same memory"),
     (an_attribute_in_a_parameter, r"layers\.1\.seen and layers\.1\.0\.weight are two tensors in the same memory"),
-    (lazy, r"1 is a LazyLinear whose sizes are not known yet; run one batch"),
-    (scripted, r"1 is a TopLevelTracedModule: compiled code that keeps its own parameters"),
+    (lazy, r"1 is a LazyLinear whose sizes are not known yet\. Run one batch"),
+    (scripted, r"1 is a TopLevelTracedModule, which is compiled code with its own parameters"),
 ]
 
 

@@ -189,11 +189,11 @@ PARAMETERS = {
         "is torch.complex64: keep",
     ),
     "float64": (lambda: nn.Parameter(torch.zeros(3).double()), r"is torch\.float64, .*; write model\.float\(\) first"),
-    "sparse": (lambda: nn.Parameter(torch.eye(3).to_sparse()), "is torch.sparse_coo: keep it dense"),
+    "sparse": (lambda: nn.Parameter(torch.eye(3).to_sparse()), "is torch.sparse_coo. Make it dense"),
     "packed by torchao": (lambda: nn.Parameter(torch.zeros(3).as_subclass(Packed)), "is a Packed of torchao, .*; load"),
     "4 bits in uint8": (
         lambda: frozen(torch.zeros(3, dtype=torch.uint8), Params4bit),
-        "is a Params4bit of bitsandbytes, .*; load the model in bf16 or fp32, without quantization_config",
+        "is a Params4bit of bitsandbytes, .*\. Load the model in bf16 or fp32, without quantization_config",
     ),
 }
 
@@ -226,7 +226,7 @@ SHARDED = {
     "parallelize_module": (parallel, r"^parameter inner\.0\.weight of a Linear is a DTensor, .* before fully_shard or"),
     "DistributedDataParallel": (
         nn.parallel.DistributedDataParallel,
-        r"^the model is a Distributed.* pass its \.module$",
+        r"^the model is a Distributed.* Pass its \.module\.$",
     ),
 }
 
@@ -263,7 +263,7 @@ def test_a_name_that_no_checkpoint_holds_is_rejected(name):
     buffer.inner[0].register_buffer(name, torch.zeros(1))
     module.add_module(name, nn.Linear(1, 1))
     for model in (parameter, buffer, module):
-        with pytest.raises(PlanError, match=r"^'.*' has a character that cannot be printed, .*rename it$"):
+        with pytest.raises(PlanError, match=r"^'.*' has a character that cannot be printed, .*Rename it\.$"):
             split(model, world_size=1)
 
 
@@ -323,7 +323,7 @@ def test_a_buffer_without_values_is_refused_by_name():
     with torch.device("meta"):
         model = Bare()
     with pytest.raises(
-        PlanError, match=r"buffer .*table is on meta and has no values; build the model under zero\.empty"
+        PlanError, match=r"buffer .*table is on meta and has no values\. Build the model under zero\.empty"
     ):
         split(model, world_size=1)
 
@@ -335,7 +335,7 @@ def test_a_buffer_computed_from_empty_parameters_is_rejected_and_its_module_may_
     with zero.empty():
         model = nn.Sequential(nn.Linear(3, 3), normed())
     with pytest.raises(
-        PlanError, match=r"_u is computed from parameters, .*; build its module without zero\.empty\(\)"
+        PlanError, match=r"_u is computed from parameters, .*\. Build its module without zero\.empty\(\)"
     ):
         split(model, world_size=1)
     model[1] = normed()
@@ -629,7 +629,7 @@ def test_an_owner_whose_reset_leaves_something_out_is_refused_by_name():
             super().__init__()
             self.more = nn.Parameter(torch.empty(2))
 
-    with pytest.raises(PlanError, match=r"Forgets at 0 holds 0\.more and its reset_parameters\(\) leaves it out"):
+    with pytest.raises(PlanError, match=r"Forgets at 0 holds 0\.more and its reset_parameters\(\) does not set it"):
         first_values(Forgets)
 
 
@@ -736,7 +736,7 @@ def test_reading_an_empty_parameter_says_when_there_are_values(read):
     with zero.empty():
         model = Writes()
     with pytest.raises(
-        OutsideUnitError, match=r"of a parameter without values: zero\.empty\(\) leaves them to zero\.init"
+        OutsideUnitError, match=r"of a parameter without values: after zero\.empty\(\), zero\.init makes them"
     ):
         read(model.up.weight.data)
 

@@ -112,8 +112,8 @@ def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
     if GradientStatus.UNSCALED in statuses:
         raise ConfigError(
             "a backward in fp16 without the loss scale. Call engine.backward(loss) (zero.Step: step.backward), "
-            "engine.scale(loss).backward() (zero.Step: step.scaled), or engine.scale(y, already=True).backward(grad) if "
-            "grad has the scale."
+            "engine.scale(loss).backward() (zero.Step: step.scaled) or, if grad has the scale, "
+            "engine.scale(y, already=True).backward(grad)."
         )
     if set(statuses) == {GradientStatus.NONE}:
         none = "no rank has a new gradient since the last update. Call backward before the step."

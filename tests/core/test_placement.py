@@ -76,7 +76,7 @@ def test_parameters_asked_off_the_device_where_they_are_whole(offload, said):
         ({"preset": "nvem"}, "offload=nvem: must be one of none, cpu, nvme, infinity, auto"),
         (
             {"preset": {"optimizer": "cpu"}},
-            "offload={'optimizer': 'cpu'}: must be one of none, cpu, nvme, infinity, auto; or write offload=zero",
+            "offload={'optimizer': 'cpu'}: must be one of none, cpu, nvme, infinity, auto, or zero.Offload(optimizer=",
         ),
         ({"optimizer": "disk"}, "offload.optimizer=disk: must be one of none, cpu, nvme, auto"),
         ({"optimizer": "cpu_if_sharded"}, "offload.optimizer=cpu_if_sharded: must be one of"),

@@ -456,13 +456,13 @@ def test_without_torchruns_environment_the_world_is_solo(bare):
 
 
 def test_a_world_of_another_device_is_refused(bare):
-    with pytest.raises(ConfigError, match=r'device=gpu: it is cpu or cuda; write zero.World.from_env\(device="cuda"'):
+    with pytest.raises(ConfigError, match=r'device=gpu: must be cpu or cuda. Write zero.World.from_env\(device="cuda"'):
         World.from_env(device="gpu")
 
 
 def test_half_an_environment_is_refused(bare):
     bare.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="lacks RANK, MASTER_ADDR, MASTER_PORT; start the ranks with torchrun"):
+    with pytest.raises(ConfigError, match=r"lacks RANK, MASTER_ADDR, MASTER_PORT\. Start the ranks with torchrun"):
         World.from_env(device="cpu")
     bare.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE must be a whole number, not 'two'"):

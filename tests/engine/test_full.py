@@ -122,7 +122,7 @@ def write_through_data(full):
             1,
             "param",
             ConfigError,
-            r"given as \(2,\); it is \(13,",
+            r"given as \(2,\), but must be \(13,",
         ),
         (lambda full: full.update({"norm.bias": 0.5}), True, "nu", ConfigError, r"norm.bias was given as float"),
         (
@@ -175,7 +175,7 @@ def refused(world):
         == "kind='nus' does not exist here. Choose from param, compute, grad, mu, nu."
     )
     assert "the world has ranks 0 to 1" in told(ConfigError, None, modify=2)
-    assert "edit kind='param'" in told(ConfigError, None, modify=True, kind="compute")
+    assert "Edit kind='param'" in told(ConfigError, None, modify=True, kind="compute")
     with pytest.raises(ConfigError, match="is a pattern"):
         zero.get_full(state, "blocks.*.gain")
     mine = f"blocks.{world.rank}.gain"

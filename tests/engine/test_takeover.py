@@ -308,7 +308,7 @@ def compiled() -> nn.Module:
 
 
 REFUSED = [
-    (compiled, r"model is what torch\.compile made of one: pass the model itself"),
+    (compiled, r"model was compiled by torch\.compile\. Pass the model itself"),
     (one_memory, r"layers\.2\.0\.weight and layers\.0\.0\.weight are two tensors in the same memory"),
     (a_buffer_in_a_parameter, r"first_row and layers\.0\.0\.weight are two tensors in the same memory"),
     (an_attribute_in_a_parameter, r"layers\.1\.seen and layers\.1\.0\.weight are two tensors in the same memory"),
@@ -411,7 +411,7 @@ def test_a_hook_that_follows_accumulation_is_rejected():
         zero.init(plan, zero.open_store(plan))
     handle.remove()
     zero.init(plan, zero.open_store(plan))
-    with pytest.raises(OutsideUnitError, match=r"^layers\.0\.0\.bias: .* use register_hook$"):
+    with pytest.raises(OutsideUnitError, match=r"^layers\.0\.0\.bias: .* Use register_hook\.$"):
         model.layers[0][0].bias.register_post_accumulate_grad_hook(print)
 
 

@@ -371,7 +371,7 @@ def test_a_folder_where_no_file_can_be_made_is_refused_by_cause(tmp_path, code):
 
 @pytest.mark.parametrize(
     ("fault", "name", "cause"),
-    [(flip(3), "pwrite", "differently"), (flip(3), "pread", "differently"), (drop(), "pwrite", "nothing more")],
+    [(flip(3), "pwrite", "differently"), (flip(3), "pread", "differently"), (drop(), "pwrite", "the transfer ended")],
 )
 def test_a_disk_that_returns_something_else_is_refused_at_once(tmp_path, fault, name, cause):
     with pytest.raises(StoreError, match=f"offload.path={tmp_path}: the first block .*{cause}"):

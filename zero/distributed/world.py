@@ -154,7 +154,7 @@ class World(contextlib.AbstractContextManager["World"]):
             DeadlineError: the other ranks did not connect in time.
         """
         if device is not None and str(device).partition(":")[0] not in ("cpu", "cuda"):
-            raise ConfigError(f'device={device}: it is cpu or cuda; write zero.World.from_env(device="cuda")')
+            raise ConfigError(f'device={device}: must be cpu or cuda. Write zero.World.from_env(device="cuda")')
         if env_int("WORLD_SIZE", "1") == 1:
             return SoloWorld(claim_device(device, env_int("LOCAL_RANK", "0")), timeout_s=timeout_s)
         return ProcessWorld(timeout_s=timeout_s, device=device)

@@ -279,7 +279,7 @@ def _edits(
         if modify is False:
             raise ConfigError(
                 f"{name} was edited, but it is a copy, so the edit would be lost. Pass modify=True if every rank makes "
-                "the same edit, or modify=RANK for the edit of one rank; to GatheredParameters pass modifier_rank=RANK."
+                "the same edit, or modify=RANK for the edit of one rank (GatheredParameters: modifier_rank=RANK)."
             )
         narrow = rounded(edited, state.plan.precision.compute) if kind == "param" else edited
         if kind != "grad" and seen.finite and not narrow.isfinite().all():

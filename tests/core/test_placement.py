@@ -296,7 +296,7 @@ def test_on_a_cpu_there_is_one_memory():
         (
             Offload("auto", device_budget=GiB),
             {"device_is_host": True},
-            "offload.device_budget=1.0 GiB: the CPU computes here and there is one memory. Set offload.host_budget.",
+            "offload.device_budget=1.0 GiB: without a GPU there is only host memory. Set offload.host_budget.",
         ),
     ],
     ids=lambda value: str(value)[:40],

@@ -165,7 +165,7 @@ CALLS = [
     (lambda run: zero.open_latest(run.world, ""), "zero.open_latest: the folder is ''. Write its path"),
     (lambda run: zero.open_checkpoint(run.world, ""), "zero.open_checkpoint: the folder is ''. Write its path"),
     (lambda run: zero.track(run.state, ""), "zero.track: the folder is ''. Write its path"),
-    (lambda run: zero.adam(1e-3, decay="all"), "decay='all': it must be a function of a parameter's name and shape"),
+    (lambda run: zero.adam(1e-3, decay="all"), "decay='all': must be a function of a parameter's name and shape"),
     (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, not a SoloWorld"),
     # an optimizer whose steps would change nothing
     (lambda run: torch.optim.SGD(run.model.parameters(), lr=1.0).step(), "Write state, metrics = step(state, [batch])"),

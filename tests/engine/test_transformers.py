@@ -478,7 +478,7 @@ def test_what_is_wrong_with_files_is_said_by_name(tmp_path):
         with pytest.raises(CheckpointError, match=r"model-0\.safetensors"):
             first_values(folder)
     shutil.copy(folder / "model-1.safetensors", folder / "model-0.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks 'head.weight', which model.safetensors.index.json says"):
+    with pytest.raises(CheckpointError, match=r"lacks 'head.weight', which model.safetensors.index.json lists"):
         first_values(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
     with pytest.raises(CheckpointError, match=r"'\.\./b' is not the name of a safetensors file in this folder"):

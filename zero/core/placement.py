@@ -122,8 +122,8 @@ def place(
     """
     if device_is_host and offload.device_budget is not None:
         raise ConfigError(
-            f"offload.device_budget={budget_text(offload.device_budget)}: the CPU computes here and there is one "
-            "memory. Set offload.host_budget."
+            f"offload.device_budget={budget_text(offload.device_budget)}: without a GPU there is only host memory. "
+            "Set offload.host_budget."
         )
     sizes = {"optimizer": sum(size for _, _, size in groups), "grad": grad_bytes, "param": param_bytes}
     fixed = {key: _TIER_OF[setting] for key in sizes if (setting := getattr(offload, key)) != "auto"}

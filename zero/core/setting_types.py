@@ -97,7 +97,7 @@ def whole_or_auto(least: int, largest: int = MOST, auto: Any = "auto") -> Reads:
 
 def in_fp32(value: float) -> float:
     if value < 1e-37:
-        raise ValueError("is 0 in fp32, in which updates are made")
+        raise ValueError("is 0 in fp32, the dtype of updates")
     return value
 
 

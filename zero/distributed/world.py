@@ -206,7 +206,7 @@ class World(contextlib.AbstractContextManager["World"]):
         _check(op, recv_P, full_P.numel(), full_P.dtype)
         if self.size > 1 and (_overlap(full_P, sum_S) or _overlap(recv_P, sum_S)):
             raise LayoutError(
-                f"{op}: the output sum_S overlaps an input, which is read while it is written. Allocate it apart."
+                f"{op}: the output sum_S overlaps an input, which is still read. Allocate sum_S separately."
             )
         arrival = self._exchange(full_P, recv_P, op)
 

@@ -385,7 +385,8 @@ def _refuse_reading(tensor: Unmade, by: str) -> NoReturn:
             "or build the model without zero.empty()."
         )
     raise OutsideUnitError(
-        f"{by} of a parameter before zero.initialize: only rank 0 has the values until then. Write if rank == 0."
+        f"{by} of a parameter before zero.initialize: only rank 0 has the values until then. Put the line "
+        "under `if rank == 0:`."
     )
 
 

@@ -243,7 +243,7 @@ def _agreed(
     for rank in counting:
         message, edits = ranks[rank]
         if message:
-            raise ConfigError(f"zero.gathered on rank {rank} changed nothing: {message}")
+            raise ConfigError(f"zero.gathered changed nothing because of an error on rank {rank}: {message}")
         if odd := sorted(name for name in {*first, *edits} if first.get(name) != edits.get(name)):
             raise WorldError(
                 f"zero.gathered: rank {rank} edited {some(odd)} otherwise than rank 0, so nothing was changed. Make "

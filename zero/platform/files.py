@@ -284,6 +284,6 @@ def _refused(folder: Path, what: str, error: OSError) -> StoreError:
 def _no_space(folder: Path, needs_bytes: int, free_bytes: int, error: OSError | None = None) -> StoreError:
     cause = f" ({named(error)})" if error else ""
     return StoreError(
-        f"the state store needs {size_text(needs_bytes)}, {folder} has {size_text(free_bytes)} free{cause}. Set "
+        f"the state store needs {size_text(needs_bytes)}, but {folder} has {size_text(free_bytes)} free{cause}. Set "
         "offload.path to a folder with more space, or keep less there."
     )

@@ -102,7 +102,7 @@ def header(
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     nbytes = -(-(LENGTH_BYTES + len(text)) // align_bytes) * align_bytes - LENGTH_BYTES
     if nbytes > MOST_HEADER_BYTES:
-        raise CheckpointError(f"{len(parts)} parts need a header of {nbytes} bytes, safetensors allows 100,000,000")
+        raise CheckpointError(f"{len(parts)} parts need a header of {nbytes} bytes, but safetensors allows 100,000,000")
     return nbytes.to_bytes(LENGTH_BYTES, "little") + text.ljust(nbytes)
 
 

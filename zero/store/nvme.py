@@ -132,7 +132,7 @@ class NvmeStore(Store):
         entry = self._entries[page]
         check_matching(page, entry.numel, entry.dtype, tensor)
         if not tensor.is_cpu or not tensor.is_contiguous():
-            raise StoreError(f"{page}: the tensor must be contiguous and on the CPU, but is on {tensor.device}")
+            raise StoreError(f"{page}: the tensor on {tensor.device} must be contiguous and on the CPU")
         return entry
 
     def _bad(self, page: Page, entry: _Entry, problem: str) -> StoreError:

@@ -81,7 +81,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ConfigError(f"bias {tuple(bias.shape)} for {shapes}: expected (V,)")
     if targets.dtype != torch.int64:
-        raise ConfigError(f"targets are {targets.dtype}; expected torch.int64")
+        raise ConfigError(f"targets are {targets.dtype}, but must be torch.int64")
 
 
 def _check_range(targets: Tensor, vocab: int) -> None:
@@ -93,8 +93,8 @@ def _check_range(targets: Tensor, vocab: int) -> None:
         torch._assert_async(right.all())  # the host does not wait for it
     elif not right.all():
         raise ConfigError(
-            f"target {int(targets[~right][0])} is not one of the {vocab} entries of the vocabulary, from 0; tokens "
-            f"that do not count have {IGNORED}"
+            f"target {int(targets[~right][0])} is not one of the {vocab} entries of the vocabulary, from 0. Use "
+            f"{IGNORED} for tokens that do not count."
         )
 
 

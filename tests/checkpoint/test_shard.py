@@ -451,7 +451,7 @@ def test_a_disk_that_moves_a_few_bytes_at_a_time_is_slow_and_right(path):
 
 def test_a_full_disk_says_where_and_what_to_do(path):
     disk = FaultyDisk(fail(errno.ENOSPC), at=2, on=True, only="pwrite")
-    said = rf"^{re.escape(str(path))}: ENOSPC \(.*\) while writing at offset 0; free space there, or choose "
+    said = rf"^{re.escape(str(path))}: ENOSPC \(.*\) while writing at offset 0. Free space there, or choose "
     with pytest.raises(CheckpointError, match=said + "a folder on another disk") as full:
         write(path, [bytes_part(9 * MIB)], bytes(9 * MIB), disk)
     assert isinstance(full.value.__cause__, OSError)

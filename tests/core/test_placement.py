@@ -76,7 +76,7 @@ def test_parameters_asked_off_the_device_where_they_are_whole(offload, said):
         ({"preset": "nvem"}, "offload=nvem: must be one of none, cpu, nvme, infinity, auto"),
         (
             {"preset": {"optimizer": "cpu"}},
-            "offload={'optimizer': 'cpu'}: must be one of none, cpu, nvme, infinity, auto; or write offload=zero",
+            "offload={'optimizer': 'cpu'}: must be one of none, cpu, nvme, infinity, auto, or zero.Offload(optimizer=",
         ),
         ({"optimizer": "disk"}, "offload.optimizer=disk: must be one of none, cpu, nvme, auto"),
         ({"optimizer": "cpu_if_sharded"}, "offload.optimizer=cpu_if_sharded: must be one of"),
@@ -267,21 +267,21 @@ def test_on_a_cpu_there_is_one_memory():
             Offload("cpu", param="cpu", host_budget=2 * GiB),
             {"host_bytes": 2 * GiB},
             "offload.host_budget=2.0 GiB: a rank needs at least 19.0 GiB there: 1.0 GiB of buffers (their smallest "
-            "number) + 12.0 GiB of master and moments + 2.0 GiB of parameters + 4.0 GiB of gradients; "
-            "raise offload.host_budget, or set offload.optimizer=nvme, or use more ranks",
+            "number) + 12.0 GiB of master and moments + 2.0 GiB of parameters + 4.0 GiB of gradients. "
+            "Raise offload.host_budget, or set offload.optimizer=nvme, or use more ranks.",
         ),
         (
             Offload("infinity", host_budget=0.5),
             {"host_bytes": GiB // 2},
             "offload.host_budget=50% leaves 512.0 MiB: a rank needs at least 1.0 GiB there: 1.0 GiB of buffers "
-            "(their smallest number); raise offload.host_budget, or set offload.page smaller, or use more ranks",
+            "(their smallest number). Raise offload.host_budget, or set offload.page smaller, or use more ranks.",
         ),
         (
             Offload(),
             {"device_bytes": 16 * GiB},
             "device memory has 16.0 GiB free: a rank needs at least 19.0 GiB there: 1.0 GiB of buffers (their smallest "
-            "number) + 12.0 GiB of master and moments + 2.0 GiB of parameters + 4.0 GiB of gradients; "
-            "set offload.optimizer=cpu, or use more ranks",
+            "number) + 12.0 GiB of master and moments + 2.0 GiB of parameters + 4.0 GiB of gradients. "
+            "Set offload.optimizer=cpu, or use more ranks.",
         ),
         (
             Offload(grad="cpu", optimizer="nvme", host_budget=20 * GiB),
@@ -296,7 +296,7 @@ def test_on_a_cpu_there_is_one_memory():
         (
             Offload("auto", device_budget=GiB),
             {"device_is_host": True},
-            "offload.device_budget=1.0 GiB: the CPU computes here and there is one memory. Set offload.host_budget.",
+            "offload.device_budget=1.0 GiB: without a GPU there is only host memory. Set offload.host_budget.",
         ),
     ],
     ids=lambda value: str(value)[:40],

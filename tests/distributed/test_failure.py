@@ -20,21 +20,21 @@ def lost(peer: int) -> Note:
 
 RAISED = Note.of_raise(ValueError("bad batch"))
 LEFT = Note.of_leaving()
-ENDED = Note.of_leaving("its process came to its end")
+ENDED = Note.of_leaving("its process ended")
 ELSEWHERE = Note("waited", "barrier", "Timed out", {4: "barrier"})
 
 TABLE = {
-    "nobody spoke": (WAITED, {}, DeadlineError, "no word from ranks 1, 2: busy elsewhere, stopped or dead"),
-    "one waits too": (WAITED, {1: WAITED}, DeadlineError, "rank 1 in gather of h.1; no word from rank 2"),
+    "nobody spoke": (WAITED, {}, DeadlineError, "No message from ranks 1, 2 (busy, stopped or dead)"),
+    "one waits too": (WAITED, {1: WAITED}, DeadlineError, "and rank 1 in gather of h.1. No message from rank 2"),
     "gone without a word": (lost(2), {}, RankFailedError, "rank 0 lost ranks 1, 2 in gather of h.1"),
     "heard of through another": (lost(1), {1: lost(2)}, RankFailedError, "rank 0 lost rank 2 in gather of h.1"),
     "one raised": (lost(1), {1: lost(2), 2: RAISED}, RankFailedError, "rank 2 failed first: ValueError: bad batch"),
-    "one left": (lost(1), {1: LEFT}, WorldError, "rank 1 left the world; rank 0 was in gather of h.1"),
+    "one left": (lost(1), {1: LEFT}, WorldError, "rank 1 left the world while rank 0 was in gather of h.1"),
     "one ended": (
         lost(1),
         {1: ENDED},
         WorldError,
-        "rank 1 left the world (its process came to its end); rank 0 was in",
+        "rank 1 left the world (its process ended) while rank 0 was in",
     ),
     "another had left before": (lost(2), {1: LEFT}, RankFailedError, "rank 0 lost rank 2"),
     "one is elsewhere": (WAITED, {1: ELSEWHERE}, WorldError, "gather of h.1 on rank 0; barrier on rank 1"),
@@ -68,7 +68,7 @@ def test_the_cause_is_named(case):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("nobody spoke", "no word from ranks 1, 2 on a, b: busy"),
+        ("nobody spoke", "No message from ranks 1, 2 on a, b (busy"),
         ("gone without a word", "rank 0 lost ranks 1, 2 on a, b in gather of h.1"),
         ("heard of through another", "rank 0 lost rank 2 on b in gather of h.1"),
         ("one raised", "rank 2 on b failed first"),

@@ -32,23 +32,23 @@ def loss_fn(model, batch):
 
 
 LOSSES = [
-    (lambda loss: {"loss": loss}, 'the loss is a dict, and it must be a tensor; write return outputs["loss"]'),
-    (lambda loss: loss.item(), "the loss is a float, and it must be a tensor; write return loss, without .item()"),
-    (lambda loss: 1, "the loss is an int, and it must be a tensor"),
-    (lambda loss: None, "loss_fn returned None; end it with return loss"),
-    (lambda loss: [loss], "the loss is a list, and it must be a tensor"),
-    (lambda loss: loss.detach(), "the loss has no gradient: no parameter that trains is in it"),
-    (lambda loss: torch.ones((), requires_grad=True), "the loss has no gradient: no parameter that trains is in it"),
-    (lambda loss: loss.expand(2), r"the loss has shape (2,); it must be a scalar: the mean of the microbatch"),
-    (lambda loss: (loss,), 'a tuple (a Tensor); write return loss, or return loss, {"accuracy": accuracy}'),
-    (lambda loss: (loss, loss), "a tuple (a Tensor, a Tensor); write return loss, or return loss, {"),
-    (lambda loss: (loss.item(), {}), "the loss is a float, and it must be a tensor"),
+    (lambda loss: {"loss": loss}, 'the loss is a dict, but must be a tensor. Write return outputs["loss"]'),
+    (lambda loss: loss.item(), "the loss is a float, but must be a tensor. Write return loss, without .item()"),
+    (lambda loss: 1, "the loss is an int, but must be a tensor"),
+    (lambda loss: None, "loss_fn returned None. End it with return loss"),
+    (lambda loss: [loss], "the loss is a list, but must be a tensor"),
+    (lambda loss: loss.detach(), "the loss has no gradient, because it does not depend"),
+    (lambda loss: torch.ones((), requires_grad=True), "the loss has no gradient, because it does not depend"),
+    (lambda loss: loss.expand(2), r"the loss has shape (2,). Return a scalar: the mean of the microbatch"),
+    (lambda loss: (loss,), 'a tuple (a Tensor). Write return loss, or return loss, {"accuracy": accuracy}'),
+    (lambda loss: (loss, loss), "a tuple (a Tensor, a Tensor). Write return loss, or return loss, {"),
+    (lambda loss: (loss.item(), {}), "the loss is a float, but must be a tensor"),
     (
         lambda loss: (loss, {"hits": torch.ones(3)}),
-        "'hits' beside the loss is float32 of shape (3,); it must be one real number",
+        "'hits' beside the loss is float32 of shape (3,), but must be one real number",
     ),
-    (lambda loss: (loss, {"name": "cat"}), "'name' beside the loss is a str, and it must be a number"),
-    (lambda loss: (loss, {"seen": None}), "'seen' beside the loss is None, and it must be a number"),
+    (lambda loss: (loss, {"name": "cat"}), "'name' beside the loss is a str, but must be a number"),
+    (lambda loss: (loss, {"seen": None}), "'seen' beside the loss is None, but must be a number"),
 ]
 
 
@@ -67,7 +67,7 @@ def test_a_loss_that_is_none_says_what_to_return(run, returned, said):
 def test_a_step_in_pieces_says_it_in_its_own_words(run):
     step = zero.Step(run.state)
     step.microbatch()
-    with pytest.raises(ConfigError, match=r'write step.backward\(outputs\["loss"\]\)'):
+    with pytest.raises(ConfigError, match=r'Write step.backward\(outputs\["loss"\]\)'):
         step.backward({"loss": 1})
     step.abandon()
 
@@ -95,20 +95,20 @@ def test_numbers_beside_the_loss_are_read_after_backward(run):
     assert norm > 0
 
 
-TAKES_A_LIST = "pass a list of them: step(state, [batch])"
+TAKES_A_LIST = "Pass a list of microbatches: step(state, [batch])"
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (lambda batch: batch, f"microbatches is a Tensor; {TAKES_A_LIST}"),
-        (lambda batch: {"x": batch}, f"microbatches is a dict; {TAKES_A_LIST}"),
-        (lambda batch: Pair(batch, batch), f"microbatches is a Pair; {TAKES_A_LIST}"),
+        (lambda batch: batch, f"microbatches is a Tensor. {TAKES_A_LIST}"),
+        (lambda batch: {"x": batch}, f"microbatches is a dict. {TAKES_A_LIST}"),
+        (lambda batch: Pair(batch, batch), f"microbatches is a Pair. {TAKES_A_LIST}"),
         (lambda batch: iter([batch]), TAKES_A_LIST),
-        (lambda batch: None, f"microbatches is None; {TAKES_A_LIST}"),
-        (lambda batch: SimpleNamespace(x=batch), f"microbatches is a SimpleNamespace; {TAKES_A_LIST}"),
-        (lambda batch: (batch, batch), "One batch, a tuple of tensors too, is passed as [batch]"),
-        (lambda batch: [batch, batch], "a step takes batch.accumulate=1 microbatches, not 2"),
+        (lambda batch: None, f"microbatches is None. {TAKES_A_LIST}"),
+        (lambda batch: SimpleNamespace(x=batch), f"microbatches is a SimpleNamespace. {TAKES_A_LIST}"),
+        (lambda batch: (batch, batch), "Pass one batch, also a tuple of tensors, as [batch]"),
+        (lambda batch: [batch, batch], "a step takes batch.accumulate=1 microbatches (in Python Plan("),
     ],
 )
 def test_microbatches_without_the_list(run, given, said):
@@ -121,72 +121,72 @@ def test_a_loader_of_microbatches_is_a_list_of_them(run):
     run.step(run.state, torch.utils.data.DataLoader([run.batch]))
 
 
-LOSS_FN = "write def loss_fn(model, batch): ... return loss"
+LOSS_FN = "Write def loss_fn(model, batch): ... return loss"
 
 CALLS = [
     # a state, or something else, in a plan's place
-    (lambda run: zero.open_store(run.state), "is a State; write store = zero.open_store(plan)"),
-    (lambda run: zero.open_store(run.model), "is a Sequential; write store = zero.open_store(plan)"),
-    (lambda run: zero.init(run.state), "a State; write state = zero.init(plan, zero.open_store(plan))"),
+    (lambda run: zero.open_store(run.state), "not a State. Write store = zero.open_store(plan)"),
+    (lambda run: zero.open_store(run.model), "not a Sequential. Write store = zero.open_store(plan)"),
+    (lambda run: zero.init(run.state), "a State. Write state = zero.init(plan, zero.open_store(plan))"),
     (
         lambda run: zero.init(run.plan),
-        "zero.init takes a PrefetchStore, and this is None; write state = zero.init(plan, ",
+        "zero.init takes a PrefetchStore, not None. Write state = zero.init(plan, ",
     ),
-    (lambda run: zero.init(run.store, run.plan), "zero.init takes a Plan, and this is a PrefetchStore"),
-    (lambda run: zero.make_step(run.state, loss_fn), "State; write step = zero.make_step(plan, loss_fn)"),
-    (lambda run: zero.make_step(zero.Plan, loss_fn), "this is the class Plan; write step = zero.make_step(plan, "),
-    (lambda run: zero.make_step(run.plan, run.batch), "loss_fn is a Tensor; give a function of the model"),
-    (lambda run: zero.make_forward(run.state, loss_fn), "write forward = zero.make_forward(plan, fn)"),
+    (lambda run: zero.init(run.store, run.plan), "zero.init takes a Plan, not a PrefetchStore"),
+    (lambda run: zero.make_step(run.state, loss_fn), "State. Write step = zero.make_step(plan, loss_fn)"),
+    (lambda run: zero.make_step(zero.Plan, loss_fn), "not the class Plan. Write step = zero.make_step(plan, "),
+    (lambda run: zero.make_step(run.plan, run.batch), "loss_fn is a Tensor. Give a function of the model"),
+    (lambda run: zero.make_forward(run.state, loss_fn), "Write forward = zero.make_forward(plan, fn)"),
     # a plan, or something else, in a state's place
-    (lambda run: run.step(run.plan, [run.batch]), "is a Plan; write state, metrics = step(state, [batch])"),
-    (lambda run: run.step((run.state, 1), [run.batch]), "is a tuple; write state, metrics = step(state, "),
-    (lambda run: run.step([run.batch]), "a step takes a State, and this is a list; write state, metrics = step(state"),
-    (lambda run: zero.make_forward(run.plan, loss_fn)(run.plan), "a forward takes a State, and this is a Plan"),
-    (lambda run: zero.Step(run.plan), "zero.Step takes a State, and this is a Plan"),
-    (lambda run: zero.record(run.plan).__enter__(), "zero.record takes a State, and this is a Plan"),
-    (lambda run: zero.save(run.folder, run.state), "zero.save takes a State, and this is a PosixPath; write zero.sa"),
-    (lambda run: zero.load(run.plan, None), "zero.load takes a State, and this is a Plan"),
+    (lambda run: run.step(run.plan, [run.batch]), "not a Plan. Write state, metrics = step(state, [batch])"),
+    (lambda run: run.step((run.state, 1), [run.batch]), "not a tuple. Write state, metrics = step(state, "),
+    (lambda run: run.step([run.batch]), "a step takes a State, not a list. Write state, metrics = step(state"),
+    (lambda run: zero.make_forward(run.plan, loss_fn)(run.plan), "a forward takes a State, not a Plan"),
+    (lambda run: zero.Step(run.plan), "zero.Step takes a State, not a Plan"),
+    (lambda run: zero.record(run.plan).__enter__(), "zero.record takes a State, not a Plan"),
+    (lambda run: zero.save(run.folder, run.state), "zero.save takes a State, not a PosixPath. Write zero.sa"),
+    (lambda run: zero.load(run.plan, None), "zero.load takes a State, not a Plan"),
     (
         lambda run: zero.load(run.state, run.folder),
         "zero.load takes a Checkpoint as its second argument, not a PosixPath",
     ),
-    (lambda run: zero.full_state_dict(run.state.model), "this is a Sequential; write zero.full_state_dict(state)"),
-    (lambda run: zero.gathered(run.plan).__enter__(), "zero.gathered takes a State, and this is a Plan"),
-    (lambda run: zero.set_full(run.plan, "0.weight", run.batch), "zero.set_full takes a State, and this is a Plan"),
-    (lambda run: zero.get_full("0.weight", run.state), "and this is a str; write zero.get_full(state, name)"),
-    (lambda run: zero.track("runs/x", run.state), "this is a str; write with zero.track(state, folder) as track:"),
-    (lambda run: zero.track(run.plan, "runs/x"), "zero.track takes a State, and this is a Plan"),
+    (lambda run: zero.full_state_dict(run.state.model), "not a Sequential. Write zero.full_state_dict(state)"),
+    (lambda run: zero.gathered(run.plan).__enter__(), "zero.gathered takes a State, not a Plan"),
+    (lambda run: zero.set_full(run.plan, "0.weight", run.batch), "zero.set_full takes a State, not a Plan"),
+    (lambda run: zero.get_full("0.weight", run.state), "not a str. Write zero.get_full(state, name)"),
+    (lambda run: zero.track("runs/x", run.state), "not a str. Write with zero.track(state, folder) as track:"),
+    (lambda run: zero.track(run.plan, "runs/x"), "zero.track takes a State, not a Plan"),
     # a path in a world's place, or the other way round
     (
         lambda run: zero.open_latest(run.folder, run.world),
-        "write checkpoint, rejected = zero.open_latest(world, folder)",
+        "Write checkpoint, rejected = zero.open_latest(world, folder)",
     ),
-    (lambda run: zero.open_latest(run.world, None), "zero.open_latest takes a folder second, and this is None"),
-    (lambda run: zero.open_checkpoint(run.folder, run.world), "write checkpoint = zero.open_checkpoint(world, folder)"),
-    (lambda run: zero.save(run.state, None), "this is None; write zero.save(state, folder)"),
+    (lambda run: zero.open_latest(run.world, None), "zero.open_latest takes a folder second, not None"),
+    (lambda run: zero.open_checkpoint(run.folder, run.world), "Write checkpoint = zero.open_checkpoint(world, folder)"),
+    (lambda run: zero.save(run.state, None), "not None. Write zero.save(state, folder)"),
     (lambda run: zero.save(run.state, ""), "zero.save: the folder is ''. Write its path, or '.' for the current one."),
     (lambda run: zero.open_latest(run.world, ""), "zero.open_latest: the folder is ''. Write its path"),
     (lambda run: zero.open_checkpoint(run.world, ""), "zero.open_checkpoint: the folder is ''. Write its path"),
     (lambda run: zero.track(run.state, ""), "zero.track: the folder is ''. Write its path"),
-    (lambda run: zero.adam(1e-3, decay="all"), "decay='all': it must be a function of a parameter's name and shape"),
-    (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, and this is a SoloWorld"),
+    (lambda run: zero.adam(1e-3, decay="all"), "decay='all': must be a function of a parameter's name and shape"),
+    (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, not a SoloWorld"),
     # an optimizer whose steps would change nothing
-    (lambda run: torch.optim.SGD(run.model.parameters(), lr=1.0).step(), "write state, metrics = step(state, [batch])"),
+    (lambda run: torch.optim.SGD(run.model.parameters(), lr=1.0).step(), "Write state, metrics = step(state, [batch])"),
     (lambda run: torch.optim.AdamW(list(run.model.named_parameters())).step(), "a torch optimizer holds 0.weight"),
     # a function of other arguments
-    (lambda run: zero.make_step(run.plan, nn.MSELoss()), f"torch's MSELoss, which does not call the model; {LOSS_FN}"),
+    (lambda run: zero.make_step(run.plan, nn.MSELoss()), f"torch's MSELoss, which does not call the model. {LOSS_FN}"),
     (
         lambda run: zero.make_step(run.plan, nn.functional.mse_loss),
-        f"torch's mse_loss, which does not call the model; {LOSS_FN}",
+        f"torch's mse_loss, which does not call the model. {LOSS_FN}",
     ),
-    (lambda run: zero.make_forward(run.plan, None), "fn is None; give a function of the model"),
+    (lambda run: zero.make_forward(run.plan, None), "fn is None. Give a function of the model"),
 ]
 
 
 @pytest.mark.parametrize("schedule", [zero.warmup_cosine, zero.warmup_linear])
 def test_a_share_in_a_rates_place_is_refused(schedule):
     """On the command line `schedule.final` is a share; in Python a rate of 0.1 would be thirty times the peak."""
-    with pytest.raises(ConfigError, match=r"final=0.1 is above lr=0.003: it is a learning rate, and not a share of lr"):
+    with pytest.raises(ConfigError, match=r"final=0.1 is above lr=0.003\. Give a learning rate, not a share of lr"):
         schedule(3e-3, warmup=5, total=100, final=0.1)
     assert schedule(3e-3, warmup=5, total=100, final=3e-3)(100) == 3e-3
 
@@ -244,7 +244,7 @@ def test_whatever_takes_a_model_and_a_microbatch_is_a_loss_fn(run, given):
 def test_a_call_of_track_has_the_state_first(run):
     state, metrics = run.step(run.state, [run.batch])
     with zero.track(state, run.folder / "run") as track:
-        with pytest.raises(ConfigError, match=r"this is a Metrics; write track\(state, metrics\)"):
+        with pytest.raises(ConfigError, match=r"not a Metrics. Write track\(state, metrics\)"):
             track(metrics, state)
         with pytest.raises(
             ConfigError, match=r"takes Metrics as its second argument, not a float. Write track\(state, metrics\)"
@@ -255,10 +255,10 @@ def test_a_call_of_track_has_the_state_first(run):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"compile": "yes"}, "zero.compile=yes: it is True, False or a backend of torch.compile: "),
-        ({"compile": 1}, "zero.compile=1: it is True, False or a backend of torch.compile: "),
-        ({"update": "eager"}, "zero.update=eager: it is one of lazy, serial"),
-        ({"accumulate": 0}, "accumulate=0 (batch.accumulate): it is a number of microbatches"),
+        ({"compile": "yes"}, "zero.compile=yes: must be True, False or a backend of torch.compile: "),
+        ({"compile": 1}, "zero.compile=1: must be True, False or a backend of torch.compile: "),
+        ({"update": "eager"}, "zero.update=eager: must be one of lazy, serial"),
+        ({"accumulate": 0}, "accumulate=0 (batch.accumulate): must be a number of microbatches"),
     ],
 )
 def test_arguments_of_a_plan_in_the_words_of_python(run, given, said):

@@ -122,7 +122,7 @@ def write_through_data(full):
             1,
             "param",
             ConfigError,
-            r"given as \(2,\); it is \(13,",
+            r"given as \(2,\), but must be \(13,",
         ),
         (lambda full: full.update({"norm.bias": 0.5}), True, "nu", ConfigError, r"norm.bias was given as float"),
         (
@@ -167,12 +167,15 @@ def refused(world):
         return str(caught.value)
 
     assert told(ConfigError, "blocks.0.gane") == "no parameter is named blocks.0.gane. Did you mean blocks.0.gain?"
-    assert "no parameter is named *.lora; there are embed.weight, " in told(ConfigError, ["norm.*", "*.lora"])
-    assert told(ConfigError, "head.weight") == "head.weight is tied to embed.weight; use that name"
+    assert "no parameter is named *.lora. There are embed.weight, " in told(ConfigError, ["norm.*", "*.lora"])
+    assert told(ConfigError, "head.weight") == "head.weight is tied to embed.weight. Use the name embed.weight."
     assert told(ConfigError, "blocks.2.gain", kind="mu") == "blocks.2.gain is frozen: it has no mu"
-    assert told(ConfigError, None, kind="nus") == "'nus' is not held: param, compute, grad, mu, nu"
+    assert (
+        told(ConfigError, None, kind="nus")
+        == "kind='nus' does not exist here. Choose from param, compute, grad, mu, nu."
+    )
     assert "the world has ranks 0 to 1" in told(ConfigError, None, modify=2)
-    assert "edit kind='param'" in told(ConfigError, None, modify=True, kind="compute")
+    assert "Edit kind='param'" in told(ConfigError, None, modify=True, kind="compute")
     with pytest.raises(ConfigError, match="is a pattern"):
         zero.get_full(state, "blocks.*.gain")
     mine = f"blocks.{world.rank}.gain"
@@ -429,7 +432,7 @@ def look_at_gradients(world, setting):
 
     def refuse(source):
         with pytest.raises(
-            StaleStateError, match="there is no gradient: it is there between backward and the end"
+            StaleStateError, match="there is no gradient: gradients exist only between backward and the end"
         ) as no:
             zero.get_full(source, "embed.weight", "grad")
         wrong.append(no)

@@ -46,7 +46,7 @@ def test_a_spent_state_says_what_to_write():
         lambda: first.scale,
         lambda: first.model,
     ):
-        with pytest.raises(StaleStateError, match=r"consumed by step 1; write `state, metrics = step\(state, micro"):
+        with pytest.raises(StaleStateError, match=r"consumed by step 1\. Write `state, metrics = step\(state, micro"):
             use()
     assert second.step == 1
     step(second, batch_for(world, 1))
@@ -327,9 +327,9 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
     missing = {name: value for name, value in values.items() if name != "norm.weight"}
     save_file(missing, tmp_path / "missing.safetensors")
     for weights in (missing, tmp_path / "missing.safetensors"):
-        with pytest.raises(PlanError, match=r"hold nothing named norm\.weight"):
+        with pytest.raises(PlanError, match=r"have no norm\.weight"):
             with_weights(SoloWorld(), 3, weights)
-    with pytest.raises(PlanError, match=r"hold norm\.bias as \(4,\), the model has \(13,\)"):
+    with pytest.raises(PlanError, match=r"have norm\.bias in shape \(4,\), but the model has \(13,\)"):
         with_weights(SoloWorld(), 3, values | {"norm.bias": torch.zeros(4)})
     with pytest.raises(PlanError, match="there is no such file"):
         with_weights(SoloWorld(), 3, tmp_path / "nothing.safetensors")

@@ -173,7 +173,7 @@ def test_a_closed_model_is_an_ordinary_one_with_the_trained_values(ranks, build,
         small_loss(model, small_batch(0, 6))[0].backward()
         assert len(seen) == 1
         assert model.head.weight.grad is not None
-        with pytest.raises(StaleStateError, match=r"^this State was closed; make another one with zero\.init$"):
+        with pytest.raises(StaleStateError, match=r"^this State was closed\. Make another one with zero\.init\.$"):
             zero.full_state_dict(state)
         again = zero.init(plan, zero.open_store(plan))
         assert all(torch.equal(zero.full_state_dict(again)[name], full[name].to(dtypes[name]).float()) for name in full)
@@ -308,12 +308,12 @@ def compiled() -> nn.Module:
 
 
 REFUSED = [
-    (compiled, r"model is what torch\.compile made of one: pass the model itself"),
+    (compiled, r"model was compiled by torch\.compile\. Pass the model itself"),
     (one_memory, r"layers\.2\.0\.weight and layers\.0\.0\.weight are two tensors in the same memory"),
     (a_buffer_in_a_parameter, r"first_row and layers\.0\.0\.weight are two tensors in the same memory"),
     (an_attribute_in_a_parameter, r"layers\.1\.seen and layers\.1\.0\.weight are two tensors in the same memory"),
-    (lazy, r"1 is a LazyLinear whose sizes are not known yet; run one batch"),
-    (scripted, r"1 is a TopLevelTracedModule: compiled code that keeps its own parameters"),
+    (lazy, r"1 is a LazyLinear whose sizes are not known yet\. Run one batch"),
+    (scripted, r"1 is a TopLevelTracedModule, which is compiled code with its own parameters"),
 ]
 
 
@@ -411,7 +411,7 @@ def test_a_hook_that_follows_accumulation_is_rejected():
         zero.init(plan, zero.open_store(plan))
     handle.remove()
     zero.init(plan, zero.open_store(plan))
-    with pytest.raises(OutsideUnitError, match=r"^layers\.0\.0\.bias: .* use register_hook$"):
+    with pytest.raises(OutsideUnitError, match=r"^layers\.0\.0\.bias: .* Use register_hook\.$"):
         model.layers[0][0].bias.register_post_accumulate_grad_hook(print)
 
 

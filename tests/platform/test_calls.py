@@ -105,7 +105,7 @@ def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, mon
     with pytest.raises(MachineError) as refusal:
         ProcessWorld(timeout_s=20)
     assert str(refusal.value) == (
-        "rank 1 of 2 sees one GPU, which another rank has; type launch.ranks=1, or launch.device=cpu"
+        "rank 1 of 2 sees one GPU, which another rank uses. Type launch.ranks=1, or launch.device=cpu."
     )
     assert connected == [1]
 

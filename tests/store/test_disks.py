@@ -198,7 +198,7 @@ def test_too_little_room_in_all_folders_together_is_refused_with_every_folder(fo
     monkeypatch.setattr("zero.engine.init.probe", lambda folder, **how: pytest.fail("measured before it was refused"))
     free(monkeypatch, 2, 1)
     setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
-    told = rf"needs .* KiB, free are 8.0 KiB in {folders[0]}, 4.0 KiB in {folders[1]}; set offload.path to folders with"
+    told = rf"needs .* KiB, but only 8.0 KiB in {folders[0]}, 4.0 KiB in {folders[1]} are free. Set offload.path to"
     with pytest.raises(StoreError, match=told):
         run_ranks(1, on_disk, setting, folders)
     with pytest.raises(StoreError, match=r"missing: no file can be made: ENOENT"):
@@ -233,7 +233,7 @@ def test_a_disk_that_fails_is_named(tmp_path):
         store.write(page, source).wait()
     disks["1"]._entries[pages[1]].crc ^= 1  # as if the disk had changed a bit
     store.read(pages[0], torch.empty(1024)).wait()
-    with pytest.raises(StoreError, match=rf"mu 1 of unit 0 .* in {tmp_path / 'bad'}: checksum differs"):
+    with pytest.raises(StoreError, match=rf"mu 1 of unit 0 .* in {tmp_path / 'bad'}: the checksum differs"):
         store.read(pages[1], torch.empty(1024)).wait()
     store.close()
 

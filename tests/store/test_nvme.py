@@ -76,7 +76,7 @@ class TestNvmeStore(StoreContract):
 
 @pytest.mark.parametrize("direct", ["switch", "transfer"])
 def test_a_file_system_without_direct_io_is_a_warning(tmp_path, direct):
-    with pytest.warns(UserWarning, match="direct I/O is refused"):
+    with pytest.warns(UserWarning, match="no direct I/O here"):
         NvmeStore(tmp_path, files=FaultyFiles(direct=direct)).close()
 
 
@@ -145,7 +145,8 @@ FAULTS = {
 }
 REFUSED = re.compile(r"offload\.path=|, .* has .* free|^what was written")
 NAMED = re.compile(
-    r"^page (master|mu) \d of unit 0 at offset \d+ of the file in \S+: (E[A-Z]+ \(|checksum differs|lost since E)"
+    r"^page (master|mu) \d of unit 0 at offset \d+ of the file in \S+: "
+    r"(E[A-Z]+ \(|the checksum differs|its data was lost by E)"
 )
 
 
@@ -244,7 +245,7 @@ def test_a_page_whose_write_failed_is_lost_until_it_is_written_again(tmp_path):
         assert isinstance(failed.value.__cause__, OSError)
         for _ in range(2):
             with pytest.raises(
-                StoreError, match=r"master 1 of unit 0 at offset 12288 of the file in \S+: lost since EIO"
+                StoreError, match=r"master 1 of unit 0 at offset 12288 of the file in \S+: its data was lost by EIO"
             ):
                 store.read(PAGES[1], into)
         store.write(PAGES[1], second)
@@ -370,7 +371,7 @@ def test_a_folder_where_no_file_can_be_made_is_refused_by_cause(tmp_path, code):
 
 @pytest.mark.parametrize(
     ("fault", "name", "cause"),
-    [(flip(3), "pwrite", "differently"), (flip(3), "pread", "differently"), (drop(), "pwrite", "nothing more")],
+    [(flip(3), "pwrite", "differently"), (flip(3), "pread", "differently"), (drop(), "pwrite", "the transfer ended")],
 )
 def test_a_disk_that_returns_something_else_is_refused_at_once(tmp_path, fault, name, cause):
     with pytest.raises(StoreError, match=f"offload.path={tmp_path}: the first block .*{cause}"):
@@ -406,7 +407,7 @@ def writes_beyond_the_limit_of_a_file(world, folder: Path) -> None:
         code = "EINVAL" if store is stores[0] else "EFBIG"  # direct I/O cannot go on inside a block
         refused = refusal_of(store.write, Page(0, "mu", 1), source)
         assert re.fullmatch(rf"page mu 1 of unit 0 at offset 8192 of the file in .*: {code} \(.*while writing", refused)
-        assert f"lost since {code}" in refusal_of(store.read, Page(0, "mu", 1), into)
+        assert f"its data was lost by {code}" in refusal_of(store.read, Page(0, "mu", 1), into)
         store.read(Page(0, "mu", 0), into)
         assert torch.equal(into, source)
         assert "EFBIG" in refusal_of(store.allocate, Page(0, "mu", 2), 2048, torch.float32)

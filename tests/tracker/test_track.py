@@ -308,7 +308,7 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
         state, metrics = step(state, [batch()])
         with pytest.raises(ConfigError, match="takes a dict of numbers as its third argument, not a float"):
             track(state, metrics, 0.5)
-        with pytest.raises(ConfigError, match="'loss' of an evaluation is None, and it must be a number"):
+        with pytest.raises(ConfigError, match="'loss' of an evaluation is None, but must be a number"):
             track(state, metrics, {"loss": None})
         track(state, metrics, {"loss": 0.5})
     with pytest.raises(ConfigError, match="outside of its block"):

@@ -62,8 +62,8 @@ def test_a_simulated_gpu_sends_those_of_the_units_that_are_named():
 @pytest.mark.parametrize(
     ("policies", "why"),
     [
-        ("often", "zero.activations=often: it is one of"),
-        ({"layers.*": "remat"}, r"no unit is named layers\.\*; there are"),
+        ("often", "zero.activations=often: must be one of"),
+        ({"layers.*": "remat"}, r"no unit is named layers\.\*\. There are"),
     ],
 )
 def test_unknown_words_and_units_are_refused(policies, why):

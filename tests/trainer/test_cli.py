@@ -345,7 +345,7 @@ def test_a_full_run_folder_is_one_line_that_names_the_file(here, capsys):
     assert train.main([*TINY, "hydra.run.dir=run", "tracker.console=none"]) == MachineError.exit_code
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "run/ranks/0.log cannot be written: ENOSPC (No space left on device); free space there, or set hydra" in said
+    assert "run/ranks/0.log cannot be written: ENOSPC (No space left on device). Free space there, or set hydra" in said
 
 
 def test_what_is_in_the_way_inside_a_run_folder_is_named(here, capsys):
@@ -372,7 +372,7 @@ def test_a_disk_that_fills_while_training_ends_a_run_and_leaves_nothing_half_wri
     quiet = ["sample.tokens=0", "tracker.every=1", "steps=60", "val.every=0", "hydra.run.dir=run"]
     done = program(*TINY, *quiet, cwd=here, **_limited(6000))
     assert done.returncode == MachineError.exit_code
-    assert f"{here}/run/metrics.jsonl cannot be written: EFBIG (File too large); raise the limit" in done.stderr
+    assert f"{here}/run/metrics.jsonl cannot be written: EFBIG (File too large). Raise the limit" in done.stderr
     assert done.stderr.count("\n") == 1
     assert "metrics.jsonl cannot be written" in summary_of(here / "run")["exit_reason"]
     assert [path.name for path in (here / "run").glob(".*")] == [".hydra"]

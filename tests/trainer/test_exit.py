@@ -142,7 +142,7 @@ def test_the_end_has_a_limit_and_no_child_waits(tmp_path):
         tmp_path,
     )
     assert (done.returncode, done.stdout) == (0, "the child ends with 0\n")
-    assert done.stderr == "the thread 'a disk that hangs' is still at work 0.2 s after the end of the script\n"
+    assert done.stderr == "the thread 'a disk that hangs' still runs 0.2 s after the end of the script\n"
 
 
 @pytest.mark.process

@@ -145,8 +145,8 @@ def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
     for number, (hang, line) in enumerate(zip(HANGS, complaints.splitlines(), strict=True)):
         assert line.startswith(f"restart {number + 1} of {len(HANGS)}: rank {1 - hang.rank} failed: ")
         assert f"waited {PATIENCE_S / 2:g} s in " in line
-        assert f"no word from rank {hang.rank}: busy elsewhere, stopped or dead" in line
-        assert re.search(rf"; last known of rank {hang.rank}: step \d+, (forward|backward|norm|save) ", line), line
+        assert f"No message from rank {hang.rank} (busy, stopped or dead)" in line
+        assert re.search(rf", last phase of rank {hang.rank}: step \d+, (forward|backward|norm|save) ", line), line
         assert line.endswith(", stacks in the log of each)")
         for log in logs:
             assert "(most recent call first)" in log[number]

@@ -112,7 +112,7 @@ PATHS = [key for key in DECLARED if words(key.field).startswith("a path")]
 @pytest.mark.parametrize("key", PATHS, ids=lambda key: f"{key.section.__name__}:{key.name}")
 def test_a_pattern_where_a_path_belongs_is_rejected(key):
     assert len(PATHS) > 7
-    with pytest.raises(ConfigError, match=rf"^{key.name}=\*.txt: is a pattern, and must be one path; give the folder"):
+    with pytest.raises(ConfigError, match=rf"^{key.name}=\*.txt: is a pattern, but must be one path. Give the folder"):
         read(put(base(key), key.name, "*.txt"))
 
 
@@ -186,5 +186,7 @@ def test_an_offload_path_may_be_a_variable_of_each_rank(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_DISK", str(tmp_path))
     monkeypatch.delenv("NO_DISK", raising=False)
     assert folders_of(["$LOCAL_DISK/a", "${LOCAL_DISK}", "/b"]) == [tmp_path / "a", tmp_path, Path("/b")]
-    with pytest.raises(ConfigError, match=r"^offload.path=/x/\$NO_DISK: there is no variable \$NO_DISK on "):
+    with pytest.raises(
+        ConfigError, match=r"^offload.path=/x/\$NO_DISK: the environment variable \$NO_DISK is not set on "
+    ):
         folders_of(["/x/$NO_DISK"])

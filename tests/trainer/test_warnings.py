@@ -23,7 +23,7 @@ def disk(monkeypatch):
 
 
 QUIET = [*TINY, "sample.tokens=0", "launch.malloc=default", "tracker.console=none", "steps=1", "val.every=0"]
-WARNING = "is memory, not a disk (tmpfs): its files take host memory; use a folder on a disk"
+WARNING = "is memory, not a disk (tmpfs): its files take host memory. Use a folder on a disk"
 
 
 def test_a_disk_that_is_memory_is_warned_of_once(here, tmpfs, capsys):

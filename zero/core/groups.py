@@ -71,7 +71,7 @@ class Group:
             return None if taken else f"takes none of the model's {len(shapes)} parameters"
         for pattern in sorted(self._names):
             if pattern not in shapes and not any(fnmatchcase(name, pattern) for name in shapes):
-                return f"takes {pattern!r}, and no parameter is named so{meant(pattern, shapes)}"
+                return f"takes {pattern!r}, but no parameter matches it{meant(pattern, shapes)}"
         return None
 
     @property
@@ -123,8 +123,8 @@ def settings_at(group: Group, default: Group, betas: tuple[str, ...], decays: bo
         return float(check_setting(key, value(step) if callable(value) else value, f"{where}{key} at step {step}"))
 
     if len(values["betas"]) != len(betas):
-        wanted = f"({', '.join(betas)})" if betas else "none"
-        raise ConfigError(f"optim.{where}betas={values['betas']}; this optimizer has {wanted}")
+        wanted = f"the betas ({', '.join(betas)})" if betas else "no betas"
+        raise ConfigError(f"optim.{where}betas={values['betas']}: this optimizer has {wanted}")
     trains = values["trains"]
     return Settings(
         at("lr", values["lr"]),
@@ -150,7 +150,7 @@ def check_setting(key: str, value: float, where: str = "") -> float:
     """
     if key in ("lr", "weight_decay"):
         return require(
-            where or key, value, lambda number: 0 <= number < inf, "0 or more and finite: check the schedule"
+            where or key, value, lambda number: 0 <= number < inf, "finite and 0 or more. Check the schedule."
         )
     return require(where or key, value, lambda number: 0 <= number < 1, "at least 0 and less than 1")
 
@@ -161,7 +161,7 @@ def require(key: str, value: float, holds: Callable[[float], bool], wanted: str)
     `holds` must be false for NaN, as every comparison with NaN is.
     """
     if not isinstance(value, SupportsFloat):
-        raise ConfigError(f"optim.{key}={value!r} is a {type(value).__name__}; it must be a number")
+        raise ConfigError(f"optim.{key}={value!r} is a {type(value).__name__}, but must be a number")
     if not holds(value):
-        raise ConfigError(f"optim.{key}={value}; it must be {wanted}")
+        raise ConfigError(f"optim.{key}={value}: must be {wanted}")
     return value

@@ -192,12 +192,12 @@ class _Decay:
     def __post_init__(self) -> None:
         if self.total <= self.peak:
             raise ConfigError(
-                f"schedule.total={self.total} is not after the peak at step {self.peak} "
-                f"(schedule.warmup={self.warmup.steps}, hold={self.hold}); a decay needs steps of its own"
+                f"schedule.total={self.total}: no step is left for a decay after the peak at step {self.peak} "
+                f"(schedule.warmup={self.warmup.steps}, hold={self.hold}). Raise schedule.total."
             )
         if self.final > self.warmup.lr:
             raise ConfigError(
-                f"final={self.final:g} is above lr={self.warmup.lr:g}: it is a learning rate, and not a share of lr"
+                f"final={self.final:g} is above lr={self.warmup.lr:g}. Give a learning rate, not a share of lr."
             )
 
     @property

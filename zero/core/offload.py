@@ -166,7 +166,7 @@ class Offload(Section):
             SettingError: an unknown word, a page size that is not a multiple of 4 KiB, or a number that is too small.
         """
         if not isinstance(preset, str) or preset not in PRESETS:
-            example = "" if isinstance(preset, str) else '; or write offload=zero.Offload(optimizer="cpu")'
+            example = "" if isinstance(preset, str) else ', or zero.Offload(optimizer="cpu")'
             raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{example}")
         values = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
         values |= {name: value for name, value in settings.items() if value is not None}

@@ -305,7 +305,7 @@ def _transform(
     """
     if not callable(decay):
         raise ConfigError(
-            f"decay={decay!r}: it must be a function of a parameter's name and shape. Write decay=lambda name, shape: "
+            f"decay={decay!r}: must be a function of a parameter's name and shape. Write decay=lambda name, shape: "
             "True for all of them."
         )
     groups, default = as_tuple(groups), Group((), lr, weight_decay, tuple(betas.values()))

@@ -77,7 +77,8 @@ class DoesNotFit(ConfigError):
 
     def __init__(self, problem: str, ways: Sequence[str], *, needs_bytes: int, activation_bytes: int) -> None:
         self.problem, self.ways, self.needs_bytes, self.activation_bytes = problem, ways, needs_bytes, activation_bytes
-        super().__init__(f"{problem}; {', or '.join(ways or ['use a machine with more memory'])}")
+        advice = ", or ".join(ways or ["use a machine with more memory"])
+        super().__init__(f"{problem}. {advice[0].upper()}{advice[1:]}.")
 
 
 def place(
@@ -121,8 +122,8 @@ def place(
     """
     if device_is_host and offload.device_budget is not None:
         raise ConfigError(
-            f"offload.device_budget={budget_text(offload.device_budget)}: the CPU computes here and there is one "
-            "memory. Set offload.host_budget."
+            f"offload.device_budget={budget_text(offload.device_budget)}: without a GPU there is only host memory. "
+            "Set offload.host_budget."
         )
     sizes = {"optimizer": sum(size for _, _, size in groups), "grad": grad_bytes, "param": param_bytes}
     fixed = {key: _TIER_OF[setting] for key in sizes if (setting := getattr(offload, key)) != "auto"}
@@ -158,9 +159,8 @@ def place(
         optimizer[unit, number] = fastest
     if disk_bytes is not None and used["nvme"] > disk_bytes:
         raise ConfigError(
-            f"offload.path has {size_text(disk_bytes)} free for a rank, which needs "
-            f"{size_text(used['nvme'])} there; {', or '.join(['give an offload.path with more space', *resorts])}, "
-            "or offload less"
+            f"offload.path has {size_text(disk_bytes)} free for a rank, but a rank needs {size_text(used['nvme'])}. "
+            f"{', or '.join(['Give an offload.path with more space', *resorts])}, or offload less."
         )
     return Placement(param, grad, optimizer, {tier: used[tier] for tier in TIERS})
 

@@ -59,7 +59,7 @@ class Precision:
         object.__setattr__(self, "reduce", _dtype("reduce", reduce))
         object.__setattr__(self, "scale", scale)
         if self.compute != torch.float16 and scale.static != 1.0:
-            raise ConfigError(f"precision.scale is for fp16; {compute} has fp32's range. Remove it.")
+            raise ConfigError(f"precision.scale is for fp16, but {compute} has the range of fp32. Remove it.")
         object.__setattr__(self, "master", _master(compute, master))
 
 

@@ -98,7 +98,7 @@ def sentence(model: type[Section], errors: ValidationError, raw: Mapping[str, An
     if error["type"] not in (*_BOUNDS, "literal_error", "value_error") and _takes_null(model, key, at):
         text += ", or null"
     is_whole = isinstance(value, float) and value.is_integer() and 1 <= value < 2**53 and "a whole number" in text
-    write = f"; write {key}={value:.0f}" if is_whole else ""  # YAML reads 1e3 as 1000.0
+    write = f". Write {key}={value:.0f}." if is_whole else ""  # YAML reads 1e3 as 1000.0
     return f"{key}={suggest.shown(value)}: {text}{write}"
 
 
@@ -170,7 +170,7 @@ def unknown_key(model: type[Section], key: str, at: str = "") -> str:
     known = keys(model, at)
     if key in known:
         section = key.split(".")[0]
-        return f"{key} is not a key of the option chosen for {section}; see mode=explain explain.key={key}"
+        return f"{key} is not a key of the option chosen for {section}. See mode=explain explain.key={key}."
     return suggest.unknown(key, known)
 
 

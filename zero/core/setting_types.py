@@ -97,7 +97,7 @@ def whole_or_auto(least: int, largest: int = MOST, auto: Any = "auto") -> Reads:
 
 def in_fp32(value: float) -> float:
     if value < 1e-37:
-        raise ValueError("is 0 in fp32, in which updates are made")
+        raise ValueError("is 0 in fp32, the dtype of updates")
     return value
 
 
@@ -140,8 +140,8 @@ def memory_of(value: object) -> int:
     if nbytes >= 2**20 or re.fullmatch(r"\d+B", str(value)):
         return nbytes
     if str(value).isdigit():
-        raise ValueError(f"is {nbytes} bytes; write a unit, such as 80GiB")
-    raise ValueError("must be at least 1MiB; what a run takes is in the table of mode=plan")
+        raise ValueError(f"is {nbytes} bytes. Write a unit, such as 80GiB.")
+    raise ValueError("must be at least 1MiB. See the memory of a run with mode=plan.")
 
 
 Memory = Annotated[int | Literal["auto"], or_auto("a size such as 80GiB", memory_of)]
@@ -153,7 +153,7 @@ def text_of(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("must be text")
     if not value.strip():
-        raise ValueError("must not be empty; leave the key out, or write null")
+        raise ValueError("must not be empty. Leave the key out, or write null.")
     if not value.isprintable():
         raise ValueError("must be printable text")
     return value
@@ -164,7 +164,7 @@ def _place(value: object) -> str:
     if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
         raise ValueError("is too long for a path")
     if "*" in text or "?" in text:
-        raise ValueError("is a pattern, and must be one path; give the folder of the files")
+        raise ValueError("is a pattern, but must be one path. Give the folder of the files.")
     return os.path.expanduser(text)
 
 
@@ -208,7 +208,7 @@ def _activations(value: object) -> str | tuple[str, ...]:
     for entry in entries:
         pattern, _, word = entry.rpartition(":")
         if not pattern or word not in ACTIVATIONS:
-            raise ValueError(f"has {entry}; write UNITS:WORD, such as blocks.0:remat, with keep, remat or offload")
+            raise ValueError(f"has {entry}. Write UNITS:WORD, such as blocks.0:remat, with keep, remat or offload.")
     _unique(tuple(entry.rpartition(":")[0] for entry in entries))
     return entries
 

@@ -75,7 +75,7 @@ class Note:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if isinstance(error, SystemExit):
             error = error.__context__ if error.code else None
-        return cls.of_leaving("its process came to its end") if error is None else cls.of_raise(error)
+        return cls.of_leaving("its process ended") if error is None else cls.of_raise(error)
 
 
 class PlaceBoard(Protocol):
@@ -206,7 +206,7 @@ def explain(
     others = {r: note for r, note in notes.items() if r != rank}
     for r, note in others.items():
         if note.kind == "raised":
-            return RankFailedError(f"{at_home([r])} failed first: {note.text}; rank {rank} was in {mine.op}")
+            return RankFailedError(f"{at_home([r])} failed first: {note.text} (rank {rank} was in {mine.op})")
     different = first_difference({rank: mine.started} | {r: note.started for r, note in others.items()})
     different = different or next((note.text for note in notes.values() if note.kind == "vain"), "")
     if different:
@@ -215,21 +215,21 @@ def explain(
     left = sorted(r for r, note in others.items() if note.kind == "left" and r in missed)
     if left:
         why = "".join(sorted({f" ({others[r].text})" for r in left if others[r].text}))
-        return WorldError(f"{at_home(left)} left the world{why}; rank {rank} was in {mine.op}")
+        return WorldError(f"{at_home(left)} left the world{why} while rank {rank} was in {mine.op}")
     silent = [r for r in range(size) if r != rank and r not in others]
     if mine.kind == "lost" and silent:
         machine = ", or its machine is gone" if several else ""
         return RankFailedError(
-            f"rank {rank} lost {at_home(silent)} in {mine.op}; a rank that goes without a word was usually killed "
-            f"by signal 9, most often for memory{machine} ({mine.text})"
+            f"rank {rank} lost {at_home(silent)} in {mine.op} ({mine.text}). A rank that ends without an error was "
+            f"usually killed by signal 9, most often for lack of memory{machine}."
         )
-    wait = f"waited {wait_s:g} s" if mine.kind == "waited" else f"was cut off, others had waited {wait_s:g} s,"
-    seen = [f"rank {rank} {wait} in {mine.op}"]
-    seen += [f"rank {r} in {note.op}" for r, note in others.items()]
+    waited = f"waited {wait_s:g} s in {mine.op}"
+    waited = waited if mine.kind == "waited" else f"was in {mine.op} when others had waited {wait_s:g} s"
+    message = " and ".join([f"rank {rank} {waited}", *(f"rank {r} in {note.op}" for r, note in others.items())])
     if silent:
-        seen.append(f"no word from {at_home(silent)}: busy elsewhere, stopped or dead")
-        seen += [f"last known of rank {r}: {place}" for r in silent if board and (place := board.place_of(r))]
-    return DeadlineError("; ".join(seen))
+        phases = [f", last phase of rank {r}: {place}" for r in silent if board and (place := board.place_of(r))]
+        message += f". No message from {at_home(silent)} (busy, stopped or dead){''.join(phases)}"
+    return DeadlineError(message)
 
 
 def first_difference(started: Mapping[int, Mapping[int, str]]) -> str:

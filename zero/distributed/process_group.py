@@ -63,7 +63,7 @@ class ProcessGroup:
         if self.local_size < self.size:
             have_gloo_listen_towards(address)
             if compute.shares_memory:
-                hint = "; GLOO_SOCKET_IFNAME must name the interface through which the nodes reach each other"
+                hint = ". Set GLOO_SOCKET_IFNAME to the network interface between the nodes."
         self._owns_default = not dist.is_initialized()
         before = open_sockets()
         self._group = connect_all(
@@ -87,8 +87,8 @@ class ProcessGroup:
         gpu = self._compute.name()
         if gpu and self._store.add(f"gpu {gpu}", 1) > 1:
             raise MachineError(
-                f"rank {self.rank} of {self.size} sees one GPU, which another rank has; type launch.ranks=1, or "
-                "launch.device=cpu"
+                f"rank {self.rank} of {self.size} sees one GPU, which another rank uses. Type launch.ranks=1, or "
+                "launch.device=cpu."
             )
 
     def _connect(self) -> dist.ProcessGroup | None:
@@ -181,7 +181,7 @@ class ProcessGroup:
     def _begin(self, op: str, whole: Tensor, order: str) -> int:
         """Record the start of an operation and return its tag, which only the same operation has on other ranks."""
         if self._group is None:
-            raise WorldError(f"{op}: rank {self.rank} has left this world; open a new one")
+            raise WorldError(f"{op}: rank {self.rank} has left this world. Open a new one.")
         if self._failure is not None:
             raise self._failure
         signature = signature_of(op, whole)

@@ -38,7 +38,7 @@ def check_environment() -> None:
     """Raise ConfigError unless torchrun's environment variables are set."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ConfigError(f"the environment lacks {', '.join(missing)}; start the ranks with torchrun")
+        raise ConfigError(f"the environment lacks {', '.join(missing)}. Start the ranks with torchrun.")
 
 
 def store_address() -> tuple[str, int]:

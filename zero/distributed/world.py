@@ -154,7 +154,7 @@ class World(contextlib.AbstractContextManager["World"]):
             DeadlineError: the other ranks did not connect in time.
         """
         if device is not None and str(device).partition(":")[0] not in ("cpu", "cuda"):
-            raise ConfigError(f'device={device}: it is cpu or cuda; write zero.World.from_env(device="cuda")')
+            raise ConfigError(f'device={device}: must be cpu or cuda. Write zero.World.from_env(device="cuda")')
         if env_int("WORLD_SIZE", "1") == 1:
             return SoloWorld(claim_device(device, env_int("LOCAL_RANK", "0")), timeout_s=timeout_s)
         return ProcessWorld(timeout_s=timeout_s, device=device)
@@ -206,7 +206,7 @@ class World(contextlib.AbstractContextManager["World"]):
         _check(op, recv_P, full_P.numel(), full_P.dtype)
         if self.size > 1 and (_overlap(full_P, sum_S) or _overlap(recv_P, sum_S)):
             raise LayoutError(
-                f"{op}: the output sum_S overlaps an input, which is read while it is written. Allocate it apart."
+                f"{op}: the output sum_S overlaps an input, which is still read. Allocate sum_S separately."
             )
         arrival = self._exchange(full_P, recv_P, op)
 
@@ -510,8 +510,8 @@ def _label(op: str, what: str) -> str:
 def _check(op: str, tensor: Tensor, numel: int, dtype: torch.dtype, *, flat: bool = True) -> None:
     if tensor.numel() != numel or tensor.dtype != dtype or not tensor.is_contiguous() or (flat and tensor.dim() != 1):
         raise LayoutError(
-            f"{op}: got shape {tuple(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}; "
-            f"it takes {numel} contiguous elements of {dtype}"
+            f"{op}: the tensor must be {numel} contiguous elements of {dtype}, "
+            f"not shape {tuple(tensor.shape)} of {tensor.dtype}, strides {tensor.stride()}"
         )
 
 

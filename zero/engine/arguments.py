@@ -14,8 +14,8 @@ from torch import Tensor
 from zero.errors import ConfigError
 
 NOTHING_TRAINS = (
-    "the loss has no gradient: no parameter that trains is in it; compute it with the model that trains, which loss_fn "
-    "is given, without torch.no_grad() or .detach()"
+    "the loss has no gradient, because it does not depend on a trainable parameter. Compute it with the model that "
+    "loss_fn gets, without torch.no_grad() or .detach()."
 )
 
 
@@ -27,7 +27,7 @@ def check_type(value: object, cls: type, call: str, line: str) -> None:
         line: a correct call of that function, for the message.
     """
     if not isinstance(value, cls):
-        raise ConfigError(f"{call} takes a {cls.__name__}, and this is {type_text(value)}; write {line}")
+        raise ConfigError(f"{call} takes a {cls.__name__}, not {type_text(value)}. Write {line}")
 
 
 def check_folder(value: object, call: str, line: str) -> None:
@@ -38,7 +38,7 @@ def check_folder(value: object, call: str, line: str) -> None:
         line: a correct call of that function, for the message.
     """
     if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"{call} takes a folder second, and this is {type_text(value)}; write {line}")
+        raise ConfigError(f"{call} takes a folder second, not {type_text(value)}. Write {line}")
     if value == "":
         raise ConfigError(f"{call}: the folder is ''. Write its path, or '.' for the current one.")
 
@@ -46,7 +46,7 @@ def check_folder(value: object, call: str, line: str) -> None:
 def check_function(value: object, key: str, line: str) -> None:
     """Raise ConfigError unless `value`, the argument named `key`, is callable; `line` is a correct call."""
     if not callable(value):
-        raise ConfigError(f"{key} is {type_text(value)}; give a function of the model and a microbatch: {line}")
+        raise ConfigError(f"{key} is {type_text(value)}. Give a function of the model and a microbatch: {line}")
 
 
 def check_loss_fn(function: Callable[..., Any]) -> None:
@@ -57,8 +57,8 @@ def check_loss_fn(function: Callable[..., Any]) -> None:
     if str(getattr(function, "__module__", None)).startswith("torch.nn."):
         name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
-            f"loss_fn is torch's {name}, which does not call the model; "
-            "write def loss_fn(model, batch): ... return loss"
+            f"loss_fn is torch's {name}, which does not call the model. "
+            "Write def loss_fn(model, batch): ... return loss"
         )
 
 
@@ -66,11 +66,11 @@ def check_microbatches(value: Any, accumulate: int) -> None:
     """Raise ConfigError unless `value` is a list of `accumulate` microbatches."""
     is_single = isinstance(value, Tensor | Mapping | str) or (isinstance(value, tuple) and type(value) is not tuple)
     if is_single or not (isinstance(value, Sized) and isinstance(value, Iterable)):
-        raise ConfigError(f"microbatches is {type_text(value)}; pass a list of them: step(state, [batch])")
+        raise ConfigError(f"microbatches is {type_text(value)}. Pass a list of microbatches: step(state, [batch]).")
     if len(value) != accumulate:
         raise ConfigError(
-            f"a step takes batch.accumulate={accumulate} microbatches, not {len(value)}; in Python it is "
-            "Plan(accumulate=...). One batch, a tuple of tensors too, is passed as [batch]"
+            f"a step takes batch.accumulate={accumulate} microbatches (in Python Plan(accumulate=...)), not "
+            f"{len(value)}. Pass one batch, also a tuple of tensors, as [batch]."
         )
 
 
@@ -81,14 +81,14 @@ def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
         ConfigError: `returned` is neither a loss nor a tuple of a loss and a dict, or the loss has no gradient.
     """
     if returned is None:
-        raise ConfigError("loss_fn returned None; end it with return loss")
+        raise ConfigError("loss_fn returned None. End it with return loss.")
     loss: Any = returned
     aux: Mapping[str, Any] = {}
     if isinstance(returned, tuple):
         if len(returned) != 2 or not isinstance(returned[1], Mapping):
             inside = ", ".join(map(type_text, returned))
             raise ConfigError(
-                f'loss_fn returned a tuple ({inside}); write return loss, or return loss, {{"accuracy": accuracy}}'
+                f'loss_fn returned a tuple ({inside}). Write return loss, or return loss, {{"accuracy": accuracy}}'
             )
         loss, aux = returned
     check_loss(loss)
@@ -107,10 +107,10 @@ def check_loss(loss: object, line: str = "return {}") -> None:
         expression = 'outputs["loss"]' if isinstance(loss, Mapping) else "loss"
         without = ", without .item() or float()" if isinstance(loss, int | float) else ""
         raise ConfigError(
-            f"the loss is {type_text(loss)}, and it must be a tensor; write {line.format(expression)}{without}"
+            f"the loss is {type_text(loss)}, but must be a tensor. Write {line.format(expression)}{without}"
         )
     if loss.numel() != 1:
-        raise ConfigError(f"the loss has shape {tuple(loss.shape)}; it must be a scalar: the mean of the microbatch")
+        raise ConfigError(f"the loss has shape {tuple(loss.shape)}. Return a scalar: the mean of the microbatch.")
 
 
 def numbers_by_name(values: Mapping[str, Any], where: str = "beside the loss") -> dict[str, Tensor]:
@@ -127,10 +127,12 @@ def numbers_by_name(values: Mapping[str, Any], where: str = "beside the loss") -
         try:
             number = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):
-            raise ConfigError(f"{name!r} {where} is {type_text(value)}, and it must be a number") from None
+            raise ConfigError(f"{name!r} {where} is {type_text(value)}, but must be a number") from None
         if number.numel() != 1 or number.is_complex():
             dtype = str(number.dtype).removeprefix("torch.")
-            raise ConfigError(f"{name!r} {where} is {dtype} of shape {tuple(number.shape)}; it must be one real number")
+            raise ConfigError(
+                f"{name!r} {where} is {dtype} of shape {tuple(number.shape)}, but must be one real number"
+            )
         numbers[name] = number.reshape(())
     return numbers
 

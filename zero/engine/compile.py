@@ -26,7 +26,7 @@ def check_backend(backend: object) -> None:
         return
     if not isinstance(backend, str) or backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
-        raise PlanError(f"zero.compile={backend}: it is True, False or a backend of torch.compile: {known}")
+        raise PlanError(f"zero.compile={backend}: must be True, False or a backend of torch.compile: {known}")
 
 
 def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -381,11 +381,12 @@ def _is_real(tensor: Tensor) -> bool:
 def _refuse_reading(tensor: Unmade, by: str) -> NoReturn:
     if tensor.recipe.root.kept:
         raise OutsideUnitError(
-            f"{by} of a parameter without values: zero.empty() leaves them to zero.init; read them after it, or build "
-            "the model without zero.empty()"
+            f"{by} of a parameter without values: after zero.empty(), zero.init makes them. Read them after zero.init, "
+            "or build the model without zero.empty()."
         )
     raise OutsideUnitError(
-        f"{by} of a parameter before zero.initialize: only rank 0 has the values until then. Write if rank == 0."
+        f"{by} of a parameter before zero.initialize: only rank 0 has the values until then. Put the line "
+        "under `if rank == 0:`."
     )
 
 

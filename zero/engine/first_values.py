@@ -350,7 +350,7 @@ def _begun(root: Root) -> Tensor:
     """
     if not root.kept:
         raise PlanError(
-            "parameters of deepspeed.zero.Init() have their values on rank 0 alone; give the model to zero.initialize"
+            "parameters of deepspeed.zero.Init() have their values on rank 0 only. Pass the model to zero.initialize."
         )
     memory = aligned_zeros(root.shape.numel(), torch.float32, torch.device("cpu")).view(root.shape)
     return memory.fill_(torch.nan) if root.begin is None else memory.copy_(root.begin)
@@ -387,10 +387,10 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 def _refuse_left_out(module: nn.Module, owner: Owner, made: Mapping[str, Tensor]) -> None:
     if left_out := [name for name, value in made.items() if value.isnan().any()]:
-        reset = "its reset_parameters() leaves it out" if _reset_of(module) else "has no reset_parameters()"
+        reset = "its reset_parameters() does not set it" if _reset_of(module) else "has no reset_parameters()"
         raise PlanError(
-            f"{type(module).__name__} at {owner.path or '(root)'} holds {', '.join(left_out)} and {reset}; "
-            "give it a reset_parameters(), or pass weights= to zero.init"
+            f"{type(module).__name__} at {owner.path or '(root)'} holds {', '.join(left_out)} and {reset}. "
+            "Give it a reset_parameters(), or pass weights= to zero.init."
         )
 
 
@@ -429,7 +429,7 @@ def _named(weights: Mapping[str, Tensor], names: tuple[str, ...], shape: tuple[i
     known = next(name for name in names if name in weights)
     value = _checked(known, weights[known], shape).detach()
     if value.itemsize == 1 or value.is_complex():
-        raise PlanError(f"weights hold {known} as {value.dtype}: give them in bf16 or fp32, scales applied")
+        raise PlanError(f"weights have {known} in {value.dtype}. Give them in bf16 or fp32, with scales applied.")
     return value
 
 
@@ -437,12 +437,12 @@ def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, .
     missing = [names[0] for names in wanted if not any(name in weights for name in names)]
     if missing:
         hint = meant(missing[0], weights) if len(missing) == 1 else ""
-        raise PlanError(f"weights hold nothing named {some(missing)}{hint}")
+        raise PlanError(f"weights have no {some(missing)}{hint}")
 
 
 def _checked(name: str, value: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     if tuple(value.shape) != tuple(shape):
-        raise PlanError(f"weights hold {name} as {tuple(value.shape)}, the model has {tuple(shape)}")
+        raise PlanError(f"weights have {name} in shape {tuple(value.shape)}, but the model has {tuple(shape)}")
     return value
 
 

@@ -243,11 +243,11 @@ def _agreed(
     for rank in counting:
         message, edits = ranks[rank]
         if message:
-            raise ConfigError(f"zero.gathered on rank {rank}: {message}; nothing was changed")
+            raise ConfigError(f"zero.gathered changed nothing because of an error on rank {rank}: {message}")
         if odd := sorted(name for name in {*first, *edits} if first.get(name) != edits.get(name)):
             raise WorldError(
-                f"zero.gathered: rank {rank} edited {some(odd)} otherwise than rank 0, so nothing was changed; make "
-                "the same edit on every rank, or pass modify=RANK to take that rank's"
+                f"zero.gathered: rank {rank} edited {some(odd)} otherwise than rank 0, so nothing was changed. Make "
+                "the same edit on every rank, or pass modify=RANK for the edit of one rank."
             )
     if isinstance(modify, bool):
         return mine
@@ -272,14 +272,14 @@ def _edits(
         seen = before[name]
         if not isinstance(value, Tensor) or value.shape != seen.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ConfigError(f"{name} was given as {shape}; it is {tuple(seen.shape)}")
+            raise ConfigError(f"{name} was given as {shape}, but must be {tuple(seen.shape)}")
         edited = value.detach().to("cpu", torch.float32).contiguous()
         if _print(edited) == seen.print:
             continue
         if modify is False:
             raise ConfigError(
                 f"{name} was edited, but it is a copy, so the edit would be lost. Pass modify=True if every rank makes "
-                "the same edit, or modify=RANK for the edit of one rank; to GatheredParameters pass modifier_rank=RANK."
+                "the same edit, or modify=RANK for the edit of one rank (GatheredParameters: modifier_rank=RANK)."
             )
         narrow = rounded(edited, state.plan.precision.compute) if kind == "param" else edited
         if kind != "grad" and seen.finite and not narrow.isfinite().all():
@@ -295,9 +295,11 @@ def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) 
     """Raise an error, before anything is gathered, if these values cannot be edited."""
     world = state.plan.world
     if not isinstance(modify, bool) and not 0 <= modify < world.size:
-        raise ConfigError(f"modify={modify}: the world has ranks 0 to {world.size - 1}; modify=True takes every rank's")
+        raise ConfigError(
+            f"modify={modify}: the world has ranks 0 to {world.size - 1}. Pass modify=True for all edits."
+        )
     if modify is not False and kind == "compute":
-        raise ConfigError("kind='compute' is made from the parameters and cannot be edited; edit kind='param'")
+        raise ConfigError("kind='compute' is made from the parameters and cannot be edited. Edit kind='param'.")
     for unit in state.runtime.units if modify is not False and kind == "grad" else ():
         if not names.isdisjoint(_in(unit.spec.trainable)) and unit.index not in _summed(state):
             raise StaleStateError(f"no backward of this step has reached {unit.spec.name}: it has no gradient to edit")
@@ -311,7 +313,9 @@ def _names(state: State, patterns: Iterable[str] | None, kind: str) -> list[str]
     """
     moments = state.plan.optimizer.moments
     if kind not in ("param", "compute", "grad", *moments):
-        raise ConfigError(f"{kind!r} is not held: param, compute, grad, {', '.join(moments)}")
+        raise ConfigError(
+            f"kind={kind!r} does not exist here. Choose from {', '.join(['param', 'compute', 'grad', *moments])}."
+        )
     names = (name for unit in state.plan.units for layout in layouts_of(unit, kind) for name in _in(layout))
     held = dict.fromkeys(names)  # an ordered set
     if patterns is None:
@@ -334,7 +338,7 @@ def _name(state: State, name: str | Tensor, kind: str) -> str:
     """Return the full name of one parameter; raise ConfigError if `name` is a pattern or not a parameter's name."""
     name = _text(name)
     if _names(state, [name], kind) != [name]:
-        raise ConfigError(f"{name} is a pattern; name one parameter, or use zero.gathered")
+        raise ConfigError(f"{name} is a pattern. Name one parameter, or use zero.gathered.")
     return name
 
 
@@ -343,8 +347,8 @@ def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
         return f"{name} is frozen: it has no {kind}"
     for full_name, names in state.plan.splitting.aliases().items():
         if name in names:
-            return f"{name} is tied to {full_name}; use that name"
-    return f"no parameter is named {name}{meant(name, held) or f'; there are {some(held)}'}"
+            return f"{name} is tied to {full_name}. Use the name {full_name}."
+    return f"no parameter is named {name}{meant(name, held) or f'. There are {some(held)}'}"
 
 
 def _in(layout: Layout) -> list[str]:
@@ -388,8 +392,8 @@ def _summed(state: State) -> Collection[int]:
     parts.gatherer.reduce_arrived()
     if not parts.reducer.sum_so_far() or not parts.updater.sums:
         raise StaleStateError(
-            "there is no gradient: it is there between backward and the end of the step, so take the step in pieces, "
-            "with zero.Step"
+            "there is no gradient: gradients exist only between backward and the end of the step. Take the step in "
+            "pieces, with zero.Step."
         )
     return parts.updater.sums.keys()
 

@@ -151,8 +151,8 @@ def _rooms(folders: Sequence[Path], nbytes: int, ranks: int) -> list[int]:
     if sum(rooms[folder] for folder in folders) < nbytes:  # also right if two names mean the same folder
         has = ", ".join(f"{size_text(free_bytes)} in {' and '.join(map(str, those))}" for those, free_bytes in free)
         raise StoreError(
-            f"the state store needs {size_text(nbytes)}, free are {has}; set offload.path to folders with more space, "
-            "or keep less there"
+            f"the state store needs {size_text(nbytes)}, but only {has} are free. Set offload.path to folders with "
+            "more space, or keep less there."
         )
     shares = {folder: int(ROOM_SHARE * room) // ranks for folder, room in rooms.items()}
     enough = sum(shares[folder] for folder in folders) >= nbytes

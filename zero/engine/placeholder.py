@@ -142,7 +142,7 @@ class ParameterPlaceholder(nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> NoReturn:
         raise OutsideUnitError(
-            f"{self.full_name}: its gradient is accumulated in shards, so no hook can follow that; use register_hook"
+            f"{self.full_name}: its gradient is accumulated in shards, so no hook can follow that. Use register_hook."
         )
 
     def through_hooks(self, grad: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ class ParameterPlaceholder(nn.Parameter):
             result = hook(grad)
             if result is not None and (result.shape != grad.shape or result.dtype != grad.dtype):
                 raise RuntimeError(
-                    f"a hook of {self.full_name} returned {tuple(result.shape)} of {result.dtype} for a gradient "
-                    f"{tuple(grad.shape)} of {grad.dtype}"
+                    f"a hook of {self.full_name} returned {tuple(result.shape)} of {result.dtype} for a gradient of "
+                    f"shape {tuple(grad.shape)} of {grad.dtype}"
                 )
             grad = grad if result is None else result
         return grad
@@ -170,8 +170,8 @@ class ParameterPlaceholder(nn.Parameter):
     def _set_grad(self, value: Tensor | None) -> None:
         if value is not None or self._local_grad() is not None:
             raise OutsideUnitError(
-                f"{self.full_name}.grad is in shards and is not set; edit it in place below stage 2, or with "
-                "zero.set_full(engine, name, value, kind='grad'), or drop all of them with engine.zero_grad()"
+                f"{self.full_name}.grad cannot be set, because it is in shards. Edit it in place below stage 2, with "
+                "zero.set_full(engine, name, value, kind='grad'), or drop all gradients with engine.zero_grad()."
             )
 
     def value(self, *, constant: bool = False) -> Tensor:
@@ -186,7 +186,7 @@ class ParameterPlaceholder(nn.Parameter):
             return full
         if self.regather is None:
             raise OutsideUnitError(
-                f"parameter {self.full_name} has no values yet; zero.init and zero.initialize make them"
+                f"parameter {self.full_name} has no values yet. Call zero.init or zero.initialize first."
             )
         return self.regather(not constant and self.requires_grad and torch.is_grad_enabled())
 
@@ -204,8 +204,8 @@ class ParameterPlaceholder(nn.Parameter):
         if not constant and self.trains and torch.is_grad_enabled():
             if self.may_be_edited:
                 raise OutsideUnitError(
-                    f"{self.full_name} was used with gradients on while its values may be edited; use it under "
-                    "torch.no_grad(), or after the block of GatheredParameters"
+                    f"{self.full_name} was used with gradients on while its values may be edited. Use it under "
+                    "torch.no_grad(), or after the block of GatheredParameters."
                 )
             return None
         return self.full_value.detach().to(self.home, self.dtype)
@@ -315,8 +315,8 @@ def _refuse_writing(cls: type[ParameterPlaceholder | Part], func: Any, request: 
 
 def _refuse_written(name: str, by: str) -> None:
     raise OutsideUnitError(
-        f"parameter {name} was written to by {by}, and it lies in shards; write into it with "
-        "zero.gathered(state or engine, names, modify=True) or zero.set_full, or into a clone() of what was read"
+        f"parameter {name} was written to by {by}, but it is in shards. Write with "
+        "zero.gathered(state or engine, names, modify=True) or zero.set_full, or write to a clone() of it."
     )
 
 
@@ -326,15 +326,15 @@ def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
         inputs = tensors_in((args, kwargs))
         name = next(tensor.full_name for tensor in inputs if isinstance(tensor, ParameterPlaceholder))
         raise OutsideUnitError(
-            f"torch.autograd.grad by {name}: gradients of parameters leave a backward in shards; read one between "
+            f"torch.autograd.grad by {name}: gradients of parameters leave a backward in shards. Read one between "
             "backward and step with zero.get_full(engine, name, kind='grad'), or differentiate copies that are put in "
-            "place with torch.func.functional_call"
+            "place with torch.func.functional_call."
         )
     begins = func.__name__ == "__set__" if request == "requires_grad" else request == "requires_grad_"
     if begins and args[0].is_constant and next(iter((*args[1:], *kwargs.values())), True):
         raise OutsideUnitError(
-            f"{args[0].full_name} without its history was asked to have a gradient of its own, and its values lie in "
-            "shards; do that with a copy: .detach().clone().requires_grad_()"
+            f"{args[0].full_name}: a detached parameter cannot require a gradient, because its values are in shards. "
+            "Use a copy: .detach().clone().requires_grad_()."
         )
 
 
@@ -348,8 +348,8 @@ def reject_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if isinstance(parameter, ParameterPlaceholder) and parameter.source is None:
             raise ConfigError(
                 f"a torch optimizer holds {parameter.full_name}, whose gradients are in shards: its step would change "
-                "nothing; write state, metrics = step(state, [batch]) with step = zero.make_step(plan, loss_fn), or "
-                "pass the optimizer to zero.initialize"
+                "nothing. Write state, metrics = step(state, [batch]) with step = zero.make_step(plan, loss_fn), or "
+                "pass the optimizer to zero.initialize."
             )
 
 

@@ -121,9 +121,11 @@ class Plan(PageTable):
     ) -> None:
         _refuse_strangers(model, optimizer, world)
         if type(prefetch) is not int or prefetch < 0:
-            raise PlanError(f"zero.prefetch={prefetch!r}: it is a number of units, 0 or more")
+            raise PlanError(f"zero.prefetch={prefetch!r}: must be a number of units, 0 or more")
         if type(accumulate) is not int or accumulate < 1:
-            raise PlanError(f"accumulate={accumulate!r} (batch.accumulate): it is a number of microbatches, 1 or more")
+            raise PlanError(
+                f"accumulate={accumulate!r} (batch.accumulate): must be a number of microbatches, 1 or more"
+            )
         check_backend(compile)
         by_pattern = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
         for key, value, known in (
@@ -134,7 +136,7 @@ class Plan(PageTable):
             ("shard", shard, Scope),
         ):
             if value not in get_args(known):
-                raise PlanError(f"zero.{key}={value}: it is one of {', '.join(get_args(known))}")
+                raise PlanError(f"zero.{key}={value}: must be one of {', '.join(get_args(known))}")
         self.model, self.compile, self.check_writes = model, compile, check_writes
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
         stage = stage if isinstance(stage, Stage) else Stage(stage)
@@ -148,11 +150,11 @@ class Plan(PageTable):
         uneven = not world.nodes_alike or world.size % world.local_size
         if uneven and "node" in (gather, reduce, shard):
             raise PlanError(
-                f"{world.size} ranks are not {world.local_size} on each node, with numbers in a row; start as many on "
-                "every one of them, or set zero.gather=world zero.reduce=world zero.shard=world"
+                f"{world.size} ranks are not {world.local_size} consecutive ranks on each node. Start as many ranks on "
+                "every node, or set zero.gather=world zero.reduce=world zero.shard=world."
             )
         if shard == "node" and world.local_size == 1 < world.size:
-            raise PlanError("zero.shard=node with one rank on each node shares nothing; that is zero.stage=0")
+            raise PlanError("zero.shard=node shards nothing, because each node has one rank. Set zero.stage=0.")
         facts = Facts(
             splitting=splitting,
             world=world,
@@ -298,7 +300,7 @@ def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) 
     names = [unit.name for unit in splitting.units]
     for pattern in by_pattern:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise PlanError(f"zero.activations: no unit is named {pattern}; there are {some(names)}")
+            raise PlanError(f"zero.activations: no unit is named {pattern}. There are {some(names)}.")
     return tuple(
         next((word for pattern, word in by_pattern.items() if fnmatchcase(name, pattern)), "keep") for name in names
     )
@@ -321,26 +323,31 @@ def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
 def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
     """Raise PlanError unless the arguments are a module that no state has taken over, a Transform and a World."""
     for key, value, kind, instead in (
-        ("model", model, nn.Module, "pass a torch.nn.Module"),
-        ("optimizer", optimizer, Transform, "make one with zero.adamw(lr); torch's own is for zero.initialize"),
-        ("world", world, World, "make one with zero.World.from_env()"),
+        ("model", model, nn.Module, "Pass a torch.nn.Module."),
+        (
+            "optimizer",
+            optimizer,
+            Transform,
+            "Make one with zero.adamw(lr), or pass torch's optimizer to zero.initialize.",
+        ),
+        ("world", world, World, "Make one with zero.World.from_env()."),
     ):
         if not isinstance(value, kind):
-            raise PlanError(f"{key} is {type_text(value)}; {instead}")
+            raise PlanError(f"{key} is {type_text(value)}. {instead}")
     assert isinstance(model, nn.Module)
     refuse_taken(model)
     if type(model).__name__ == "OptimizedModule":  # compared by name to avoid importing torch's compiler
         raise PlanError(
-            "model is what torch.compile made of one: pass the model itself; zero.Plan(compile=True) compiles what "
-            "each unit computes"
+            "model was compiled by torch.compile. Pass the model itself and zero.Plan(compile=True), which compiles "
+            "each unit."
         )
 
 
 def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
     if isinstance(units, str):
-        raise PlanError(f"zero.units={units!r} is one string; pass a list: [{units!r}]")
+        raise PlanError(f"zero.units={units!r} is one string. Pass a list: [{units!r}].")
     if isinstance(units, type):
-        raise PlanError(f"zero.units={units.__name__} is one class; pass a list: [{units.__name__}]")
+        raise PlanError(f"zero.units={units.__name__} is one class. Pass a list: [{units.__name__}].")
     return None if units is None else [unit if isinstance(unit, str) else unit.__name__ for unit in units]
 
 

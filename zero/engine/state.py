@@ -66,7 +66,7 @@ class State:
     def runtime(self) -> Runtime:
         machinery = self._live().machinery_
         if machinery.takeover.is_over:
-            raise StaleStateError("this State was closed; make another one with zero.init")
+            raise StaleStateError("this State was closed. Make another one with zero.init.")
         return machinery
 
     @property
@@ -137,14 +137,14 @@ class State:
         """
         runtime = self.machinery_
         if self.spent_:
-            return None, "the state is spent"
+            return None, "a later step consumed this state"
         if sys.exception() is not None:
             return None, "its state was closed after this error"
         forms, world = runtime.takeover.forms, runtime.plan.world
         try:
             needed_bytes = runtime.plan.numel * max(form.dtype.itemsize for form in forms.values()) * world.local_size
             if needed_bytes > (free_bytes := int(world.share(str(free_host_bytes())))):
-                return None, f"they take {size_text(needed_bytes)} of host memory, and {size_text(free_bytes)} are free"
+                return None, f"they take {size_text(needed_bytes)} of host memory, but {size_text(free_bytes)} is free"
             runtime.settle()
             return {name: value.to(forms[name].dtype) for name, value in full_parameters(runtime)}, ""
         except (WorldError, MachineError) as error:
@@ -153,7 +153,7 @@ class State:
     def _live(self) -> State:
         if self.spent_:
             raise StaleStateError(
-                f"this State was already consumed by step {self.spent_[0]}; "
-                "write `state, metrics = step(state, microbatches)` and keep the new one"
+                f"this State was already consumed by step {self.spent_[0]}. "
+                "Write `state, metrics = step(state, microbatches)` and keep the new one."
             )
         return self

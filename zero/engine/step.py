@@ -86,7 +86,7 @@ class Step:
         check_type(state, State, "zero.Step", "step = zero.Step(state)")
         self.state, self._runtime, self._plan = state, state.runtime, state.plan
         if not self._plan.trains:
-            raise PlanError("the model has no trainable parameter, so there is no step; run it with zero.make_forward")
+            raise PlanError("the model has no trainable parameter, so there is no step. Run it with zero.make_forward.")
         self.microbatches = 0
         self._in_microbatch = self._dropped = self._went_back = False
         self._losses: list[list[Tensor]] = []
@@ -435,4 +435,4 @@ def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
 
 def _same_plan(plan: Plan, state: State) -> None:
     if state.plan is not plan:
-        raise ConfigError("this State was made by zero.init from another Plan; make the step from state.plan")
+        raise ConfigError("this State was made by zero.init from another Plan. Make the step from state.plan.")

@@ -225,8 +225,8 @@ class NoCopy:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            f"a {self._name} that trains in shards cannot be copied or pickled; take its values: model.state_dict() on "
-            "every rank, or zero.gathered"
+            f"a {self._name} that trains in shards cannot be copied or pickled. Take its values with "
+            "model.state_dict() on every rank, or zero.gathered."
         )
 
 

@@ -111,13 +111,13 @@ def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:
     """
     if GradientStatus.UNSCALED in statuses:
         raise ConfigError(
-            "a backward in fp16 without the loss scale: call engine.backward(loss), or engine.scale(loss).backward(), "
-            "or engine.scale(y, already=True).backward(grad) where the scale is in it; of a zero.Step they are "
-            "step.backward and step.scaled"
+            "a backward in fp16 without the loss scale. Call engine.backward(loss) (zero.Step: step.backward), "
+            "engine.scale(loss).backward() (zero.Step: step.scaled) or, if grad has the scale, "
+            "engine.scale(y, already=True).backward(grad)."
         )
     if set(statuses) == {GradientStatus.NONE}:
-        none = "no gradient has arrived since the last update, on any rank"
-        raise ConfigError(NOTHING_TRAINS if went_back else f"{none}: call backward before the step")
+        none = "no rank has a new gradient since the last update. Call backward before the step."
+        raise ConfigError(NOTHING_TRAINS if went_back else none)
 
 
 def _check_fingerprints(runtime: Runtime, fingerprints: Sequence[float]) -> None:

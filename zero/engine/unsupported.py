@@ -20,12 +20,12 @@ from zero.errors import PlanError
 from zero.platform.safetensors_files import NAMES
 
 WRAPPERS = (
-    ("torch.distributed.fsdp", "which shards it already; pass the model as it is before FSDP"),
-    ("torch.nn.parallel", "which reduces gradients itself; pass its .module"),
+    ("torch.distributed.fsdp", "which shards it already. Pass the model as it is before FSDP."),
+    ("torch.nn.parallel", "which reduces gradients itself. Pass its .module."),
 )
 """(Python module of a wrapper's class, end of the error message) for wrappers that are rejected."""
 
-ROUNDED = "load the model in bf16 or fp32, without quantization_config, load_in_4bit or load_in_8bit"
+ROUNDED = "Load the model in bf16 or fp32, without quantization_config, load_in_4bit or load_in_8bit"
 
 _ABOUT_DTYPES = re.compile(r"\bdtypes?\b|scalar type|type \(c10::")
 
@@ -61,12 +61,12 @@ def _refuse(part: str, faults: Faults) -> None:
 def _faults_of_module(module: nn.Module) -> Faults:
     yield (
         isinstance(module, torch.jit.ScriptModule),
-        ": compiled code that keeps its own parameters; give the module that it was made from",
+        ", which is compiled code with its own parameters. Pass the module that was compiled.",
     )
     tensors = (*module._parameters.values(), *module._buffers.values())
     yield (
         any(tensor is not None and is_lazy(tensor) for tensor in tensors),
-        " whose sizes are not known yet; run one batch through the model before the plan is made",
+        " whose sizes are not known yet. Run one batch through the model before you make the plan.",
     )
     for home, line in WRAPPERS:
         yield type(module).__module__.startswith(home), f", {line}"
@@ -77,38 +77,43 @@ def _faults_of_parameter(parameter: nn.Parameter) -> Faults:
     library = cls.__module__.partition(".")[0]
     yield (
         cls.__module__.startswith("torch.distributed"),
-        f" is a {cls.__name__}, sharded already; pass the model as it is before fully_shard or parallelize_module",
+        f" is a {cls.__name__}, sharded already. Pass the model as it is before fully_shard or parallelize_module.",
     )
     is_packed = library == "bitsandbytes" or not issubclass(cls, nn.Parameter | Unmade)
-    yield is_packed, f" is a {cls.__name__} of {library}, whose values zero cannot shard; {ROUNDED}"
-    yield dtype.is_complex, f" is {dtype}: keep torch.view_as_real(it), and view it as complex in forward"
-    yield dtype == torch.float64, f" is {dtype}, and training keeps at most fp32; write model.float() first"
+    yield is_packed, f" is a {cls.__name__} of {library}, whose values zero cannot shard. {ROUNDED}."
+    yield (
+        dtype.is_complex,
+        f" is {dtype}, which zero cannot train. Keep torch.view_as_real of it, and view that as complex in forward.",
+    )
+    yield dtype == torch.float64, f" is {dtype}, but training keeps at most fp32. Write model.float() first."
     is_narrow = not dtype.is_floating_point or dtype.itemsize < 2
-    yield is_narrow, f" is {dtype}: {ROUNDED}; in a module of your own register it as a buffer"
-    yield parameter.layout is not torch.strided, f" is {parameter.layout}: keep it dense"
-    yield bool(parameter._post_accumulate_grad_hooks), " has a hook that follows accumulation; use register_hook"
+    yield is_narrow, f" is {dtype}. {ROUNDED}, or in your own module register it as a buffer."
+    yield parameter.layout is not torch.strided, f" is {parameter.layout}. Make it dense."
+    yield bool(parameter._post_accumulate_grad_hooks), " has a hook that follows accumulation. Use register_hook."
 
 
 def _faults_of_buffer(buffer: Tensor, *, saved: bool) -> Faults:
     yield (
         isinstance(buffer, Unmade),
-        " is computed from parameters, which have no values under zero.empty(); build its module without zero.empty()",
+        " is computed from parameters, which have no values under zero.empty(). Build its module without zero.empty().",
     )
     yield (
         is_meta(buffer),
-        " is on meta and has no values; build the model under zero.empty(), which sends only parameters to meta",
+        " is on meta and has no values. Build the model under zero.empty(), which puts only parameters on meta.",
     )
     form = "nested" if buffer.is_nested else buffer.dtype if buffer.dtype not in NAMES else buffer.layout
     yield (
         saved and form is not torch.strided,
-        f" is {form}, which a checkpoint cannot hold; register it with persistent=False, and compute it in the "
-        "constructor",
+        f" is {form}, which a checkpoint cannot hold. Register it with persistent=False, and compute it in the "
+        "constructor.",
     )
 
 
 def _check_name(name: str) -> None:
     if not name.isprintable():  # also false for lone surrogates, which UTF-8 cannot encode
-        raise PlanError(f"{name!r} has a character that cannot be printed, and a checkpoint needs names; rename it")
+        raise PlanError(
+            f"{name!r} has a character that cannot be printed, as names in a checkpoint must be. Rename it."
+        )
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -123,7 +128,7 @@ def _check_memory(model: nn.Module) -> None:
             if tensor is not other and has_parameter and _overlap(tensor, other):
                 raise PlanError(
                     f"{other_name} and {name} are two tensors in the same memory: one would be updated without the "
-                    "other; to tie parameters register the same Parameter twice, else clone one"
+                    "other. Register the same Parameter twice to tie them, or clone one."
                 )
 
 
@@ -167,5 +172,5 @@ def note_dtypes(error: RuntimeError, names: Sequence[str], precision: Precision)
     setting = next(name for name, dtype in DTYPES.items() if dtype == precision.compute)
     error.add_note(
         f"{some(names)} compute in {precision.compute}, by precision={setting} or the config's {setting}. "
-        "Cast the input or the weight in the forward; keep_in_fp32_modules has no effect"
+        "Cast the input or the weight in the forward, because keep_in_fp32_modules has no effect."
     )

@@ -144,8 +144,8 @@ class Cuda(Device):
             with suppress(RuntimeError):  # the next launch raises the pending error and clears it
                 torch.zeros(1, device=self.device)
             warnings.warn(
-                f"{memory.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)}); copies "
-                "will not overlap with compute. Raise `ulimit -l`, or set offload.pin=false",
+                f"{memory.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(code)}), so "
+                "copies will not overlap with compute. Raise `ulimit -l`, or set offload.pin=false.",
                 stacklevel=4,
             )
             return False

@@ -283,7 +283,7 @@ class Arena:
         start = self._taken
         self._taken = round_up(start + nbytes)
         if self._taken > round_up(self.nbytes):
-            raise MemoryError(f"the arena of {self.nbytes} bytes has no {nbytes} left")
+            raise MemoryError(f"the arena of {self.nbytes} bytes has less than {nbytes} bytes left")
         return self._bytes[start : start + nbytes]
 
     def close(self) -> None:

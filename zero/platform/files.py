@@ -91,7 +91,7 @@ def move(call: Transfer, fd: int, block: memoryview, offset: int) -> None:
     while done < len(block):
         count = call(fd, block[done:], offset + done)
         if count <= 0:
-            raise OSError(errno.EIO, f"nothing more after {done} of {len(block)} bytes")
+            raise OSError(errno.EIO, f"the transfer ended after {done} of {len(block)} bytes")
         done += count
 
 
@@ -102,7 +102,7 @@ def naming(path: Path, what: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         doing = f" while {what}" if what else ""
-        advice = "; free space there, or choose a folder on another disk" if error.errno in NO_SPACE else ""
+        advice = ". Free space there, or choose a folder on another disk." if error.errno in NO_SPACE else ""
         raise CheckpointError(f"{path}: {named(error)}{doing}{advice}") from error
 
 
@@ -240,7 +240,7 @@ class ScratchFile:
                 self._direct = False
                 self._files.direct(self._fd, False)
                 self._check_first_block()
-                text = f"offload.path={self._folder}: direct I/O is refused here, pages go through the page cache"
+                text = f"offload.path={self._folder}: no direct I/O here, so pages go through the page cache"
                 warnings.warn(f"{text} (same bits)", stacklevel=4)
         except OSError as error:
             raise _refused(self._folder, "the first block cannot be written and read", error) from error
@@ -284,6 +284,6 @@ def _refused(folder: Path, what: str, error: OSError) -> StoreError:
 def _no_space(folder: Path, needs_bytes: int, free_bytes: int, error: OSError | None = None) -> StoreError:
     cause = f" ({named(error)})" if error else ""
     return StoreError(
-        f"the state store needs {size_text(needs_bytes)}, {folder} has {size_text(free_bytes)} free{cause}. Set "
+        f"the state store needs {size_text(needs_bytes)}, but {folder} has {size_text(free_bytes)} free{cause}. Set "
         "offload.path to a folder with more space, or keep less there."
     )

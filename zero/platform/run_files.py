@@ -20,12 +20,12 @@ from zero.errors import ConfigError, MachineError
 MEMORY = ("tmpfs", "ramfs")
 """Types of file systems whose files are in host memory."""
 
-_SPACE = "free space there, or set hydra.run.dir to a folder on another disk"
+_SPACE = "Free space there, or set hydra.run.dir to a folder on another disk"
 _CURES: Mapping[int | None, str] = {
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: _SPACE,
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
-    errno.ENOMEM: "free memory on this machine",
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f)",
+    errno.ENOMEM: "Free memory on this machine",
 }
 
 
@@ -39,9 +39,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cure = _CURES.get(error.errno, "set hydra.run.dir to a folder where this user may write")
+        cure = _CURES.get(error.errno, "Set hydra.run.dir to a folder where this user may write")
         name = errno.errorcode.get(error.errno or 0, error.errno)
-        raise MachineError(f"{path} cannot be written: {name} ({error.strerror}); {cure}") from error
+        raise MachineError(f"{path} cannot be written: {name} ({error.strerror}). {cure}.") from error
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def making(key: str, folder: Path) -> Iterator[None]:
         seen = f"{key}={shown(folder)}"
         if error.errno in _CURES:
             raise MachineError(
-                f"{seen}: {error.strerror}; free space there, or give a folder on another disk"
+                f"{seen}: {error.strerror}. Free space there, or give a folder on another disk."
             ) from error
         inside = error.filename is not None and Path(error.filename).absolute() != folder.absolute()
         where = f"{error.filename}: " if inside else ""
@@ -121,7 +121,9 @@ def folders_of(paths: Sequence[str]) -> list[Path]:
     expanded = [os.path.expandvars(path) for path in paths]
     for path in expanded:
         if missing := re.search(r"\$(\w+|\{[^}]*\})", path):
-            raise ConfigError(f"offload.path={path}: there is no variable {missing[0]} on {socket.gethostname()}")
+            raise ConfigError(
+                f"offload.path={path}: the environment variable {missing[0]} is not set on {socket.gethostname()}"
+            )
     return [Path(path).expanduser() for path in expanded]  # last, because a variable may begin with ~
 
 
@@ -160,7 +162,7 @@ def in_memory(folders: Sequence[Path]) -> str:
     for folder in folders:
         if (mount_type := file_system(folder)) in MEMORY:
             return (
-                f"offload.path={folder} is memory, not a disk ({mount_type}): its files take host memory; use a folder "
-                "on a disk, or offload=cpu, which needs no file"
+                f"offload.path={folder} is memory, not a disk ({mount_type}): its files take host memory. Use a folder "
+                "on a disk, or offload=cpu, which needs no file."
             )
     return ""

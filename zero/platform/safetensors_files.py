@@ -102,7 +102,7 @@ def header(
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     nbytes = -(-(LENGTH_BYTES + len(text)) // align_bytes) * align_bytes - LENGTH_BYTES
     if nbytes > MOST_HEADER_BYTES:
-        raise CheckpointError(f"{len(parts)} parts need a header of {nbytes} bytes, safetensors allows 100,000,000")
+        raise CheckpointError(f"{len(parts)} parts need a header of {nbytes} bytes, but safetensors allows 100,000,000")
     return nbytes.to_bytes(LENGTH_BYTES, "little") + text.ljust(nbytes)
 
 
@@ -149,7 +149,7 @@ class StoredWeights(Mapping[str, Tensor]):
             pieces = _pieces_of(_File(file))
             missing = [name for name in names or () if name not in pieces]
             if missing:
-                raise CheckpointError(f"{file}: lacks {missing[0]!r}, which {INDEX} says it holds")
+                raise CheckpointError(f"{file}: lacks {missing[0]!r}, which {INDEX} lists for this file")
             self._pieces |= pieces if names is None else {name: pieces[name] for name in names}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -238,7 +238,9 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not an index of safetensors ({type(error).__name__})") from error
     if not weight_map or not all(isinstance(text, str) for text in texts):
-        raise CheckpointError(f"{path}: is not an index of safetensors: it maps names to other things than files")
+        raise CheckpointError(
+            f"{path}: is not an index of safetensors: it maps names to values that are not file names"
+        )
     for name in weight_map.values():
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
             raise CheckpointError(f"{path}: {name!r} is not the name of a safetensors file in this folder")
@@ -264,6 +266,6 @@ def _pieces_of(file: _File) -> dict[str, _Piece]:
 
 def _piece(file: _File, begin: int, name: str, entry: Mapping[str, Any]) -> _Piece:
     if entry["dtype"] not in _DTYPES:
-        raise CheckpointError(f"{file.path}: {name!r} is {entry['dtype']}; known: {', '.join(_DTYPES)}, not quantised")
+        raise CheckpointError(f"{file.path}: {name!r} is {entry['dtype']}, but must be one of {', '.join(_DTYPES)}")
     start, stop = entry["data_offsets"]
     return _Piece(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), begin + start, begin + stop)

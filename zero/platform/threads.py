@@ -132,7 +132,7 @@ def _end() -> None:
             thread.join(max(0.0, begin_s + thread.limit_s - time.monotonic()))
         late |= {thread for thread in threads if thread.is_alive()}
     for thread in late:
-        log.warning("the thread %r is still at work %g s after the end of the script", thread.name, thread.limit_s)
+        log.warning("the thread %r still runs %g s after the end of the script", thread.name, thread.limit_s)
 
 
 def _at_work() -> list[Beside]:

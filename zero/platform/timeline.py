@@ -232,7 +232,7 @@ def from_trace(trace: Mapping[str, Any]) -> list[Span]:
             if e["ph"] == "X"
         ]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"no trace of a timeline: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not a trace of a timeline: {type(error).__name__}: {error}") from error
 
 
 # -- recording ---------------------------------------------------------------------------------------------------------

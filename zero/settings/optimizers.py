@@ -69,7 +69,7 @@ class SGD(_Optim):
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:
         if self.nesterov and self.momentum == 0:
-            raise ConfigError("optim.nesterov=true needs optim.momentum=0.9 or another above 0")
+            raise ConfigError("optim.nesterov=true needs optim.momentum above 0, such as optim.momentum=0.9")
         return self
 
 

@@ -131,7 +131,7 @@ class Batch(Section):
     def numbers(self) -> tuple[int, int, int]:
         """Return (global, micro, accumulate) of a solved batch."""
         if self.global_ == "auto" or self.micro == "auto" or self.accumulate == "auto":
-            raise ConfigError("batch.* still holds auto; write `config = config.on(ranks)` first")
+            raise ConfigError("batch.* still holds auto. Write `config = config.on(ranks)` first.")
         return self.global_, self.micro, self.accumulate
 
 
@@ -169,11 +169,11 @@ class Precision(Section):
         if self.master == "split" and self.compute != "bf16":
             raise ConfigError(
                 f"precision.master=split with precision.compute={self.compute}: a bf16 parameter alone is half of its "
-                "master; set precision.master=auto"
+                "master. Set precision.master=auto."
             )
         if self.reduce == "fp16" != self.compute:
             raise ConfigError(
                 f"precision.reduce=fp16 has no loss scale with precision.compute={self.compute}, and small gradients "
-                "would be lost; set precision.reduce=bf16"
+                "would be lost. Set precision.reduce=bf16."
             )
         return self

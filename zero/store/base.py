@@ -72,7 +72,7 @@ class Pages(dict[Page, Held]):
 def check_matching(page: Page, numel: int, dtype: torch.dtype, other: Tensor) -> None:
     """Raise StoreError unless the page can be copied from and to the tensor `other`."""
     if other.shape != (numel,) or other.dtype != dtype:
-        raise StoreError(f"{page} holds ({numel},) {dtype}, the other side is {tuple(other.shape)} {other.dtype}")
+        raise StoreError(f"{page} holds ({numel},) {dtype}, but the tensor is {tuple(other.shape)} {other.dtype}")
 
 
 class Ticket(Handle, Protocol):

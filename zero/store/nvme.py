@@ -100,7 +100,7 @@ class NvmeStore(Store):
         except OSError as error:
             raise self._bad(page, entry, f"{named(error)} while reading") from error
         if self._verify and crc32(memory) != entry.crc:
-            raise self._bad(page, entry, "checksum differs; what the disk holds is not what was written")
+            raise self._bad(page, entry, "the checksum differs, so the disk returned other data than was written")
         return Done()
 
     def write(self, page: Page, source: Tensor) -> Ticket:
@@ -110,7 +110,7 @@ class NvmeStore(Store):
         try:
             self._file.write(memory, entry.offset)
         except OSError as error:
-            entry.lost = f"lost since {named(error)} while writing"
+            entry.lost = f"its data was lost by {named(error)} while writing"
             raise self._bad(page, entry, f"{named(error)} while writing") from error
         entry.crc, entry.lost = crc32(memory) if self._verify else 0, ""
         return Done()
@@ -132,7 +132,7 @@ class NvmeStore(Store):
         entry = self._entries[page]
         check_matching(page, entry.numel, entry.dtype, tensor)
         if not tensor.is_cpu or not tensor.is_contiguous():
-            raise StoreError(f"{page} moves only from and to contiguous host memory, the tensor is on {tensor.device}")
+            raise StoreError(f"{page}: the tensor on {tensor.device} must be contiguous and on the CPU")
         return entry
 
     def _bad(self, page: Page, entry: _Entry, problem: str) -> StoreError:

@@ -94,7 +94,7 @@ class PrefetchStore(Store):
         for page in pages:
             memory = self._inner.in_place(page)
             if memory is None:
-                raise StoreError(f"{page} is on no tier that gives it in place")
+                raise StoreError(f"{page}: its tier cannot give it in place, without a copy")
             if views and _adjoin(views[-1], memory):
                 views[-1] = views[-1].as_strided((views[-1].numel() + memory.numel(),), (1,))
             else:
@@ -201,7 +201,7 @@ class PrefetchStore(Store):
             end += round_up(nbytes)
         room = self._slots[0].nbytes if self._slots else 0
         if end > room:
-            raise StoreError(f"{group} takes {end} bytes of memory, and a slot has {room}")
+            raise StoreError(f"{group} takes {end} bytes of memory, but a slot of the arena has {room}")
         moving = [number for number, place in enumerate(places) if place.view is None]
         beside, out = len(group.pages), len(group.pages) + len(group.beside)
         return _Shape(

@@ -159,7 +159,7 @@ class WorkerPool:
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
             if thread.is_alive():
-                raise StoreError(f"{thread.name} is still at work after {self._timeout_s:g} s; the store stays open")
+                raise StoreError(f"{thread.name}: not ended after {self._timeout_s:g} s, so the store stays open")
         self._threads.clear()
 
     def _stop(self) -> None:
@@ -167,7 +167,9 @@ class WorkerPool:
 
         Actions already running finish. A wait for any other operation raises the StoreError below.
         """
-        self._fail(StoreError("the script is over. Close the store, or destroy the engine, to end it in order."), None)
+        self._fail(
+            StoreError("the script ended with an open store. Close the store or destroy the engine first."), None
+        )
 
     # -- in worker threads --
 
@@ -234,7 +236,7 @@ class WorkerPool:
                 self._start_threads()
             self._to_start += handed
         except BaseException as error:  # also an interrupt, after which the state is unknown
-            self._failure = self._failure or (f"the store's schedule broke off: {type(error).__name__}", error)
+            self._failure = self._failure or (f"the store's schedule failed: {type(error).__name__}", error)
             self._wake_all()
             raise
         if handed:

@@ -103,7 +103,7 @@ class _Shared:
             missing = [r for r in ranks if r not in collective.signatures]
             gone = [r for r in missing if r in self.left]
             if gone:
-                error = WorldError(f"{some_ranks(gone)} left the world; rank {rank} was in {op}")
+                error = WorldError(f"{some_ranks(gone)} left the world while rank {rank} was in {op}")
             else:
                 last = ", ".join(f"rank {r} (last in {self.last_op[r]})" for r in missing)
                 error = DeadlineError(f"rank {rank} waited {timeout_s:g} s in {op}. Missing: {last}")
@@ -128,7 +128,7 @@ class _Shared:
         if type(error) is WorldError:
             raise WorldError(str(error))
         cause = f"{type(error).__name__}: {first_line(error)}"
-        raise RankFailedError(f"rank {first} failed first: {cause}; rank {rank} was in {op}") from error
+        raise RankFailedError(f"rank {first} failed first: {cause} (rank {rank} was in {op})") from error
 
 
 class ThreadWorld(World):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Damage checkpoints in many ways, try to load them, and check that every wrong one is refused.
+"""Damage checkpoints in many ways, try to load them, and check that zero rejects every wrong one.
 
     benchmarks/fuzz_checkpoint.py --count 10000 --seed 1          a table; exit code 1 if a wrong one was loaded
     benchmarks/fuzz_checkpoint.py --only "lie: shape" --show      also print every message

@@ -111,7 +111,7 @@ def test_what_shapes_the_state_in_memory_is_not_in_the_file(tmp_path: Path):
 
 
 def values_of(world, setting, path, *kinds):
-    """What a state holds after loading, by kind and name: units do not matter to it."""
+    """Return the values of a loaded state by kind and name, whatever its units."""
     with opened(world, setting.but(seed=7)) as (state, _):
         state = load(state, open_checkpoint(world, path))
         return {(kind, name): value for kind in kinds for name, value in full_state_dict(state, kind).items()}
@@ -173,16 +173,16 @@ def test_moments_of_all_forms_load_each_other(tmp_path: Path):
         for reads, other in forms.items():
             if reads == wrote:
                 continue
-            found = run_ranks(2, values_of, other, path, "mu", "nu")[0]
+            values = run_ranks(2, values_of, other, path, "mu", "nu")[0]
             for name, value in kept.items():
                 if reads == "fp32":
-                    assert torch.equal(found[name], value), name
+                    assert torch.equal(values[name], value), name
                 elif reads == "bf16":
-                    assert torch.equal(found[name], in_bf16(value)), name
+                    assert torch.equal(values[name], in_bf16(value)), name
                 else:
-                    assert ((found[name] - value).abs() <= value.abs().amax() / 16 if value.numel() else value).all(), (
-                        name
-                    )
+                    assert (
+                        (values[name] - value).abs() <= value.abs().amax() / 16 if value.numel() else value
+                    ).all(), name
 
 
 FORMS = [("fp32", adamw_in_8bit), ("fp32", zero.adamw), ("fp16", adamw_in_bf16)]

@@ -35,6 +35,13 @@ def net(seed: int = 0, kind: Callable[[], nn.Module] = Net) -> Any:
     return kind()
 
 
+def half_frozen(layer: str) -> nn.Module:
+    """Make the net with one of its layers frozen."""
+    model = net()
+    getattr(model, layer).requires_grad_(False)
+    return model
+
+
 def rows(step: int, world: zero.World | None = None, count: int = ROWS) -> Tensor:
     """This rank's rows of a global batch of `count`; all of them without a world."""
     whole = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(step))

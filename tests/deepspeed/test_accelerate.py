@@ -4,13 +4,14 @@ Its loop calls backward for every microbatch and says before each whether that o
 called after the last alone. Source: accelerate/utils/deepspeed.py, and what accelerate/accelerator.py calls.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import zero
-from tests.deepspeed.harness import ROWS, alike, engine_of, net, plain, rows
+from tests.deepspeed.harness import ROWS, alike, engine_of, half_frozen, net, plain, rows
 from tests.deepspeed.test_engine import TORCH, halving
 from zero.testing import run_ranks
 
@@ -121,13 +122,8 @@ def test_a_scheduler_that_accelerate_steps_writes_the_rate_that_ours_reads():
 def test_a_whole_model_is_on_rank_0_for_its_state_dict(stage: int):
     """In the dtype of compute, on the CPU; what is frozen can be left out."""
 
-    def half_frozen():
-        model = net()
-        model.last.requires_grad_(False)
-        return model
-
     def run(world):
-        with engine_of(half_frozen, world, stage=stage, bf16={"enabled": True}) as engine:
+        with engine_of(partial(half_frozen, "last"), world, stage=stage, bf16={"enabled": True}) as engine:
             assert engine.zero_gather_16bit_weights_on_model_save() is True
             return engine._zero3_consolidated_16bit_state_dict(), engine._consolidated_16bit_state_dict(True)
 

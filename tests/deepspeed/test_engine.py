@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from tests.deepspeed.harness import (
     close,
     config,
     engine_of,
+    half_frozen,
     net,
     plain,
     rows,
@@ -350,8 +352,8 @@ def test_a_torch_scheduler_writes_the_learning_rate(where: str):
         optimizer = TORCH["AdamW"](model)
         return {"optimizer": optimizer, "lr_scheduler": halving(optimizer) if "given" in where else halving}
 
-    found = trained(zero.World.from_env(), 4, prepare=prepare)
-    alike(found, plain(0, 1, 2, 3, make=TORCH["AdamW"], scheduler=halving))
+    result = trained(zero.World.from_env(), 4, prepare=prepare)
+    alike(result, plain(0, 1, 2, 3, make=TORCH["AdamW"], scheduler=halving))
 
 
 def test_a_peak_in_the_json_is_every_groups_and_without_one_each_keeps_its_own():
@@ -452,7 +454,7 @@ def test_a_group_that_is_frozen_in_one_microbatch_has_the_others_gradient(stage:
 
 
 def test_a_parameter_that_was_frozen_from_the_start_cannot_thaw_and_the_step_goes_on_when_it_rests():
-    """A microbatch that is refused has not begun: the step ends after as many microbatches as ever."""
+    """A rejected microbatch does not count: the step needs as many microbatches as without it."""
     model = net(0, Two)
     model[0].bias.requires_grad_(False)
     torch_model = copy.deepcopy(model)
@@ -833,13 +835,8 @@ def test_without_moments_training_begins_with_step_1_and_steps_are_counted_on(tm
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_is_saved_in_sixteen_bits_without_frozen_parameters_where_a_script_says_so(stage: int, tmp_path: Path):
-    def half_frozen():
-        model = net()
-        model.first.requires_grad_(False)
-        return model
-
     def run(world):
-        with engine_of(half_frozen, world, stage=stage, bf16={"enabled": True}) as engine:
+        with engine_of(partial(half_frozen, "first"), world, stage=stage, bf16={"enabled": True}) as engine:
             with pytest.raises(ConfigError, match="safetensors"):
                 engine.save_16bit_model(tmp_path / "made", "pytorch_model.bin")
             whole = engine.save_16bit_model(tmp_path / "made")

@@ -45,11 +45,11 @@ def test_a_script_with_one_line_changed_has_the_losses_of_deepspeed(name, stage,
         (here / "ds_config.json").write_text(json.dumps(settings))
         arguments = ["--deepspeed_config", "ds_config.json"]
     run(script, arguments, monkeypatch)
-    found = json.loads(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("{")))
+    printed = json.loads(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("{")))
     recorded = json.loads((ROOT / f"tests/deepspeed/golden/deepspeed/{name}.json").read_text())
-    assert found.keys() == recorded.keys()
+    assert printed.keys() == recorded.keys()
     for key, value in recorded.items():
-        assert found[key] == pytest.approx(value, abs=2e-5), key
+        assert printed[key] == pytest.approx(value, abs=2e-5), key
 
 
 def test_the_example_differs_in_one_word(here: Path, monkeypatch: pytest.MonkeyPatch):

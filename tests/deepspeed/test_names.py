@@ -450,18 +450,18 @@ def test_what_a_script_remembers_comes_back_as_it_was(tmp_path: Path):
     with engine_of() as engine:
         engine.save_checkpoint(tmp_path, client_state=state)
         expected = draws.rand(3)
-        found = engine.load_checkpoint(tmp_path)[1]
-        draws.set_state(found.pop("numpy"))
+        loaded = engine.load_checkpoint(tmp_path)[1]
+        draws.set_state(loaded.pop("numpy"))
         assert (draws.rand(3) == expected).all()
         with pytest.raises(CheckpointError, match="client_state"):
             engine.save_checkpoint(tmp_path, "texts", {"names": numpy.array(["a"])})
     state.pop("numpy")
-    assert found.keys() == state.keys()
-    torch.testing.assert_close(found.pop("torch"), state.pop("torch"), rtol=0, atol=0)
-    for one, other in zip(found.pop(3), state.pop(3), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert found == state
-    random.setstate(found["python"])
+    assert loaded.keys() == state.keys()
+    torch.testing.assert_close(loaded.pop("torch"), state.pop("torch"), rtol=0, atol=0)
+    for value, other in zip(loaded.pop(3), state.pop(3), strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=0)
+    assert loaded == state
+    random.setstate(loaded["python"])
 
 
 @pytest.mark.parametrize("said", [["load", [1], "AAAA"], ["int8", [5], "AAAA"], ["int8", "x", "AAAA"], ["int8"], 3])
@@ -488,9 +488,9 @@ def test_a_checkpoint_of_a_model_that_had_less_loads_where_that_is_allowed(tmp_p
         with pytest.raises(zero.ZeroError, match="missing"):
             engine.load_checkpoint(tmp_path / "less")
         engine.load_checkpoint(tmp_path / "less", load_module_strict=False)
-        found = zero.full_state_dict(engine)
-        assert all(torch.equal(found[name], value) for name, value in values.items())
-        assert torch.equal(found["head.weight"], head)
+        loaded = zero.full_state_dict(engine)
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+        assert torch.equal(loaded["head.weight"], head)
         engine.save_checkpoint(tmp_path / "more")
     with engine_of(net(5)) as engine:
         engine.load_checkpoint(tmp_path / "more", load_module_strict=False)

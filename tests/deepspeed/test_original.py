@@ -226,11 +226,11 @@ def test_an_engine_that_does_not_train_runs(stage, placed, frozen, tmp_path: Pat
         with taken(world=world, prepare=optimizer, **how) as engine:
             mine = x.detach().clone().requires_grad_()
             with torch.no_grad():
-                found = [engine(mine), engine.module(mine)]
+                outputs = [engine(mine), engine.module(mine)]
             engine(mine).backward()
             with pytest.raises(ConfigError, match=r"engine\.step\(\): no optimizer holds a parameter"):
                 engine.step()
-            close(enumerate([*found, mine.grad]), enumerate([expected.detach(), expected.detach(), slope]))
+            close(enumerate([*outputs, mine.grad]), enumerate([expected.detach(), expected.detach(), slope]))
 
     run_ranks(2, rank_main)
 

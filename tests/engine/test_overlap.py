@@ -158,9 +158,9 @@ def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
 
     def counted(module: nn.Linear) -> None:
         reset(module)
-        everywhere = [one for one in gc.get_objects() if type(one) is nn.Parameter]
+        everywhere = [thing for thing in gc.get_objects() if type(thing) is nn.Parameter]
         with torch._C.DisableTorchFunctionSubclass():  # another rank may make placeholders of them meanwhile
-            real.append(sum(one.numel() for one in everywhere if not one.is_meta))
+            real.append(sum(parameter.numel() for parameter in everywhere if not parameter.is_meta))
 
     with torch.device("meta"):
         models = [Stack() for _ in range(4)]

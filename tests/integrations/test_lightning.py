@@ -126,7 +126,7 @@ def without_dropout():
 
 @functools.cache
 def plain(make=Regression, **changes):
-    """What the Trainer without a strategy has trained."""
+    """Train with Lightning's own strategy, and return the parameters."""
     with tempfile.TemporaryDirectory() as folder:
         return fitted(folder, None, make, **changes)
 

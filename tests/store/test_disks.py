@@ -71,7 +71,7 @@ def test_disks_that_are_alike_take_turns_with_every_kind():
     st.integers(1, 40),
 )
 def test_what_a_disk_has_no_room_for_goes_to_the_others(disks, units):
-    """Nothing is refused that all of them together can take."""
+    """No disk takes more than its room, and no full disk more than its rate."""
     rates, room = [rate for rate, _ in disks], [4096 * 4 * pages for _, pages in disks]
     pages = {Page(unit, kind, 0): 4096 * 4 for unit in range(units) for kind in ("mu", "nu")}
     where = spread(pages, rates, room)

@@ -295,7 +295,11 @@ class World(contextlib.AbstractContextManager["World"]):
         Raises:
             DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
         """
-        return self.gather_texts(text if self.rank == source else "", f"a text of rank {source}")[source]
+        numel = torch.tensor([len(text.encode())], device="cpu")
+        self.broadcast(numel, source, what="the length of a text").wait()
+        body = _as_bytes(text) if self.rank == source else torch.empty(int(numel), dtype=torch.uint8, device="cpu")
+        self.broadcast(body, source, what="a text").wait()  # not a gather, whose size would grow with the ranks
+        return _as_text(body)
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return every rank's `text`, on every rank."""

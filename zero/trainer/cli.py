@@ -138,8 +138,8 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
     of_hydra = options.hydra_help or options.shell_completion
     runs, folder = ([], Path()) if of_hydra else _parse_runs(options)
     if of_hydra or options.cfg or options.info:
-        half_typed = [Exception] * ("COMP_LINE" in os.environ)  # a shell's completion would show errors
-        with for_a_reader(), contextlib.suppress(*half_typed):
+        completes = options.shell_completion and "COMP_LINE" in os.environ
+        with for_a_reader(), contextlib.suppress(*([Exception] if completes else [])):  # the shell would show errors
             _start_hydra(arguments, options.overrides, lambda _: None)
         return 0
     if runs[0][0].mode in RUNS_NOTHING:

@@ -134,12 +134,10 @@ def _folders_of(places: Any) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise SettingError(f"hydra.searchpath: {folder} is not a folder.")
-        for group in sorted(groups()):
-            for path in sorted((folder / group).glob("*.yaml")):
-                if path.stem in _options_of(group):
-                    raise SettingError(
-                        f"{path}: {group}={path.stem} is an option of conf/. Give the file another name."
-                    )
+        twins = (folder / path.relative_to(CONF) for path in sorted(CONF.glob("*/*.yaml")))
+        if twin := next((path for path in twins if path.exists()), None):
+            option = f"{twin.parent.name}={twin.stem}"
+            raise SettingError(f"{twin}: {option} is an option of conf/. Give the file another name.")
     return folders
 
 

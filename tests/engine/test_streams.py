@@ -564,7 +564,10 @@ OTHERS = {
     "`test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again` has it",
     "zero/engine/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
     **dict.fromkeys(
-        (f"zero/distributed/world.py:World.{name}" for name in ("exchange", "agree", "barrier", "gather_texts")),
+        (
+            f"zero/distributed/world.py:World.{name}"
+            for name in ("exchange", "agree", "barrier", "gather_texts", "share")
+        ),
         "between hosts, for what is in their memory",
     ),
     **dict.fromkeys(

@@ -77,11 +77,11 @@ def _chunk(chunk: int | str | None, tokens: int, vocab: int) -> int | None:
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
     if not (hidden.dim() >= 2 and weight.dim() == 2 and hidden.shape == (*targets.shape, weight.shape[1])):
-        raise ConfigError(f"{shapes}: expected (..., D), (V, D) and (...)")
+        raise ConfigError(f"linear_cross_entropy got {shapes}. Pass hidden (..., D), weight (V, D), targets (...).")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ConfigError(f"bias {tuple(bias.shape)} for {shapes}: expected (V,)")
+        raise ConfigError(f"linear_cross_entropy got bias {tuple(bias.shape)} with {shapes}. Pass bias (V,).")
     if targets.dtype != torch.int64:
-        raise ConfigError(f"targets are {targets.dtype}, but must be torch.int64")
+        raise ConfigError(f"linear_cross_entropy got targets in {targets.dtype}. Convert them: targets.long().")
 
 
 def _check_range(targets: Tensor, vocab: int) -> None:

@@ -63,7 +63,11 @@ class InPlace:
         return Kept(tensor, tensor._version)
 
     def find(self, kept: Any) -> Tensor:
-        """Return the tensor for which `keep` returned `kept`."""
+        """Return the tensor again in backward.
+
+        Args:
+            kept: the object that autograd saved in its place, see `keep`.
+        """
         tensor: Tensor = kept.unchanged()
         return tensor
 

@@ -66,7 +66,7 @@ _DTYPES = {word: dtype for dtype, word in NAMES.items()}
 
 
 class Part(NamedTuple):
-    """The header's entry for a tensor: key, dtype and shape."""
+    """One tensor's entry in the header of a safetensors file: its key, dtype and shape."""
 
     key: str
     dtype: torch.dtype

@@ -442,7 +442,7 @@ def test_an_offloaded_plan_is_true(size, offload, precision):
             assert told[tier][kind] == nbytes, (tier, kind)
         if plan.grads_offloaded:
             home = parts.gradients
-            held = home.allocated_bytes + sum(unit.grad.nbytes for unit in home._open.values())
+            held = home.allocated_bytes + sum(unit.grad.nbytes for unit in home._open)
             assert held == told["device"]["gradient buffers"]
             assert home.overflowed == 0
         if parts.gatherer.pool is not None:

@@ -18,6 +18,12 @@ def pool(**counts: int) -> Pool:
     return Pool({int(numel[1:]): count for numel, count in counts.items()}, torch.float32, CPU)
 
 
+def drop_ahead(made: Pool) -> None:
+    for buffer in made.buffers:
+        buffer.ahead = False
+        made.drop_extra(buffer)
+
+
 class Arrival:
     """A gather under way: lands a value when waited for."""
 
@@ -70,7 +76,7 @@ def test_what_was_gathered_ahead_stays_until_it_is_dropped():
     made.take(0, 4).ahead = True
     assert made.pinned == 1
     assert not made.has_room(4)
-    made.drop_ahead()
+    drop_ahead(made)
     assert made.pinned == 0
     assert made.has_room(4)
 
@@ -174,7 +180,7 @@ def test_whatever_is_asked_a_unit_is_in_one_buffer_and_a_pinned_one_keeps_its_un
         elif what == "ahead" and buffer is not None:
             buffer.ahead = True
         elif what == "drop":
-            made.drop_ahead()
+            drop_ahead(made)
         for held, buffers in pinned.items():
             assert all(made.find(held) is one and one.unit == held for one in buffers)
         homes = [made.find(index) for index in range(5)]
@@ -183,7 +189,7 @@ def test_whatever_is_asked_a_unit_is_in_one_buffer_and_a_pinned_one_keeps_its_un
         assert sum(not one.extra for one in made.buffers) == 2
     for one in [one for buffers in pinned.values() for one in buffers]:
         made.unpin(one)
-    made.drop_ahead()
+    drop_ahead(made)
     assert made.pinned == 0
     assert not any(one.extra for one in made.buffers)
 

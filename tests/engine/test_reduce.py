@@ -219,7 +219,7 @@ def test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_arrives_and_is_never_settled_is_not_left_out(monkeypatch, stage):
     state, step = start(zero.World.from_env(), stage=stage)
-    monkeypatch.setattr(Gatherer, "_close", lambda self, unit: unit.calls.clear())
+    monkeypatch.setattr(Gatherer, "_close", lambda self, unit: unit.step.calls.clear())
     with pytest.raises(AssertionError, match="have arrived and were never reduced"):
         step(state, [batch_of(0, 0, 0)])
 

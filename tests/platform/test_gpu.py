@@ -144,7 +144,7 @@ def launches(width: int, preset: str = "none", **settings) -> tuple[int, int]:
         one()
         one()
         found = count_launches(one)
-        groups = sum(not part.on_device for parts in state.runtime.updater._parts.values() for part in parts)
+        groups = sum(not part.on_device for unit in state.runtime.units for part in unit.parts)
         state.runtime.store.close()
     return sum(found.values()), groups
 

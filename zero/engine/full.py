@@ -301,7 +301,7 @@ def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) 
     if modify is not False and kind == "compute":
         raise ConfigError("kind='compute' is made from the parameters and cannot be edited. Edit kind='param'.")
     for unit in state.runtime.units if modify is not False and kind == "grad" else ():
-        if not names.isdisjoint(_in(unit.spec.trainable)) and unit.index not in _summed(state):
+        if not names.isdisjoint(_in(unit.spec.trainable)) and not _has_gradient(state, unit):
             raise StaleStateError(f"no backward of this step has reached {unit.spec.name}: it has no gradient to edit")
 
 
@@ -374,28 +374,28 @@ def _flat(state: State, unit: UnitState, layout: Layout, kind: str) -> Tensor:
 def _gradient(state: State, unit: UnitState) -> Tensor:
     """Return the part of a unit's gradient that this rank updates: a sum over ranks and microbatches."""
     plan = state.plan
-    if unit.index not in _summed(state):  # like a parameter that was not used
+    if not _has_gradient(state, unit):  # like a parameter that was not used
         return torch.zeros(plan.update_numel(unit.spec), dtype=plan.grad_dtype, device=plan.world.device)
     if unit.grad is None:
-        state.runtime.gradients.left(unit).wait()
+        unit.step.left.wait()
         return updated_range(state.runtime, unit, "grad", plan.grad_dtype)
     return unit.grad if plan.full_update else unit.own_grad_S(plan.rank)
 
 
-def _summed(state: State) -> Collection[int]:
-    """Reduce all gradients that have arrived so far; return the indices of the units that have one. Collective.
+def _has_gradient(state: State, unit: UnitState) -> bool:
+    """Reduce all gradients that have arrived so far; return whether `unit` has one. Collective.
 
     Raises:
         StaleStateError: no unit has a gradient.
     """
     parts = state.runtime
     parts.gatherer.reduce_arrived()
-    if not parts.reducer.sum_so_far() or not parts.updater.sums:
+    if not parts.reducer.sum_so_far() or all(other.step.squares is None for other in parts.units):
         raise StaleStateError(
             "there is no gradient: gradients exist only between backward and the end of the step. Take the step in "
             "pieces, with zero.Step."
         )
-    return parts.updater.sums.keys()
+    return unit.step.squares is not None
 
 
 def _divisor(state: State) -> float:

@@ -138,10 +138,7 @@ class Gatherer:
         self._check_writes = plan.check_writes
         self.entering: Callable[[], None] = lambda: None
         self.arriving: Callable[[], None] = lambda: None
-        self._placeholders: dict[tuple[int, int], ParameterPlaceholder] = {}  # by (unit, slot), trainable
-        self._hooked: dict[int, dict[int, Tensor]] = {}  # by unit and slot: sums for hooks not called yet
-        self._held: dict[int, Buffer] = {}  # by unit: buffers that the running backward pass has pinned
-        self._open: set[int] = set()  # units with delivered gradients whose reduction has not started
+        self._held: list[UnitState] = []  # units whose buffer the running backward pass has pinned
         self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
         """End-of-pass callbacks of the running backward passes, by autograd's graph task id; several when nested.
 
@@ -164,13 +161,14 @@ class Gatherer:
 
     def clear(self) -> None:
         """Begin a step: forget what arrived in the last one."""
-        self._hooked.clear()
+        for unit in [*self._held]:
+            self._let_go(unit)
         self.arrived = self.unscaled = False
 
     def end(self) -> None:
         """End the microbatch; reduce units whose calls got no gradient as zeros, in unit order."""
         for unit in self._units:
-            if unit.calls:
+            if unit.step.calls:
                 self._close(unit)
         self.activations.release_all()
         self.residency.end()
@@ -178,18 +176,15 @@ class Gatherer:
     def reset(self) -> None:
         """Forget all calls and pinned buffers after an exception."""
         self._held.clear()
-        self._hooked.clear()
-        self._open.clear()
         self._passes.clear()
         self._scaled.clear()
-        self._forget_calls()
         self.activations.release_all()
         self.residency.reset()
 
     def _forget_calls(self) -> None:
         for unit in self._units:
-            unit.calls.clear()
-            unit.returned = 0
+            unit.step.calls.clear()
+            unit.step.returned = 0
 
     def runner(self, site: Site) -> Run:
         """Return the function that runs a call of `site`; torch.compile never traces it into the caller's graph."""
@@ -200,7 +195,7 @@ class Gatherer:
         """Register one place of a parameter in the model; call it in the order of the site's bindings."""
         self._places_of.setdefault(site.path, []).append(place)
         if bound.trainable:
-            self._placeholders[bound.unit, bound.slot] = place.placeholder
+            self._units[bound.unit].placeholders[bound.slot] = place.placeholder
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -284,14 +279,11 @@ class Gatherer:
         """
         made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
         if not recomputing:
-            unit.calls.append(made[0].grad_fn)
+            unit.step.calls.append(made[0].grad_fn)
         return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
 
     def _arrives(self, unit: UnitState, slot: int, parameter: Tensor) -> Tensor:
-        if (
-            unit.spec.trainable.slots[slot].group in self.frozen_groups
-            or not self._placeholders[unit.index, slot].trains
-        ):
+        if unit.spec.trainable.slots[slot].group in self.frozen_groups or not unit.placeholders[slot].trains:
             return parameter.detach()
         arriving = cast(Tensor, Arrive.apply(parameter, self, unit, slot))
         arriving.grad_fn._set_sequence_nr(RUN_FIRST)  # type: ignore[union-attr]
@@ -382,19 +374,21 @@ class Gatherer:
     def _hold(self, unit: UnitState) -> Buffer:
         """Gather and pin `unit` for the running backward pass; unpin units that expect no more gradients in it."""
         self._watch_pass()
-        if unit.index not in self._held:
-            for index in [index for index in self._held if not self._awaited(self._units[index])]:
-                self._let_go(index)
-            self._held[unit.index] = self.residency.pin(unit, training=True)
-        return self._held[unit.index]
+        if unit.step.held is None:
+            for other in [other for other in self._held if not self._awaited(other)]:
+                self._let_go(other)
+            unit.step.held = self.residency.pin(unit, training=True)
+            self._held.append(unit)
+        return unit.step.held
 
     def _awaited(self, unit: UnitState) -> bool:
         """Return whether gradients of `unit` will still arrive in the running backward pass."""
-        return any(torch._C._will_engine_execute_node(call) for call in unit.calls)
+        return any(torch._C._will_engine_execute_node(call) for call in unit.step.calls)
 
-    def _let_go(self, index: int) -> None:
-        buffer = self._held.pop(index, None)
+    def _let_go(self, unit: UnitState) -> None:
+        buffer, unit.step.held = unit.step.held, None
         if buffer is not None:
+            self._held.remove(unit)
             self.residency.unpin(buffer)
 
     def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
@@ -402,18 +396,17 @@ class Gatherer:
         with self._lock:
             self._watch_pass()
             self.arriving()
-            placeholder = self._placeholders[unit.index, slot]
+            placeholder, record = unit.placeholders[slot], unit.step
             if not placeholder.trains:
                 raise StaleStateError(
                     f"{placeholder.full_name} was frozen between this graph's forward and its backward. Freeze it "
                     "before the forward, or after the step."
                 )
             if placeholder.hooks:  # they get the sum over all calls, as hooks of any leaf do
-                sums = self._hooked.setdefault(unit.index, {})
-                sums[slot] = grad if slot not in sums else sums[slot] + grad
+                record.hooked[slot] = grad if slot not in record.hooked else record.hooked[slot] + grad
             else:
                 self._deliver(unit, slot, grad)
-            self._open.add(unit.index)
+            record.delivered = True
             self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 
     def scaled(self, *_: Any) -> None:
@@ -431,31 +424,34 @@ class Gatherer:
         with self._lock:
             self._watch_pass()
             self._tape.passed("backward", unit.spec.name)
-            if unit.resident is None and not unit.spec.lookup and unit.index not in self._held:
+            if unit.resident is None and not unit.spec.lookup:
                 self._hold(unit)  # this rank did not use the values, but other ranks gather the unit here
-            self._open.add(unit.index)
-            unit.returned += counted
-            if counted and unit.returned == len(unit.calls):
+            record = unit.step
+            record.delivered = True
+            record.returned += counted
+            if counted and record.returned == len(record.calls):
                 self._close(unit)
             elif counted:  # an earlier call needs the unit later in backward: gather it again then
-                self._let_go(unit.index)
+                self._let_go(unit)
 
     def _close(self, unit: UnitState) -> None:
-        unit.calls.clear()
-        unit.returned = 0
-        self._open.discard(unit.index)
-        for slot, grad in sorted(self._hooked.pop(unit.index, {}).items()):
+        record = unit.step
+        record.calls.clear()
+        record.returned, record.delivered = 0, False
+        hooked, record.hooked = record.hooked, {}
+        for slot, grad in sorted(hooked.items()):
             # hooks see the gradient divided by the number of microbatches; the update divides later, so multiply back
-            hooked = self._placeholders[unit.index, slot].through_hooks(grad / self._accumulate)
-            self._deliver(unit, slot, hooked * self._accumulate)
+            seen = unit.placeholders[slot].through_hooks(grad / self._accumulate)
+            self._deliver(unit, slot, seen * self._accumulate)
         self._start_reduce(unit)
-        self._let_go(unit.index)
+        self._let_go(unit)
 
     def reduce_arrived(self) -> None:
         """Reduce the gradients that have arrived, even for units whose backward has not ended, outside of backward."""
         with self._lock:
-            for index in sorted(self._open if not self._passes else ()):
-                self._close(self._units[index])
+            for unit in self._units if not self._passes else ():
+                if unit.step.delivered:
+                    self._close(unit)
 
     def _watch_pass(self) -> None:
         """Have autograd call `_pass_ended` when the running backward pass ends."""
@@ -469,12 +465,12 @@ class Gatherer:
         self._scaled.discard(task)
         if self._passes:
             return  # the ended pass was nested in another one, as with a reentrant checkpoint
-        for index in sorted(self._open):
-            unit = self._units[index]
-            if unit.returned or not unit.calls:  # else a later backward or `end` closes it
+        for unit in self._units:
+            record = unit.step
+            if record.delivered and (record.returned or not record.calls):  # else a later backward or `end` closes it
                 self._close(unit)
-        for index in list(self._held):
-            self._let_go(index)
+        for unit in [*self._held]:
+            self._let_go(unit)
 
 
 def _value_at(place: Place, gathered: Sequence[Tensor], slot: int) -> Tensor:

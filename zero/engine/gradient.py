@@ -14,7 +14,7 @@ It is offloaded in that dtype (on a disk in separate pages), and `open` converts
 for the update. After a unit's gradient was reduced over ranks, only the pages that this rank updates are written.
 
 The store considers a page in host memory as written once its copy is enqueued, so a reader must first wait for the
-event from `left`. Pages on a disk are written by threads of the store, which order reads after writes themselves.
+event `UnitStep.left`. Pages on a disk are written by threads of the store, which order reads after writes themselves.
 """
 
 from collections import deque
@@ -66,12 +66,11 @@ class Gradients:
     def park(self, unit: UnitState) -> None:
         """End the changes of `unit.grad` until the next `open`; an offloaded gradient is written to its pages."""
 
-    def left(self, unit: UnitState) -> Event:
-        """Return an event that is complete when the unit's last parked gradient has been copied to its pages."""
-        return PASSED
+    def drop_open(self) -> None:
+        """Drop the gradients that are open."""
 
     def reset(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, and wait for copies to and from their pages."""
 
 
 class _Buffer(NamedTuple):
@@ -90,12 +89,8 @@ class PagedGradients(Gradients):
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
         self._counts = plan.grad_buffer_counts()
         self._free = {numel: [self._buffer(numel) for _ in range(n)] for numel, n in self._counts.items()}
-        self._open: dict[int, tuple[UnitState, Tensor]] = {}  # by unit index, with the buffer
-        self._single: set[int] = set()  # units whose gradient is in `first_grad_dtype`, of one microbatch
-        self._held: set[int] = set()
-        self._reduced: set[int] = set()  # units of which only this rank's range is kept
+        self._open: list[UnitState] = []  # first the one that was opened first
         self._leaving: deque[tuple[_Buffer, list[Ticket]]] = deque()  # with tickets of writes
-        self._left: dict[int, Event] = {}  # by unit, see `left`
         self._coming: list[Ticket] = []
 
     @property
@@ -105,29 +100,26 @@ class PagedGradients(Gradients):
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
         unit.await_grad_readers()
-        if held:
-            self._reduced.add(unit.index)
-        elif fresh:
-            self._reduced.discard(unit.index)
+        record = unit.step
+        record.own_only = held or (record.own_only and not fresh)
         if unit.grad is None:
-            if fresh and not sums and self._plan.first_grad_dtype != self._plan.grad_dtype:
-                self._single.add(unit.index)
-            elif fresh:
-                self._single.discard(unit.index)
-            dtype = self._plan.first_grad_dtype if unit.index in self._single else self._plan.grad_dtype
+            if fresh:
+                record.narrow = not sums and self._plan.first_grad_dtype != self._plan.grad_dtype
+            dtype = self._plan.first_grad_dtype if record.narrow else self._plan.grad_dtype
             buffer = self._take(self._plan.grad_numel(unit.spec))
-            self._open[unit.index] = unit, buffer.flat  # first, so that `reset` finds it after an interrupt
+            record.borrowed = buffer.flat
+            self._open.append(unit)  # first, so that `reset` finds it after an interrupt
             unit.grad = buffer.flat.view(dtype)[: buffer.flat.numel()]
             if fresh:
                 with self._tape.stream_standing("page out", unit.spec.name):
                     buffer.free.wait()
             else:
                 self._bring_back(unit, buffer)
-        if sums and unit.index in self._single:
-            self._single.discard(unit.index)
-            unit.grad = _widened(self._open[unit.index][1], unit.grad)
-        if held:
-            self._held.add(unit.index)
+        if sums and record.narrow:
+            record.narrow = False
+            assert record.borrowed is not None
+            unit.grad = _widened(record.borrowed, unit.grad)
+        record.reducing = record.reducing or held
         return unit.grad
 
     def park(self, unit: UnitState) -> None:
@@ -135,31 +127,34 @@ class PagedGradients(Gradients):
             return
         with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
             tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
-        unit.grad = None
-        _, flat = self._open.pop(unit.index)
-        self._held.discard(unit.index)
-        self._left[unit.index] = left
-        self._leaving.append((_Buffer(flat, left), tickets))
-
-    def left(self, unit: UnitState) -> Event:
-        return self._left.get(unit.index, PASSED)
+        unit.step.left = left
+        self._leaving.append((self._closed(unit, left), tickets))
 
     def reset(self) -> None:
         with suppress(StoreError):  # the caller is already handling the error of a failed store
             self._await_coming()
             while self._leaving:
                 self._finish_oldest()
-        free = self._device.mark()
-        for unit, flat in self._open.values():
-            self._give_back(_Buffer(flat, free))
-            unit.grad = None
-        for by_unit in (self._open, self._single, self._held, self._reduced):
-            by_unit.clear()
+        self.drop_open()
+
+    def drop_open(self) -> None:
+        free = self._device.mark() if self._open else PASSED
+        while self._open:
+            self._give_back(self._closed(self._open[0], free))
+
+    def _closed(self, unit: UnitState, free: Event) -> _Buffer:
+        """End the use of the unit's buffer, and return it for its next user, who waits for the event `free`."""
+        flat = unit.step.borrowed
+        assert flat is not None
+        self._open.remove(unit)
+        unit.grad = unit.step.borrowed = None
+        unit.step.reducing = False
+        return _Buffer(flat, free)
 
     def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
         """Load the pages of `unit` into `buffer` on the side stream "gradients in"."""
         with self._device.aside("gradients in", after=buffer.free) as loaded:
-            self.left(unit).wait()
+            unit.step.left.wait()
             with self._tape.streaming("page in", unit.spec.name):
                 for page, part_K in self._pages(unit):
                     self._coming.append(load(self._store, self._device, page, part_K))
@@ -181,7 +176,7 @@ class PagedGradients(Gradients):
             if self._leaving:
                 self._finish_oldest()
                 continue
-            idle = (unit for unit, _ in self._open.values() if unit.index not in self._held)
+            idle = (unit for unit in self._open if not unit.step.reducing)
             oldest = next((unit for unit in idle if self._plan.grad_numel(unit.spec) == numel), None)
             if oldest is None:
                 self.overflowed += 1
@@ -208,10 +203,10 @@ class PagedGradients(Gradients):
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None
-        single = unit.index in self._single and PageKind.FIRST_GRAD in self._plan.grad_dtypes
-        kind = PageKind.FIRST_GRAD if single else PageKind.GRAD
+        narrow = unit.step.narrow and PageKind.FIRST_GRAD in self._plan.grad_dtypes
+        kind = PageKind.FIRST_GRAD if narrow else PageKind.GRAD
         ranges = self._plan.grad_ranges(unit.spec)
-        if unit.index in self._reduced:
+        if unit.step.own_only:
             ranges = ranges[: self._plan.updated_pages(unit.spec)]
         for number, (start, stop) in enumerate(ranges):
             yield Page(unit.index, kind, number), unit.grad[start:stop]

@@ -156,13 +156,7 @@ class Pool:
 
     def unpin(self, buffer: Buffer) -> None:
         buffer.pins -= 1
-        self._drop_extra(buffer)
-
-    def drop_ahead(self) -> None:
-        """Release the buffers that were gathered ahead and not used since."""
-        for buffer in self.buffers:
-            buffer.ahead = False
-            self._drop_extra(buffer)
+        self.drop_extra(buffer)
 
     def reset(self) -> None:
         """Unpin all buffers after an error, drop extra ones, and rebuild records that the error left inconsistent."""
@@ -184,7 +178,7 @@ class Pool:
         self._by_address[buffer.address] = buffer
         return buffer
 
-    def _drop_extra(self, buffer: Buffer) -> None:
+    def drop_extra(self, buffer: Buffer) -> None:
         """Drop `buffer` if it is an extra one and neither pinned nor gathered ahead."""
         if not (buffer.extra and buffer.is_free):
             return

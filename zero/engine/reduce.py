@@ -51,19 +51,12 @@ from zero.distributed.world import Handle
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
+from zero.engine.unit_step import GradientFlat, Phase, UnitStep
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.errors import WorldError
 from zero.platform.device import PASSED, Event
 from zero.platform.timeline import Tape
-
-
-@dataclass(eq=False)
-class GradientFlat:
-    """A (P,) buffer from which gradients are sent or in which they are received; usable after the event `free`."""
-
-    flat_P: Tensor
-    free: Event
 
 
 @dataclass(eq=False)
@@ -115,7 +108,7 @@ class Reducer:
         self._full = plan.full_update and not self._alone  # every rank needs the full sum
         self._apply, self._measure, self._first = updater.apply_deferred, updater.measure, first
         self._flat_dtype = plan.flat_dtype
-        self._backward = tuple(unit.index for unit in reversed(units) if unit.spec.trainable.slots)
+        self._backward = [unit for unit in reversed(units) if unit.spec.trainable.slots]
         self._order = self._backward
         self._planned = len(self._order) * (1 if self._local else plan.accumulate)  # reductions of a step
         self._flats = {
@@ -128,19 +121,12 @@ class Reducer:
         }  # sums within this node, used by the stream "reduce" only
         self._free_all(PASSED)
         self._turns = 0  # reductions that this step has started
-        self._waiting: dict[int, None] = {}  # units of this round that are not reduced yet, in order
-        self._ready: set[int] = set()  # waiting units that have all their gradients of this round
-        self._seen: dict[int, None] = {}  # units in the order in which they were ready in this step
-        self._filling: dict[int, GradientFlat] = {}  # by unit: gradients of this round
-        self._extra: dict[int, GradientFlat] = {}  # by unit: gradients that arrived after it was ready
-        self._unwritten: dict[int, set[int]] = {}  # by unit: slots of its flat without a gradient yet
+        self._seen: list[UnitState] = []  # units in the order in which they were ready in the first round
         self._written: list[tuple[Tensor, Tensor]] = []  # pending copies: (destination, gradient)
         self._written_bytes = 0
         self._under_way: deque[Reduction] = deque()
         self._unpublished: deque[UnitState] = deque()  # their last reduction has started, oldest first
-        self._gathers: dict[int, tuple[UnitState, Handle]] = {}  # by unit: all-gathers of the sum
-        self._summed: set[int] = set()  # units whose `grad` holds a sum over ranks
-        self._closed: set[int] = set()  # units whose `grad` is final in this step
+        self._gathering: deque[UnitState] = deque()  # the all-gather of their sum has started, oldest first
         self._done = PASSED
         self._last = self._arrived = False
 
@@ -155,34 +141,31 @@ class Reducer:
         return sum(partial.nbytes for partials in self._partials.values() for partial in partials)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether there are gradients that no step has finished: received, or being reduced."""
-        return bool(self._filling or self._extra or self._under_way or self._gathers)
-
-    @property
     def has_extra(self) -> bool:
         """Whether this rank has an extra flat, so that all ranks need one more round than planned."""
-        return bool(self._extra)
+        return any(unit.step.extra is not None for unit in self._backward)
 
     @property
     def order_seen(self) -> int:
         """A CRC-32 of the order in which units became ready in this step, to compare ranks."""
-        return zlib.crc32(repr([*self._seen]).encode())
+        return zlib.crc32(repr([unit.index for unit in self._seen]).encode())
 
     def adopt_order(self) -> None:
         """Use the order in which units became ready in this step for the next steps.
 
         It must have been the same on all ranks.
         """
-        self._order = (*dict.fromkeys((*self._seen, *self._backward)),)
+        self._order = list(dict.fromkeys((*self._seen, *self._backward)))
 
-    def clear(self) -> None:
-        """Begin a step: reset the counts and orders of the last one."""
-        for by_unit in (self._waiting, self._ready, self._seen, self._summed, self._closed):
-            by_unit.clear()
-        self._turns, self._arrived = 0, False
+    def begin_step(self) -> None:
+        """Begin a step: make new records. Gradients of a backward outside of any step are dropped."""
+        flats = (flat for unit in self._backward for flat in (unit.step.flat, unit.step.extra))
+        if self._under_way or self._gathering or any(flat is not None for flat in flats):
+            self.reset()
+        self._gradients.drop_open()
+        self._renew(lambda _: UnitStep())
 
-    def begin(self, *, last: bool) -> None:
+    def begin_microbatch(self, *, last: bool) -> None:
         """Begin a microbatch.
 
         Args:
@@ -191,15 +174,15 @@ class Reducer:
         self._last = last
         if not self._local:
             self._take_turns(self._round_end)
-        self._open_round()
+        self._open_planned_round()
 
     @torch.no_grad()
     def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
         """Add the gradient of one trainable slot from one call of the unit."""
         self._arrived = True
         place = unit.spec.trainable.slots[slot].of(self._open(unit))
-        unwritten = self._unwritten.get(unit.index, set())
-        if slot in unwritten:
+        unwritten = unit.step.unwritten
+        if unwritten is not None and slot in unwritten:
             unwritten.discard(slot)
             self._write(place, grad.to_dense() if grad.is_sparse else grad)
         else:
@@ -210,16 +193,17 @@ class Reducer:
         """Mark `unit` as ready: all its calls of this microbatch have delivered. It is reduced when its turn comes."""
         self._flush()
         adds_up = self._adds_up(unit)
-        if unit.index in self._unwritten or (adds_up and not unit.filled):
+        if unit.step.unwritten is not None or (adds_up and not unit.step.filled):
             self._complete(unit)
         if adds_up and not self._last:
             self._gradients.park(unit)
         elif self._alone:
             self._publish(unit)
         elif self._is_open(unit):
-            self._seen.setdefault(unit.index)
-            self._ready.add(unit.index)
-            while self._waiting and next(iter(self._waiting)) in self._ready:
+            unit.step.go(Phase.READY)
+            if self._turns < len(self._order):
+                self._seen.append(unit)
+            while self._is_round_open and self._next.step.phase is Phase.READY:
                 self._take_turn()
 
     def finish(self) -> None:
@@ -234,7 +218,8 @@ class Reducer:
 
     def finish_extra(self) -> None:
         """Run one more round with the extra flats, because a rank `has_extra`. Collective."""
-        self._filling, self._extra = self._extra, {}
+        for unit in self._backward:
+            unit.step.flat, unit.step.extra = unit.step.extra, None
         self._take_turns(self._turns + len(self._order))
         self._settle()
 
@@ -247,7 +232,7 @@ class Reducer:
         self._check_complete()
         if self._alone:
             self._settle()
-            return any(unit.filled for unit in self._units)
+            return any(unit.step.filled for unit in self._units)
         some_extra, some_arrived = self._meet(self._round_end)
         self._settle()
         if some_extra:
@@ -256,41 +241,47 @@ class Reducer:
 
     def forget(self) -> None:
         """Drop all gradients that have arrived in this step, on every rank. Collective."""
-        in_microbatch = bool(self._turns or self._waiting)
+        in_microbatch = self._turns > 0 or self._is_round_open
         if not self._alone:
             self._meet(self._turns)
-        self.reset()
+        self._drain()
+        self._renew(UnitStep.emptied)  # forwards that have run may still be followed by their backward
         if in_microbatch:
-            self._open_round()
+            self._open_planned_round()
 
     def reset(self) -> None:
-        """Clean up after an exception: wait for started operations and drop all gradients."""
-        handles = [
-            *(reduction.handle for reduction in self._under_way),
-            *(gather[1] for gather in self._gathers.values()),
-        ]
+        """Clean up after an exception: wait for started operations, drop all gradients and records."""
+        self._drain()
+        self._renew(lambda _: UnitStep())
+
+    def _drain(self) -> None:
+        handles = [reduction.handle for reduction in self._under_way]
+        handles += [unit.step.gather for unit in self._gathering if unit.step.gather is not None]
         self._done.wait()
         with suppress(WorldError):  # the caller is already handling the error of a failed world
             for handle in handles:
                 handle.wait()
         self._free_all(self._device.mark())
         self._gradients.reset()
-        for by_unit in (self._filling, self._extra, self._unwritten, self._gathers):
-            by_unit.clear()
-        for queue in (self._under_way, self._unpublished, self._written):
+        for queue in (self._under_way, self._unpublished, self._gathering, self._written):
             queue.clear()
         self._written_bytes = 0
-        self.clear()
+
+    def _renew(self, renewed: Callable[[UnitStep], UnitStep]) -> None:
+        for unit in self._units:
+            unit.step = renewed(unit.step)
+        self._seen.clear()
+        self._turns, self._arrived = 0, False
 
     # -- what arrives --------------------------------------------------------------------------------------------------
 
     def _adds_up(self, unit: UnitState) -> bool:
         """Return whether gradients of `unit` are added directly to `grad`, which is not reduced over ranks yet."""
-        return self._local and unit.index not in self._summed and unit.index not in self._ready
+        return self._local and not unit.step.summed and unit.step.phase is not Phase.READY
 
     def _is_open(self, unit: UnitState) -> bool:
         """Return whether gradients that arrive for `unit` now are still part of this round."""
-        return unit.index in self._waiting and unit.index not in self._ready
+        return unit.step.phase in (Phase.EMPTY, Phase.FILLING)
 
     def _open(self, unit: UnitState, *, sums: bool = False) -> Tensor:
         """Return the flat, (P,), that gradients of `unit` are copied into.
@@ -300,21 +291,26 @@ class Reducer:
         """
         # a unit that was not gathered since the last step still has its deferred update, which reads the old gradient
         self._apply(unit)
-        adds_up = self._adds_up(unit)
-        flats = self._filling if self._is_open(unit) else self._extra
-        fresh = not unit.filled if adds_up else unit.index not in flats
-        if fresh:
-            self._unwritten[unit.index] = set(range(len(unit.spec.trainable.slots)))
-        if adds_up:
-            self._closed.discard(unit.index)
+        record = unit.step
+        if record.phase is Phase.EMPTY:
+            record.go(Phase.FILLING)
+        if self._adds_up(unit):
+            fresh, record.published = not record.filled, False
             if unit.grad is None:
                 self._flush()
             grad = self._gradients.open(unit, fresh=fresh, sums=sums)
-            unit.filled = True
-            return grad
+            record.filled = True
+        elif self._is_open(unit):
+            fresh = record.flat is None
+            record.flat = record.flat or self._take(unit.spec.trainable.P)
+            grad = record.flat.flat_P
+        else:
+            fresh = record.extra is None
+            record.extra = record.extra or self._take(unit.spec.trainable.P)
+            grad = record.extra.flat_P
         if fresh:
-            flats[unit.index] = self._take(unit.spec.trainable.P)
-        return flats[unit.index].flat_P
+            record.unwritten = set(range(len(unit.spec.trainable.slots)))
+        return grad
 
     def _write(self, place: Tensor, grad: Tensor) -> None:
         """Copy a gradient to its slot of the flat; on a GPU copies are batched, to launch fewer kernels."""
@@ -338,31 +334,47 @@ class Reducer:
     def _complete(self, unit: UnitState) -> None:
         """Write zeros into the slots without a gradient and into the gaps between slots."""
         flat_P, layout = self._open(unit), unit.spec.trainable
-        for slot in self._unwritten.pop(unit.index):
+        for slot in unit.step.unwritten or ():
             layout.slots[slot].of(flat_P).zero_()
+        unit.step.unwritten = None
         for start, stop in layout.gaps:
             flat_P[start:stop].zero_()
 
     def _check_complete(self) -> None:
-        if self._unwritten:  # never reduced: a gradient would be missing silently
-            names = ", ".join(self._units[index].spec.name for index in self._unwritten)
+        names = ", ".join(unit.spec.name for unit in self._backward if unit.step.unwritten is not None)
+        if names:  # never reduced: a gradient would be missing silently
             raise AssertionError(f"gradients of {names} have arrived and were never reduced")
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     @property
+    def _next(self) -> UnitState:
+        """The unit whose turn is next."""
+        return self._order[self._turns % len(self._order)]
+
+    @property
+    def _is_round_open(self) -> bool:
+        """Whether reductions of this round have not started. A round is open as long as its last unit is."""
+        return bool(self._order) and self._order[-1].step.phase is not Phase.CLOSED
+
+    @property
     def _round_end(self) -> int:
         """The value of `_turns` at the end of this round."""
-        return self._turns + len(self._waiting)
+        return self._turns + (-self._turns % len(self._order) or len(self._order) if self._is_round_open else 0)
+
+    def _open_planned_round(self) -> None:
+        if not self._alone and self._turns < self._planned:
+            self._open_round()
 
     def _open_round(self) -> None:
-        """Begin the next planned round, if this one has ended."""
-        if not self._alone and not self._waiting and self._turns < self._planned:
-            self._waiting = dict.fromkeys(self._order)
+        """Begin the next round, if this one has ended."""
+        if not self._is_round_open:
+            for unit in self._order:
+                unit.step.go(Phase.EMPTY)
 
     def _take_turns(self, count: int) -> None:
         while self._turns < count:
-            self._waiting = self._waiting or dict.fromkeys(self._order)
+            self._open_round()
             self._take_turn()
 
     def _take_turn(self) -> None:
@@ -370,12 +382,10 @@ class Reducer:
         self._flush()
         if not self._turns:
             self._first()
-        index = next(iter(self._waiting))
-        del self._waiting[index]
+        unit = self._next
         self._turns += 1
-        unit = self._units[index]
-        sent = self._filling.pop(index) if index in self._filling else self._copied(unit)
-        self._ready.discard(index)
+        unit.step.go(Phase.CLOSED)
+        sent, unit.step.flat = unit.step.flat or self._copied(unit), None
         self._start(unit, sent, last=self._turns > self._planned - len(self._order))
 
     def _copied(self, unit: UnitState) -> GradientFlat:
@@ -385,10 +395,10 @@ class Reducer:
         """
         self._apply(unit)
         sent = self._take(unit.spec.trainable.P)
-        if self._local and unit.index not in self._summed:
+        if self._local and not unit.step.summed:
             # on the compute stream, because opening may park another gradient, which was written on it
-            grad = self._gradients.open(unit, fresh=not unit.filled)
-            if unit.filled:
+            grad = self._gradients.open(unit, fresh=not unit.step.filled)
+            if unit.step.filled:
                 sent.flat_P.copy_(grad)
                 return sent
         sent.flat_P.zero_()
@@ -430,11 +440,10 @@ class Reducer:
         while len(self._unpublished) > 1:  # counted, not timed: all ranks must start alike
             self._publish_oldest()
         self._advance()
-        self._closed.discard(unit.index)
+        unit.step.published = False
         received = self._take(unit.spec.trainable.P)
         self._log.note(f"reduction of {unit.spec.name}")
-        again = unit.index in self._summed
-        self._summed.add(unit.index)
+        again, unit.step.summed = unit.step.summed, True
         with self._device.aside("reduce", after=PASSED) as self._done:  # the stream that computes the sum
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
@@ -448,7 +457,8 @@ class Reducer:
             unit.spec.name,
             lambda: [self._routes.reduce_scatter(*flats, sum_S, partial, accumulate=again, what=what)],
         )
-        unit.filled = True
+        unit.step.filled = True
+        unit.step.reductions += 1
         self._under_way.append(Reduction(unit, handle, (sent, received), partial, last))
         if self._full and last:
             self._unpublished.append(unit)
@@ -459,17 +469,18 @@ class Reducer:
         with self._device.aside("reduce", after=PASSED) as self._done:
             reduction.handle.wait()
             self._under_way.popleft()
+            reduction.unit.step.reductions -= 1
             self._give_back(reduction.flats, self._device.mark())
             if reduction.partial is not None:
                 self._partials[reduction.partial.numel()].append(reduction.partial)
             if not reduction.last:
                 self._park(reduction.unit)
-            elif not self._full and not self._is_under_way(reduction.unit):
+            elif not self._full and not reduction.unit.step.reductions:
                 self._publish(reduction.unit)
 
     def _publish_oldest(self) -> None:
         unit = self._unpublished.popleft()
-        while self._is_under_way(unit):
+        while unit.step.reductions:
             self._complete_oldest()
         with self._device.aside("reduce", after=PASSED) as self._done:  # the all-gather must start after the sum
             self._publish(unit)
@@ -480,7 +491,7 @@ class Reducer:
             self._publish_oldest()
         while self._under_way:
             self._complete_oldest()
-        unpublished = [unit for unit in self._units if unit.filled and unit.index not in self._closed]
+        unpublished = [unit for unit in self._units if unit.step.filled and not unit.step.published]
         if self._alone:  # the sum was made on the compute stream
             for unit in unpublished:
                 self._publish(unit)
@@ -488,17 +499,17 @@ class Reducer:
             for unit in unpublished:
                 with self._device.aside("reduce", after=PASSED) as self._done:
                     self._publish(unit)
-        for index in list(self._gathers):
+        while self._gathering:
             with self._device.aside("reduce", after=PASSED) as self._done:
-                self._complete_gather(index)
+                self._complete_gather()
         with self._tape.stream_standing("reduce"):
             self._done.wait()
-        if not self._extra:
+        if not self.has_extra:
             self._free_all(PASSED)  # this also drops flats that were allocated beyond the plan's
 
     def _publish(self, unit: UnitState) -> None:
         """Finish a unit whose own range is reduced; if every rank needs the full sum, start its all-gather first."""
-        self._closed.add(unit.index)
+        unit.step.published = True
         grad = self._gradients.open(unit, fresh=False)
         if not self._full:
             self._finalise(unit)
@@ -508,14 +519,18 @@ class Reducer:
         [handle] = self._tape.under_way(
             "reduce", unit.spec.name, lambda: [self._routes.gather(own_S, grad, of_sum=True, what=what)]
         )
-        self._gathers[unit.index] = unit, handle
+        unit.step.gather = handle
+        self._gathering.append(unit)
         if self._gradients.scarce:
-            self._complete_gather(unit.index)
+            self._complete_gather()
 
-    def _complete_gather(self, index: int) -> None:
-        unit, handle = self._gathers.pop(index)
+    def _complete_gather(self) -> None:
+        unit = self._gathering[0]
+        assert unit.step.gather is not None
         self._advance()
-        handle.wait()
+        unit.step.gather.wait()
+        self._gathering.popleft()
+        unit.step.gather = None
         self._finalise(unit)
 
     def _finalise(self, unit: UnitState) -> None:
@@ -524,11 +539,8 @@ class Reducer:
 
     def _park(self, unit: UnitState) -> None:
         """Park the unit's gradient, unless another reduction will write into it."""
-        if not self._is_under_way(unit):
+        if not unit.step.reductions:
             self._gradients.park(unit)
-
-    def _is_under_way(self, unit: UnitState) -> bool:
-        return any(reduction.unit is unit for reduction in self._under_way)
 
     # -- flats ---------------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,6 @@ class Residency:
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
         self._next = 0  # with `_in_order`: the index after the last gathered unit
         self._orders = {True: VisitOrder(), False: VisitOrder()}
-        self._ahead: set[int] = set()  # units that were gathered ahead and not used yet
 
     def begin(self) -> None:
         """Begin a microbatch, or an evaluation."""
@@ -72,21 +71,22 @@ class Residency:
 
     def end(self) -> None:
         """End the pass: wait for gathers ahead that were not used, and release their buffers."""
-        for index in sorted(self._ahead):
-            buffer = self._find(self._units[index])
-            if buffer is not None:
+        for unit in self._units:
+            buffer = self._find(unit)
+            if buffer is not None and buffer.ahead:
                 buffer.land()
-        self._ahead.clear()
-        if self.pool is not None:
-            self.pool.drop_ahead()
+                buffer.ahead = False
+                if self.pool is not None:
+                    self.pool.drop_extra(buffer)
 
     def reset(self) -> None:
         """Clean up after an exception: unpin all buffers and forget the incomplete visit order."""
         for order in self._orders.values():
             order.forget()
-        self._ahead.clear()
         for unit in self._units:
             unit.secondary_versions = -1, -1  # the gather that fills them may be lost
+            if unit.resident is not None:
+                unit.resident.ahead = False
         if self.pool is not None:
             self.pool.reset()
 
@@ -196,17 +196,11 @@ class Residency:
         tickets = [ticket for changed in self._starting(unit) for ticket in changed.tickets]
         if not self._is_over(tickets) and self._hand_off is None:
             return  # waiting for the store's threads here would delay the current unit
-        self._ahead.add(unit.index)
-        if unit.resident is not None:
-            self._request(unit)
-            return
-        assert self.pool is not None
-        if self.pool.find(unit.index) is not None or self.pool.has_room(unit.spec.full_numel):
+        if self._find(unit) is not None or (self.pool is not None and self.pool.has_room(unit.spec.full_numel)):
             self._request(unit)
             self.buffer(unit).ahead = True
 
     def _arrive(self, unit: UnitState) -> Buffer:
-        self._ahead.discard(unit.index)
         buffer = self.buffer(unit)
         with self._tape.stream_standing("gather, update", unit.spec.name):  # both run on side streams
             buffer.land()

@@ -92,7 +92,8 @@ class State:
             finite: whether the step made an update.
         """
         live = self._live()
-        live.machinery_.updater.sums.clear()
+        for unit in live.machinery_.units:
+            unit.step.squares = None
         self.spent_.append(live.tried + 1)
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 

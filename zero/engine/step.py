@@ -91,10 +91,9 @@ class Step:
         self._in_microbatch = self._dropped = self._went_back = False
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
-        _clear(self._runtime)
-        if self._runtime.reducer.is_busy:  # gradients of a backward outside of any step
-            self._runtime.reducer.reset()
-        self._runtime.reducer.clear()
+        self._runtime.log.clear()
+        self._runtime.gatherer.clear()
+        self._runtime.reducer.begin_step()
         self._runtime.updater.begin()
         self._runtime.tape.passed("before the step")
 
@@ -107,7 +106,7 @@ class Step:
             self._in_microbatch = True
             self._losses.append([])
             self._runtime.gatherer.begin()
-            self._runtime.reducer.begin(last=self.microbatches == self._plan.accumulate)
+            self._runtime.reducer.begin_microbatch(last=self.microbatches == self._plan.accumulate)
             self._at("forward")
 
     def read_groups(self) -> None:
@@ -189,9 +188,9 @@ class Step:
         with self._runtime.gatherer.use:
             self._dropped = self._dropped or self._runtime.gatherer.arrived
             self._runtime.reducer.forget()
-            self._runtime.updater.sums.clear()
             self._losses, self._aux = [[] for _ in self._losses], {}
-            _clear(self._runtime)
+            self._runtime.log.clear()
+            self._runtime.gatherer.clear()
 
     def abandon(self) -> None:
         """Drop the gradients of this step and wait for all started work, after an exception. Not collective."""
@@ -200,7 +199,6 @@ class Step:
         self._plan.world.compute.join()  # side streams must not write into memory that is allocated again
         runtime.gatherer.reset()
         runtime.reducer.reset()
-        runtime.updater.sums.clear()
 
     def finish(self, flag: float = 0.0) -> tuple[State, Metrics]:
         """End the step: defer each unit's update to its next gather, or skip the update. Collective.
@@ -287,14 +285,6 @@ class Step:
         self._plan.world.at(f"step {self.state.tried + 1}, {phase}")
 
 
-def _clear(runtime: Runtime) -> None:
-    """Reset the records of the last step; gradients stay in memory for deferred updates."""
-    runtime.log.clear()
-    runtime.gatherer.clear()
-    for unit in runtime.units:
-        unit.filled = False
-
-
 def _drain(store: PrefetchStore) -> None:
     with suppress(StoreError):  # the caller raises the error of a broken store
         store.drain()
@@ -318,7 +308,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
     for unit in runtime.units:
         if not unit.spec.trainable.slots:
             continue
-        if not unit.filled:  # unused in this step: its last update may still be deferred, and its gradient is zero
+        if not unit.step.filled:  # unused in this step: its last update may still be deferred, and its gradient is zero
             runtime.updater.apply_deferred(unit)
             runtime.gradients.open(unit, fresh=True).zero_()
             runtime.gradients.park(unit)

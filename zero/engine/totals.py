@@ -71,7 +71,7 @@ def gather_totals(
     names = sorted(aux)
     zero = torch.zeros((), dtype=torch.float64, device=world.device)
     measured = [
-        *(runtime.updater.sums.get(unit.index, zero) for unit in runtime.units),
+        *(zero if unit.step.squares is None else unit.step.squares for unit in runtime.units),
         (torch.stack(losses).sum() / runtime.plan.accumulate if losses else zero / 0).to(world.device),
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
     ]

@@ -1,15 +1,32 @@
 """One unit's tensors on this rank, and its deferred update."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 from zero.core.optim import Hyper
+from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.pool import Buffer
 from zero.engine.unit import UnitSpec
+from zero.engine.unit_step import UnitStep
 from zero.platform.handle import Handle
-from zero.store import Ticket
+from zero.store import Group, Ticket
+
+
+class Part(NamedTuple):
+    """A range of the elements that this rank updates of a unit, with the group of pages that hold its state.
+
+    The group has the pages of one number, one of each kind.
+    """
+
+    start: int
+    stop: int
+    group: Group
+    on_device: bool
+    """Whether all its pages are on the device, where the training thread updates them in place."""
+    in_memory: bool
+    """Whether none of its pages is on a disk."""
 
 
 @dataclass(eq=False)
@@ -33,10 +50,11 @@ class UnitState:
         interrupted: whether that update has started and an exception interrupted it.
         version: the number of changes of the parameters.
         frozen_version: the number of changes that included frozen parameters, which steps do not change.
-        calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
-        returned: the number of these calls whose gradients have arrived.
-        filled: whether `grad` holds at least a part of this step's gradient.
         grad_readers: handles of updates that still read `grad`, see `await_grad_readers`.
+        place: the unit's place in the order of the coming updates.
+        parts: the ranges of this rank's elements that are updated together.
+        placeholders: the model's trainable parameters, by slot.
+        step: the record of this step.
     """
 
     spec: UnitSpec
@@ -51,10 +69,11 @@ class UnitState:
     interrupted: bool = False
     version: int = 0
     frozen_version: int = 0
-    calls: list[Any] = field(default_factory=list)
-    returned: int = 0
-    filled: bool = False
     grad_readers: list[Handle] = field(default_factory=list)
+    place: int = 0
+    parts: tuple[Part, ...] = ()
+    placeholders: dict[int, ParameterPlaceholder] = field(default_factory=dict)
+    step: UnitStep = field(default_factory=UnitStep)
 
     @property
     def index(self) -> int:

@@ -29,26 +29,11 @@ from zero.core.optim import Hyper
 from zero.core.updates import PageBatch, Settings, on_device
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
-from zero.engine.unit_state import UnitState
+from zero.engine.unit_state import Part, UnitState
 from zero.errors import StaleStateError
 from zero.platform.device import Device, Event
 from zero.platform.timeline import Tape
 from zero.store import Group, Page, PageKind, PrefetchStore, Ticket
-
-
-class Part(NamedTuple):
-    """A range of the elements that this rank updates of a unit, with the group of pages that hold its state.
-
-    The group has the pages of one number, one of each kind.
-    """
-
-    start: int
-    stop: int
-    group: Group
-    on_device: bool
-    """Whether all its pages are on the device, where the training thread updates them in place."""
-    in_memory: bool
-    """Whether none of its pages is on a disk."""
 
 
 class Launched(Ticket):
@@ -90,11 +75,7 @@ class Piece(NamedTuple):
 
 
 class Updater:
-    """The optimizer of this rank, which schedules and applies deferred updates.
-
-    Attributes:
-        sums: unit index -> the sum of squares of this rank's shard of the gradient, 0-dim fp64.
-    """
+    """The optimizer of this rank, which schedules and applies deferred updates."""
 
     def __init__(
         self, plan: Plan, store: PrefetchStore, units: Sequence[UnitState], gradients: Gradients, tape: Tape
@@ -105,10 +86,10 @@ class Updater:
         self._where = self._device.host if plan.offload.compute == "host" else self._device
         self._kept = plan.kept
         self._kept.prepare(self._where.device)
-        self._parts = {unit.index: tuple(self._parts_of(unit)) for unit in units}
-        self._order = [unit.index for unit in units]
-        self._visited: list[int] = []
-        self.sums: dict[int, Tensor] = {}
+        for unit in units:
+            unit.parts = tuple(self._parts_of(unit))
+        self._order = list(units)  # of the coming updates
+        self._visited: list[UnitState] = []
         self._trains = [True] * len(plan.optimizer.groups)  # by group: whether it trained in this step
         self._rested = [0] * len(plan.optimizer.groups)  # by group: the number of steps in which it did not train
         self._numbers: Mapping[float, Tensor] = {}  # kept until the next `decide`, because other streams read them
@@ -118,7 +99,6 @@ class Updater:
 
     def begin(self) -> None:
         """Begin a step: expect updates in the order of the last step, and units without an update there at the end."""
-        self.sums.clear()
         self._trains = [False] * len(self._trains)
         self._order = list(dict.fromkeys([*self._visited, *self._order]))
         self._visited.clear()
@@ -136,9 +116,9 @@ class Updater:
         grad_S = unit.own_grad_S(self._rank)
         squares = [self._device.sum_of_squares(grad_S[first:last]) for first, last in self._training(unit)]
         if squares:
-            self.sums[unit.index] = functools.reduce(torch.add, squares)
+            unit.step.squares = functools.reduce(torch.add, squares)
         else:
-            self.sums[unit.index] = grad_S.new_zeros((), dtype=torch.float64)
+            unit.step.squares = grad_S.new_zeros((), dtype=torch.float64)
 
     def decide(self, hyper: Hyper) -> Hyper:
         """Return `hyper` with the groups that trained in this step and with each group's own number of updates."""
@@ -152,22 +132,21 @@ class Updater:
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
         """Defer the update of `unit` to its next gather; queue its offloaded parts for the store's threads now."""
         unit.deferred = hyper
-        parts = [part for part in self._parts[unit.index] if not part.on_device]
+        parts = [part for part in unit.parts if not part.on_device]
         if not parts:
             return
         with self._device.aside("updates") as after:  # includes the gradient's copy on a side stream
-            self._gradients.left(unit).wait()
-        place = self._order.index(unit.index)
-        unit.tickets = [self._begin(unit, hyper, part, after, place) for part in parts]
+            unit.step.left.wait()
+        unit.tickets = [self._begin(unit, hyper, part, after) for part in parts]
 
-    def _begin(self, unit: UnitState, hyper: Hyper, part: Part, after: Event, place: int) -> Ticket:
+    def _begin(self, unit: UnitState, hyper: Hyper, part: Part, after: Event) -> Ticket:
         """Queue the update of one part for the store's threads and return its ticket.
 
         If a GPU updates the part and no page is on a disk, the thread only launches the work and does not wait for it.
         """
         end = self._device.event() if part.in_memory and not self._where.shares_memory else None
         work = partial(self._update_in_thread, unit, hyper, part, after, end)
-        ticket = self._store.modify(part.group, work, (place, part.group.number))
+        ticket = self._store.modify(part.group, work, (unit.place, part.group.number))
         return ticket if end is None else Launched(ticket, end)
 
     @property
@@ -194,7 +173,7 @@ class Updater:
             The tickets of the update.
         """
         tickets = unit.tickets
-        self._visited.append(unit.index)
+        self._visited.append(unit)
         unit.mark_changed(resident=False)  # first, so that no old copy is current after an interrupt
         unit.deferred, unit.tickets = None, []
         return tickets
@@ -218,8 +197,8 @@ class Updater:
         for ticket in unit.tickets:
             ticket.wait()
         hyper, unit.interrupted = unit.deferred, True
-        self._visited.append(unit.index)
-        groups = [(part, part.group.pages) for part in self._parts[unit.index] if part.on_device]
+        self._visited.append(unit)
+        groups = [(part, part.group.pages) for part in unit.parts if part.on_device]
         pieces = [self._piece(unit, part, pages, [*map(self._store.in_place, pages)]) for part, pages in groups]
         if pieces:
             with self._tape.doing("update", unit.spec.name):
@@ -315,7 +294,9 @@ class Updater:
 
     def _expect(self) -> None:
         """Tell the store the order of the coming updates, so that it reads pages ahead."""
-        groups = [part.group for index in self._order for part in self._parts[index] if not part.on_device]
+        for place, unit in enumerate(self._order):
+            unit.place = place
+        groups = [part.group for unit in self._order for part in unit.parts if not part.on_device]
         if groups:
             self._store.expect(groups)
 

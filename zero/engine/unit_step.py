@@ -1,0 +1,111 @@
+"""The record of one unit in one step: its calls, gradients and reductions.
+
+Every step makes a new record for each unit and drops the old one, so no step sees anything of an earlier one. What
+outlives a step, such as a deferred update, is in `UnitState`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from zero.engine.pool import Buffer
+from zero.platform.device import PASSED, Event
+from zero.platform.handle import Handle
+
+
+class Phase(Enum):
+    """The phase of a unit's gradient in the present round of reductions, see `zero.engine.reduce`."""
+
+    CLOSED = "closed"
+    """The unit's reduction of this round has started, or no round has begun. Arriving gradients are extra ones."""
+    EMPTY = "empty"
+    """No gradient has arrived in this round."""
+    FILLING = "filling"
+    """Gradients are arriving."""
+    READY = "ready"
+    """All gradients of this round have arrived; the unit waits for its turn."""
+
+
+NEXT_PHASES = {
+    Phase.CLOSED: {Phase.EMPTY: "a round begins"},
+    Phase.EMPTY: {
+        Phase.FILLING: "a gradient arrives",
+        Phase.READY: "all its calls have returned, without a gradient",
+        Phase.CLOSED: "its turn comes; zeros are reduced",
+    },
+    Phase.FILLING: {
+        Phase.READY: "all its calls have returned",
+        Phase.CLOSED: "the round ends first, as for a unit that the last microbatch did not use",
+    },
+    Phase.READY: {Phase.CLOSED: "its turn comes"},
+}
+"""The legal changes of a phase, with their reasons. With one rank there are no rounds, and the phase stays CLOSED."""
+
+
+@dataclass(eq=False)
+class UnitStep:
+    """The record of one unit in one step.
+
+    Attributes:
+        phase: see `Phase`.
+        calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
+        returned: the number of these calls whose gradients have arrived.
+        delivered: whether a gradient has arrived, or a call has returned, since the unit was last ready.
+        hooked: the sums of gradients, by slot, for which hooks of the user will be called.
+        held: the gathered buffer that the running backward pass has pinned.
+        flat: the pooled flat that receives gradients of this round.
+        extra: the pooled flat that receives gradients after the unit was ready.
+        unwritten: the slots without a gradient yet of the flat, or `grad`, that receives gradients now; None if no
+            gradient has arrived since it was completed.
+        filled: whether `grad` holds at least a part of this step's gradient.
+        summed: whether `grad` holds a sum over ranks, or will when started reductions have ended.
+        reductions: the number of reductions under way.
+        gather: the all-gather of the sum, until it was waited for.
+        published: whether `grad` is final, or will be when its all-gather has ended.
+        squares: the sum of squares of this rank's shard of the final gradient, 0-dim fp64; None if it is not final.
+        borrowed: the buffer that an offloaded gradient has borrowed.
+        narrow: whether an offloaded gradient is in `Facts.first_grad_dtype`.
+        reducing: whether a reduction writes into an offloaded gradient, so that it must stay open.
+        own_only: whether only the range that this rank updates is kept of an offloaded gradient.
+        left: the event at the end of the last copy of an offloaded gradient to its pages.
+    """
+
+    phase: Phase = Phase.CLOSED
+    calls: list[Any] = field(default_factory=list)
+    returned: int = 0
+    delivered: bool = False
+    hooked: dict[int, Tensor] = field(default_factory=dict)
+    held: Buffer | None = None
+    flat: "GradientFlat | None" = None
+    extra: "GradientFlat | None" = None
+    unwritten: set[int] | None = None
+    filled: bool = False
+    summed: bool = False
+    reductions: int = 0
+    gather: Handle | None = None
+    published: bool = False
+    squares: Tensor | None = None
+    borrowed: Tensor | None = None
+    narrow: bool = False
+    reducing: bool = False
+    own_only: bool = False
+    left: Event = PASSED
+
+    def go(self, phase: Phase) -> None:
+        """Change to `phase`, which must be a legal change."""
+        assert phase in NEXT_PHASES[self.phase], f"a unit's gradient cannot go from {self.phase} to {phase}"
+        self.phase = phase
+
+    def emptied(self) -> "UnitStep":
+        """Return the record after all gradients were dropped; forwards may still be followed by their backward."""
+        return UnitStep(calls=self.calls, returned=self.returned, delivered=self.delivered, held=self.held)
+
+
+@dataclass(eq=False)
+class GradientFlat:
+    """A (P,) buffer from which gradients are sent or in which they are received; usable after the event `free`."""
+
+    flat_P: Tensor
+    free: Event

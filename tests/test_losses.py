@@ -139,7 +139,7 @@ def test_auto_takes_the_plain_loss_where_all_logits_are_few():
 @pytest.mark.parametrize(
     ("hidden", "weight", "targets", "chunk", "why"),
     [
-        ((3, 4), (9, 5), (3,), 2, r"expected \(\.\.\., D\), \(V, D\) and"),
+        ((3, 4), (9, 5), (3,), 2, r"Pass hidden \(\.\.\., D\), weight \(V, D\)"),
         ((3, 4), (9, 4), (4,), 2, r"targets \(4,\)"),
         ((3, 4), (9, 4), (3,), 0, "chunk=0"),
         ((3, 4), (9, 4), (3,), "all", "chunk='all'"),

@@ -941,7 +941,7 @@ def test_rows_follow_those_of_the_run_that_goes_on_and_never_those_of_another(tm
     run(1)
     run(1, load=True, load_module_only=True)  # begins anew
     assert [steps_in(folder / place) for place in ("", "run-2", "run-3")] == [[1, 2, 3], [1], [1]]
-    assert [line.rpartition("go to ")[2] for line in said()] == [f"{folder}/run-2", f"{folder}/run-3"]
+    assert [line.rpartition("go to ")[2] for line in said()] == [f"{folder}/run-2.", f"{folder}/run-3."]
     assert all((folder / place / "config.yaml").exists() for place in ("", "run-2", "run-3"))
 
 

@@ -271,7 +271,7 @@ def test_the_sum_allocates_only_its_scratch(dtype, accumulate):
 
 def test_sizes_and_dtypes_that_do_not_fit_are_refused():
     world = SoloWorld()
-    with pytest.raises(LayoutError, match=r"gather of head: got shape \(3,\)"):
+    with pytest.raises(LayoutError, match=r"gather of head: .*, not shape \(3,\)"):
         world.gather(torch.zeros(2), torch.zeros(3), what="head")
     with pytest.raises(LayoutError, match="bfloat16"):
         world.gather(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))

@@ -816,7 +816,7 @@ class NineTenthsFrozen(nn.Module):
 
 def live_tensors() -> tuple[int, int]:
     gc.collect()
-    alive = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    alive = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided]
     return len(alive), sum(one.untyped_storage().nbytes() for one in alive)
 
 

@@ -235,7 +235,7 @@ def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch)
 
 def test_a_rank_that_does_not_see_the_folder_says_which_key_to_set(config, monkeypatch):
     monkeypatch.setattr(tokenised, "_found_or_made", lambda *args: Path("/no/such/folder"))
-    with pytest.raises(ConfigError, match=r"rank 1 does not see /no/such/folder.*set data\.cache"):
+    with pytest.raises(ConfigError, match=r"rank 1 does not see /no/such/folder.*Set data\.cache"):
         run_ranks(2, lambda world: tokenised._agreed(config, Tokenizer(config.tokenizer), world, silent))
 
 
@@ -358,7 +358,7 @@ def test_too_few_tokens_name_the_texts_and_not_the_cache(config, tmp_path):
 
 def test_a_cache_that_cannot_be_written_names_its_key(config, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"data\.cache=.*file: Not a directory; give a folder"):
+    with pytest.raises(ConfigError, match=r"data\.cache=.*file: Not a directory\. Give a folder"):
         open_data(replace(config, cache=str(tmp_path / "file")), SEQ, seed=0)
 
 

@@ -31,8 +31,8 @@ def saved_by(config: Config):
 
 
 def advice(refused) -> list[str]:
-    """The words after `add`."""
-    return re.search(r"; add (.*?), or ", str(refused.value))[1].split(" ")
+    """The words after `Add`."""
+    return re.search(r"\. Add (.*?), or ", str(refused.value))[1].split(" ")
 
 
 MODELS = [
@@ -80,7 +80,7 @@ def test_what_to_add_is_the_whole_path_as_a_shell_and_hydra_read_it(path):
     saved = saved.model_copy(update={"model": saved.model.model_copy(update={"path": path})})
     with pytest.raises(CheckpointError) as refused:
         refuse_other_model(settled("model=hf", "model.path=y"), saved_by(saved))
-    words = shlex.split(re.search(r"; add (.*), or name in", str(refused.value))[1])
+    words = shlex.split(re.search(r"\. Add (.*), or list in", str(refused.value))[1])
     assert settled("model=hf", *words).model.path == str(Path(path).expanduser())
 
 

@@ -15,7 +15,7 @@ CPU = Device(torch.device("cpu"))
 
 
 def pool(**counts: int) -> Pool:
-    return Pool({int(numel[1:]): count for numel, count in counts.items()}, torch.float32, CPU)
+    return Pool([int(numel[1:]) for numel, count in counts.items() for _ in range(count)], torch.float32, CPU)
 
 
 def drop_ahead(made: Pool) -> None:
@@ -44,11 +44,15 @@ def test_a_unit_keeps_its_buffer_until_another_takes_it():
     assert made.find(1) is None
 
 
-def test_sizes_do_not_mix():
+def test_a_unit_takes_the_smallest_free_buffer_that_is_large_enough():
     made = pool(n4=1, n8=1)
-    assert made.take(0, 4).flat.numel() == 4
-    assert made.take(1, 8).flat.numel() == 8
-    assert made.find(0) is not None
+    small, large = made.take(0, 3), made.take(1, 6)
+    assert (small.flat.numel(), small.numel, large.flat.numel(), large.numel) == (3, 4, 6, 8)
+    assert not made.has_room(9)
+    small.pins += 1
+    assert made.take(2, 2) is large
+    assert large.flat.numel() == 2
+    assert (made.find(0), made.find(1)) == (small, None)
 
 
 def test_a_pinned_buffer_is_never_taken_and_the_extra_one_is_dropped_when_let_go():

@@ -4,8 +4,9 @@ Other code reads these facts instead of stages and tiers. P is the number of ele
 the number of elements of one rank's shard of it, see `Layout`.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Literal
 
 import torch
@@ -17,7 +18,9 @@ from zero.core.precision import Precision
 from zero.core.stage import Stage
 from zero.distributed.routes import partial_numel
 from zero.distributed.world import World
+from zero.engine.pool import Pool
 from zero.engine.unit import Splitting, UnitSpec
+from zero.platform.device import Device
 
 Scope = Literal["world", "node"]
 
@@ -182,25 +185,38 @@ class Facts:
         """
         return (self.world.nodes - 1) * layout.S if self.keeps_secondary else 0
 
-    def buffer_counts(self) -> dict[int, int]:
-        """Return the number of gathered buffers by their number of elements.
+    def buffer_sizes(self) -> tuple[int, ...]:
+        """Return the number of elements of each gathered buffer, the largest first.
 
-        A size gets one buffer for the unit in use, one for each prefetched unit and one for each level of nesting, but
-        not more than it has units.
+        They hold the units that are in use at the same time, and the largest `prefetch` units beside those.
         """
         if self.resident:
-            return {}
-        sizes = Counter(unit.full_numel for unit in self.units)
-        return {numel: min(n, 1 + self.prefetch + self.splitting.depth) for numel, n in sizes.items()}
+            return ()
+        numels = [unit.full_numel for unit in self.units]
+        largest = sorted(range(len(numels)), key=lambda index: -numels[index])
+        sets = []
+        for nest in self.splitting.nests:
+            ahead = islice((index for index in largest if index not in nest), self.prefetch)
+            sets.append(sorted((numels[index] for index in (*nest, *ahead)), reverse=True))
+        return tuple(map(max, zip_longest(*sets, fillvalue=0)))
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
         """Return the indices of the units that are still gathered when forward ends, and when backward ends."""
-        of_size: dict[int, list[int]] = defaultdict(list)
-        for unit in self.units:
-            of_size[unit.full_numel].append(unit.index)
-        counts = self.buffer_counts().items()
-        after_forward = {index for numel, count in counts for index in of_size[numel][-count:]}
-        return after_forward, {index for numel, count in counts for index in of_size[numel][:count]}
+        pool = Pool(self.buffer_sizes(), torch.uint8, Device(torch.device("meta")))
+        forward = list(self.units)
+        still = []
+        for order in (forward, [unit for unit in reversed(forward) if not unit.lookup]):
+            for place, unit in enumerate(order):
+                for coming in order[place : place + 1 + self.prefetch]:
+                    if pool.find(coming.index) is None and pool.has_room(coming.full_numel):
+                        pool.take(coming.index, coming.full_numel)
+                    if (buffer := pool.find(coming.index)) is not None:
+                        buffer.ahead = True
+                if (buffer := pool.find(unit.index)) is not None:
+                    buffer.ahead = False
+                    pool.touch(buffer)
+            still.append({unit.index for unit in forward if pool.find(unit.index) is not None})
+        return still[0], still[1]
 
     def flat_counts(self) -> dict[int, int]:
         """Return the number of pooled gradient flats by their number of elements.

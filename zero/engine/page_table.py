@@ -5,6 +5,7 @@ gradients. Each secondary shard (copies of shards of other nodes) is a single pa
 of the trainable flat, number 1 of the frozen one.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,7 +187,7 @@ class PageTable(Facts):
     def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of the device buffers for gathered units and for gradients, by kind."""
         counts = {
-            "gathered units": (self.buffer_counts(), self.precision.compute),
+            "gathered units": (Counter(self.buffer_sizes()), self.precision.compute),
             "gradient flats": (self.flat_counts(), self.flat_dtype),
             "node sums": (self.partial_counts(), torch.float32),
             "gradient buffers": (self.grad_buffer_counts(), self.grad_dtype),

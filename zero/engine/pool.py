@@ -1,9 +1,9 @@
 """A fixed set of buffers for gathered units, so that peak memory is known before the first step.
 
-The pool has buffers for each distinct unit size. The choice of a buffer for a unit depends only on the order of calls,
-so every rank decides alike. A rank never waits for a free buffer, because the waiting thread is the one that would free
-it. When every buffer of a size is pinned, an extra one is allocated, counted in `overflowed`, and dropped when it is
-unpinned.
+A unit uses the first elements of a buffer that is large enough. The choice of a buffer depends only on the order of
+calls, so every rank decides alike. A rank never waits for a free buffer, because the waiting thread is the one that
+would free it. When all that are large enough are pinned, an extra one is allocated, counted in `overflowed`, and
+dropped when it is unpinned.
 
 An unpinned buffer keeps its unit until another unit takes the buffer, so the last units of a forward are still gathered
 when backward begins.
@@ -13,7 +13,7 @@ recomputed. Before a buffer gets another unit, the pool therefore counts the ref
 use it, they keep that memory, and the buffer gets fresh memory, counted in `renewed`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from zero.platform.device import Device, Event
 
 
 class Buffer:
-    """A flat buffer for a gathered unit, with the unit's index and version.
+    """A buffer for a gathered unit, with the unit's index and version.
 
     Attributes:
+        flat: the elements that the unit uses.
         extra: whether it was allocated beyond the pool's fixed set.
         unit: the index of the unit that it holds; None if it holds none.
         version: the `UnitState.version` that it holds; -1 if its content is not valid.
@@ -39,7 +40,7 @@ class Buffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: Device, *, extra: bool = False) -> None:
         self._device = device
-        self.flat = _zeros(numel, dtype, device)
+        self._whole = self.flat = _zeros(numel, dtype, device)
         self.extra = extra
         self.unit: int | None = None
         self.version = -1
@@ -51,6 +52,14 @@ class Buffer:
         self._watch()
 
     @property
+    def numel(self) -> int:
+        return self._whole.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self._whole.nbytes
+
+    @property
     def address(self) -> int:
         return self._storage.data_ptr()
 
@@ -60,7 +69,7 @@ class Buffer:
 
     @property
     def is_seen(self) -> bool:
-        """Whether another tensor than `flat` uses the buffer's memory."""
+        """Whether a tensor of somebody else uses the buffer's memory."""
         return torch._C._storage_Use_Count(self._storage._cdata) > self._alone
 
     def land(self) -> None:
@@ -72,11 +81,17 @@ class Buffer:
 
     def renew(self) -> None:
         """Allocate fresh memory for the buffer and leave the old memory to the tensors that use it."""
-        self.flat = _zeros(self.flat.numel(), self.flat.dtype, self._device)
+        self._whole = self.flat = _zeros(self.numel, self.flat.dtype, self._device)
+        self._watch()
+
+    def resize(self, numel: int) -> None:
+        """Let the next unit use the first `numel` elements."""
+        with torch.inference_mode(False):
+            self.flat = self._whole[:numel]
         self._watch()
 
     def _watch(self) -> None:
-        self._storage = self.flat.untyped_storage()
+        self._storage = self._whole.untyped_storage()
         self._alone = torch._C._storage_Use_Count(self._storage._cdata)
 
 
@@ -94,24 +109,20 @@ def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
 
 
 class Pool:
-    """The pooled buffers of each size; a unit takes the least recently used buffer of its size.
+    """The pooled buffers. A unit takes the smallest free one that is large enough, of equals the least recently used.
 
     Args:
-        counts: number of elements -> number of buffers of that size.
+        sizes: the number of elements of each buffer.
     """
 
-    def __init__(self, counts: Mapping[int, int], dtype: torch.dtype, device: Device) -> None:
+    def __init__(self, sizes: Iterable[int], dtype: torch.dtype, device: Device) -> None:
         self._dtype, self._device = dtype, device
-        self._buffers = {numel: [Buffer(numel, dtype, device) for _ in range(n)] for numel, n in counts.items()}
+        self.buffers = [Buffer(numel, dtype, device) for numel in sizes]
         self._by_unit: dict[int, Buffer] = {}
-        self._by_address = {b.address: b for buffers in self._buffers.values() for b in buffers}
+        self._by_address = {buffer.address: buffer for buffer in self.buffers}
         self._clock = 0
         self.overflowed = 0
         self.renewed = 0
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        return tuple(buffer for buffers in self._buffers.values() for buffer in buffers)
 
     @property
     def pinned(self) -> int:
@@ -120,7 +131,7 @@ class Pool:
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(buffer.flat.nbytes for buffer in self.buffers)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def find(self, unit: int) -> Buffer | None:
         """Return the buffer that holds `unit`, in any version, or None."""
@@ -131,11 +142,11 @@ class Pool:
         return self._by_address.get(address) if (address := storage_address(tensor)) else None
 
     def has_room(self, numel: int) -> bool:
-        return self._least_recent(numel) is not None
+        return self._best(numel) is not None
 
     def take(self, unit: int, numel: int) -> Buffer:
-        """Return a buffer that `unit` may overwrite: the buffer that holds it, else the least recently used one."""
-        buffer = self._by_unit.get(unit) or self._least_recent(numel) or self._overflow(numel)
+        """Return a buffer that `unit` may overwrite: the buffer that holds it, else the best free one."""
+        buffer = self._by_unit.get(unit) or self._best(numel) or self._overflow(numel)
         buffer.land()  # an unused earlier gather must end before the next one starts
         if buffer.unit is not None:
             del self._by_unit[buffer.unit]
@@ -144,6 +155,7 @@ class Pool:
             self._by_address.pop(buffer.address, None)
             buffer.renew()
             self._by_address[buffer.address] = buffer
+        buffer.resize(numel)
         buffer.version = -1  # first, so that after an interrupt no wrong version is valid
         buffer.unit = unit
         self._by_unit[unit] = buffer
@@ -160,21 +172,20 @@ class Pool:
 
     def reset(self) -> None:
         """Unpin all buffers after an error, drop extra ones, and rebuild records that the error left inconsistent."""
-        self._buffers = {
-            numel: [buffer for buffer in buffers if not buffer.extra] for numel, buffers in self._buffers.items()
-        }
+        self.buffers = [buffer for buffer in self.buffers if not buffer.extra]
         self._by_unit = {buffer.unit: buffer for buffer in self.buffers if buffer.unit is not None}
         self._by_address = {buffer.address: buffer for buffer in self.buffers}
         for buffer in self.buffers:
             buffer.pins, buffer.ahead = 0, False
 
-    def _least_recent(self, numel: int) -> Buffer | None:
-        return min((b for b in self._buffers[numel] if b.is_free), key=lambda b: b.used, default=None)
+    def _best(self, numel: int) -> Buffer | None:
+        free = (buffer for buffer in self.buffers if buffer.is_free and buffer.numel >= numel)
+        return min(free, key=lambda buffer: (buffer.numel, buffer.used), default=None)
 
     def _overflow(self, numel: int) -> Buffer:
         self.overflowed += 1
         buffer = Buffer(numel, self._dtype, self._device, extra=True)
-        self._buffers[numel].append(buffer)
+        self.buffers.append(buffer)
         self._by_address[buffer.address] = buffer
         return buffer
 
@@ -182,7 +193,7 @@ class Pool:
         """Drop `buffer` if it is an extra one and neither pinned nor gathered ahead."""
         if not (buffer.extra and buffer.is_free):
             return
-        self._buffers[buffer.flat.numel()].remove(buffer)
+        self.buffers.remove(buffer)
         self._by_address.pop(buffer.address, None)
         if buffer.unit is not None:
             del self._by_unit[buffer.unit]

@@ -56,7 +56,7 @@ class Residency:
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
         self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
         self._hand_off = updater.hand_off if plan.params_offloaded else None
-        self.pool = None if plan.resident else Pool(plan.buffer_counts(), plan.precision.compute, self._device)
+        self.pool = None if plan.resident else Pool(plan.buffer_sizes(), plan.precision.compute, self._device)
         self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
         self._keeps = plan.keeps_secondary
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order

@@ -374,14 +374,13 @@ def held_bytes(world, setting):
         in_place = parts.store.in_place(page)
         pages["master" if page.kind.startswith("master") else "moments"] += in_place.nbytes
     assert parts.store.allocated_bytes == sum(pages.values())
-    flats = [flat for several in parts.reducer._free.values() for flat in several]
     held = {
         "parameters": storages(
             [unit.resident.flat] if unit.resident is not None else [unit.shard_S, unit.frozen_S] for unit in parts.units
         ),
         "gathered units": parts.gatherer.pool.allocated_bytes if parts.gatherer.pool is not None else 0,
         "gradients": storages([unit.grad] for unit in parts.units if unit.grad is not None),
-        "gradient flats": storages([flat.flat_P] for flat in flats),
+        "gradient flats": storages([flat.whole] for flat in parts.reducer._flats._all),
         **pages,
         "buffers": sum(buffer.nbytes for buffer in state.model.buffers()),
     }

@@ -603,7 +603,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
     "engine/first_values.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
     "engine/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
-    "engine/full.py:_gradient state.runtime.gradients.left().wait": {"wait": "a loop of one's own at stage 1"},
+    "engine/full.py:_gradient unit.step.left.wait": {"wait": "a loop of one's own at stage 1"},
     "engine/full_flat.py:gather_flat runtime.routes.gather().wait": {"collective": "stage 1"},
     "engine/full_flat.py:updated_range load().wait": {"ticket": "nvme"},
     "engine/gradient.py:PagedGradients._await_coming self._coming[-1].wait": {"ticket": "infinity, two microbatches"},
@@ -611,9 +611,9 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/gradient.py:PagedGradients._bring_back self._device.aside": {
         "wait": "a loop of one's own at stage 1, alone",
     },
-    "engine/gradient.py:PagedGradients._bring_back self.left().wait": {"wait": "cpu at stage 1, another order"},
+    "engine/gradient.py:PagedGradients._bring_back unit.step.left.wait": {"wait": "cpu at stage 1, another order"},
     "engine/gradient.py:PagedGradients._finish_oldest ticket.wait": {"ticket": "infinity"},
-    "engine/gradient.py:PagedGradients._give_back buffer.free.finish": {"finish": "held"},
+    "engine/scratch.py:ScratchPool.give_back free.finish": {"finish": "held"},
     "engine/gradient.py:PagedGradients.open buffer.free.wait": {"wait": "cpu"},
     "engine/gradient.py:PagedGradients.park self._device.aside": {"aside": "cpu"},
     "engine/pool.py:Buffer.land self.arrivals[-1].wait": {
@@ -622,11 +622,11 @@ NEEDED: dict[str, dict[str, str]] = {
         "collective": "stage 1",
     },
     "engine/pool.py:Buffer.land self.ready.wait": {"wait": "stage 1, alone"},
-    "engine/reduce.py:Reducer._complete_gather handle.wait": {"collective": "stage 0"},
+    "engine/reduce.py:Reducer._complete_gather unit.step.gather.wait": {"collective": "stage 0"},
     "engine/reduce.py:Reducer._settle self._done.wait": {"wait": "stage 0"},
     "engine/reduce.py:Reducer._take flat.free.wait": {"wait": "stage 0"},
-    "engine/reduce.py:Reducer.reset handle.wait": {"collective": "forgotten"},
-    "engine/reduce.py:Reducer.reset self._done.wait": {"wait": "forgotten, of many"},
+    "engine/reduce.py:Reducer._drain handle.wait": {"collective": "forgotten"},
+    "engine/reduce.py:Reducer._drain self._done.wait": {"wait": "forgotten, of many"},
     "engine/residency.py:Residency._start self._device.aside": {"aside": "stage 1"},
     "engine/runtime.py:Runtime.finish_step self.store.drain": {"drain": "serial"},
     "engine/runtime.py:Runtime.make_updates self.plan.world.compute.join": {"join": "saved, cpu"},
@@ -649,7 +649,7 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "engine/update.py:Updater.apply_deferred ticket.wait": {"wait": "cpu at stage 1", "ticket": "nvme at stage 1"},
     "engine/update.py:Updater.schedule_update self._device.aside": {"aside": "cpu"},
-    "engine/update.py:Updater.schedule_update self._gradients.left().wait": {"wait": "cpu"},
+    "engine/update.py:Updater.schedule_update unit.step.left.wait": {"wait": "cpu"},
 }
 """By call, each kind of wait that it makes, with a scenario that misses it."""
 

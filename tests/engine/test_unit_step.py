@@ -64,7 +64,7 @@ def test_the_paths_use_every_change_of_the_table():
 
 
 @pytest.mark.parametrize(
-    "change", sorted(product(Phase, Phase), key=str), ids=lambda change: "-".join(p.value for p in change)
+    "change", sorted(product(Phase, Phase), key=str), ids=lambda change: "-".join(phase.name for phase in change)
 )
 def test_a_change_that_is_added_to_the_table_or_taken_from_it_is_found(change, monkeypatch):
     before, after = change

@@ -495,7 +495,10 @@ def ordered_sum(
     cast = sum_S.new_empty(numel) if on_host and chunks[0].dtype != sum_S.dtype else None
     if not numel:
         return
-    for out, first, *rest in zip(sum_S.split(numel), *(chunk.split(numel) for chunk in chunks), strict=True):
+    tensors = (sum_S, *chunks)
+    # `split` takes longer than the sum of a small chunk
+    parts = [[tensor] for tensor in tensors] if numel == sum_S.numel() else [tensor.split(numel) for tensor in tensors]
+    for out, first, *rest in zip(*parts, strict=True):
         acc = out if total is None else total[: out.numel()]
         if rest and first.dtype == acc.dtype:
             torch.add(first, rest.pop(0), out=acc)

@@ -4,8 +4,8 @@ Other code reads these facts instead of stages and tiers. P is the number of ele
 the number of elements of one rank's shard of it, see `Layout`.
 """
 
-from collections import Counter
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import islice, zip_longest
 from typing import Literal
 
@@ -218,32 +218,23 @@ class Facts:
             still.append({unit.index for unit in forward if pool.find(unit.index) is not None})
         return still[0], still[1]
 
-    def flat_counts(self) -> dict[int, int]:
-        """Return the number of pooled gradient flats by their number of elements.
+    def flat_sizes(self) -> tuple[int, ...]:
+        """Return the number of elements of each pooled gradient flat, the largest first.
 
-        Each size gets four, or two if only one unit has that size, because two reductions may be under way and each
-        uses two flats.
+        Two reductions of the largest units may be under way, and each uses two flats.
         """
-        if self.world.size == 1:
-            return {}
-        sizes = Counter(unit.trainable.P for unit in self.units if unit.trainable.slots)
-        return {numel: 2 * min(n, 2) for numel, n in sizes.items()}
+        numels = (unit.trainable.P for unit in self.units if unit.trainable.slots and self.world.size > 1)
+        return tuple(numel for numel in nlargest(2, numels) for _ in range(2))
 
-    def partial_counts(self) -> dict[int, int]:
-        """Return the number of buffers for sums within a node by their number of elements: one for each reduction."""
-        if not self.sums_by_node:
-            return {}
-        counts = Counter[int]()
-        for numel, n in self.flat_counts().items():  # flats of different sizes may have node sums of equal size
-            counts[partial_numel(self.world, numel)] += n // 2
-        return dict(counts)
+    def partial_sizes(self) -> tuple[int, ...]:
+        """Return the number of elements of each buffer for sums within a node: one for each reduction."""
+        return tuple(partial_numel(self.world, P) for P in self.flat_sizes()[::2] if self.sums_by_node)
 
-    def grad_buffer_counts(self) -> dict[int, int]:
-        """Return the number of buffers that offloaded gradients arrive in, by their number of elements."""
+    def grad_buffer_sizes(self) -> tuple[int, ...]:
+        """Return the number of elements of each buffer that offloaded gradients arrive in."""
         if not self.grads_offloaded:
-            return {}
-        sizes = Counter(self.grad_numel(unit) for unit in self.units if unit.trainable.slots)
+            return ()
         # Two for the reductions under way. With local sums one more, because the sum of microbatches is copied out of
         # it to be sent. A single CPU rank needs one less: it has written a gradient before the next unit's arrives.
         count = 2 + (self.local_sum and self.world.size > 1) - (self.world.size == 1 and self.device_is_host)
-        return {numel: min(n, count) for numel, n in sizes.items()}
+        return tuple(nlargest(count, (self.grad_numel(unit) for unit in self.units if unit.trainable.slots)))

@@ -39,6 +39,7 @@ from zero.core.setting_types import Activations
 from zero.core.tree import replaced, tensors_in
 from zero.engine.compile import Compiler
 from zero.engine.graph import (
+    LARGE_NUMEL,
     RUN_FIRST,
     Arrive,
     Gather,
@@ -138,6 +139,7 @@ class Gatherer:
         self._check_writes = plan.check_writes
         self.entering: Callable[[], None] = lambda: None
         self.arriving: Callable[[], None] = lambda: None
+        self._called: list[UnitState] = []  # units with calls in this microbatch, in the order of the first ones
         self._held: list[UnitState] = []  # units whose buffer the running backward pass has pinned
         self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
         """End-of-pass callbacks of the running backward passes, by autograd's graph task id; several when nested.
@@ -167,14 +169,15 @@ class Gatherer:
 
     def end(self) -> None:
         """End the microbatch; reduce units whose calls got no gradient as zeros, in unit order."""
-        for unit in self._units:
-            if unit.step.calls:
-                self._close(unit)
+        for unit in sorted((unit for unit in self._called if unit.step.calls), key=lambda unit: unit.index):
+            self._close(unit)
+        self._called.clear()
         self.activations.release_all()
         self.residency.end()
 
     def reset(self) -> None:
         """Forget all calls and pinned buffers after an exception."""
+        self._called.clear()
         self._held.clear()
         self._passes.clear()
         self._scaled.clear()
@@ -182,9 +185,10 @@ class Gatherer:
         self.residency.reset()
 
     def _forget_calls(self) -> None:
-        for unit in self._units:
+        for unit in self._called:
             unit.step.calls.clear()
             unit.step.returned = 0
+        self._called.clear()
 
     def runner(self, site: Site) -> Run:
         """Return the function that runs a call of `site`; torch.compile never traces it into the caller's graph."""
@@ -279,15 +283,19 @@ class Gatherer:
         """
         made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
         if not recomputing:
+            if not unit.step.calls:
+                self._called.append(unit)
             unit.step.calls.append(made[0].grad_fn)
-        return [self._arrives(unit, slot, parameter) for slot, parameter in enumerate(made)]
-
-    def _arrives(self, unit: UnitState, slot: int, parameter: Tensor) -> Tensor:
-        if unit.spec.trainable.slots[slot].group in self.frozen_groups or not unit.placeholders[slot].trains:
-            return parameter.detach()
-        arriving = cast(Tensor, Arrive.apply(parameter, self, unit, slot))
-        arriving.grad_fn._set_sequence_nr(RUN_FIRST)  # type: ignore[union-attr]
-        return arriving
+        trains = unit.trains()
+        slots = unit.spec.trainable.slots
+        parameters = list(made)
+        for number, slot in enumerate(slots):
+            if not trains[number] or slot.group in self.frozen_groups:
+                parameters[number] = made[number].detach()
+            elif slot.numel >= LARGE_NUMEL:
+                parameters[number] = cast(Tensor, Arrive.apply(made[number], self, unit, number))
+                parameters[number].grad_fn._set_sequence_nr(RUN_FIRST)
+        return parameters
 
     def _call(
         self,
@@ -391,22 +399,24 @@ class Gatherer:
             self._held.remove(unit)
             self.residency.unpin(buffer)
 
-    def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
-        """Receive the gradient of one parameter from one call of its unit."""
+    def deliver(self, unit: UnitState, grads: dict[int, Tensor]) -> None:
+        """Receive gradients, by slot, from one call of their unit."""
         with self._lock:
             self._watch_pass()
             self.arriving()
-            placeholder, record = unit.placeholders[slot], unit.step
-            if not placeholder.trains:
-                raise StaleStateError(
-                    f"{placeholder.full_name} was frozen between this graph's forward and its backward. Freeze it "
-                    "before the forward, or after the step."
-                )
-            if placeholder.hooks:  # they get the sum over all calls, as hooks of any leaf do
-                record.hooked[slot] = grad if slot not in record.hooked else record.hooked[slot] + grad
-            else:
-                self._deliver(unit, slot, grad)
-            record.delivered = True
+            trains, hooked = unit.trains(), unit.step.hooked
+            for slot, grad in [*grads.items()]:
+                placeholder = unit.placeholders[slot]
+                if not trains[slot]:
+                    raise StaleStateError(
+                        f"{placeholder.full_name} was frozen between this graph's forward and its backward. Freeze it "
+                        "before the forward, or after the step."
+                    )
+                if placeholder.hooks:  # they get the sum over all calls, as hooks of any leaf do
+                    hooked[slot] = hooked[slot] + grad if slot in hooked else grad
+                    del grads[slot]
+            self._deliver(unit, grads)
+            unit.step.delivered = True
             self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 
     def scaled(self, *_: Any) -> None:
@@ -442,7 +452,7 @@ class Gatherer:
         for slot, grad in sorted(hooked.items()):
             # hooks see the gradient divided by the number of microbatches; the update divides later, so multiply back
             seen = unit.placeholders[slot].through_hooks(grad / self._accumulate)
-            self._deliver(unit, slot, seen * self._accumulate)
+            self._deliver(unit, {slot: seen * self._accumulate})
         self._start_reduce(unit)
         self._let_go(unit)
 

@@ -20,15 +20,15 @@ event `UnitStep.left`. Pages on a disk are written by threads of the store, whic
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
 
 from torch import Tensor
 
 from zero.engine.plan import Plan
+from zero.engine.scratch import Scratch, ScratchPool
 from zero.engine.transfer import load, save
 from zero.engine.unit_state import UnitState
 from zero.errors import StoreError
-from zero.platform.device import PASSED, Event
+from zero.platform.device import PASSED
 from zero.platform.timeline import Tape
 from zero.store import Page, PageKind, PrefetchStore, Ticket
 
@@ -73,13 +73,6 @@ class Gradients:
         """Drop all gradients, and wait for copies to and from their pages."""
 
 
-class _Buffer(NamedTuple):
-    """A buffer for an open gradient; it may be overwritten after the event `free`."""
-
-    flat: Tensor
-    free: Event
-
-
 class PagedGradients(Gradients):
     """Offloaded gradients: pages of the store, and a few device buffers for the gradients that are open."""
 
@@ -87,16 +80,14 @@ class PagedGradients(Gradients):
 
     def __init__(self, plan: Plan, store: PrefetchStore, tape: Tape) -> None:
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
-        self._counts = plan.grad_buffer_counts()
-        self._free = {numel: [self._buffer(numel) for _ in range(n)] for numel, n in self._counts.items()}
+        self._pool = ScratchPool(plan.grad_buffer_sizes(), plan.grad_dtype, self._device)
         self._open: list[UnitState] = []  # first the one that was opened first
-        self._leaving: deque[tuple[_Buffer, list[Ticket]]] = deque()  # with tickets of writes
+        self._leaving: deque[tuple[Scratch, list[Ticket]]] = deque()  # with tickets of writes
         self._coming: list[Ticket] = []
 
     @property
     def allocated_bytes(self) -> int:
-        leaving = [buffer for buffer, _ in self._leaving]
-        return sum(buffer.flat.nbytes for buffers in (*self._free.values(), leaving) for buffer in buffers)
+        return self._pool.free_bytes + sum(buffer.whole.nbytes for buffer, _ in self._leaving)
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
         unit.await_grad_readers()
@@ -107,7 +98,7 @@ class PagedGradients(Gradients):
                 record.narrow = not sums and self._plan.first_grad_dtype != self._plan.grad_dtype
             dtype = self._plan.first_grad_dtype if record.narrow else self._plan.grad_dtype
             buffer = self._take(self._plan.grad_numel(unit.spec))
-            record.borrowed = buffer.flat
+            record.borrowed = buffer
             self._open.append(unit)  # first, so that `reset` finds it after an interrupt
             unit.grad = buffer.flat.view(dtype)[: buffer.flat.numel()]
             if fresh:
@@ -118,7 +109,7 @@ class PagedGradients(Gradients):
         if sums and record.narrow:
             record.narrow = False
             assert record.borrowed is not None
-            unit.grad = _widened(record.borrowed, unit.grad)
+            unit.grad = _widened(record.borrowed.flat, unit.grad)
         record.reducing = record.reducing or held
         return unit.grad
 
@@ -128,7 +119,9 @@ class PagedGradients(Gradients):
         with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
             tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
         unit.step.left = left
-        self._leaving.append((self._closed(unit, left), tickets))
+        buffer = self._closed(unit)
+        buffer.free = left
+        self._leaving.append((buffer, tickets))
 
     def reset(self) -> None:
         with suppress(StoreError):  # the caller is already handling the error of a failed store
@@ -140,18 +133,18 @@ class PagedGradients(Gradients):
     def drop_open(self) -> None:
         free = self._device.mark() if self._open else PASSED
         while self._open:
-            self._give_back(self._closed(self._open[0], free))
+            self._pool.give_back(self._closed(self._open[0]), free)
 
-    def _closed(self, unit: UnitState, free: Event) -> _Buffer:
-        """End the use of the unit's buffer, and return it for its next user, who waits for the event `free`."""
-        flat = unit.step.borrowed
-        assert flat is not None
+    def _closed(self, unit: UnitState) -> Scratch:
+        """End the use of the unit's buffer, and return the buffer."""
+        buffer = unit.step.borrowed
+        assert buffer is not None
         self._open.remove(unit)
         unit.grad = unit.step.borrowed = None
         unit.step.reducing = False
-        return _Buffer(flat, free)
+        return buffer
 
-    def _bring_back(self, unit: UnitState, buffer: _Buffer) -> None:
+    def _bring_back(self, unit: UnitState, buffer: Scratch) -> None:
         """Load the pages of `unit` into `buffer` on the side stream "gradients in"."""
         with self._device.aside("gradients in", after=buffer.free) as loaded:
             unit.step.left.wait()
@@ -167,39 +160,33 @@ class PagedGradients(Gradients):
             self._coming[-1].wait()
             self._coming.pop()
 
-    def _take(self, numel: int) -> _Buffer:
+    def _take(self, numel: int) -> Scratch:
         """Return a buffer of `numel` elements, to be used after its event `free`.
 
         If none is left, wait for the oldest write, else park an open gradient, else allocate an extra buffer.
         """
-        while not self._free[numel]:
+        while (buffer := self._pool.take(numel)) is None:
             if self._leaving:
                 self._finish_oldest()
                 continue
-            idle = (unit for unit in self._open if not unit.step.reducing)
-            oldest = next((unit for unit in idle if self._plan.grad_numel(unit.spec) == numel), None)
+            oldest = next((unit for unit in self._open if self._may_park(unit, numel)), None)
             if oldest is None:
                 self.overflowed += 1
-                return self._buffer(numel)
+                return self._pool.extra(numel)
             self.park(oldest)  # its unit gets more gradients, so a later `open` loads it again
-        return self._free[numel].pop()
+        return buffer
 
-    def _buffer(self, numel: int) -> _Buffer:
-        flat = self._device.zeros(numel, self._plan.grad_dtype)
-        return _Buffer(flat, self._device.mark())
+    def _may_park(self, unit: UnitState, numel: int) -> bool:
+        """Return whether `unit` has a buffer of at least `numel` elements, into which no reduction writes."""
+        buffer = unit.step.borrowed
+        return buffer is not None and buffer.whole.numel() >= numel and not unit.step.reducing
 
     def _finish_oldest(self) -> None:
         """Free the buffer that was parked first, after its pages are written, or their copies enqueued."""
         for ticket in self._leaving[0][1]:
             ticket.wait()
-        self._give_back(self._leaving.popleft()[0])
-
-    def _give_back(self, buffer: _Buffer) -> None:
-        free = self._free[buffer.flat.numel()]
-        if len(free) < self._counts[buffer.flat.numel()]:
-            free.append(buffer)
-        else:
-            buffer.free.finish()  # the memory's next user cannot wait for this event
+        buffer, _ = self._leaving.popleft()
+        self._pool.give_back(buffer, buffer.free)
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None

@@ -1,7 +1,9 @@
 """Autograd functions that take a unit's gradients out of autograd and tell when all gradients of a call have arrived.
 
-`Gather` is one node per call, whose outputs are all parameters of the unit. An `Arrive` for each parameter delivers its
-gradient as soon as it is complete. A `Reach` makes backward visit a unit whose parameters did not affect its outputs.
+`Gather` is one node per call, whose outputs are all parameters of the unit. An `Arrive` for each large parameter
+delivers its gradient as soon as it is complete. `Gather` delivers the gradients of small parameters together, because a
+node of Python for each would take longer than their sums. A `Reach` makes backward visit a unit whose parameters did
+not affect its outputs.
 """
 
 from collections.abc import Iterable
@@ -19,6 +21,10 @@ RUN_FIRST = 2**62
 """A sequence number above all that autograd assigns: of the nodes that are ready it runs the largest number first."""
 
 
+LARGE_NUMEL = 65_536
+"""The least number of elements of a parameter whose gradient is delivered alone."""
+
+
 class Gather(torch.autograd.Function):
     """The node whose outputs are a unit's parameters; its backward runs when all gradients of the call have arrived."""
 
@@ -33,17 +39,21 @@ class Gather(torch.autograd.Function):
             counted: passed on to `Gatherer.returned`.
         """
         ctx.set_materialize_grads(False)
-        ctx.gatherer, ctx.unit, ctx.counted = gatherer, unit, counted
+        ctx.gatherer, ctx.unit, ctx.counted, ctx.version = gatherer, unit, counted, unit.version
         return views(unit.spec.trainable, flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        small = {slot: grad for slot, grad in enumerate(grads) if grad is not None}  # `Arrive` passes none on
+        if small:
+            check_same_parameters([(ctx.unit, ctx.version)])
+            ctx.gatherer.deliver(ctx.unit, small)
         ctx.gatherer.returned(ctx.unit, counted=ctx.counted)
         return None, None, None, None, None
 
 
 class Arrive(torch.autograd.Function):
-    """The identity function on one parameter; its backward delivers the parameter's complete gradient."""
+    """The identity function on a large parameter; its backward delivers the parameter's complete gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, gatherer: Any, unit: UnitState, slot: int) -> Tensor:
@@ -55,7 +65,7 @@ class Arrive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if grads[0] is not None:
             check_same_parameters([(ctx.unit, ctx.version)])
-            ctx.gatherer.deliver(ctx.unit, ctx.slot, grads[0])
+            ctx.gatherer.deliver(ctx.unit, {ctx.slot: grads[0]})
         return None, None, None, None
 
 

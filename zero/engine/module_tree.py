@@ -1,14 +1,13 @@
 """Detect parameters that a model gained, lost or exchanged after its state was made, because they would not train."""
 
+from collections.abc import Collection
 from itertools import chain
-from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
 from zero.core.suggest import some
 from zero.errors import ConfigError
-
-_TABLES = attrgetter("_parameters", "_modules")
 
 
 class ModuleTree:
@@ -20,8 +19,7 @@ class ModuleTree:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._then = dict(model.named_parameters())
-        self._modules = list(model.modules())
-        self._version = self._ids()
+        self._read()
 
     def check(self) -> None:
         """Raise ConfigError, with the names of changed parameters, unless the model has the same ones as at the start.
@@ -47,7 +45,12 @@ class ModuleTree:
                 f"the model was changed after zero took it over: {some(changes)}. Change it before zero.initialize or "
                 "zero.Plan, or save, change it and begin again with the saved weights"
             )
-        self._modules = list(self._model.modules())
+        self._read()
+
+    def _read(self) -> None:
+        self._contents: list[Collection[Any]] = []  # views, which follow later changes
+        for module in self._model.modules():
+            self._contents += [module._parameters.values(), module._modules.values()]
         self._version = self._ids()
 
     def _ids(self) -> list[int]:
@@ -55,5 +58,4 @@ class ModuleTree:
 
         Python does not reuse these ids, because this object keeps references to all of them.
         """
-        tables = chain.from_iterable(map(_TABLES, self._modules))
-        return list(map(id, chain.from_iterable(map(dict.values, tables))))
+        return list(map(id, chain.from_iterable(self._contents)))

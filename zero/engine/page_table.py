@@ -5,7 +5,6 @@ gradients. Each secondary shard (copies of shards of other nodes) is a single pa
 of the trainable flat, number 1 of the frozen one.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,16 +185,13 @@ class PageTable(Facts):
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of the device buffers for gathered units and for gradients, by kind."""
-        counts = {
-            "gathered units": (Counter(self.buffer_sizes()), self.precision.compute),
-            "gradient flats": (self.flat_counts(), self.flat_dtype),
-            "node sums": (self.partial_counts(), torch.float32),
-            "gradient buffers": (self.grad_buffer_counts(), self.grad_dtype),
+        kinds = {
+            "gathered units": (self.buffer_sizes(), self.precision.compute),
+            "gradient flats": (self.flat_sizes(), self.flat_dtype),
+            "node sums": (self.partial_sizes(), torch.float32),
+            "gradient buffers": (self.grad_buffer_sizes(), self.grad_dtype),
         }
-        return {
-            kind: dtype.itemsize * sum(numel * n for numel, n in sizes.items())
-            for kind, (sizes, dtype) in counts.items()
-        }
+        return {kind: dtype.itemsize * sum(sizes) for kind, (sizes, dtype) in kinds.items()}
 
     def secondary_bytes(self, tier: Tier) -> int:
         """Return the bytes of this rank's secondary shards on a tier."""

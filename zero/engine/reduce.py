@@ -39,7 +39,7 @@ the order of buckets that ranks must share.
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -50,12 +50,13 @@ from zero.distributed.routes import Routes, partial_numel
 from zero.distributed.world import Handle
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
+from zero.engine.scratch import Scratch, ScratchPool
 from zero.engine.unit_state import UnitState
-from zero.engine.unit_step import GradientFlat, Phase, UnitStep
+from zero.engine.unit_step import Phase, UnitStep
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.errors import WorldError
-from zero.platform.device import PASSED, Event
+from zero.platform.device import PASSED
 from zero.platform.timeline import Tape
 
 
@@ -71,8 +72,8 @@ class Reduction:
 
     unit: UnitState
     handle: Handle
-    flats: tuple[GradientFlat, GradientFlat]
-    partial: Tensor | None
+    flats: tuple[Scratch, Scratch]
+    partial: Scratch | None
     last: bool
 
 
@@ -107,63 +108,65 @@ class Reducer:
         self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
         self._full = plan.full_update and not self._alone  # every rank needs the full sum
         self._apply, self._measure, self._first = updater.apply_deferred, updater.measure, first
-        self._flat_dtype = plan.flat_dtype
+        self._by_node = plan.sums_by_node
+        self._flats = ScratchPool(plan.flat_sizes(), plan.flat_dtype, self._device)
+        self._partials = ScratchPool(plan.partial_sizes(), torch.float32, self._device)  # for the stream "reduce" only
         self._backward = [unit for unit in reversed(units) if unit.spec.trainable.slots]
         self._order = self._backward
         self._planned = len(self._order) * (1 if self._local else plan.accumulate)  # reductions of a step
-        self._flats = {
-            numel: [GradientFlat(self._device.zeros(numel, plan.flat_dtype), PASSED) for _ in range(count)]
-            for numel, count in plan.flat_counts().items()
-        }
-        self._sums = {
-            numel: [self._device.zeros(numel, torch.float32) for _ in range(count)]
-            for numel, count in plan.partial_counts().items()
-        }  # sums within this node, used by the stream "reduce" only
-        self._free_all(PASSED)
         self._turns = 0  # reductions that this step has started
         self._seen: list[UnitState] = []  # units in the order in which they were ready in the first round
+        self._extras: list[UnitState] = []  # units with an extra flat
         self._written: list[tuple[Tensor, Tensor]] = []  # pending copies: (destination, gradient)
         self._written_bytes = 0
         self._under_way: deque[Reduction] = deque()
         self._unpublished: deque[UnitState] = deque()  # their last reduction has started, oldest first
         self._gathering: deque[UnitState] = deque()  # the all-gather of their sum has started, oldest first
         self._done = PASSED
-        self._last = self._arrived = False
+        self._last = self._arrived = self._ended = False
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the pooled flats, measured between steps."""
-        return sum(flat.flat_P.nbytes for flats in self._free.values() for flat in flats)
+        return self._flats.free_bytes
 
     @property
     def partial_bytes(self) -> int:
         """Bytes of the buffers for sums within the node, measured between steps."""
-        return sum(partial.nbytes for partials in self._partials.values() for partial in partials)
+        return self._partials.free_bytes
 
     @property
     def has_extra(self) -> bool:
         """Whether this rank has an extra flat, so that all ranks need one more round than planned."""
-        return any(unit.step.extra is not None for unit in self._backward)
+        return bool(self._extras)
 
     @property
     def order_seen(self) -> int:
-        """A CRC-32 of the order in which units became ready in this step, to compare ranks."""
-        return zlib.crc32(repr([unit.index for unit in self._seen]).encode())
+        """A number for the order in which units became ready in this step; 0 if it is the present order."""
+        seen = self._next_order()
+        return 0 if seen == self._order else zlib.crc32(repr([unit.index for unit in seen]).encode()) + 1
 
     def adopt_order(self) -> None:
         """Use the order in which units became ready in this step for the next steps.
 
         It must have been the same on all ranks.
         """
-        self._order = list(dict.fromkeys((*self._seen, *self._backward)))
+        self._order = self._next_order()
+
+    def _next_order(self) -> list[UnitState]:
+        return list(dict.fromkeys((*self._seen, *self._backward)))
 
     def begin_step(self) -> None:
         """Begin a step: make new records. Gradients of a backward outside of any step are dropped."""
-        flats = (flat for unit in self._backward for flat in (unit.step.flat, unit.step.extra))
-        if self._under_way or self._gathering or any(flat is not None for flat in flats):
+        if self._flats.is_lent or self._gathering:
             self.reset()
         self._gradients.drop_open()
         self._renew(lambda _: UnitStep())
+        self._ended = False
+
+    def end_step(self) -> None:
+        """End the step: its gradients cannot be read any more, because the update may overwrite them."""
+        self._ended = True
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Begin a microbatch.
@@ -177,17 +180,26 @@ class Reducer:
         self._open_planned_round()
 
     @torch.no_grad()
-    def deliver(self, unit: UnitState, slot: int, grad: Tensor) -> None:
-        """Add the gradient of one trainable slot from one call of the unit."""
+    def deliver(self, unit: UnitState, grads: Mapping[int, Tensor]) -> None:
+        """Add gradients of trainable slots, by slot, from one call of the unit."""
+        if not grads:
+            return
         self._arrived = True
-        place = unit.spec.trainable.slots[slot].of(self._open(unit))
-        unwritten = unit.step.unwritten
-        if unwritten is not None and slot in unwritten:
-            unwritten.discard(slot)
-            self._write(place, grad.to_dense() if grad.is_sparse else grad)
-        else:
+        flat_P, slots = self._open(unit), unit.spec.trainable.slots
+        unwritten = unit.step.unwritten or set()
+        for slot in unwritten.intersection(grads):
+            grad = grads[slot].to_dense() if grads[slot].is_sparse else grads[slot]
+            self._written.append((slots[slot].of(flat_P), grad))
+            self._written_bytes += grad.nbytes
+        if self._written_bytes > self._device.batch_bytes:
             self._flush()
-            unit.spec.trainable.slots[slot].of(self._open(unit, sums=True)).add_(grad)
+        added = grads.keys() - unwritten
+        unwritten.difference_update(grads)
+        if added:
+            self._flush()
+            flat_P = self._open(unit, sums=True)
+        for slot in added:
+            slots[slot].of(flat_P).add_(grads[slot])
 
     def start_reduce(self, unit: UnitState) -> None:
         """Mark `unit` as ready: all its calls of this microbatch have delivered. It is reduced when its turn comes."""
@@ -218,8 +230,9 @@ class Reducer:
 
     def finish_extra(self) -> None:
         """Run one more round with the extra flats, because a rank `has_extra`. Collective."""
-        for unit in self._backward:
+        for unit in self._extras:
             unit.step.flat, unit.step.extra = unit.step.extra, None
+        self._extras.clear()
         self._take_turns(self._turns + len(self._order))
         self._settle()
 
@@ -230,6 +243,8 @@ class Reducer:
             Whether any rank has a gradient.
         """
         self._check_complete()
+        if self._ended:
+            return False
         if self._alone:
             self._settle()
             return any(unit.step.filled for unit in self._units)
@@ -261,7 +276,9 @@ class Reducer:
         with suppress(WorldError):  # the caller is already handling the error of a failed world
             for handle in handles:
                 handle.wait()
-        self._free_all(self._device.mark())
+        free = self._device.mark()
+        self._flats.reset(free)
+        self._partials.reset(free)
         self._gradients.reset()
         for queue in (self._under_way, self._unpublished, self._gathering, self._written):
             queue.clear()
@@ -271,6 +288,7 @@ class Reducer:
         for unit in self._units:
             unit.step = renewed(unit.step)
         self._seen.clear()
+        self._extras.clear()
         self._turns, self._arrived = 0, False
 
     # -- what arrives --------------------------------------------------------------------------------------------------
@@ -303,24 +321,19 @@ class Reducer:
         elif self._is_open(unit):
             fresh = record.flat is None
             record.flat = record.flat or self._take(unit.spec.trainable.P)
-            grad = record.flat.flat_P
+            grad = record.flat.flat
         else:
             fresh = record.extra is None
-            record.extra = record.extra or self._take(unit.spec.trainable.P)
-            grad = record.extra.flat_P
+            if record.extra is None:
+                record.extra = self._take(unit.spec.trainable.P)
+                self._extras.append(unit)
+            grad = record.extra.flat
         if fresh:
             record.unwritten = set(range(len(unit.spec.trainable.slots)))
         return grad
 
-    def _write(self, place: Tensor, grad: Tensor) -> None:
-        """Copy a gradient to its slot of the flat; on a GPU copies are batched, to launch fewer kernels."""
-        self._written.append((place, grad))
-        self._written_bytes += grad.nbytes
-        if self._written_bytes > self._device.batch_bytes:
-            self._flush()
-
     def _flush(self) -> None:
-        """Execute the batched copies.
+        """Execute the batched copies of gradients to their flats; on a GPU this launches fewer kernels.
 
         Must also be called before a gradient is opened, because that may park another one, to which copies are pending.
         """
@@ -388,7 +401,7 @@ class Reducer:
         sent, unit.step.flat = unit.step.flat or self._copied(unit), None
         self._start(unit, sent, last=self._turns > self._planned - len(self._order))
 
-    def _copied(self, unit: UnitState) -> GradientFlat:
+    def _copied(self, unit: UnitState) -> Scratch:
         """Return a pooled flat with the unit's sum of microbatches, or with zeros if it has no gradient.
 
         `grad` cannot be sent itself, because the sum over ranks is written into it.
@@ -399,9 +412,9 @@ class Reducer:
             # on the compute stream, because opening may park another gradient, which was written on it
             grad = self._gradients.open(unit, fresh=not unit.step.filled)
             if unit.step.filled:
-                sent.flat_P.copy_(grad)
+                sent.flat.copy_(grad)
                 return sent
-        sent.flat_P.zero_()
+        sent.flat.zero_()
         return sent
 
     def _meet(self, turns: int) -> tuple[bool, bool]:
@@ -430,7 +443,7 @@ class Reducer:
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def _start(self, unit: UnitState, sent: GradientFlat, *, last: bool) -> None:
+    def _start(self, unit: UnitState, sent: Scratch, *, last: bool) -> None:
         """Start the reduction of one flat into `grad`.
 
         Args:
@@ -448,14 +461,15 @@ class Reducer:
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
         of_node = partial_numel(self._world, unit.spec.trainable.P)
-        while self._partials and not self._partials[of_node]:
+        partial = self._partials.take(of_node)
+        while partial is None and self._by_node:
             self._complete_oldest()
-        partial = self._partials[of_node].pop() if self._partials else None
-        flats = sent.flat_P, received.flat_P
+            partial = self._partials.take(of_node)
+        flats, of_node_N = (sent.flat, received.flat), None if partial is None else partial.flat
         [handle] = self._tape.under_way(
             "reduce",
             unit.spec.name,
-            lambda: [self._routes.reduce_scatter(*flats, sum_S, partial, accumulate=again, what=what)],
+            lambda: [self._routes.reduce_scatter(*flats, sum_S, of_node_N, accumulate=again, what=what)],
         )
         unit.step.filled = True
         unit.step.reductions += 1
@@ -470,9 +484,11 @@ class Reducer:
             reduction.handle.wait()
             self._under_way.popleft()
             reduction.unit.step.reductions -= 1
-            self._give_back(reduction.flats, self._device.mark())
+            free = self._device.mark()
+            for flat in reduction.flats:
+                self._flats.give_back(flat, free)
             if reduction.partial is not None:
-                self._partials[reduction.partial.numel()].append(reduction.partial)
+                self._partials.give_back(reduction.partial, free)
             if not reduction.last:
                 self._park(reduction.unit)
             elif not self._full and not reduction.unit.step.reductions:
@@ -504,8 +520,6 @@ class Reducer:
                 self._complete_gather()
         with self._tape.stream_standing("reduce"):
             self._done.wait()
-        if not self.has_extra:
-            self._free_all(PASSED)  # this also drops flats that were allocated beyond the plan's
 
     def _publish(self, unit: UnitState) -> None:
         """Finish a unit whose own range is reduced; if every rank needs the full sum, start its all-gather first."""
@@ -544,29 +558,15 @@ class Reducer:
 
     # -- flats ---------------------------------------------------------------------------------------------------------
 
-    def _take(self, numel: int) -> GradientFlat:
+    def _take(self, numel: int) -> Scratch:
         """Return a flat of `numel` elements.
 
         If none is free, wait for a reduction. If none is under way, because all flats are being filled, allocate one.
         """
-        while not self._free[numel]:
-            if not any(reduction.flats[0].flat_P.numel() == numel for reduction in self._under_way):
-                return GradientFlat(self._device.zeros(numel, self._flat_dtype), PASSED)
+        while (flat := self._flats.take(numel)) is None:
+            if not self._under_way:
+                return self._flats.extra(numel)
             self._complete_oldest()
-        flat = self._free[numel].pop()
         with self._tape.stream_standing("reduce"):
             flat.free.wait()
         return flat
-
-    def _free_all(self, free: Event) -> None:
-        """Mark all pooled flats and node sums as unused, also those of operations that failed before they started."""
-        self._free: dict[int, list[GradientFlat]] = {numel: [] for numel in self._flats}
-        for flats in self._flats.values():
-            self._give_back(flats, free)
-        self._partials = {numel: list(sums) for numel, sums in self._sums.items()}
-
-    def _give_back(self, flats: Sequence[GradientFlat], free: Event) -> None:
-        """Return flats to the pool; their next user waits for the event `free`."""
-        for flat in flats:
-            flat.free = free
-            self._free[flat.flat_P.numel()].append(flat)

@@ -71,9 +71,8 @@ class Residency:
 
     def end(self) -> None:
         """End the pass: wait for gathers ahead that were not used, and release their buffers."""
-        for unit in self._units:
-            buffer = self._find(unit)
-            if buffer is not None and buffer.ahead:
+        for buffer in self._resident if self.pool is None else [*self.pool.buffers]:
+            if buffer.ahead:
                 buffer.land()
                 buffer.ahead = False
                 if self.pool is not None:
@@ -85,8 +84,8 @@ class Residency:
             order.forget()
         for unit in self._units:
             unit.secondary_versions = -1, -1  # the gather that fills them may be lost
-            if unit.resident is not None:
-                unit.resident.ahead = False
+        for buffer in self._resident:
+            buffer.ahead = False
         if self.pool is not None:
             self.pool.reset()
 
@@ -123,9 +122,8 @@ class Residency:
 
     def land(self) -> None:
         """Wait for every gather into a resident buffer, before parameters are written."""
-        for unit in self._units:
-            if unit.resident is not None:
-                unit.resident.land()
+        for buffer in self._resident:
+            buffer.land()
 
     def complete(self) -> None:
         """Start the gathers of all resident units that have changed, if there are several ranks."""
@@ -133,6 +131,10 @@ class Residency:
             for unit in self._units:
                 self._request(unit)
             self._advance()  # other ranks may wait for units that this rank does not use
+
+    @property
+    def _resident(self) -> list[Buffer]:
+        return [unit.resident for unit in self._units if unit.resident is not None]
 
     def _request(self, unit: UnitState) -> None:
         """Start the gather of `unit`, unless its buffer is current or a gather of this version has started."""

@@ -92,8 +92,7 @@ class State:
             finite: whether the step made an update.
         """
         live = self._live()
-        for unit in live.machinery_.units:
-            unit.step.squares = None
+        live.machinery_.reducer.end_step()
         self.spent_.append(live.tried + 1)
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 

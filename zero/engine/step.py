@@ -28,7 +28,7 @@ from zero.engine.arguments import (
 from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
-from zero.engine.totals import GradientStatus, Totals, check_gradients, gather_totals
+from zero.engine.totals import GradientStatus, Totals, check_gradients, first_nonfinite_unit, gather_totals
 from zero.errors import ConfigError, PlanError, StoreError, if_it_fails
 from zero.platform.timeline import Timeline
 from zero.store import PrefetchStore
@@ -236,7 +236,7 @@ class Step:
             lr=hyper.lr,
             loss_scale=state.scale.scale,
             skipped=not finite,
-            nonfinite_unit=totals.nonfinite_unit,
+            nonfinite_unit=None if finite else first_nonfinite_unit(runtime),
             aux=totals.aux,
             rank_flags=totals.rank_flags,
         )

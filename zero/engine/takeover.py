@@ -261,18 +261,18 @@ def call_with(
             this rank.
     """
     held = dict(parameters) | dict(buffers or {})
-    versions = {name: version_of(parameter) for name, parameter in parameters.items()}
+    versions = [version_of(parameter) for parameter in parameters.values()]
     copies = {name: parameter.detach().clone() for name, parameter in parameters.items() if check_writes}
     try:
         return functional_call(module, held, args, kwargs, tie_weights=False)
     finally:
-        for name, parameter in parameters.items():
-            full_name = f"{path}.{name.rpartition('module.')[2]}".lstrip(".")
-            written = version_of(parameter) != versions[name]
+        for (name, parameter), version in zip(parameters.items(), versions, strict=True):
+            written = version_of(parameter) != version
             if check_writes and not same_bits(parameter.detach(), copies[name]):
                 parameter.data.copy_(copies[name])
                 written = True
             if written or held[name] is not parameter:
+                full_name = f"{path}.{name.rpartition('module.')[2]}".lstrip(".")
                 what = "written to in place" if written else "replaced"
                 raise StaleStateError(
                     f"parameter {full_name} was {what} by a forward, and only the optimizer changes parameters. Keep "

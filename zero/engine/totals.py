@@ -1,6 +1,6 @@
 """Exchange every rank's sums of squares, losses and flags in one collective at the end of a step, before any update.
 
-All ranks add them in rank order and in unit order, so the results have the same bits on all ranks.
+All ranks add them in the same order, so the results have the same bits on all ranks.
 """
 
 import ctypes
@@ -30,15 +30,14 @@ class GradientStatus(IntEnum):
 class Totals(NamedTuple):
     """The results of one step over all ranks, see `Metrics`."""
 
-    sums: Sequence[float]
-    """The sum of squares of each unit's gradient, by unit index."""
+    square_sum: float
+    """The sum of squares of the summed gradient."""
     loss: float
     aux: Mapping[str, float]
-    nonfinite_unit: str | None
     rank_flags: tuple[float, ...]
     statuses: Collection[int]
     any_extra: bool
-    """Whether any rank has an extra flat of gradients, which is not in `sums`."""
+    """Whether any rank has an extra flat of gradients, which is not in `square_sum`."""
     one_order: bool
     """Whether the units' gradients became ready in the same order on all ranks."""
 
@@ -48,8 +47,7 @@ class Totals(NamedTuple):
         Args:
             divisor: the number by which the sum of gradients is divided.
         """
-        total = sum(self.sums)
-        root = math.sqrt(total) if math.isfinite(total) else math.nan
+        root = math.sqrt(self.square_sum) if math.isfinite(self.square_sum) else math.nan
         return ctypes.c_float(root / divisor).value
 
 
@@ -67,39 +65,52 @@ def gather_totals(
     Raises:
         WorldError: ranks ran different collectives.
     """
-    world, count = runtime.plan.world, len(runtime.units)
+    world, reducer = runtime.plan.world, runtime.reducer
     names = sorted(aux)
     zero = torch.zeros((), dtype=torch.float64, device=world.device)
     measured = [
-        *(zero if unit.step.squares is None else unit.step.squares for unit in runtime.units),
         (torch.stack(losses).sum() / runtime.plan.accumulate if losses else zero / 0).to(world.device),
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
+        torch.stack(_squares(runtime) or [zero]).sum(),  # one number, because W ranks receive W of them
     ]
-    reducer = runtime.reducer
-    numbers = flag, status, reducer.has_extra, reducer.order_seen, runtime.log.fingerprint
+    facts = status + _EXTRA * reducer.has_extra + _FINGERPRINT * runtime.log.fingerprint
+    numbers = reducer.order_seen, flag, facts
     # `new_full` launches a kernel; `torch.tensor` would copy from the host and wait for the copy
     mine = torch.stack([*measured, *(zero.new_full((), number) if number else zero for number in numbers)])
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     what = "norms and losses"
     [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
     handle.wait()
-    ranks = world.compute.numbers(everyone.view(world.size, -1))
-    flags, statuses, extras, orders, fingerprints = zip(*(rank[-len(numbers) :] for rank in ranks), strict=True)
-    _check_fingerprints(runtime, fingerprints)
-    # the ranks of one copy of the state
-    sums = [sum(rank[number] for rank in ranks[: runtime.plan.sharers]) for number in range(count)]
-    means = [sum(rank[number] for rank in ranks) / world.size for number in range(count, count + 1 + len(names))]
-    nonfinite = (unit for unit, total in zip(runtime.units, sums, strict=True) if not math.isfinite(total))
+    *means, squares, orders, flags, all_facts = world.compute.on_host(everyone).view(world.size, -1).T.tolist()
+    _check_fingerprints(runtime, [int(facts) // _FINGERPRINT for facts in all_facts])
+    loss, *others = (sum(numbers) / world.size for numbers in means)
     return Totals(
-        sums,
-        means[0],
-        dict(zip(names, means[1:], strict=True)),
-        next((unit.spec.name for unit in nonfinite), None),
-        flags,
-        {int(status) for status in statuses},
-        any_extra=any(extras),
+        sum(squares[: runtime.plan.sharers]),  # the ranks of one copy of the state
+        loss,
+        dict(zip(names, others, strict=True)),
+        tuple(flags),
+        {int(facts) % _EXTRA for facts in all_facts},
+        any_extra=any(int(facts) // _EXTRA % 2 for facts in all_facts),
         one_order=len(set(orders)) == 1,
     )
+
+
+_EXTRA, _FINGERPRINT = 4, 8
+"""Factors that pack a status below 4, a bit and a CRC-32 into one number, which is exact in fp64."""
+
+
+def first_nonfinite_unit(runtime: Runtime) -> str | None:
+    """Return the name of the first unit with an infinite or NaN gradient. Collective."""
+    world, names = runtime.plan.world, [unit.spec.name for unit in runtime.units]
+    squares = world.compute.on_host(torch.stack(_squares(runtime))).tolist()
+    units = [unit for unit in runtime.units if unit.step.squares is not None]
+    nonfinite = (unit.index for unit, square in zip(units, squares, strict=True) if not math.isfinite(square))
+    mine = torch.tensor([next(nonfinite, len(names))], device="cpu")
+    return dict(enumerate(names)).get(int(world.exchange(mine, what="the first nonfinite unit").min()))
+
+
+def _squares(runtime: Runtime) -> list[Tensor]:
+    return [unit.step.squares for unit in runtime.units if unit.step.squares is not None]
 
 
 def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:

@@ -5,26 +5,27 @@ outlives a step, such as a deferred update, is in `UnitState`.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum, auto
 from typing import Any
 
 from torch import Tensor
 
 from zero.engine.pool import Buffer
+from zero.engine.scratch import Scratch
 from zero.platform.device import PASSED, Event
 from zero.platform.handle import Handle
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """The phase of a unit's gradient in the present round of reductions, see `zero.engine.reduce`."""
 
-    CLOSED = "closed"
+    CLOSED = auto()
     """The unit's reduction of this round has started, or no round has begun. Arriving gradients are extra ones."""
-    EMPTY = "empty"
+    EMPTY = auto()
     """No gradient has arrived in this round."""
-    FILLING = "filling"
+    FILLING = auto()
     """Gradients are arriving."""
-    READY = "ready"
+    READY = auto()
     """All gradients of this round have arrived; the unit waits for its turn."""
 
 
@@ -44,7 +45,7 @@ NEXT_PHASES = {
 """The legal changes of a phase, with their reasons. With one rank there are no rounds, and the phase stays CLOSED."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class UnitStep:
     """The record of one unit in one step.
 
@@ -78,8 +79,8 @@ class UnitStep:
     delivered: bool = False
     hooked: dict[int, Tensor] = field(default_factory=dict)
     held: Buffer | None = None
-    flat: "GradientFlat | None" = None
-    extra: "GradientFlat | None" = None
+    flat: Scratch | None = None
+    extra: Scratch | None = None
     unwritten: set[int] | None = None
     filled: bool = False
     summed: bool = False
@@ -87,7 +88,7 @@ class UnitStep:
     gather: Handle | None = None
     published: bool = False
     squares: Tensor | None = None
-    borrowed: Tensor | None = None
+    borrowed: Scratch | None = None
     narrow: bool = False
     reducing: bool = False
     own_only: bool = False
@@ -95,17 +96,9 @@ class UnitStep:
 
     def go(self, phase: Phase) -> None:
         """Change to `phase`, which must be a legal change."""
-        assert phase in NEXT_PHASES[self.phase], f"a unit's gradient cannot go from {self.phase} to {phase}"
+        assert phase in NEXT_PHASES[self.phase], f"a unit's gradient cannot go from {self.phase.name} to {phase.name}"
         self.phase = phase
 
     def emptied(self) -> "UnitStep":
         """Return the record after all gradients were dropped; forwards may still be followed by their backward."""
         return UnitStep(calls=self.calls, returned=self.returned, delivered=self.delivered, held=self.held)
-
-
-@dataclass(eq=False)
-class GradientFlat:
-    """A (P,) buffer from which gradients are sent or in which they are received; usable after the event `free`."""
-
-    flat_P: Tensor
-    free: Event

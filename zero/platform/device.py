@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import psutil
 import torch
@@ -203,9 +203,9 @@ class Device:
         """Return (numel,) zeros for a buffer that is used for a long time: see `aligned_zeros`."""
         return aligned_zeros(numel, dtype, self.device)
 
-    def numbers(self, tensor: Tensor) -> list[Any]:
-        """Return `tensor.tolist()`; the host waits for the current stream."""
-        return tensor.tolist()
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` in host memory; the host waits for the current stream."""
+        return tensor.cpu()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Copy `source` to `into` on the current stream; the host does not wait if both are on the GPU or pinned."""

@@ -260,10 +260,10 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         self.streams.access(self.streams.current.agent, [], [zeros], f"zeros{_location()}")
         return zeros
 
-    def numbers(self, tensor: Tensor) -> list[Any]:
+    def on_host(self, tensor: Tensor) -> Tensor:
         self.streams.synchronize(self.streams.current)
         with untraced():
-            return tensor.tolist()
+            return tensor.clone()
 
     # -- recording -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,41 @@
+"""One rank of 64 and of 1,024, and plans of large models on paper: what grows with ranks and units."""
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from zero.core.sizes import GiB, MiB
+
+ROOT = Path(__file__).resolve().parent.parent
+many_ranks = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "many_ranks.py")))
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_messages_of_the_start_and_of_a_steps_end_grow_with_neither_units_nor_ranks(ranks):
+    few, many = (many_ranks.measure(ranks, units) for units in (10, 100))
+    assert few.start == many.start == {"gathers": 3}
+    assert few.end == many.end == {"gathers": 1}, "the totals and nothing else"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "gathered", "flats"), [("8B", 8, 2 * GiB, 4 * GiB), ("70B", 128, 4 * GiB, 8 * GiB)]
+)
+def test_buffers_are_those_of_the_largest_units(name, ranks, gathered, flats):
+    plan = many_ranks.planned(many_ranks.decoder(name), ranks, "bf16")
+    bytes_of = many_ranks.buffers_bytes(plan)
+    assert bytes_of[0] <= gathered
+    assert bytes_of[1] <= flats
+
+
+def test_units_of_many_sizes_share_buffers():
+    plan = many_ranks.planned(many_ranks.pyramid(), 8, "fp32", "cpu")
+    gathered, flats = many_ranks.buffers_bytes(plan)
+    assert gathered <= 40 * MiB
+    assert flats <= 70 * MiB
+
+
+def test_a_manifest_grows_little_with_ranks():
+    sizes = [many_ranks.manifest_bytes(many_ranks.planned(many_ranks.decoder("70B"), n, "bf16")) for n in (64, 1024)]
+    assert sizes[1] <= 2 * sizes[0] + 100 * 1024

@@ -614,3 +614,34 @@ def test_a_lazy_update_hides_behind_the_next_forward(traffic_s):
     assert lazy <= 1.15 * bound
     assert serial >= 0.95 * (total - read_ahead_s)
     assert lazy / serial <= bound / total / 0.9375  # where traffic is as long as the forward: 0.8
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (0, 2), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("large", [(1,), (1, 64)])
+def test_no_buffer_is_allocated_beyond_the_plan_where_one_unit_is_much_larger(stage, accumulate, large, tmp_path):
+    """As a vocabulary is: its gradient and its gathered parameters find a buffer when smaller units use the others."""
+    sizes = [*large, 64, *[1] * 5]
+
+    with zero.empty():
+        models = [
+            nn.Sequential(*(nn.Sequential(nn.Linear(8, 8 * n), nn.Linear(8 * n, 8)) for n in sizes)) for _ in range(2)
+        ]
+
+    def rank_main(world):
+        offload = zero.Offload("nvme", grad="nvme", path=str(tmp_path))
+        plan = zero.Plan(
+            models[world.rank],
+            optimizer=zero.sgd(1e-2),
+            world=world,
+            stage=stage,
+            accumulate=accumulate,
+            offload=offload,
+        )
+        with closing(zero.open_store(plan)) as store:
+            state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())
+            for _ in range(3):
+                state, _ = step(state, [torch.ones(2, 8)] * accumulate)
+            pool = state.runtime.gatherer.pool
+            return state.runtime.gradients.overflowed, pool.overflowed if pool is not None else 0
+
+    assert run_ranks(2, rank_main) == [(0, 0)] * 2

@@ -44,22 +44,30 @@ def test_a_unit_keeps_its_buffer_until_another_takes_it():
     assert made.find(1) is None
 
 
-def test_a_unit_takes_the_smallest_free_buffer_that_is_large_enough():
-    made = pool(n4=1, n8=1)
-    small, large = made.take(0, 3), made.take(1, 6)
-    assert (small.flat.numel(), small.numel, large.flat.numel(), large.numel) == (3, 4, 6, 8)
-    assert not made.has_room(9)
-    small.pins += 1
-    assert made.take(2, 2) is large
-    assert large.flat.numel() == 2
-    assert (made.find(0), made.find(1)) == (small, None)
+def test_a_unit_uses_the_first_elements_of_any_buffer():
+    made = pool(n8=2)
+    first, second = made.take(0, 3), made.take(1, 8)
+    assert (first.flat.numel(), first.numel, second.flat.numel()) == (3, 8, 8)
+    first.pins += 1
+    assert made.take(2, 2) is second
+    assert second.flat.numel() == 2
+    assert (made.find(0), made.find(1)) == (first, None)
+
+
+def test_an_interrupt_leaves_no_version_valid(monkeypatch):
+    made = pool(n8=1)
+    made.take(0, 8).version = 7
+    monkeypatch.setattr(Buffer, "resize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        made.take(1, 4)
+    assert made.buffers[0].version == -1
 
 
 def test_a_pinned_buffer_is_never_taken_and_the_extra_one_is_dropped_when_let_go():
     made = pool(n4=1)
     first = made.take(0, 4)
     first.pins += 1
-    assert not made.has_room(4)
+    assert not made.has_room
     extra = made.take(1, 4)
     assert extra is not first
     assert made.overflowed == 1
@@ -79,10 +87,10 @@ def test_what_was_gathered_ahead_stays_until_it_is_dropped():
     made = pool(n4=1)
     made.take(0, 4).ahead = True
     assert made.pinned == 1
-    assert not made.has_room(4)
+    assert not made.has_room
     drop_ahead(made)
     assert made.pinned == 0
-    assert made.has_room(4)
+    assert made.has_room
 
 
 def test_what_is_on_its_way_arrives_before_the_buffer_changes_hands():
@@ -148,12 +156,10 @@ def test_a_buffer_made_in_inference_mode_can_be_kept_for_backward():
     assert not extra.flat.is_inference()
 
 
-def test_units_without_elements_need_no_memory():
-    made = pool(n0=1, n4=1)
-    empty = made.take(0, 0)
-    assert made.holding(empty.flat) is None
+def test_a_unit_without_elements_takes_a_buffer_like_any_other():
+    made = pool(n4=1)
+    assert made.take(0, 0).flat.numel() == 0
     assert made.holding(torch.empty(0)) is None
-    assert made.take(1, 0) is empty
     assert made.take(2, 4).flat.numel() == 4
 
 

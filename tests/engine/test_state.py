@@ -21,6 +21,7 @@ from tests.common.small import KiB, Setting, Small, slice_of, small_batch, small
 from tests.conftest import LONG_S
 from zero.distributed.world import SoloWorld
 from zero.engine.full import digest, full_state_dict
+from zero.engine.module_tree import ModuleTree
 from zero.errors import ConfigError, HandshakeError, PlanError, RankFailedError, StaleStateError
 from zero.testing import run_processes, run_ranks
 
@@ -639,6 +640,17 @@ def test_a_parameter_that_the_plan_does_not_have_ends_the_next_step_save_and_loa
                 ConfigError, match=rf"^the model was changed after .*: ({said}).* Change it before zero"
             ):
                 call()
+
+
+def test_a_layer_in_the_memory_of_a_deleted_one_is_noticed():
+    """Python gives it the `id` of the deleted one, unless somebody still refers to that."""
+    model = nn.Module()
+    model.layer = nn.Linear(4, 4)
+    tree = ModuleTree(model)
+    del model.layer
+    model.layer = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="was exchanged for"):
+        tree.check()
 
 
 def test_modules_may_move_and_those_without_parameters_may_change():

@@ -613,7 +613,7 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "engine/gradient.py:PagedGradients._bring_back unit.step.left.wait": {"wait": "cpu at stage 1, another order"},
     "engine/gradient.py:PagedGradients._finish_oldest ticket.wait": {"ticket": "infinity"},
-    "engine/scratch.py:ScratchPool.give_back free.finish": {"finish": "held"},
+    "engine/scratch.py:ScratchPool.drop_extra scratch.free.finish": {"finish": "held"},
     "engine/gradient.py:PagedGradients.open buffer.free.wait": {"wait": "cpu"},
     "engine/gradient.py:PagedGradients.park self._device.aside": {"aside": "cpu"},
     "engine/pool.py:Buffer.land self.arrivals[-1].wait": {

@@ -135,20 +135,19 @@ def test_frozen_parameters_have_their_own_flat():
     assert [slot.name for slot in unit.frozen.slots] == ["0.bias"]
 
 
-def test_units_of_nested_sites_and_of_one_site_are_in_use_at_the_same_time():
+def test_depth_counts_what_is_gathered_beside_one_unit():
     class Root(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.own = nn.Parameter(torch.zeros(1))
             self.blocks = nn.ModuleList([Block(), Block()])
 
-    assert all(len(nest) == 1 for nest in split(deep(), world_size=1).nests)
-    assert split(Root(), world_size=1).nests == ((0,), (0, 1), (0, 2))
-    nests = split(Root(), world_size=1, class_names=["Block", "Linear"]).nests
-    assert max(map(len, nests)) == 2  # a block owns nothing itself
+    assert split(deep(), world_size=1).depth == 0
+    assert split(Root(), world_size=1).depth == 1
+    assert split(Root(), world_size=1, class_names=["Block", "Linear"]).depth == 1  # a block owns nothing itself
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
-    assert split(tied, world_size=1).nests == ((0,), (0, 1))
+    assert split(tied, world_size=1).depth == 1
 
 
 @pytest.mark.parametrize(

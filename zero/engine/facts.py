@@ -6,7 +6,6 @@ the number of elements of one rank's shard of it, see `Layout`.
 
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import islice, zip_longest
 from typing import Literal
 
 import torch
@@ -186,19 +185,15 @@ class Facts:
         return (self.world.nodes - 1) * layout.S if self.keeps_secondary else 0
 
     def buffer_sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each gathered buffer, the largest first.
+        """Return the number of elements of each gathered buffer.
 
-        They hold the units that are in use at the same time, and the largest `prefetch` units beside those.
+        There is one for each unit in use at the same time, and one for each prefetched unit. All are as large as the
+        largest unit, because a unit that is gathered into a buffer stays there until another one needs it.
         """
         if self.resident:
             return ()
-        numels = [unit.full_numel for unit in self.units]
-        largest = sorted(range(len(numels)), key=lambda index: -numels[index])
-        sets = []
-        for nest in self.splitting.nests:
-            ahead = islice((index for index in largest if index not in nest), self.prefetch)
-            sets.append(sorted((numels[index] for index in (*nest, *ahead)), reverse=True))
-        return tuple(map(max, zip_longest(*sets, fillvalue=0)))
+        count = min(len(self.units), self.splitting.depth + 1 + self.prefetch)
+        return (max(unit.full_numel for unit in self.units),) * count
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
         """Return the indices of the units that are still gathered when forward ends, and when backward ends."""
@@ -208,7 +203,7 @@ class Facts:
         for order in (forward, [unit for unit in reversed(forward) if not unit.lookup]):
             for place, unit in enumerate(order):
                 for coming in order[place : place + 1 + self.prefetch]:
-                    if pool.find(coming.index) is None and pool.has_room(coming.full_numel):
+                    if pool.find(coming.index) is None and pool.has_room:
                         pool.take(coming.index, coming.full_numel)
                     if (buffer := pool.find(coming.index)) is not None:
                         buffer.ahead = True
@@ -237,4 +232,5 @@ class Facts:
         # Two for the reductions under way. With local sums one more, because the sum of microbatches is copied out of
         # it to be sent. A single CPU rank needs one less: it has written a gradient before the next unit's arrives.
         count = 2 + (self.local_sum and self.world.size > 1) - (self.world.size == 1 and self.device_is_host)
-        return tuple(nlargest(count, (self.grad_numel(unit) for unit in self.units if unit.trainable.slots)))
+        numels = [self.grad_numel(unit) for unit in self.units if unit.trainable.slots]
+        return (max(numels, default=0),) * min(len(numels), count)

@@ -1,7 +1,7 @@
 """Run a unit's modules on gathered parameters in forward and backward, and deliver their gradients to the reducer.
 
 The autograd nodes of `graph` tell when all gradients of a call have arrived. The reducer then reduce-scatters them.
-Each gradient is taken out of autograd as soon as it is complete, so no second copy of a unit's gradients exists.
+Each large gradient is taken out of autograd as soon as it is complete, so no second copy of it exists.
 
 While a unit computes, a pair of saved-tensor hooks receives every tensor that autograd saves. A tensor in a gathered
 buffer is replaced by (unit, version, offset, size, stride), so the buffer can be released after forward; the first use
@@ -139,7 +139,6 @@ class Gatherer:
         self._check_writes = plan.check_writes
         self.entering: Callable[[], None] = lambda: None
         self.arriving: Callable[[], None] = lambda: None
-        self._called: list[UnitState] = []  # units with calls in this microbatch, in the order of the first ones
         self._held: list[UnitState] = []  # units whose buffer the running backward pass has pinned
         self._passes: WeakValueDictionary[int, Callable[[], None]] = WeakValueDictionary()
         """End-of-pass callbacks of the running backward passes, by autograd's graph task id; several when nested.
@@ -169,15 +168,14 @@ class Gatherer:
 
     def end(self) -> None:
         """End the microbatch; reduce units whose calls got no gradient as zeros, in unit order."""
-        for unit in sorted((unit for unit in self._called if unit.step.calls), key=lambda unit: unit.index):
-            self._close(unit)
-        self._called.clear()
+        for unit in self._units:
+            if unit.step.calls:
+                self._close(unit)
         self.activations.release_all()
         self.residency.end()
 
     def reset(self) -> None:
         """Forget all calls and pinned buffers after an exception."""
-        self._called.clear()
         self._held.clear()
         self._passes.clear()
         self._scaled.clear()
@@ -185,10 +183,9 @@ class Gatherer:
         self.residency.reset()
 
     def _forget_calls(self) -> None:
-        for unit in self._called:
+        for unit in self._units:
             unit.step.calls.clear()
             unit.step.returned = 0
-        self._called.clear()
 
     def runner(self, site: Site) -> Run:
         """Return the function that runs a call of `site`; torch.compile never traces it into the caller's graph."""
@@ -283,11 +280,9 @@ class Gatherer:
         """
         made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
         if not recomputing:
-            if not unit.step.calls:
-                self._called.append(unit)
             unit.step.calls.append(made[0].grad_fn)
-        trains = unit.trains()
         slots = unit.spec.trainable.slots
+        trains = unit.trains(range(len(slots)))
         parameters = list(made)
         for number, slot in enumerate(slots):
             if not trains[number] or slot.group in self.frozen_groups:
@@ -404,10 +399,10 @@ class Gatherer:
         with self._lock:
             self._watch_pass()
             self.arriving()
-            trains, hooked = unit.trains(), unit.step.hooked
-            for slot, grad in [*grads.items()]:
+            hooked = unit.step.hooked
+            for (slot, grad), trains in zip([*grads.items()], unit.trains(grads), strict=True):
                 placeholder = unit.placeholders[slot]
-                if not trains[slot]:
+                if not trains:
                     raise StaleStateError(
                         f"{placeholder.full_name} was frozen between this graph's forward and its backward. Freeze it "
                         "before the forward, or after the step."

@@ -128,12 +128,15 @@ class PagedGradients(Gradients):
             self._await_coming()
             while self._leaving:
                 self._finish_oldest()
+        self._leaving.clear()
         self.drop_open()
+        self._pool.reset(self._device.mark())
 
     def drop_open(self) -> None:
         free = self._device.mark() if self._open else PASSED
         while self._open:
             self._pool.give_back(self._closed(self._open[0]), free)
+        self._pool.drop_extra()
 
     def _closed(self, unit: UnitState) -> Scratch:
         """End the use of the unit's buffer, and return the buffer."""
@@ -169,17 +172,12 @@ class PagedGradients(Gradients):
             if self._leaving:
                 self._finish_oldest()
                 continue
-            oldest = next((unit for unit in self._open if self._may_park(unit, numel)), None)
+            oldest = next((unit for unit in self._open if not unit.step.reducing), None)
             if oldest is None:
                 self.overflowed += 1
                 return self._pool.extra(numel)
             self.park(oldest)  # its unit gets more gradients, so a later `open` loads it again
         return buffer
-
-    def _may_park(self, unit: UnitState, numel: int) -> bool:
-        """Return whether `unit` has a buffer of at least `numel` elements, into which no reduction writes."""
-        buffer = unit.step.borrowed
-        return buffer is not None and buffer.whole.numel() >= numel and not unit.step.reducing
 
     def _finish_oldest(self) -> None:
         """Free the buffer that was parked first, after its pages are written, or their copies enqueued."""

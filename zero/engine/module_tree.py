@@ -48,8 +48,9 @@ class ModuleTree:
         self._read()
 
     def _read(self) -> None:
+        self._modules = list(self._model.modules())
         self._contents: list[Collection[Any]] = []  # views, which follow later changes
-        for module in self._model.modules():
+        for module in self._modules:
             self._contents += [module._parameters.values(), module._modules.values()]
         self._version = self._ids()
 

@@ -1,9 +1,8 @@
 """A fixed set of buffers for gathered units, so that peak memory is known before the first step.
 
-A unit uses the first elements of a buffer that is large enough. The choice of a buffer depends only on the order of
+Every buffer has room for every unit, which uses its first elements. The choice of a buffer depends only on the order of
 calls, so every rank decides alike. A rank never waits for a free buffer, because the waiting thread is the one that
-would free it. When all that are large enough are pinned, an extra one is allocated, counted in `overflowed`, and
-dropped when it is unpinned.
+would free it. When all are pinned, an extra one is allocated, counted in `overflowed`, and dropped when it is unpinned.
 
 An unpinned buffer keeps its unit until another unit takes the buffer, so the last units of a forward are still gathered
 when backward begins.
@@ -109,7 +108,7 @@ def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
 
 
 class Pool:
-    """The pooled buffers. A unit takes the smallest free one that is large enough, of equals the least recently used.
+    """The pooled buffers. A unit takes the least recently used one that is free.
 
     Args:
         sizes: the number of elements of each buffer.
@@ -141,13 +140,15 @@ class Pool:
         """Return the buffer whose memory `tensor` uses, or None."""
         return self._by_address.get(address) if (address := storage_address(tensor)) else None
 
-    def has_room(self, numel: int) -> bool:
-        return self._best(numel) is not None
+    @property
+    def has_room(self) -> bool:
+        return self._least_recent() is not None
 
     def take(self, unit: int, numel: int) -> Buffer:
-        """Return a buffer that `unit` may overwrite: the buffer that holds it, else the best free one."""
-        buffer = self._by_unit.get(unit) or self._best(numel) or self._overflow(numel)
+        """Return a buffer that `unit` may overwrite: the buffer that holds it, else the least recently used one."""
+        buffer = self._by_unit.get(unit) or self._least_recent() or self._overflow(numel)
         buffer.land()  # an unused earlier gather must end before the next one starts
+        buffer.version = -1  # first, so that after an interrupt no wrong version is valid
         if buffer.unit is not None:
             del self._by_unit[buffer.unit]
         if buffer.is_seen:
@@ -156,7 +157,6 @@ class Pool:
             buffer.renew()
             self._by_address[buffer.address] = buffer
         buffer.resize(numel)
-        buffer.version = -1  # first, so that after an interrupt no wrong version is valid
         buffer.unit = unit
         self._by_unit[unit] = buffer
         self.touch(buffer)
@@ -178,9 +178,9 @@ class Pool:
         for buffer in self.buffers:
             buffer.pins, buffer.ahead = 0, False
 
-    def _best(self, numel: int) -> Buffer | None:
-        free = (buffer for buffer in self.buffers if buffer.is_free and buffer.numel >= numel)
-        return min(free, key=lambda buffer: (buffer.numel, buffer.used), default=None)
+    def _least_recent(self) -> Buffer | None:
+        fixed = (buffer for buffer in self.buffers if buffer.is_free and not buffer.extra)
+        return min(fixed, key=lambda buffer: buffer.used, default=None)
 
     def _overflow(self, numel: int) -> Buffer:
         self.overflowed += 1

@@ -1,7 +1,7 @@
 """Add up gradients over calls, microbatches and ranks, overlapped with backward.
 
 Gradients are sent in `Facts.flat_dtype`, and each rank adds the received ones in fp32 and in rank order. They arrive
-one parameter at a time, once for each call of a unit, and are copied into one flat tensor. When all calls of the unit
+for each call of a unit, the large ones one at a time, and are copied into one flat tensor. When all calls of the unit
 have delivered and it is the unit's turn, the flat is reduce-scattered while the next units' backward runs. The flat is:
 
     gradients sharded, or one microbatch    a pooled flat, free again after its reduction; two reductions may run
@@ -158,7 +158,7 @@ class Reducer:
 
     def begin_step(self) -> None:
         """Begin a step: make new records. Gradients of a backward outside of any step are dropped."""
-        if self._flats.is_lent or self._gathering:
+        if self._flats.is_lent or self._gathering or self._written:
             self.reset()
         self._gradients.drop_open()
         self._renew(lambda _: UnitStep())
@@ -373,7 +373,7 @@ class Reducer:
     @property
     def _round_end(self) -> int:
         """The value of `_turns` at the end of this round."""
-        return self._turns + (-self._turns % len(self._order) or len(self._order) if self._is_round_open else 0)
+        return self._turns + sum(unit.step.phase is not Phase.CLOSED for unit in self._order)
 
     def _open_planned_round(self) -> None:
         if not self._alone and self._turns < self._planned:
@@ -461,10 +461,8 @@ class Reducer:
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._rank), f"the gradient of {unit.spec.name}"
         of_node = partial_numel(self._world, unit.spec.trainable.P)
-        partial = self._partials.take(of_node)
-        while partial is None and self._by_node:
+        while (partial := self._partials.take(of_node)) is None and self._by_node:
             self._complete_oldest()
-            partial = self._partials.take(of_node)
         flats, of_node_N = (sent.flat, received.flat), None if partial is None else partial.flat
         [handle] = self._tape.under_way(
             "reduce",
@@ -520,6 +518,7 @@ class Reducer:
                 self._complete_gather()
         with self._tape.stream_standing("reduce"):
             self._done.wait()
+        self._flats.drop_extra()
 
     def _publish(self, unit: UnitState) -> None:
         """Finish a unit whose own range is reduced; if every rank needs the full sum, start its all-gather first."""

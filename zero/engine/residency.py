@@ -198,7 +198,7 @@ class Residency:
         tickets = [ticket for changed in self._starting(unit) for ticket in changed.tickets]
         if not self._is_over(tickets) and self._hand_off is None:
             return  # waiting for the store's threads here would delay the current unit
-        if self._find(unit) is not None or (self.pool is not None and self.pool.has_room(unit.spec.full_numel)):
+        if self._find(unit) is not None or (self.pool is not None and self.pool.has_room):
             self._request(unit)
             self.buffer(unit).ahead = True
 

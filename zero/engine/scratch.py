@@ -66,7 +66,7 @@ class ScratchPool:
         return scratch
 
     def extra(self, numel: int) -> Scratch:
-        """Lend a new buffer, which is dropped when it is given back."""
+        """Lend a new buffer, which `drop_extra` drops."""
         self._lent += 1
         flat = self._device.zeros(numel, self._dtype)
         return Scratch(flat, flat, self._device.mark(), extra=True)
@@ -74,13 +74,16 @@ class ScratchPool:
     def give_back(self, scratch: Scratch, free: Event) -> None:
         scratch.free = free
         self._lent -= 1
-        if scratch.extra:
-            free.finish()  # the memory's next user cannot wait for this event
-        else:
-            self._free.append(scratch)
+        self._free.append(scratch)
+
+    def drop_extra(self) -> None:
+        """Drop the buffers that were given back and are not of the fixed set."""
+        for scratch in [scratch for scratch in self._free if scratch.extra]:
+            scratch.free.finish()  # the memory's next user cannot wait for this event
+            self._free.remove(scratch)
 
     def reset(self, free: Event) -> None:
-        """Mark all buffers as given back, after an error."""
+        """Mark all buffers as given back, after an error, and drop those that are not of the fixed set."""
         self._free, self._lent = list(self._all), 0
         for scratch in self._all:
             scratch.free = free

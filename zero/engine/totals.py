@@ -102,8 +102,8 @@ _EXTRA, _FINGERPRINT = 4, 8
 def first_nonfinite_unit(runtime: Runtime) -> str | None:
     """Return the name of the first unit with an infinite or NaN gradient. Collective."""
     world, names = runtime.plan.world, [unit.spec.name for unit in runtime.units]
-    squares = world.compute.on_host(torch.stack(_squares(runtime))).tolist()
     units = [unit for unit in runtime.units if unit.step.squares is not None]
+    squares = world.compute.on_host(torch.stack(_squares(runtime))).tolist()
     nonfinite = (unit.index for unit, square in zip(units, squares, strict=True) if not math.isfinite(square))
     mine = torch.tensor([next(nonfinite, len(names))], device="cpu")
     return dict(enumerate(names)).get(int(world.exchange(mine, what="the first nonfinite unit").min()))

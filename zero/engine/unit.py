@@ -92,14 +92,14 @@ class Owner:
 class Splitting:
     """The units, sites and owners of a model.
 
-    Attributes:
-        nests: each set of units that are in use at the same time: those of a site and of the sites around it.
+    `depth` is the largest number of units in use at the same time, minus one. It exceeds 0 if sites are nested, or a
+    site needs several units.
     """
 
     units: tuple[UnitSpec, ...]
     sites: tuple[Site, ...]
     owners: tuple[Owner, ...]
-    nests: tuple[tuple[int, ...], ...]
+    depth: int
 
     @property
     def trains(self) -> bool:
@@ -174,7 +174,7 @@ def split(
         for path, wanted in needs.items()
     )
     places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
-    return Splitting(units, sites, places, _nests(sites))
+    return Splitting(units, sites, places, _depth(sites))
 
 
 def _unit(
@@ -243,15 +243,15 @@ def _walk(
     return visited, needs, owners
 
 
-def _nests(sites: Sequence[Site]) -> tuple[tuple[int, ...], ...]:
+def _depth(sites: Sequence[Site]) -> int:
     units_of = {site.path: site.units for site in sites}
 
-    def around(path: str) -> tuple[int, ...]:
+    def gathered_inside(path: str) -> set[int]:
         names = path.split(".")
-        paths = ("", *(".".join(names[:count]) for count in range(1, len(names) + 1)))
-        return tuple(dict.fromkeys(unit for outer in paths for unit in units_of.get(outer, ())))
+        paths = {"", *(".".join(names[:count]) for count in range(1, len(names) + 1))}
+        return {unit for outer in paths for unit in units_of.get(outer, ())}
 
-    return tuple(dict.fromkeys(around(site.path) for site in sites))
+    return max((len(gathered_inside(site.path)) for site in sites), default=1) - 1
 
 
 def _roots(model: nn.Module, class_names: Sequence[str]) -> set[int]:

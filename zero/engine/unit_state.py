@@ -1,5 +1,6 @@
 """One unit's tensors on this rank, and its deferred update."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -85,10 +86,10 @@ class UnitState:
         """The versions of the trainable and of the frozen flat."""
         return self.version, self.frozen_version
 
-    def trains(self) -> list[bool]:
-        """Return `requires_grad` of each trainable parameter, by slot."""
+    def trains(self, slots: Iterable[int]) -> list[bool]:
+        """Return `requires_grad` of the parameters of some trainable slots."""
         with torch._C.DisableTorchFunctionSubclass():  # this takes a fifth of the time
-            return [self.placeholders[slot].requires_grad for slot in range(len(self.spec.trainable.slots))]
+            return [self.placeholders[slot].requires_grad for slot in slots]
 
     def await_grad_readers(self) -> None:
         """Have the current stream wait for the last update, which reads `grad` on another stream or thread.

@@ -816,8 +816,9 @@ class NineTenthsFrozen(nn.Module):
 
 def live_tensors() -> tuple[int, int]:
     gc.collect()
-    alive = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided]
-    return len(alive), sum(one.untyped_storage().nbytes() for one in alive)
+    objects = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
+    alive = [tensor for tensor in objects if tensor.layout == torch.strided]
+    return len(alive), sum(tensor.untyped_storage().nbytes() for tensor in alive)
 
 
 def test_a_mostly_frozen_model_does_not_grow():

@@ -622,7 +622,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "collective": "stage 1",
     },
     "engine/pool.py:Buffer.land self.ready.wait": {"wait": "stage 1, alone"},
-    "engine/reduce.py:Reducer._complete_gather unit.step.gather.wait": {"collective": "stage 0"},
+    "engine/reduce.py:Reducer._complete_gather handle.wait": {"collective": "stage 0"},
     "engine/reduce.py:Reducer._settle self._done.wait": {"wait": "stage 0"},
     "engine/reduce.py:Reducer._take flat.free.wait": {"wait": "stage 0"},
     "engine/reduce.py:Reducer._drain handle.wait": {"collective": "forgotten"},

@@ -121,7 +121,7 @@ class Reducer:
         self._written_bytes = 0
         self._under_way: deque[Reduction] = deque()
         self._unpublished: deque[UnitState] = deque()  # their last reduction has started, oldest first
-        self._gathering: deque[UnitState] = deque()  # the all-gather of their sum has started, oldest first
+        self._gathering: deque[tuple[UnitState, Handle]] = deque()  # with the all-gathers of their sums, oldest first
         self._done = PASSED
         self._last = self._arrived = self._ended = False
 
@@ -159,7 +159,7 @@ class Reducer:
     def begin_step(self) -> None:
         """Begin a step: make new records. Gradients of a backward outside of any step are dropped."""
         if self._flats.is_lent or self._gathering or self._written:
-            self.reset()
+            self._drain()
         self._gradients.drop_open()
         self._renew(lambda _: UnitStep())
         self._ended = False
@@ -270,8 +270,7 @@ class Reducer:
         self._renew(lambda _: UnitStep())
 
     def _drain(self) -> None:
-        handles = [reduction.handle for reduction in self._under_way]
-        handles += [unit.step.gather for unit in self._gathering if unit.step.gather is not None]
+        handles = [*(reduction.handle for reduction in self._under_way), *(handle for _, handle in self._gathering)]
         self._done.wait()
         with suppress(WorldError):  # the caller is already handling the error of a failed world
             for handle in handles:
@@ -532,18 +531,15 @@ class Reducer:
         [handle] = self._tape.under_way(
             "reduce", unit.spec.name, lambda: [self._routes.gather(own_S, grad, of_sum=True, what=what)]
         )
-        unit.step.gather = handle
-        self._gathering.append(unit)
+        self._gathering.append((unit, handle))
         if self._gradients.scarce:
             self._complete_gather()
 
     def _complete_gather(self) -> None:
-        unit = self._gathering[0]
-        assert unit.step.gather is not None
+        unit, handle = self._gathering[0]
         self._advance()
-        unit.step.gather.wait()
+        handle.wait()
         self._gathering.popleft()
-        unit.step.gather = None
         self._finalise(unit)
 
     def _finalise(self, unit: UnitState) -> None:

@@ -71,7 +71,7 @@ def gather_totals(
     measured = [
         (torch.stack(losses).sum() / runtime.plan.accumulate if losses else zero / 0).to(world.device),
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
-        torch.stack(_squares(runtime) or [zero]).sum(),  # one number, because W ranks receive W of them
+        torch.stack([*_squares(runtime).values()] or [zero]).sum(),  # one number, because W ranks receive W of them
     ]
     facts = status + _EXTRA * reducer.has_extra + _FINGERPRINT * runtime.log.fingerprint
     numbers = reducer.order_seen, flag, facts
@@ -102,15 +102,16 @@ _EXTRA, _FINGERPRINT = 4, 8
 def first_nonfinite_unit(runtime: Runtime) -> str | None:
     """Return the name of the first unit with an infinite or NaN gradient. Collective."""
     world, names = runtime.plan.world, [unit.spec.name for unit in runtime.units]
-    units = [unit for unit in runtime.units if unit.step.squares is not None]
-    squares = world.compute.on_host(torch.stack(_squares(runtime))).tolist()
-    nonfinite = (unit.index for unit, square in zip(units, squares, strict=True) if not math.isfinite(square))
+    units = _squares(runtime)
+    squares = world.compute.on_host(torch.stack([*units.values()])).tolist()
+    nonfinite = (index for index, square in zip(units, squares, strict=True) if not math.isfinite(square))
     mine = torch.tensor([next(nonfinite, len(names))], device="cpu")
     return dict(enumerate(names)).get(int(world.exchange(mine, what="the first nonfinite unit").min()))
 
 
-def _squares(runtime: Runtime) -> list[Tensor]:
-    return [unit.step.squares for unit in runtime.units if unit.step.squares is not None]
+def _squares(runtime: Runtime) -> dict[int, Tensor]:
+    """Return this rank's sum of squares of each unit that has a final gradient, by unit index."""
+    return {unit.index: unit.step.squares for unit in runtime.units if unit.step.squares is not None}
 
 
 def check_gradients(statuses: Collection[int], *, went_back: bool) -> None:

@@ -13,14 +13,13 @@ from torch import Tensor
 from zero.engine.pool import Buffer
 from zero.engine.scratch import Scratch
 from zero.platform.device import PASSED, Event
-from zero.platform.handle import Handle
 
 
 class Phase(IntEnum):
     """The phase of a unit's gradient in the present round of reductions, see `zero.engine.reduce`."""
 
     CLOSED = auto()
-    """The unit's reduction of this round has started, or no round has begun. Arriving gradients are extra ones."""
+    """The unit's reduction of this round has started, or no round has begun."""
     EMPTY = auto()
     """No gradient has arrived in this round."""
     FILLING = auto()
@@ -34,7 +33,7 @@ NEXT_PHASES = {
     Phase.EMPTY: {
         Phase.FILLING: "a gradient arrives",
         Phase.READY: "all its calls have returned, without a gradient",
-        Phase.CLOSED: "its turn comes; zeros are reduced",
+        Phase.CLOSED: "its turn comes; zeros are reduced, or its extra flat",
     },
     Phase.FILLING: {
         Phase.READY: "all its calls have returned",
@@ -63,7 +62,6 @@ class UnitStep:
         filled: whether `grad` holds at least a part of this step's gradient.
         summed: whether `grad` holds a sum over ranks, or will when started reductions have ended.
         reductions: the number of reductions under way.
-        gather: the all-gather of the sum, until it was waited for.
         published: whether `grad` is final, or will be when its all-gather has ended.
         squares: the sum of squares of this rank's shard of the final gradient, 0-dim fp64; None if it is not final.
         borrowed: the buffer that an offloaded gradient has borrowed.
@@ -85,7 +83,6 @@ class UnitStep:
     filled: bool = False
     summed: bool = False
     reductions: int = 0
-    gather: Handle | None = None
     published: bool = False
     squares: Tensor | None = None
     borrowed: Scratch | None = None

@@ -178,11 +178,11 @@ def _deepspeed(job: Job, stage: int, communication: str | None) -> Step:
     return step
 
 
-def _zero(job: Job, stage: int, *, compiled: bool = False, **between: Any) -> Step:
+def _zero(job: Job, stage: int, *, compiled: bool = False, **more: Any) -> Step:
     """Build a stage of this library with its defaults: lazy update, prefetch 1.
 
     Args:
-        between: `gather`, `reduce` and `shard` of `zero.Plan`.
+        more: `bucket`, `gather`, `reduce` and `shard` of `zero.Plan`.
     """
     import zero
 
@@ -196,7 +196,7 @@ def _zero(job: Job, stage: int, *, compiled: bool = False, **between: Any) -> St
         precision=zero.Precision(job.dtype),
         compile=compiled,
         world=world,
-        **between,
+        **more,
     )
     store = zero.open_store(plan)
     state = zero.init(plan, store, weights=fill)
@@ -241,6 +241,9 @@ for _stage in (1, 2, 3):
 for _stage in (0, 1, 2, 3):
     SYSTEMS[f"zero{_stage}"] = System(
         lambda job, stage=_stage: _zero(job, stage), f"zero.stage={_stage}, update=lazy, prefetch=1, reduce fp32"
+    )
+    SYSTEMS[f"zero{_stage}-bucket"] = System(
+        lambda job, stage=_stage: _zero(job, stage, bucket=4 * 2**20), f"zero.stage={_stage} zero.bucket=4MiB"
     )
 SYSTEMS["zero3-compiled"] = System(
     lambda job: _zero(job, 3, compiled=True), "the same with zero.compile=true; its first step compiles"

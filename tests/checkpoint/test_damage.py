@@ -182,6 +182,11 @@ def crafted(folder: Path, marker: Path) -> dict[str, Callable[[], object]]:
         index = json.loads((folder / "rank-00001-of-00002.json").read_text())
         return lambda: put_index(folder, json.dumps(index | {"random": value}), len(was))
 
+    def of_another_rank() -> None:
+        first, second = (folder / f"rank-0000{rank}-of-00002.json" for rank in range(2))
+        body = json.loads(second.read_text()) | {"random": json.loads(first.read_text())["random"]}
+        second.write_text(json.dumps(body, separators=(",", ":")))
+
     def state(**values: Any) -> Callable[[], object]:
         return lambda: restamp(folder, lambda body: body["facts"]["state"].update(values))
 
@@ -202,6 +207,7 @@ def crafted(folder: Path, marker: Path) -> dict[str, Callable[[], object]]:
         "a kind that is code": flat(kinds={code: "float32"}),
         "a call for the step": state(step=call),
         "a call for the generators": generators(call),
+        "the generators of another rank, without its hash": of_another_rank,
         "code beside the files": lambda: (folder / "__init__.py").write_text(code),
         "a pickle beside the files": lambda: (folder / "optimizer.pt").write_bytes(torch_file(Payload(marker))),
     }

@@ -120,6 +120,7 @@ class Setting:
     clip: float | None = None
     weight_decay: float = 0.1
     accumulate: int = 1
+    bucket: int = 0
     prefetch: int = 1
     activations: str = "keep"
     update: str = "lazy"
@@ -151,6 +152,7 @@ class Setting:
             gather=self.between[0],  # type: ignore[arg-type]
             reduce=self.between[1],  # type: ignore[arg-type]
             shard=self.shard,  # type: ignore[arg-type]
+            bucket=self.bucket,
             prefetch=self.prefetch,
             activations=self.activations,  # type: ignore[arg-type]
             update=self.update,  # type: ignore[arg-type]

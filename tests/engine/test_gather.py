@@ -747,8 +747,10 @@ RESIDENT: list[dict[str, Any]] = [
 
 
 def chosen(number: int, case: Case) -> list[dict[str, Any]]:
-    """Return one way to shard, and for every third case one to keep units resident."""
+    """Return one way to shard, and for every third case one to keep units resident; all ways where ranks differ."""
     fitting = [settings for settings in SHARDED if case.remat or "activations" not in settings]
+    if "by rank" in case.name:
+        return fitting + RESIDENT
     return [fitting[number % len(fitting)], *([RESIDENT[number // 3 % 2]] if number % 3 == 0 else [])]
 
 

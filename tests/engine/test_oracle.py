@@ -97,6 +97,7 @@ def settings(size: int, **same) -> Sequence[Setting]:
             stage=stage,
             accumulate=accumulate,
             page_bytes=(8 * KiB, 24 * KiB, 1024 * KiB)[(stage + accumulate) % 3],
+            bucket=(0, 4 * KiB, 1024 * KiB)[(stage + 2 * accumulate) % 3],
             prefetch=stage ^ accumulate,
             update=("lazy", "serial")[stage % 2],
             activations=("keep", "remat")[(stage // 2 + accumulate) % 2],

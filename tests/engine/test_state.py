@@ -256,11 +256,11 @@ def assert_same(one, other):
 
 
 def test_first_values_depend_on_the_seed_alone():
-    """Not on stage, world, precision, prefetch, or on what is called a unit."""
+    """Not on stage, world, precision or bucket, or on what is called a unit."""
     expected = first_values(SoloWorld(), Setting())
     for size, stage in ((1, 0), (2, 1), (3, 2), (8, 3), (3, 3)):
         units = (None, ("Block",), ("Small",), ("Linear", "Norm", "Embedding"))[stage]
-        setting = Setting(stage=stage, units=units, precision=("fp32", "bf16", "fp16")[size % 3])
+        setting = Setting(stage=stage, units=units, bucket=2048 * stage, precision=("fp32", "bf16", "fp16")[size % 3])
         for found in run_ranks(size, first_values, setting):
             if setting.precision == "fp32":
                 assert_same(found, expected)
@@ -351,6 +351,7 @@ def disagree(world, key, values):
     [
         ("stage", "zero.stage", (3, 2)),
         ("prefetch", "zero.prefetch", (1, 2)),
+        ("bucket", "zero.bucket", (0, 2**20)),
         ("clip", "optim", (None, 1.0)),
         ("accumulate", "batch.accumulate", (1, 2)),
         ("seed", "seed", (0, 1)),

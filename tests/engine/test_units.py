@@ -127,6 +127,33 @@ def test_a_tied_weight_is_one_slot_with_two_sites():
     assert sites["lm_head"] == sites["transformer.wte"] == (0,)
 
 
+@pytest.mark.parametrize(
+    ("bucket_numel", "names"),
+    [
+        (0, ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]),
+        (3700, ["embed", "blocks.0", "blocks.2"]),
+        (10**6, ["embed", "blocks.0"]),
+    ],
+)
+def test_small_units_that_follow_each_other_are_merged(bucket_numel, names):
+    """Never past the limit, and never with an embedding, which backward does not gather. Sites stay what they are."""
+    model = GPT(GPTConfig(vocab=100, width=8, layers=3, heads=2, seq=4, tied=False))
+    splitting, apart = (split(model, world_size=2, bucket_numel=numel) for numel in (bucket_numel, 0))
+    assert [unit.name for unit in splitting.units] == names
+    assert [site.name for site in splitting.sites] == [site.name for site in apart.sites]
+    assert splitting.shapes() == apart.shapes()
+    for unit in splitting.units:
+        sites = [site for site in splitting.sites if unit.index in site.units]
+        assert len(sites) == 1 or unit.trainable.numel <= bucket_numel
+        slots = [slot for site in sites for slot in site.slots[unit.index, True]]
+        assert sorted(slots) == [*range(len(unit.trainable.slots))]
+
+
+def test_the_root_is_not_merged():
+    names = [unit.name for unit in split(Bare(), world_size=2, bucket_numel=10**6).units]
+    assert names == ["(root)", "attention"]
+
+
 def test_frozen_parameters_have_their_own_flat():
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].bias.requires_grad_(False)

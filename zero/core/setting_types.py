@@ -144,6 +144,7 @@ def memory_of(value: object) -> int:
     raise ValueError("must be at least 1MiB. See the memory of a run with mode=plan.")
 
 
+Size = Annotated[int, Reads("a size in bytes such as 4MiB, or 0", bytes_of)]
 Memory = Annotated[int | Literal["auto"], or_auto("a size such as 80GiB", memory_of)]
 
 # Words

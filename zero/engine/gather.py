@@ -46,7 +46,6 @@ from zero.engine.graph import (
     check_same_parameters,
     nodes_of,
     reaching,
-    views,
 )
 from zero.engine.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.plan import Plan
@@ -228,7 +227,7 @@ class Gatherer:
             parameters = self._parameters(site, body.module, units, recomputing)
             call = partial(call_with, path=site.path, check_writes=self._check_writes)
             before = nodes_of((args, kwargs))  # before the call, which may change its inputs in place
-            policy = self._policies[site.units[0]]
+            policy = self._policies[site.name]
             self._sends = policy == "offload"
             with self._packing():
                 outputs = self._call(policy, call, body, parameters, args, kwargs)
@@ -256,40 +255,39 @@ class Gatherer:
         Args:
             units: the gathered units; none if all parameters are in a block of `GatheredParameters`.
         """
-        gathered: dict[tuple[int, bool], Sequence[Tensor]] = {}  # by (unit, whether trainable)
+        gathered: dict[tuple[int, bool, int], Tensor] = {}  # by (unit, whether trainable, slot)
         for index in units:
             unit = self._units[index]
-            flat = self.residency.buffer(unit).flat
-            gathered[index, False] = views(unit.spec.frozen, flat, unit.spec.trainable.P)
-            if torch.is_grad_enabled() and unit.spec.trainable.slots:
-                gathered[index, True] = self._made(unit, flat, recomputing)
+            flat, used, frozen = self.residency.buffer(unit).flat, site.slots[index, True], site.slots[index, False]
+            if torch.is_grad_enabled() and used:
+                made = self._made(unit, used, flat, recomputing)
             else:
-                gathered[index, True] = views(unit.spec.trainable, flat)
+                made = [unit.spec.trainable.slots[slot].of(flat) for slot in used]
+            gathered |= {(index, True, slot): parameter for slot, parameter in zip(used, made, strict=True)}
+            gathered |= {(index, False, slot): unit.spec.frozen_view(slot, flat) for slot in frozen}
         places = zip(site.bindings, self._places_of[site.path], strict=True)
         return {
-            f"module.{bound.local}": _value_at(place, gathered.get((bound.unit, bound.trainable), ()), bound.slot)
+            f"module.{bound.local}": _value_at(place, gathered.get((bound.unit, bound.trainable, bound.slot)))
             for bound, place in places
             if place.is_in(module)
         }
 
-    def _made(self, unit: UnitState, flat: Tensor, recomputing: bool) -> list[Tensor]:
-        """Return the unit's trainable parameters with an autograd history.
+    def _made(self, unit: UnitState, slots: Sequence[int], flat: Tensor, recomputing: bool) -> list[Tensor]:
+        """Return the trainable parameters `slots` of a unit with an autograd history.
 
         Args:
             recomputing: the call recomputes an earlier one, so it is not counted as a further call.
         """
-        made = Gather.apply(self._anchor, self, unit, flat, not recomputing)
+        parameters: list[Tensor] = [*Gather.apply(self._anchor, self, unit, slots, flat, not recomputing)]
         if not recomputing:
-            unit.step.calls.append(made[0].grad_fn)
-        slots = unit.spec.trainable.slots
-        trains = unit.trains(range(len(slots)))
-        parameters = list(made)
-        for number, slot in enumerate(slots):
-            if not trains[number] or slot.group in self.frozen_groups:
-                parameters[number] = made[number].detach()
+            unit.step.calls.append(parameters[0].grad_fn)
+        for place, (number, trains) in enumerate(zip(slots, unit.trains(slots), strict=True)):
+            slot = unit.spec.trainable.slots[number]
+            if not trains or slot.group in self.frozen_groups:
+                parameters[place] = parameters[place].detach()
             elif slot.numel >= LARGE_NUMEL:
-                parameters[number] = cast(Tensor, Arrive.apply(made[number], self, unit, number))
-                parameters[number].grad_fn._set_sequence_nr(RUN_FIRST)
+                parameters[place] = arriving = cast(Any, Arrive.apply(parameters[place], self, unit, number))
+                arriving.grad_fn._set_sequence_nr(RUN_FIRST)
         return parameters
 
     def _call(
@@ -366,11 +364,11 @@ class Gatherer:
                     flat = buffer.flat
                     self.residency.unpin(buffer)
                 if not bound.trainable:
-                    return views(unit.spec.frozen, flat, unit.spec.trainable.P)[bound.slot]
+                    return unit.spec.frozen_view(bound.slot, flat)
                 if not with_history:
-                    return views(unit.spec.trainable, flat)[bound.slot]
+                    return unit.spec.trainable.slots[bound.slot].of(flat)
                 # with a history even while recomputing, because a reentrant checkpoint runs backward from here
-                return self._made(unit, flat, recomputing)[bound.slot]
+                return self._made(unit, (bound.slot,), flat, recomputing)[0]
 
         return view
 
@@ -478,16 +476,15 @@ class Gatherer:
             self._let_go(unit)
 
 
-def _value_at(place: Place, gathered: Sequence[Tensor], slot: int) -> Tensor:
+def _value_at(place: Place, gathered: Tensor | None) -> Tensor:
     """Return the value to use for the parameter at `place`.
 
-    That is the tensor that the user put there, else its full value in a block of `GatheredParameters`, else
-    `gathered[slot]`.
+    That is the tensor that the user put there, else its full value in a block of `GatheredParameters`, else `gathered`.
     """
     there = place.parameters[place.name]
     if there is place.placeholder:
         full = place.placeholder.seen_in_full()
-        return gathered[slot] if full is None else full
+        return cast(Tensor, gathered) if full is None else full
     return there.value() if isinstance(there, ParameterPlaceholder) else cast(Tensor, there)
 
 

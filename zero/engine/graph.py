@@ -1,18 +1,17 @@
 """Autograd functions that take a unit's gradients out of autograd and tell when all gradients of a call have arrived.
 
-`Gather` is one node per call, whose outputs are all parameters of the unit. An `Arrive` for each large parameter
-delivers its gradient as soon as it is complete. `Gather` delivers the gradients of small parameters together, because a
-node of Python for each would take longer than their sums. A `Reach` makes backward visit a unit whose parameters did
-not affect its outputs.
+`Gather` is one node per call, whose outputs are the parameters of a unit that the call uses. An `Arrive` for each large
+parameter delivers its gradient as soon as it is complete. `Gather` delivers the gradients of small parameters together,
+because a node of Python for each would take longer than their sums. A `Reach` makes backward visit a unit whose
+parameters did not affect its outputs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero.core.layout import Layout
 from zero.core.tree import replaced, tensors_in
 from zero.engine.unit_state import UnitState
 from zero.errors import StaleStateError
@@ -30,26 +29,27 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, gatherer: Any, unit: UnitState, flat: Tensor, counted: bool
+        ctx: Any, anchor: Tensor, gatherer: Any, unit: UnitState, slots: Sequence[int], flat: Tensor, counted: bool
     ) -> tuple[Tensor, ...]:
-        """Return the parameters as views of `flat`.
+        """Return the trainable parameters `slots` as views of `flat`.
 
         Args:
             anchor: an empty tensor with `requires_grad`, because autograd records only calls with such an input.
             counted: passed on to `Gatherer.returned`.
         """
         ctx.set_materialize_grads(False)
-        ctx.gatherer, ctx.unit, ctx.counted, ctx.version = gatherer, unit, counted, unit.version
-        return views(unit.spec.trainable, flat)
+        ctx.gatherer, ctx.unit, ctx.slots, ctx.counted, ctx.version = gatherer, unit, slots, counted, unit.version
+        return tuple(unit.spec.trainable.slots[slot].of(flat) for slot in slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        small = {slot: grad for slot, grad in enumerate(grads) if grad is not None}  # `Arrive` passes none on
+        given = zip(ctx.slots, grads, strict=True)
+        small = {slot: grad for slot, grad in given if grad is not None}  # `Arrive` passes none on
         if small:
             check_same_parameters([(ctx.unit, ctx.version)])
             ctx.gatherer.deliver(ctx.unit, small)
         ctx.gatherer.returned(ctx.unit, counted=ctx.counted)
-        return None, None, None, None, None
+        return None, None, None, None, None, None
 
 
 class Arrive(torch.autograd.Function):
@@ -81,11 +81,6 @@ class Reach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return *grads, *[None] * ctx.count
-
-
-def views(layout: Layout, flat: Tensor, start: int = 0) -> tuple[Tensor, ...]:
-    """Return the layout's parameters as views of `flat`, in which the layout begins at element `start`."""
-    return tuple(layout.views(flat[start : start + layout.P]).values())
 
 
 def nodes_of(values: Any) -> set[Any]:

@@ -254,4 +254,4 @@ def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 def _goes_to_host(plan: Plan) -> bool:
     """Return whether activations are copied to host memory; on a CPU they already are there."""
-    return "offload" in plan.activations and not plan.world.compute.shares_memory
+    return "offload" in plan.activations.values() and not plan.world.compute.shares_memory

@@ -61,6 +61,8 @@ class Plan(PageTable):
             to offload nothing.
         units: classes, or their names, whose instances are units (gathered and released together). None: each element
             of an outermost `ModuleList` or `Sequential`, see `zero.engine.unit`.
+        bucket: bytes of parameters up to which small units that follow each other are merged, which sends fewer and
+            larger messages; 0 to merge none.
         prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.
         activations: "keep"; "remat" to recompute each unit's activations in backward; or "offload" to keep them in host
             memory. Or a mapping from patterns of unit names to one of these, such as {"blocks.[0-7]": "remat"}: the
@@ -86,7 +88,7 @@ class Plan(PageTable):
         host_activation_bytes: bytes to count for activations that units offload to host memory.
 
     Attributes:
-        activations: "keep", "remat" or "offload" for each unit, by its index.
+        activations: "keep", "remat" or "offload" for each site, by its name.
         placement: the tier of parameters, of gradients, and of every page of master and moments.
         arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
 
@@ -106,6 +108,7 @@ class Plan(PageTable):
         precision: Precision | str = "fp32",
         offload: Offload | str | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
+        bucket: int = 0,
         prefetch: int = 1,
         activations: Activations | Mapping[str, Activations] = "keep",
         compile: Backend = False,
@@ -122,6 +125,8 @@ class Plan(PageTable):
         _refuse_strangers(model, optimizer, world)
         if type(prefetch) is not int or prefetch < 0:
             raise PlanError(f"zero.prefetch={prefetch!r}: must be a number of units, 0 or more")
+        if type(bucket) is not int or bucket < 0:
+            raise PlanError(f"zero.bucket={bucket!r}: must be a number of bytes, 0 or more")
         if type(accumulate) is not int or accumulate < 1:
             raise PlanError(
                 f"accumulate={accumulate!r} (batch.accumulate): must be a number of microbatches, 1 or more"
@@ -137,13 +142,19 @@ class Plan(PageTable):
         ):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: must be one of {', '.join(get_args(known))}")
-        self.model, self.compile, self.check_writes = model, compile, check_writes
+        self.model, self.bucket, self.compile, self.check_writes = model, bucket, compile, check_writes
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
         stage = stage if isinstance(stage, Stage) else Stage(stage)
         precision = precision if isinstance(precision, Precision) else Precision(precision)
         offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
         offload = offload.at(parameters_sharded=stage.parameters)
-        splitting = split(model, world_size=sharers(world, shard), class_names=_names(units), group=optimizer.group)
+        splitting = split(
+            model,
+            world_size=sharers(world, shard),
+            class_names=_names(units),
+            group=optimizer.group,
+            bucket_numel=bucket // precision.compute.itemsize,
+        )
         self.activations = activations_of(splitting, by_pattern)
         optimizer.check_groups(splitting.shapes())
         _, param_tier, grad_tier = lowest_tiers(offload)
@@ -251,8 +262,9 @@ class Plan(PageTable):
         """Return the settings, as text, that must be equal on all ranks before they start."""
         agreed = {
             "zero.stage": str(self.stage.level),
+            "zero.bucket": str(self.bucket),
             "zero.prefetch": str(self.prefetch),
-            "zero.activations": " ".join(self.activations),
+            "zero.activations": " ".join(self.activations.values()),
             "zero.compile": str(bool(self.compile)),
             "zero.update": self.update,
             "zero.gather": f"{self.gather}, secondary shards: {self.keeps_secondary and self.secondary}",
@@ -271,7 +283,7 @@ class Plan(PageTable):
             agreed["ranks of a node"] = str(self.world.local_size)
         for unit in self.units:
             slots = repr((unit.trainable.slots, unit.frozen.slots)).encode()
-            agreed[f"unit {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
+            agreed[f"zero.units {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
         return agreed
 
     def __str__(self) -> str:
@@ -291,19 +303,20 @@ class Plan(PageTable):
         return "\n".join([*lines, f"{'total':<16} {totals}"])
 
 
-def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> tuple[Activations, ...]:
-    """Return the activation policy ("keep", "remat" or "offload") of each unit, by its index.
+def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> dict[str, Activations]:
+    """Return the activation policy ("keep", "remat" or "offload") of each site, by its name.
 
     Raises:
-        PlanError: a pattern matches no unit.
+        PlanError: a pattern matches no site.
     """
-    names = [unit.name for unit in splitting.units]
+    names = [site.name for site in splitting.sites]
     for pattern in by_pattern:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise PlanError(f"zero.activations: no unit is named {pattern}. There are {some(names)}.")
-    return tuple(
-        next((word for pattern, word in by_pattern.items() if fnmatchcase(name, pattern)), "keep") for name in names
-    )
+    return {
+        name: next((word for pattern, word in by_pattern.items() if fnmatchcase(name, pattern)), "keep")
+        for name in names
+    }
 
 
 def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:

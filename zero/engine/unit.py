@@ -1,9 +1,9 @@
 """Split a model into units, the groups of parameters that are gathered and released together.
 
 A **unit** owns parameters. A **site** is a module whose forward needs one or more units. Usually a site has one unit
-and a unit one site. A tied weight is one slot in one unit that several sites need: it belongs to the unit of the
-innermost site that contains its first occurrence in the module tree, and the innermost sites around its other
-occurrences need that unit too.
+and a unit one site. Small neighbours may share a unit, which saves messages. A tied weight is one slot in one unit that
+several sites need: it belongs to the unit of the innermost site that contains its first occurrence in the module tree,
+and the innermost sites around its other occurrences need that unit too.
 
 By default every element of an outermost `ModuleList` or `Sequential` is a site. The other children, with parameters, of
 the modules that contain these lists are sites too, so that an embedding or a head is not gathered for the whole step. A
@@ -14,9 +14,10 @@ The user's model is not changed: a `Splitting` consists of names and sizes.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from zero.core.layout import Layout
 from zero.core.suggest import meant
@@ -25,6 +26,9 @@ from zero.errors import PlanError
 
 AUTO = "auto"
 """The word that stands for the default policy in a list of class names."""
+
+ROOT = "(root)"
+"""The name of the model itself as a site and as a unit."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class UnitSpec:
     def full_numel(self) -> int:
         """The number of elements of a buffer for both gathered flats."""
         return self.trainable.P + self.frozen.P
+
+    def frozen_view(self, slot: int, full: Tensor) -> Tensor:
+        """Return a view of a frozen parameter in a buffer for both gathered flats."""
+        return self.frozen.slots[slot].of(full[self.trainable.P :])
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,25 @@ class Site:
     bindings: tuple[Binding, ...]
 
     @property
+    def name(self) -> str:
+        return self.path or ROOT
+
+    @cached_property
     def units(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(binding.unit for binding in self.bindings))
+
+    @cached_property
+    def slots(self) -> dict[tuple[int, bool], tuple[int, ...]]:
+        """The slots that the module uses of each unit's trainable (True) and frozen (False) flat."""
+        return {
+            (unit, trainable): tuple(
+                dict.fromkeys(
+                    bound.slot for bound in self.bindings if (bound.unit, bound.trainable) == (unit, trainable)
+                )
+            )
+            for unit in self.units
+            for trainable in (True, False)
+        }
 
 
 @dataclass(frozen=True)
@@ -139,6 +164,7 @@ def split(
     world_size: int,
     class_names: Sequence[str] | None = None,
     group: Callable[[str, tuple[int, ...]], int] = lambda name, shape: 0,
+    bucket_numel: int = 0,
 ) -> Splitting:
     """Return the units and sites of `model`. Its parameters may be on any device, including meta.
 
@@ -148,6 +174,7 @@ def split(
             "auto" is one of the names, the default policy is used, but instances of the other classes are sites as a
             whole.
         group: a function from parameter name and shape to the number of its optimizer group.
+        bucket_numel: units that follow each other are merged while their parameters have at most this many elements.
 
     Raises:
         PlanError: the model has no parameters, no module of a named class, or a part that `unsupported` rejects.
@@ -157,11 +184,14 @@ def split(
     visited, needs, owners = _walk(model, roots)
     if not visited:
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
-    names = dict.fromkeys(parameter.unit for parameter in visited.values())
     lookups = _lookups(model, visited)
+    parameters: dict[str, list[_Visited]] = {}  # by the name of their unit
+    into = _merged(visited.values(), lookups, bucket_numel)
+    for parameter in visited.values():
+        parameters.setdefault(into[parameter.unit], []).append(parameter)
     units = tuple(
-        _unit(index, name, visited.values(), world_size, group, lookup=name in lookups)
-        for index, name in enumerate(names)
+        _unit(index, name, owned, world_size, group, lookup=name in lookups)
+        for index, (name, owned) in enumerate(parameters.items())
     )
     where = {
         slot.name: (unit.index, number, layout is unit.trainable)
@@ -180,7 +210,7 @@ def split(
 def _unit(
     index: int,
     name: str,
-    visited: Iterable[_Visited],
+    parameters: Sequence[_Visited],
     world_size: int,
     group: Callable[[str, tuple[int, ...]], int],
     *,
@@ -189,13 +219,13 @@ def _unit(
     def layout(trainable: bool) -> Layout:
         shapes = {
             full_name: tuple(parameter.shape)
-            for full_name, parameter, unit in visited
-            if unit == name and parameter.requires_grad is trainable
+            for full_name, parameter, _ in parameters
+            if parameter.requires_grad is trainable
         }
         groups = {full_name: group(full_name, shape) for full_name, shape in shapes.items()}
         return Layout.of(shapes, world_size=world_size, groups=groups)
 
-    return UnitSpec(index, name or "(root)", layout(True), layout(False), lookup)
+    return UnitSpec(index, name or ROOT, layout(True), layout(False), lookup)
 
 
 def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:
@@ -208,6 +238,24 @@ def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:
     }
     units = {parameter.unit for parameter in visited.values()}
     return units - {parameter.unit for key, parameter in visited.items() if key in read}
+
+
+def _merged(visited: Iterable[_Visited], lookups: set[str], bucket_numel: int) -> dict[str, str]:
+    """Return the unit that each unit is merged into, by names: the first of small units that follow each other.
+
+    The root is not merged, because it is gathered as long as the model runs. Units with and without `lookup` are not
+    merged, because backward does not gather the former.
+    """
+    numels: dict[str, int] = {}
+    for _, parameter, unit in visited:
+        numels[unit] = numels.get(unit, 0) + parameter.numel()
+    into: dict[str, str] = {}
+    last, total = "", 0
+    for name, numel in numels.items():
+        joins = name and last and total + numel <= bucket_numel and (name in lookups) == (last in lookups)
+        last, total = (last, total + numel) if joins else (name, numel)
+        into[name] = last
+    return into
 
 
 def _walk(

@@ -82,6 +82,7 @@ class ZeroStrategy(DDPStrategy):
         precision: ComputePrecision | str | None = None,
         offload: Offload | str | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
+        bucket: int = 0,
         prefetch: int = 1,
         activations: str | Mapping[str, str] = "keep",
         compile: Backend = False,
@@ -94,9 +95,9 @@ class ZeroStrategy(DDPStrategy):
     ) -> None:
         super().__init__(timeout=timeout)
         self._settings: dict[str, Any] = {
-            "stage": stage, "offload": offload, "units": units, "prefetch": prefetch, "activations": activations,
-            "compile": compile, "update": update, "gather": gather, "reduce": reduce, "shard": shard,
-            "weights": weights,
+            "stage": stage, "offload": offload, "units": units, "bucket": bucket, "prefetch": prefetch,
+            "activations": activations, "compile": compile, "update": update, "gather": gather, "reduce": reduce,
+            "shard": shard, "weights": weights,
         }  # fmt: skip
         if precision is not None:
             self._settings["precision"] = precision

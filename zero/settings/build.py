@@ -38,6 +38,7 @@ def build_plan(config: Settings, model: nn.Module, world: World, **overrides: An
         "precision": build_precision(config),
         "offload": config.offload,
         "units": None if sharding.units == "auto" else list(sharding.units),
+        "bucket": sharding.bucket,
         "prefetch": sharding.prefetch,
         "activations": sharding.activations_by_pattern,
         "compile": sharding.compile,

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from zero.core.batch import solve_batch
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
-from zero.core.setting_types import Count, Natural, Reads, UnitActivations, key, or_auto
+from zero.core.setting_types import Count, Natural, Reads, Size, UnitActivations, key, or_auto
 from zero.errors import ConfigError
 
 
@@ -43,6 +43,12 @@ class Zero(Section):
         "parameters gathered together: auto (each block), class names such as [Block], or both, such as [auto,Experts]",
         trades="larger units take more memory while they compute, smaller ones wait more often",
         example="[Attention,MLP,Embedding,RMSNorm]",
+    )
+    bucket: Size = key(
+        0,
+        "bytes of parameters up to which small units that follow each other are merged, such as 4MiB; 0 merges none",
+        trades="fewer messages for models of many small layers, against larger units",
+        example="4MiB",
     )
     prefetch: Natural = key(
         1,

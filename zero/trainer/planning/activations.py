@@ -22,7 +22,7 @@ tensors leave holes that other tensors do not fit in. Measured with `benchmarks/
 `launch.malloc=lean`, which maps large tensors separately, it is 1."""
 
 
-_Units = frozenset[int]
+_Names = frozenset[str]
 
 
 class PlanArguments(TypedDict):
@@ -40,16 +40,16 @@ class Activations:
         model: built under `zero.empty()`, or on any device.
 
     Attributes:
-        unit_names: names of the model's units, in the order of forward.
+        site_names: names of the model's sites, in the order of forward.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
         self._config, self._model = config, model
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
-        self.unit_names = [unit.name for unit in self._splitting.units]
+        self.site_names = [site.name for site in self._splitting.sites]
         self._compute = build_precision(config).compute
-        self._traced: dict[tuple[int, int, _Units, _Units, bool], Traced] = {}
+        self._traced: dict[tuple[int, int, _Names, _Names, bool], Traced] = {}
 
     def resolved(self, config: Config) -> "Activations":
         """Return a copy for the same run with other settings, such as other activations; both share their traces."""
@@ -80,7 +80,7 @@ class Activations:
         """
         seq = seq or self._config.model.seq
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
-        none = frozenset[int]()
+        none = frozenset[str]()
         if not self._splitting.trains:
             return self._trace(chunk, seq, none, none, backward=False)
         again = self._units_with("remat", remat)
@@ -110,15 +110,15 @@ class Activations:
             "host_activation_bytes": self.of(rows, device).host_bytes,
         }
 
-    def _units_with(self, word: str, remat: bool | None) -> _Units:
-        """Return the indices of the units whose activation policy is `word`; none without backward."""
+    def _units_with(self, word: str, remat: bool | None) -> _Names:
+        """Return the names of the sites whose activation policy is `word`; none without backward."""
         if not self._splitting.trains or remat is False:
             return frozenset()
         by_pattern: dict[str, Any] = {"*": "remat"} if remat else self._config.zero.activations_by_pattern
         policies = activations_of(self._splitting, by_pattern)
-        return frozenset(index for index, policy in enumerate(policies) if policy == word)
+        return frozenset(name for name, policy in policies.items() if policy == word)
 
-    def _trace(self, rows: int, seq: int, remat: _Units, offload: _Units, *, backward: bool) -> Traced:
+    def _trace(self, rows: int, seq: int, remat: _Names, offload: _Names, *, backward: bool) -> Traced:
         key = rows, seq, remat, offload, backward
         if key not in self._traced:
             self._traced[key] = trace(

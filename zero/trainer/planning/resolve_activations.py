@@ -41,7 +41,7 @@ def resolve_activations(
     Raises:
         ConfigError: `config` does not fit after all.
     """
-    names = activations.unit_names
+    names = activations.site_names
     least = planned(config, model, machine.world, machine.room, activations)
 
     def of(count: int, sent: int) -> Config:
@@ -78,12 +78,12 @@ def _largest_offload(config: Config, machine: Machine, activations: Activations,
     room_bytes = budget_bytes(config.offload.host_budget, machine.room.host) - least.placement.bytes["host"]
 
     def is_too_much(count: int) -> bool:
-        settings = with_activations(config, [f"{name}:offload" for name in activations.unit_names[:count]])
+        settings = with_activations(config, [f"{name}:offload" for name in activations.site_names[:count]])
         traced = activations.resolved(settings).of(rows, machine.device)
         copy_s, forward_s = traced.host_bytes / rates.copy_bytes, traced.forward.flops / rates.flops
         return copy_s > forward_s or traced.host_bytes > room_bytes
 
-    return bisect_left(range(1, len(activations.unit_names) + 1), True, key=is_too_much)
+    return bisect_left(range(1, len(activations.site_names) + 1), True, key=is_too_much)
 
 
 def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:

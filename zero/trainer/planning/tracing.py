@@ -104,8 +104,8 @@ def trace(
     microbatch: Any,
     *,
     compute: torch.dtype,
-    remat: bool | Collection[int] = False,
-    offload: Collection[int] = (),
+    remat: bool | Collection[str] = False,
+    offload: Collection[str] = (),
     backward: bool = True,
 ) -> Traced:
     """Return the memory and work of one microbatch.
@@ -116,8 +116,8 @@ def trace(
         loss: maps (model, microbatch) to a scalar, or to a tuple that begins with a scalar.
         microbatch: meta tensors, of the shapes that training has.
         compute: dtype of the parameters.
-        remat: indices of the units whose activations are recomputed in backward; True: all units; False: none.
-        offload: indices of the units whose activations are in host memory between forward and backward.
+        remat: names of the sites whose activations are recomputed in backward; True: all sites; False: none.
+        offload: names of the sites whose activations are in host memory between forward and backward.
         backward: trace backward too; False: trace an evaluation, without gradients.
     """
     copied = _copy_on_meta(model, compute)
@@ -127,19 +127,18 @@ def trace(
         for trainable, layout in ((True, unit.trainable), (False, unit.frozen))
         for number, slot in enumerate(layout.slots)
     }
-    again = {unit.index for unit in splitting.units} if remat is True else set(remat or ())
+    again = {site.name for site in splitting.sites} if remat is True else set(remat or ())
     host = _Host([*values.values()])
 
     def call(site: Site, body: Body, args: Any, kwargs: Any) -> Any:
         """Run a site on meta tensors in the same way as `Gatherer.run` does."""
-        unit = site.units[0]
         held = {
             f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
             for bound in site.bindings
         }
-        if backward and unit in again:
+        if backward and site.name in again:
             return recomputed_call(_Fusing(body), held, args, kwargs)
-        with host.taking() if backward and unit in offload else nullcontext():
+        with host.taking() if backward and site.name in offload else nullcontext():
             return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])

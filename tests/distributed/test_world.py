@@ -679,6 +679,37 @@ def test_processes_name_what_they_did_differently(told):
         )
 
 
+def differ_on_a_device(world: World) -> str:
+    """The host waits for a device on which nothing ends before the connections are cut."""
+    assert isinstance(world, ProcessWorld)
+    processes, cut = world._processes, threading.Event()
+    processes._stalls._cut = cut.set
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        assert cut.wait(LONG_S)
+        return tensor
+
+    processes._compute.on_host = on_host  # type: ignore[method-assign]
+    name = "h.1" if world.rank == 1 else "h.0"
+    world.gather(torch.zeros(3), torch.zeros(3 * world.size), what=name)
+    with pytest.raises(WorldError) as caught:
+        world.on_host(torch.zeros(3), "norms")
+    return str(caught.value)
+
+
+@pytest.mark.process
+def test_a_difference_ends_the_hosts_wait_for_a_device_on_every_rank():
+    """As NCCL, which would wait for its watchdog, and then end the process without the operation's name."""
+    assert (
+        run_processes(3, differ_on_a_device)
+        == [
+            "the ranks run different operations: gather of h.0, 9 elements of torch.float32 on ranks 0, 2; "
+            "gather of h.1, 9 elements of torch.float32 on rank 1"
+        ]
+        * 3
+    )
+
+
 @pytest.mark.process
 def test_a_slow_process_is_asked_and_waited_for(three_processes):
     assert [rank["after a slow rank"] for rank in three_processes] == [6.0] * 3

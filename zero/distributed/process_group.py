@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from zero.distributed.rendezvous import (
     open_store,
     store_address,
 )
-from zero.distributed.stalled import StallWatch, Wait, open_sockets
+from zero.distributed.stalled import StallWatch, Wait, cut_sockets, open_sockets
 from zero.errors import MachineError, WorldError
 from zero.platform.device import Device
 from zero.platform.handle import Done, Handle, Then
@@ -42,8 +42,8 @@ class ProcessGroup:
     """The connections of one rank to all others.
 
     An operation waits for at most `timeout_s` less 5 seconds, so that the missing rank can be named within `timeout_s`;
-    if `timeout_s` is less than 10, for half of it. On a GPU the host never waits: NCCL's watchdog enforces the deadline
-    and ends the process.
+    if `timeout_s` is less than 10, for half of it. On a GPU the host waits only in `on_host`: NCCL's watchdog enforces
+    the deadline and ends the process.
 
     If torch's default process group is open already, a new group is opened beside it, so that the order of the script's
     collectives does not change.
@@ -80,7 +80,7 @@ class ProcessGroup:
             self._notes,
             started=lambda: dict(self._started.copy()),  # an atomic copy: the training thread appends meanwhile
             counted=self._numbers.copy,
-            sockets=connections,
+            cut=partial(cut_sockets, connections) if compute.shares_memory else self._abort,
         )
 
     def _claim_gpu(self) -> None:
@@ -136,7 +136,7 @@ class ProcessGroup:
             if keep_default and is_default:
                 continue
             if failed and not self._compute.shares_memory:
-                _abort(group)  # destroying it would wait for kernels that wait for a failed rank
+                abort(group)  # destroying it would wait for kernels that wait for a failed rank
             else:
                 dist.destroy_process_group(None if is_default else group)
 
@@ -177,6 +177,26 @@ class ProcessGroup:
         begin = partial(collective, out.view(torch.uint8), source.view(torch.uint8), group=group, async_op=True)
         work = self._try(op, None, begin)
         return Then(lambda: self._try(op, None, work.wait), (out, source))
+
+    def on_host(self, tensor: Tensor, op: str) -> Tensor:
+        """Return a tensor in host memory. The host waits for the device, and so for collectives that were started."""
+
+        def copy() -> Tensor:
+            self._stalls.begin(Wait("", self._numbers[""], op, ()))
+            try:
+                copied = self._compute.on_host(tensor)
+            finally:
+                self._stalls.end()
+            if self._stalls.is_cut:
+                raise RuntimeError("a collective on the device was aborted")
+            return copied
+
+        return cast(Tensor, self._try(op, None, copy))
+
+    def _abort(self) -> None:
+        for group in (*self._parts.values(), self._group):
+            if group is not None:
+                abort(group)
 
     def _begin(self, op: str, whole: Tensor, order: str) -> int:
         """Record the start of an operation and return its tag, which only the same operation has on other ranks."""
@@ -232,7 +252,7 @@ def broadcast(flat: Tensor, _: Tensor, *, source: int, **keywords: Any) -> Any:
     return dist.broadcast(flat, group_src=source, **keywords)
 
 
-def _abort(group: dist.ProcessGroup) -> None:
+def abort(group: dist.ProcessGroup) -> None:
     """Abort the running operations of the group's GPU communicators; torch then forgets the group."""
     dist.distributed_c10d._abort_process_group(group)
 

@@ -1,10 +1,15 @@
 """Detection of waits that can never end, because the ranks run different operations.
 
-Gloo waits until the deadline for a message that no rank sends, and its waits can neither be inspected nor cancelled. So
-a thread of each rank watches its waits. When rank 0 has waited for `PATIENCE_S`, its thread writes the operations that
-it has started to the store; every other rank that has waited as long compares them with its own. If an operation
-differs, or if each of the two ranks waits for an operation that the other one has not started, the other rank cuts its
-connections. Every wait of every rank then fails at once, and the ranks search for the cause as after any failed wait.
+Gloo waits until the deadline for a message that no rank sends, and its waits can neither be inspected nor cancelled.
+NCCL does the same on the device, where the host waits only at a step's end. So a thread of each rank watches its waits.
+When rank 0 has waited for `PATIENCE_S`, its thread writes the operations that it has started to the store; every other
+rank that has waited as long compares them with its own. If an operation differs, or if each of the two ranks waits for
+an operation that the other one has not started, the other rank says so in the store, and every rank that waits cuts its
+connections: sockets, or communicators of GPUs. Then all waits end, and the ranks search for the cause as after any
+failed wait.
+
+The alternatives before a gather are dear or late: a comparison by the host would send messages in every gather, and
+torch's flight recorder is read by a person afterwards.
 
 The two ranks need not be observed at the same time, because a rank that waits for an operation that another has not
 started is still waiting for it.
@@ -31,9 +36,15 @@ PATIENCE_S = 2.0
 PERIOD_S = 0.5
 """Seconds between two comparisons."""
 
+_STALLED = "stalled"
+"""The key of the store that a rank sets when it has found a difference."""
+
 
 class Wait(NamedTuple):
-    """A wait for an operation: its order's name, its number there, its signature, and the other ranks in it."""
+    """A wait for an operation: its order's name, its number there, its signature, and the other ranks in it.
+
+    A wait for the device has no other ranks, because the host does not know the operation that the device waits for.
+    """
 
     order: str
     number: int
@@ -48,7 +59,10 @@ class StallWatch:
         notes: this rank's notes, which explain waits that the watch ends; their store is also used for the comparison.
         started: returns number -> signature of this rank's latest operations; called in the watching thread.
         counted: returns order -> number of operations started in it; called in the watching thread.
-        sockets: file descriptors of this rank's connections.
+        cut: cuts this rank's connections, so that all its waits end; called in the watching thread.
+
+    Attributes:
+        is_cut: whether the connections are cut, so that what a wait has brought is not valid.
     """
 
     def __init__(
@@ -57,9 +71,10 @@ class StallWatch:
         *,
         started: Callable[[], Mapping[int, str]],
         counted: Callable[[], Mapping[str, int]],
-        sockets: Collection[int],
+        cut: Callable[[], None],
     ) -> None:
-        self._notes, self._started, self._counted, self._sockets = notes, started, counted, sockets
+        self._notes, self._started, self._counted, self._cut = notes, started, counted, cut
+        self.is_cut = False
         self._waits: tuple[float, Wait] | None = None  # start and operation of the current wait
         self._over = threading.Event()
         Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
@@ -85,7 +100,10 @@ class StallWatch:
                 different = self._compare(waits[1])
                 if different and not self._over.is_set():
                     self._notes.post(Note("vain", waits[1].signature, different, self._started()))
-                    cut(self._sockets)
+                    self._notes.store.set(_STALLED, different)
+                if different or self._notes.store.check([_STALLED]):
+                    self.is_cut = True
+                    self._cut()
                     return
 
     def _compare(self, mine: Wait) -> str:
@@ -120,7 +138,7 @@ def _is_socket(descriptor: int) -> bool:
         return False
 
 
-def cut(sockets: Collection[int]) -> None:
+def cut_sockets(sockets: Collection[int]) -> None:
     """Shut down the connections among `sockets`, in both directions."""
     for number in sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:

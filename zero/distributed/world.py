@@ -310,6 +310,14 @@ class World(contextlib.AbstractContextManager["World"]):
         self._gather(padded_S, texts.view(-1), _label("texts", what)).wait()
         return [_as_text(row[:n]) for row, n in zip(texts, numels.tolist(), strict=True)]
 
+    def on_host(self, tensor: Tensor, what: str = "") -> Tensor:
+        """Return `tensor`, the result of started operations, in host memory; the host waits for the current stream.
+
+        Raises:
+            DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
+        """
+        return self.compute.on_host(tensor)
+
     def at(self, place: str) -> None:
         """Record this rank's phase, such as "step 3, backward", for the errors of ranks that wait for it.
 
@@ -435,6 +443,9 @@ class ProcessWorld(_Transport):
         places = self.exchange(torch.tensor(here, device="cpu"), what="places on nodes").tolist()
         alike = all(place == [self.local_size, rank % self.local_size] for rank, place in enumerate(places))
         return alike and not self.size % self.local_size
+
+    def on_host(self, tensor: Tensor, what: str = "") -> Tensor:
+        return self._processes.on_host(tensor, _label("a wait for the device", what))
 
     def at(self, place: str) -> None:
         self._processes.at(place)

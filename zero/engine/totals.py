@@ -81,7 +81,7 @@ def gather_totals(
     what = "norms and losses"
     [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
     handle.wait()
-    *means, squares, orders, flags, all_facts = world.compute.on_host(everyone).view(world.size, -1).T.tolist()
+    *means, squares, orders, flags, all_facts = world.on_host(everyone, what).view(world.size, -1).T.tolist()
     _check_fingerprints(runtime, [int(facts) // _FINGERPRINT for facts in all_facts])
     loss, *others = (sum(numbers) / world.size for numbers in means)
     return Totals(

@@ -462,7 +462,7 @@ def test_frozen_parameters_that_peft_saves_are_saved(make, tmp_path):
         (
             {"precision": "fp32"},
             {"bf16": True},
-            r"bf16=True\), .* and zero=\{'precision': 'fp32'\} differ. Leave out one",
+            r"bf16=True\), .* and zero=\{'precision': 'fp32'\} have different values. Leave out one",
         ),
     ],
     ids=str,
@@ -480,7 +480,7 @@ def test_what_cannot_be_kept_is_refused_in_one_line(settings, changes, line, tmp
         (
             "ACCELERATE_MIXED_PRECISION",
             "bf16",
-            r"accelerate launch, and zero=\{'precision': 'fp32'\} differ. Leave out one",
+            r"accelerate launch, and zero=\{'precision': 'fp32'\} have different values. Leave out one",
         ),
     ],
 )

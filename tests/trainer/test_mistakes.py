@@ -18,7 +18,7 @@ SNIPPETS = [
     ("train(lambda model, batch: model(batch))", "Return a scalar"),
     ("train(lambda model, batch: loss_fn(model, batch).detach())", "without torch.no_grad() or .detach()"),
     ("train(lambda model, batch: (loss_fn(model, batch), batch))", "Write return loss, or return loss, {"),
-    ("zero.make_step(plan, batch.mean())", "Give a function of the model and a microbatch"),
+    ("zero.make_step(plan, batch.mean())", "Pass a function that takes (model, microbatch)"),
     # microbatches
     ("step(state, batch)", "Pass a list of microbatches: step(state, [batch])"),
     ('step(state, {"x": batch})', "Pass a list of microbatches: step(state, [batch])"),

@@ -145,8 +145,8 @@ def check_setting(key: str, value: float, where: str = "") -> float:
     """Return `value`, a learning rate, a weight decay or a momentum, or raise ConfigError if it is out of range.
 
     Args:
-        key: "lr", "weight_decay", or the name of a momentum.
-        where: the setting's name in the message; "" for `key`.
+        key: "lr", "weight_decay", or a momentum such as "beta1".
+        where: the name of the setting in the message, if it is not `key`.
     """
     if key in ("lr", "weight_decay"):
         return require(

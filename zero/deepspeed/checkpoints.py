@@ -314,7 +314,7 @@ def folder_of(folder: str | PathLike[str], tag: str | None) -> Path:
         ConfigError: `folder` is None or empty.
     """
     if folder is None or not str(folder):
-        raise ConfigError(f"save_dir or load_dir is {folder!r}: not a folder. Write its path, or '.'.")
+        raise ConfigError(f"save_dir or load_dir is {folder!r}. Pass a path, or '.' for the current folder.")
     return Path(folder) if tag is None else Path(folder) / str(tag)
 
 

@@ -46,7 +46,7 @@ def check_folder(value: object, call: str, line: str) -> None:
 def check_function(value: object, key: str, line: str) -> None:
     """Raise ConfigError unless `value`, the argument named `key`, is callable; `line` is a correct call."""
     if not callable(value):
-        raise ConfigError(f"{key} is {type_text(value)}. Give a function of the model and a microbatch: {line}")
+        raise ConfigError(f"{key} is {type_text(value)}. Pass a function that takes (model, microbatch): {line}")
 
 
 def check_loss_fn(function: Callable[..., Any]) -> None:

@@ -381,8 +381,8 @@ def _is_real(tensor: Tensor) -> bool:
 def _refuse_reading(tensor: Unmade, by: str) -> NoReturn:
     if tensor.recipe.root.kept:
         raise OutsideUnitError(
-            f"{by} of a parameter without values: after zero.empty(), zero.init makes them. Read them after zero.init, "
-            "or build the model without zero.empty()."
+            f"{by} of a parameter that has no values yet, because its model was built under zero.empty(). Read it "
+            "after zero.init, or build the model without zero.empty()."
         )
     raise OutsideUnitError(
         f"{by} of a parameter before zero.initialize: only rank 0 has the values until then. Put the line "

@@ -36,7 +36,7 @@ def check_precision(loop: str, settings: Mapping[str, Any], names: tuple[str, st
         return
     compute = (precision if isinstance(precision, Precision) else Precision(precision)).compute
     if Precision(loop).compute != compute:
-        raise ConfigError(f"{names[0]} and {names[1].format(precision)} differ. Leave out one of them.")
+        raise ConfigError(f"{names[0]} and {names[1].format(precision)} have different values. Leave out one of them.")
 
 
 def new_engine(

@@ -225,10 +225,10 @@ class _File:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return name -> file name and alias -> name of tied tensors; no file name leads out of the folder.
+    """Return two dicts: tensor name -> file name, and alias -> stored name for tied tensors.
 
     Raises:
-        CheckpointError: the file is not a valid index.
+        CheckpointError: the file is not a valid index, or names a file outside of its folder.
     """
     try:
         with naming(path):

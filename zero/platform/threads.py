@@ -31,7 +31,7 @@ class Beside(threading.Thread):
 
     Args:
         work: the function that the thread runs.
-        stop: makes `work` return soon. Called by another thread, so it must return at once.
+        stop: makes `work` return soon; must not block, because the exiting thread calls it.
         limit_s: maximum seconds that the exit waits for the thread; 0: the exit does not wait.
     """
 

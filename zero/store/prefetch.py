@@ -94,7 +94,7 @@ class PrefetchStore(Store):
         for page in pages:
             memory = self._inner.in_place(page)
             if memory is None:
-                raise StoreError(f"{page}: its tier cannot give it in place, without a copy")
+                raise StoreError(f"{page} has no memory to update in place, because its tier returns copies")
             if views and _adjoin(views[-1], memory):
                 views[-1] = views[-1].as_strided((views[-1].numel() + memory.numel(),), (1,))
             else:

@@ -115,7 +115,7 @@ class SimulatedGpu(Device):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the calling thread has waited for all work of the device; True if nothing is recorded."""
+        """Return whether the calling thread has waited for all work of the device; True without a record of races."""
         return self.streams.is_idle
 
     def _piece_of_host(self, tensor: Tensor) -> int | None:

@@ -314,7 +314,9 @@ def _of_value(value: str, where: str) -> Iterator[_Piece]:
         try:
             yield _Piece(value, drawn(value.encode()), True)
         except UnicodeEncodeError as error:
-            raise ConfigError(f"data.path: {where} holds a lone surrogate: {in_short(error)}") from error
+            raise ConfigError(
+                f"data.path: {where} holds a lone surrogate, which is not valid text: {in_short(error)}"
+            ) from error
 
 
 def _is_saved(root: Path) -> bool:

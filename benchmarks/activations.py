@@ -88,7 +88,7 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
         state, _ = step(state, [tokens])
         step_s.append(time.perf_counter() - start_s)
     return {
-        "again": plan.activations.count("remat"),
+        "again": [*plan.activations.values()].count("remat"),
         "units": len(plan.activations),
         "step_s": step_s[2:],
         "budget": budget_bytes,

@@ -129,7 +129,7 @@ class Setting:
     threads: int = 2
     read_ahead: int = 2
     units: tuple[str, ...] | None = None
-    between: tuple[str, str] = ("world", "world")
+    between: tuple[str, str] = ("world", "exact")
     """Gathers and sums between nodes."""
     shard: str = "world"
     seed: int = 0

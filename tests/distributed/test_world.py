@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import LONG_S
+from zero.distributed import stalled
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.world import ProcessWorld, SoloWorld, World, _ProcessPart, ordered_sum
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
@@ -98,6 +99,29 @@ def sums(world: World) -> dict[str, tuple[bool, int]]:
     return results
 
 
+def native_sums(world: World) -> dict[str, bool]:
+    """For every dtype: is the backend's sum as near to the exact one as W roundings allow, and the same again."""
+    numel = 71
+    results = {}
+    for dtype in FLOATS:
+        full_P = rough(numel * world.size, dtype, world.rank)
+        every = torch.stack([rough(numel * world.size, dtype, r).double() for r in range(world.size)])
+        chunks = every.view(world.size, world.size, -1)[:, world.rank]
+        bound = world.size * torch.finfo(dtype).eps * chunks.abs().sum(0)
+        for accumulate in (False, True):
+            found = []
+            for _ in range(2):
+                sum_S = torch.full((numel,), 0.5)
+                handle = world.native_reduce_scatter(full_P, full_P.new_empty(numel), sum_S, accumulate=accumulate)
+                handle.wait()
+                found.append(sum_S)
+            expected = chunks.sum(0) + 0.5 * accumulate
+            room = bound + torch.finfo(torch.float32).eps * (expected.abs() + 0.5)
+            near = bool(((found[0].double() - expected).abs() <= room).all())
+            results[f"{dtype}, accumulate={accumulate}"] = near and torch.equal(*found)
+    return results
+
+
 def small_things(world: World) -> dict[str, object]:
     scalar, table = torch.tensor(1.0 + world.rank), torch.full((2, 3), world.rank)
     world.all_reduce(scalar, what="norm").wait()
@@ -128,7 +152,7 @@ def out_of_order(world: World) -> tuple[list[float], list[float]]:
     return full_P.tolist(), sum_S.tolist()
 
 
-LAWS = (transpose, placed, sums, small_things, out_of_order)
+LAWS = (transpose, placed, sums, native_sums, small_things, out_of_order)
 
 
 def all_laws(world: World) -> dict[str, object]:
@@ -204,6 +228,11 @@ def test_a_shard_lands_at_its_ranks_place(outcome):
 def test_chunks_are_added_in_rank_order_in_the_dtype_of_the_sum(outcome):
     for rank in outcome:
         assert all(equal for equal, _ in rank["sums"].values()), rank["sums"]
+
+
+def test_sums_of_the_backend_are_near_and_repeat(outcome):
+    for rank in outcome:
+        assert all(rank["native_sums"].values()), rank["native_sums"]
 
 
 def test_small_things_reach_every_rank(outcome):
@@ -682,6 +711,7 @@ def test_processes_name_what_they_did_differently(told):
 def differ_on_a_device(world: World) -> str:
     """The host waits for a device on which nothing ends before the connections are cut."""
     assert isinstance(world, ProcessWorld)
+    stalled.DEVICE_PATIENCE_S = 0.5
     processes, cut = world._processes, threading.Event()
     processes._stalls._cut = cut.set
 

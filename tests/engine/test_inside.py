@@ -406,7 +406,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> list[OnHost]:
             made.append(self)
 
     monkeypatch.setattr("zero.engine.init.OnHost", Everything)
-    monkeypatch.setattr("zero.engine.init._goes_to_host", lambda plan: "offload" in plan.activations)
+    monkeypatch.setattr("zero.engine.init._goes_to_host", lambda plan: "offload" in plan.activations.values())
     return made
 
 

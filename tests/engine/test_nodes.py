@@ -55,7 +55,7 @@ def test_parameters_by_node_change_no_bit(size, nodes, precision):
     first, *others = (setting.but(precision=precision, clip=0.5) for setting in placements())
     expected = run_ranks(size, train_small, first, nodes=nodes)
     for number, other in enumerate(others[::4] if size == 4 else others[2::5]):
-        other = offloaded(other, number).but(between=("node", "world"))
+        other = offloaded(other, number).but(between=("node", "exact"))
         assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
 
 
@@ -76,7 +76,7 @@ def test_secondary_shards_of_offloaded_parameters_change_no_bit(offload, accumul
     setting = setting.but(offload=OFFLOADED_PARAMS[offload])
     with simulated_gpu():
         told = [
-            run_ranks(size, train_small, setting.but(between=(way, "world")), nodes=nodes) for way in ("world", "node")
+            run_ranks(size, train_small, setting.but(between=(way, "exact")), nodes=nodes) for way in ("world", "node")
         ]
     assert told[0] == told[1]
 
@@ -154,7 +154,7 @@ def test_copies_on_nodes_have_one_law_with_clipping():
         assert run_ranks(4, train_small, offloaded(other, number), nodes=2) == expected, other
 
 
-@pytest.mark.parametrize(("accumulate", "between"), [(2, ("node", "world")), (3, ("node", "node"))])
+@pytest.mark.parametrize(("accumulate", "between"), [(2, ("node", "exact")), (3, ("node", "node"))])
 def test_accumulation_is_bitwise_within_the_pairs(accumulate, between):
     """As on one node: 0 and 1 add microbatches before ranks, 2 and 3 after."""
     setting = Setting(accumulate=accumulate, clip=0.5)
@@ -205,7 +205,7 @@ def test_a_gradient_is_added_in_the_declared_order():
     by_rank = -(((rows[0] + rows[1]) + rows[2]) + rows[3]) / 4
     assert not torch.equal(by_node, by_rank)
     assert all(torch.equal(one, by_node) for one in run_ranks(4, train, "node", nodes=2))
-    assert all(torch.equal(one, by_rank) for one in run_ranks(4, train, "world", nodes=2))
+    assert all(torch.equal(one, by_rank) for one in run_ranks(4, train, "exact", nodes=2))
 
 
 def trained_on_nodes(world: zero.World, setting: Setting) -> tuple[str, list[zero.Metrics]]:
@@ -295,7 +295,7 @@ def held(world: zero.World, setting: Setting) -> tuple[dict[str, dict[str, int]]
     ("stage", "offload", "between"),
     [
         (1, "nvme", ("node", "node")),
-        (3, "none", ("node", "world")),
+        (3, "none", ("node", "exact")),
         (3, "nvme", ("world", "node")),
         (3, "infinity", ("node", "node")),
     ],
@@ -316,7 +316,7 @@ def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, betw
 @pytest.mark.parametrize("offload", OFFLOADED_PARAMS)
 def test_the_plan_counts_what_a_gpu_keeps_in_host_memory(offload, gather):
     """Of whole blocks, as all that is there; on a disk parameters have none unless it is asked for."""
-    setting = Setting(precision="bf16", between=(gather, "world"), offload=OFFLOADED_PARAMS[offload])
+    setting = Setting(precision="bf16", between=(gather, "exact"), offload=OFFLOADED_PARAMS[offload])
     with simulated_gpu():
         for told, found in run_ranks(6, held, setting, nodes=3):
             assert +Counter(told["device"]) == found["device"]
@@ -387,7 +387,7 @@ def test_a_plan_keeps_no_secondary_shards_that_it_found_no_room_for(gather):
 
 def test_on_one_node_nothing_is_held_and_no_way_is_another():
     setting = Setting(clip=0.5)
-    told = [run_ranks(2, held, setting.but(between=between)) for between in (("world", "world"), ("node", "node"))]
+    told = [run_ranks(2, held, setting.but(between=between)) for between in (("world", "exact"), ("node", "node"))]
     assert told[0] == told[1]
     expected = run_ranks(2, train_small, setting)
     assert run_ranks(2, train_small, setting.but(between=("node", "node"))) == expected
@@ -408,7 +408,7 @@ def wire_bytes_of_a_step(world: zero.World, how: dict[str, object]) -> float:
     """For each parameter, over all ranks, of the third step."""
     with world.exclusive(), zero.empty():
         model = Wide()
-    how = {"gather": "world", "offload": "none", **how}
+    how = {"gather": "world", "reduce": "exact", "offload": "none", **how}
     how["offload"] = zero.Offload(str(how["offload"]), path=tempfile.gettempdir())
     plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **how)  # type: ignore[arg-type]
     state = zero.init(plan, zero.open_store(plan))
@@ -427,6 +427,7 @@ def wire_bytes_of_a_step(world: zero.World, how: dict[str, object]) -> float:
         ({"stage": 3}, 8 + 4 + 8),
         ({"stage": 3, "gather": "node"}, 4 + 8),
         ({"stage": 3, "gather": "node", "reduce": "node"}, 4 + 4),
+        ({"stage": 3, "gather": "node", "reduce": "native"}, 4 + 6),  # around a ring: 3 of 4 chunks at 2 of 4 ranks
         ({"stage": 3, "accumulate": 2}, 8 + 4 + 8 + 4 + 4 + 8),
         ({"stage": 3, "accumulate": 2, "gather": "node", "reduce": "node"}, 4 + 4 + 4),
         ({"stage": 3, "gather": "node", "offload": "infinity"}, 4 + 8),
@@ -468,9 +469,9 @@ END_BYTES = 512
 """What six ranks tell each other at the end of a step."""
 
 BETWEEN = [
-    {"gather": "world"},
+    {"gather": "world", "reduce": "exact"},
+    {"gather": "node", "reduce": "native"},
     {"gather": "node"},
-    {"gather": "node", "reduce": "node"},
     {"shard": "node"},
     {"gather": "node", "reduce": "node", "precision": "bf16"},
     {"shard": "node", "precision": zero.Precision("bf16", reduce="bf16")},
@@ -563,7 +564,7 @@ def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again
         return after, digest(again)
 
     with simulated_gpu():
-        told = [run_ranks(4, edited, between, nodes=2) for between in (("world", "world"), ("node", "world"))]
+        told = [run_ranks(4, edited, between, nodes=2) for between in (("world", "exact"), ("node", "exact"))]
     assert told[0] == told[1]
 
 
@@ -605,7 +606,7 @@ def test_a_step_that_breaks_off_leaves_no_secondary_shard_that_holds_something_e
         return digest(state), broken
 
     with simulated_gpu() if gpu else nullcontext():
-        told = [run_ranks(4, broken_off, (way, "world"), nodes=2) for way in ("world", "node")]
+        told = [run_ranks(4, broken_off, (way, "exact"), nodes=2) for way in ("world", "node")]
     assert told[0] == told[1]
     assert all(broken for _, broken in told[0])
 
@@ -614,7 +615,7 @@ def test_a_gather_that_never_began_leaves_no_secondary_shard():
     """It was asked for into a buffer beyond the pool, which an exception lets go before anybody has waited."""
 
     def left_out(world: zero.World, gather: str) -> list[torch.Tensor]:
-        state, _ = Setting(between=(gather, "world"), offload=OFFLOADS["infinity"]).start(world)
+        state, _ = Setting(between=(gather, "exact"), offload=OFFLOADS["infinity"]).start(world)
         residency, units = state.runtime.gatherer.residency, state.runtime.units
         assert residency.pool is not None
         for buffer in residency.pool.buffers:
@@ -687,7 +688,7 @@ def test_one_rank_on_each_node_shares_with_nobody():
 def test_ranks_that_are_not_as_many_on_each_node_are_refused():
     def plan(world: zero.World) -> None:
         world.local_size = 4
-        Setting(between=("node", "world")).plan(world)
+        Setting(between=("node", "exact")).plan(world)
 
     with pytest.raises(PlanError, match=r"6 ranks are not 4 consecutive ranks on each node\. Start"):
         run_ranks(6, plan)
@@ -698,10 +699,10 @@ def planned_on(world: zero.World, places: list[tuple[int, int]]) -> tuple[bool, 
     ranks, number = places[world.rank]
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(number)}
     with zero.World.from_env(30.0, device="cpu") as placed:
-        plan = Setting(between=("auto", "world")).plan(placed)
+        plan = Setting(between=("auto", "exact")).plan(placed)
         zero.init(plan, zero.open_store(plan))
         with pytest.raises(PlanError) if not placed.nodes_alike else nullcontext():
-            Setting(between=("node", "world")).plan(placed)
+            Setting(between=("node", "exact")).plan(placed)
         return placed.nodes_alike, plan.gathers_by_node, plan.gather
 
 

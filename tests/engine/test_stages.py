@@ -149,6 +149,28 @@ def test_accumulation_agrees_between_the_pairs():
         torch.testing.assert_close(value, after[1][name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("size", "precision", "reduce"),
+    [(1, "bf16", "fp32"), (2, "fp32", "fp32"), (3, "bf16", "fp32"), (3, "bf16", "bf16")],
+)
+def test_no_placement_changes_a_bit_of_sums_by_the_backend(size, precision, reduce):
+    """Three ranks do not add in the order of ranks; the sum of two has one order."""
+    native = {"precision": precision, "reduce": reduce, "between": ("world", "native"), "clip": 0.5}
+    first, *others = (setting.but(**native) for setting in placements())
+    expected = run_ranks(size, train_small, first)
+    assert (run_ranks(size, train_small, first.but(between=("world", "exact"))) == expected) is (size < 3)
+    for other in others[size::3]:
+        assert run_ranks(size, train_small, other) == expected, other
+
+
+@pytest.mark.process
+def test_no_stage_changes_a_bit_of_sums_by_gloo():
+    setting = Setting(precision="bf16", between=("world", "native"), clip=0.5)
+    expected = run_processes(2, train_small, setting.but(stage=0))
+    for stage, prefetch in ((1, 0), (3, 2)):
+        assert run_processes(2, train_small, setting.but(stage=stage, prefetch=prefetch)) == expected
+
+
 @pytest.mark.parametrize("bucket", [3 * KiB, 1024 * KiB], ids=["pairs of units", "one unit"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_no_bucket_changes_a_bit_of_parameters(size, bucket):

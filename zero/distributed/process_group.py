@@ -10,10 +10,10 @@ Every wait has a deadline. After a failed operation the group cannot be used aga
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,9 @@ class ProcessGroup:
     """The connections of one rank to all others.
 
     An operation waits for at most `timeout_s` less 5 seconds, so that the missing rank can be named within `timeout_s`;
-    if `timeout_s` is less than 10, for half of it. On a GPU the host waits only in `on_host`: NCCL's watchdog enforces
-    the deadline and ends the process.
+    if `timeout_s` is less than 10, for half of it. On a GPU the host does not wait for operations: NCCL's watchdog
+    enforces the deadline and ends the process. A step waits for the device in `on_host`, which notices earlier that
+    ranks run different operations.
 
     If torch's default process group is open already, a new group is opened beside it, so that the order of the script's
     collectives does not change.
@@ -80,7 +81,7 @@ class ProcessGroup:
             self._notes,
             started=lambda: dict(self._started.copy()),  # an atomic copy: the training thread appends meanwhile
             counted=self._numbers.copy,
-            cut=partial(cut_sockets, connections) if compute.shares_memory else self._abort,
+            cut=partial(self._cut, connections),
         )
 
     def _claim_gpu(self) -> None:
@@ -130,6 +131,8 @@ class ProcessGroup:
         self._stalls.close()
         self._notes.post(Note.of_leaving())
         whole, self._group = self._group, None
+        if self._stalls.is_cut and not self._compute.shares_memory:
+            return  # torch has forgotten the aborted groups
         failed = self._failure is not None or self._raised  # in an operation, or in this rank's own code
         for group in (*self._parts.values(), whole):
             is_default = self._owns_default and group is whole
@@ -169,39 +172,44 @@ class ProcessGroup:
         return Then(wait, (out, into))
 
     def start(self, collective: Callable[..., Any], out: Tensor, source: Tensor, op: str, order: str) -> Handle:
-        """Start a GPU collective, in the part named `order`. Tensors are sent as bytes, so every dtype works."""
+        """Start a collective of the backend, in the part named `order`."""
         self._begin(op, out, order)
         if not out.numel():
             return Done()
         group = self._parts[order] if order else self._group
-        begin = partial(collective, out.view(torch.uint8), source.view(torch.uint8), group=group, async_op=True)
-        work = self._try(op, None, begin)
+        work = self._try(op, None, partial(collective, out, source, group=group, async_op=True))
         return Then(lambda: self._try(op, None, work.wait), (out, source))
 
     def on_host(self, tensor: Tensor, op: str) -> Tensor:
         """Return a tensor in host memory. The host waits for the device, and so for collectives that were started."""
+        self._stalls.begin(Wait("", self._numbers[""], op, ()))
+        try:
+            return self._compute.on_host(tensor)
+        finally:
+            self._stalls.end()
+            self._check_cut(op)
 
-        def copy() -> Tensor:
-            self._stalls.begin(Wait("", self._numbers[""], op, ()))
-            try:
-                copied = self._compute.on_host(tensor)
-            finally:
-                self._stalls.end()
-            if self._stalls.is_cut:
-                raise RuntimeError("a collective on the device was aborted")
-            return copied
-
-        return cast(Tensor, self._try(op, None, copy))
-
-    def _abort(self) -> None:
-        for group in (*self._parts.values(), self._group):
+    def _cut(self, sockets: Collection[int]) -> None:
+        """Cut this rank's connections to the others; `sockets` are those of the host."""
+        cut_sockets(sockets)
+        for group in (*self._parts.values(), self._group) if not self._compute.shares_memory else ():
             if group is not None:
                 abort(group)
+
+    def _check_cut(self, op: str) -> None:
+        """Raise the failure, if this rank's connections were cut."""
+
+        def fail() -> None:
+            raise RuntimeError("the connections were cut")
+
+        if self._stalls.is_cut and self._failure is None:
+            self._try(op, None, fail)
 
     def _begin(self, op: str, whole: Tensor, order: str) -> int:
         """Record the start of an operation and return its tag, which only the same operation has on other ranks."""
         if self._group is None:
             raise WorldError(f"{op}: rank {self.rank} has left this world. Open a new one.")
+        self._check_cut(op)
         if self._failure is not None:
             raise self._failure
         signature = signature_of(op, whole)
@@ -240,16 +248,28 @@ def open_group_of_one(backend: str) -> None:
 
 def all_gather_rows(out: Tensor, source: Tensor, **keywords: Any) -> Any:
     """All-gather into rows that need not be adjacent in memory."""
-    return dist.all_gather(list(out.unbind()), source, **keywords)
+    return dist.all_gather(list(out.view(torch.uint8).unbind()), source.view(torch.uint8), **keywords)
 
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-all_to_all = dist.all_to_all_single
+def all_gather(out: Tensor, source: Tensor, **keywords: Any) -> Any:
+    return _all_gather(out.view(torch.uint8), source.view(torch.uint8), **keywords)
+
+
+def all_to_all(out: Tensor, source: Tensor, **keywords: Any) -> Any:
+    return dist.all_to_all_single(out.view(torch.uint8), source.view(torch.uint8), **keywords)
+
+
+def reduce_scatter(out: Tensor, source: Tensor, **keywords: Any) -> Any:
+    return _reduce_scatter(out, source, **keywords)
 
 
 def broadcast(flat: Tensor, _: Tensor, *, source: int, **keywords: Any) -> Any:
     """Broadcast from rank `source` of the group."""
-    return dist.broadcast(flat, group_src=source, **keywords)
+    return dist.broadcast(flat.view(torch.uint8), group_src=source, **keywords)
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def abort(group: dist.ProcessGroup) -> None:

@@ -49,6 +49,7 @@ class Routes:
     Args:
         gather_by_node, sum_by_node: whether gathers, and sums, go by node; there are several nodes with several ranks
             each.
+        native: whether the backend adds sums that do not go by node, see `World.native_reduce_scatter`.
         copies: whether each node has a copy of the state: gathers stay within a node, and sums are for all nodes.
         travels: the dtype in which a node's sum is sent to other nodes, if that is narrower than the sum.
     """
@@ -59,11 +60,13 @@ class Routes:
         *,
         gather_by_node: bool = False,
         sum_by_node: bool = False,
+        native: bool = False,
         copies: bool = False,
         travels: torch.dtype = torch.float32,
     ) -> None:
         self._world = within_node(world, "gather") if copies else world
         self._queue = _Queue()
+        self._reduce_scatter = world.native_reduce_scatter if native else world.reduce_scatter
         self._gathers = _GathersByNode(world, self._queue) if gather_by_node else None
         sums = _SumsForCopies if copies else _SumsByNode
         self._sums = sums(world, travels, self._queue) if sum_by_node or copies else None
@@ -92,7 +95,7 @@ class Routes:
     def reduce_scatter(
         self,
         full_P: Tensor,
-        recv_P: Tensor,
+        received: Tensor,
         sum_S: Tensor,
         partial: Tensor | None,
         *,
@@ -102,12 +105,13 @@ class Routes:
         """Start a reduce-scatter as `World.reduce_scatter`.
 
         Args:
+            received: scratch, (S,) if the backend adds, else (P,).
             partial: (`partial_numel`,) fp32, for the sum of this node if sums are by node; scratch, in use until the
                 handle was waited for.
         """
         if self._sums is None or partial is None or not partial.numel():
-            return self._world.reduce_scatter(full_P, recv_P, sum_S, accumulate=accumulate, what=what)
-        return self._sums.start(_Sum(full_P, recv_P, sum_S, partial, accumulate, what))
+            return self._reduce_scatter(full_P, received, sum_S, accumulate=accumulate, what=what)
+        return self._sums.start(_Sum(full_P, received, sum_S, partial, accumulate, what))
 
     @property
     def are_waiting(self) -> bool:

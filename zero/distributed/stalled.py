@@ -1,15 +1,15 @@
 """Detection of waits that can never end, because the ranks run different operations.
 
 Gloo waits until the deadline for a message that no rank sends, and its waits can neither be inspected nor cancelled.
-NCCL does the same on the device, where the host waits only at a step's end. So a thread of each rank watches its waits.
-When rank 0 has waited for `PATIENCE_S`, its thread writes the operations that it has started to the store; every other
-rank that has waited as long compares them with its own. If an operation differs, or if each of the two ranks waits for
-an operation that the other one has not started, the other rank says so in the store, and every rank that waits cuts its
-connections: sockets, or communicators of GPUs. Then all waits end, and the ranks search for the cause as after any
-failed wait.
+NCCL waits on the device, and the host for the device at a step's end. So a thread of each rank watches its waits. When
+rank 0 has waited for `PATIENCE_S`, its thread writes the operations that it has started to the store; every other rank
+that has waited as long compares them with its own. If an operation differs, or if each of the two ranks waits for a
+message of an operation that the other one has not started, the other rank says so in the store, and every rank that
+waits cuts its connections: sockets, and communicators of GPUs. Then all waits end, and the ranks search for the cause
+as after any failed wait.
 
-The alternatives before a gather are dear or late: a comparison by the host would send messages in every gather, and
-torch's flight recorder is read by a person afterwards.
+NCCL's operations are not compared before they start, because that would take a message of the host for each of them.
+torch's flight recorder also records them, but a person has to read it.
 
 The two ranks need not be observed at the same time, because a rank that waits for an operation that another has not
 started is still waiting for it.
@@ -32,6 +32,9 @@ from zero.platform.threads import Beside
 
 PATIENCE_S = 2.0
 """Seconds of waiting before operations are compared. Most longer waits are for a slow rank, and continue."""
+
+DEVICE_PATIENCE_S = 20.0
+"""The same for waits for the device: a step may take this long."""
 
 PERIOD_S = 0.5
 """Seconds between two comparisons."""
@@ -75,13 +78,14 @@ class StallWatch:
     ) -> None:
         self._notes, self._started, self._counted, self._cut = notes, started, counted, cut
         self.is_cut = False
-        self._waits: tuple[float, Wait] | None = None  # start and operation of the current wait
+        self._waits: tuple[float, Wait] | None = None  # when its patience ends, and the current wait
+        self._closing = threading.Lock()
         self._over = threading.Event()
         Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
 
     def begin(self, wait: Wait) -> None:
         """Record that this rank waits from now on."""
-        self._waits = time.monotonic(), wait
+        self._waits = time.monotonic() + (PATIENCE_S if wait.peers else DEVICE_PATIENCE_S), wait
 
     def end(self) -> None:
         """Record that this rank does not wait any more."""
@@ -89,21 +93,24 @@ class StallWatch:
 
     def close(self) -> None:
         """Stop the watch. To be called before the connections are closed."""
-        self._over.set()
+        with self._closing:
+            self._over.set()
 
     def _watch(self) -> None:
         with suppress(RuntimeError):  # the store is gone with its host, and so are the connections
             while not self._over.wait(PERIOD_S):
                 waits = self._waits
-                if waits is None or time.monotonic() - waits[0] < PATIENCE_S or not self._notes.is_there():
+                if waits is None or time.monotonic() < waits[0] or not self._notes.is_there():
                     continue
                 different = self._compare(waits[1])
                 if different and not self._over.is_set():
                     self._notes.post(Note("vain", waits[1].signature, different, self._started()))
                     self._notes.store.set(_STALLED, different)
                 if different or self._notes.store.check([_STALLED]):
-                    self.is_cut = True
-                    self._cut()
+                    with self._closing:
+                        if not self._over.is_set():
+                            self.is_cut = True
+                            self._cut()
                     return
 
     def _compare(self, mine: Wait) -> str:

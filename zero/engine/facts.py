@@ -22,6 +22,7 @@ from zero.engine.unit import Splitting, UnitSpec
 from zero.platform.device import Device
 
 Scope = Literal["world", "node"]
+Reduction = Literal["exact", "native", "node"]
 
 
 def sharers(world: World, shard: Scope) -> int:
@@ -39,7 +40,8 @@ class Facts:
         param_tier: the tier that holds parameters between two uses.
         grad_tier: the tier that holds gradients between backward and the update.
         gather: "node" for hierarchical all-gathers within and between nodes, see `zero.distributed.routes`; or "world".
-        reduce: "node" for hierarchical sums of gradients within and between nodes; or "world".
+        reduce: "exact" for sums of gradients in rank order; "native" for sums by the backend; "node" for hierarchical
+            sums within and between nodes.
         secondary: the tier of secondary shards, a rank's copies of shards of other nodes; None: no copies are kept.
         shard: "node" if each node holds a full copy of the state, sharded over its ranks; or "world".
     """
@@ -54,7 +56,7 @@ class Facts:
     param_tier: Tier
     grad_tier: Tier
     gather: Scope
-    reduce: Scope
+    reduce: Reduction
     secondary: Tier | None
     shard: Scope
 
@@ -126,6 +128,10 @@ class Facts:
         return self.has_nodes and "node" in (self.reduce, self.shard)
 
     @property
+    def sums_natively(self) -> bool:
+        return self.reduce == "native" and not self.sums_by_node
+
+    @property
     def keeps_secondary(self) -> bool:
         """Whether the ranks of a node keep secondary shards (copies of the shards of other nodes) after a gather.
 
@@ -164,8 +170,10 @@ class Facts:
     def flat_dtype(self) -> torch.dtype:
         """The dtype in which ranks send gradients: `precision.reduce`, or the gradients' dtype if that is narrower.
 
-        The received gradients are added in fp32.
+        The received gradients are added in fp32, unless the backend adds: in this dtype, which is `precision.reduce`.
         """
+        if self.sums_natively:
+            return self.precision.reduce
         sent = self.grad_dtype if self.local_sum else self.precision.compute
         return min(self.precision.reduce, sent, key=lambda dtype: dtype.itemsize)
 
@@ -216,10 +224,16 @@ class Facts:
     def flat_sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each pooled gradient flat, the largest first.
 
-        Two reductions of the largest units may be under way, and each uses two flats.
+        Two reductions of the largest units may be under way. Each uses a flat to send and one to receive.
         """
-        numels = (unit.trainable.P for unit in self.units if unit.trainable.slots and self.world.size > 1)
-        return tuple(numel for numel in nlargest(2, numels) for _ in range(2))
+        layouts = (unit.trainable for unit in self.units if unit.trainable.slots and self.world.size > 1)
+        largest = nlargest(2, layouts, key=lambda layout: layout.P)
+        sizes = (numel for layout in largest for numel in (layout.P, self.received_numel(layout)))
+        return tuple(sorted(sizes, reverse=True))
+
+    def received_numel(self, layout: Layout) -> int:
+        """Return the number of elements that a rank receives in the reduction of a flat gradient."""
+        return layout.S if self.sums_natively else layout.P
 
     def partial_sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each buffer for sums within a node: one for each reduction."""

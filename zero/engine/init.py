@@ -231,6 +231,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
         plan.world,
         gather_by_node=plan.gathers_by_node,
         sum_by_node=plan.sums_by_node,
+        native=plan.sums_natively,
         copies=plan.sharers < plan.world.size,
         travels=plan.precision.reduce,
     )

@@ -28,7 +28,7 @@ from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.arguments import type_text
 from zero.engine.compile import Backend, check_backend
-from zero.engine.facts import Facts, Scope, sharers
+from zero.engine.facts import Facts, Reduction, Scope, sharers
 from zero.engine.page_table import PageTable
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages
 from zero.engine.takeover import refuse_taken
@@ -61,11 +61,11 @@ class Plan(PageTable):
             to offload nothing.
         units: classes, or their names, whose instances are units (gathered and released together). None: each element
             of an outermost `ModuleList` or `Sequential`, see `zero.engine.unit`.
-        bucket: bytes of parameters up to which small units that follow each other are merged, which sends fewer and
-            larger messages; 0 to merge none.
+        bucket: bytes of parameters up to which small units that follow each other in the module tree are merged, which
+            sends fewer and larger messages; 0 to merge none. A merged unit has the name of its first one.
         prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.
         activations: "keep"; "remat" to recompute each unit's activations in backward; or "offload" to keep them in host
-            memory. Or a mapping from patterns of unit names to one of these, such as {"blocks.[0-7]": "remat"}: the
+            memory. Or a mapping from patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the
             first pattern that matches a unit counts, and a unit without a match keeps its activations.
         compile: True, or the name of a backend, to run each unit's forward through `torch.compile`.
         update: "lazy" applies each unit's update just before its next gather, which hides it; "serial" applies all
@@ -78,8 +78,10 @@ class Plan(PageTable):
             in secondary shards, 1 / ranks per node on each rank. These are on the device, or in host memory unless
             `offload.param` is none. "auto" is "node" if secondary shards fit, but keeps none if parameters may be on a
             disk.
-        reduce: "node" adds up gradients within each node first and then across nodes, which sends fewer bytes between
-            nodes and changes the order of additions. "world" adds them over all ranks directly.
+        reduce: how gradients are added. "exact": in the order of ranks, in fp32. "node": first within each node and
+            then across nodes, which sends fewer bytes between nodes. "native": by the backend, such as NCCL, in
+            `precision.reduce`, which takes the least memory and traffic. Each has its own order of additions, so the
+            last bits differ. "auto": "node" on several nodes, else "exact".
         shard: "node" keeps a copy of the state on each node, sharded over its ranks, as hybrid sharding does. Gradients
             are then reduced by node. Parameters never cross nodes, sums cross them twice. `gather="node"` with
             `reduce="node"` sends as few bytes between nodes, with one copy of the state.
@@ -116,7 +118,7 @@ class Plan(PageTable):
         accumulate: int = 1,
         check_writes: bool = False,
         gather: Scope | Literal["auto"] = "auto",
-        reduce: Scope = "world",
+        reduce: Reduction | Literal["auto"] = "auto",
         shard: Scope = "world",
         room: Room | None = None,
         activation_bytes: int = 0,
@@ -137,7 +139,7 @@ class Plan(PageTable):
             *(("activations", word, Activations) for word in by_pattern.values()),
             ("update", update, Update),
             ("gather", gather, Literal["auto", "world", "node"]),
-            ("reduce", reduce, Scope),
+            ("reduce", reduce, Literal["auto", "exact", "native", "node"]),
             ("shard", shard, Scope),
         ):
             if value not in get_args(known):
@@ -162,10 +164,12 @@ class Plan(PageTable):
         if uneven and "node" in (gather, reduce, shard):
             raise PlanError(
                 f"{world.size} ranks are not {world.local_size} consecutive ranks on each node. Start as many ranks on "
-                "every node, or set zero.gather=world zero.reduce=world zero.shard=world."
+                "every node, or set zero.gather=world zero.reduce=exact zero.shard=world."
             )
         if shard == "node" and world.local_size == 1 < world.size:
             raise PlanError("zero.shard=node shards nothing, because each node has one rank. Set zero.stage=0.")
+        if reduce == "auto":
+            reduce = "node" if world.local_size < world.size and not uneven else "exact"
         facts = Facts(
             splitting=splitting,
             world=world,

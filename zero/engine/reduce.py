@@ -1,8 +1,9 @@
 """Add up gradients over calls, microbatches and ranks, overlapped with backward.
 
-Gradients are sent in `Facts.flat_dtype`, and each rank adds the received ones in fp32 and in rank order. They arrive
-for each call of a unit, the large ones one at a time, and are copied into one flat tensor. When all calls of the unit
-have delivered and it is the unit's turn, the flat is reduce-scattered while the next units' backward runs. The flat is:
+Gradients are sent in `Facts.flat_dtype`, and each rank adds the received ones in fp32 and in rank order, if
+`zero.reduce` is exact. They arrive for each call of a unit, the large ones one at a time, and are copied into one flat
+tensor. When all calls of the unit have delivered and it is the unit's turn, the flat is reduce-scattered while the next
+units' backward runs. The flat is:
 
     gradients sharded, or one microbatch    a pooled flat, free again after its reduction; two reductions may run
     several microbatches, not sharded       `grad`, which adds up microbatches and is copied to a pooled flat at the end
@@ -108,7 +109,7 @@ class Reducer:
         self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
         self._full = plan.full_update and not self._alone  # every rank needs the full sum
         self._apply, self._measure, self._first = updater.apply_deferred, updater.measure, first
-        self._by_node = plan.sums_by_node
+        self._by_node, self._received_numel = plan.sums_by_node, plan.received_numel
         self._flats = ScratchPool(plan.flat_sizes(), plan.flat_dtype, self._device)
         self._partials = ScratchPool(plan.partial_sizes(), torch.float32, self._device)  # for the stream "reduce" only
         self._backward = [unit for unit in reversed(units) if unit.spec.trainable.slots]
@@ -453,7 +454,7 @@ class Reducer:
             self._publish_oldest()
         self._advance()
         unit.step.published = False
-        received = self._take(unit.spec.trainable.P)
+        received = self._take(self._received_numel(unit.spec.trainable))
         self._log.note(f"reduction of {unit.spec.name}")
         again, unit.step.summed = unit.step.summed, True
         with self._device.aside("reduce", after=PASSED) as self._done:  # the stream that computes the sum

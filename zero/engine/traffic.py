@@ -144,6 +144,9 @@ def _sum(plan: Plan, numel: int) -> Load:
     If each node has a copy of the state, this includes the exchange that gives every copy the sum.
     """
     size, local, nodes, sent_bytes = plan.world.size, plan.world.local_size, plan.world.nodes, plan.flat_dtype.itemsize
+    if plan.sums_natively:  # around a ring over all ranks, of which two links of each node are wires
+        received = numel * sent_bytes * (size - 1) / size
+        return Load(link=received, wire=received / local if nodes > 1 else 0)
     if not plan.sums_by_node:
         return Load(*(numel * sent_bytes * others / size for others in (0, 0, size - 1, size - local)))
     back_bytes = torch.float32.itemsize if plan.sharers < size else 0  # each copy of the state gets the sum

@@ -88,7 +88,7 @@ class ZeroStrategy(DDPStrategy):
         compile: Backend = False,
         update: str = "lazy",
         gather: str = "auto",
-        reduce: str = "world",
+        reduce: str = "auto",
         shard: str = "world",
         weights: Weights = None,
         timeout: timedelta = timedelta(minutes=30),

@@ -63,9 +63,10 @@ class Zero(Section):
         trades="at stage 3 node keeps all parameters once on each node, 2 bytes each in bf16, on the device or host",
         example="world",
     )
-    reduce: Literal["world", "node"] = key(
-        "world",
-        "order in which gradients are added: world, rank by rank; node, first within each node and then node by node",
+    reduce: Literal["auto", "exact", "native", "node"] = key(
+        "auto",
+        "sums of gradients: exact, rank by rank in fp32; node, first within each node and then node by node; native, "
+        "by the backend in precision.reduce; auto: node on several nodes, else exact",
         trades="node moves fewer bytes between nodes: the sum of a node's ranks, in place of each one's gradient",
         example="node",
     )

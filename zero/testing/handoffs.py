@@ -235,7 +235,12 @@ def _broadcast(world: World, original: Any, flat: Tensor, source: int, op: str) 
     return _collective(world, op, flat[:0], flat, lambda into: original(world, into, source, op))
 
 
-COLLECTIVES: dict[str, Callable[..., Any]] = {"_gather": _gather, "_exchange": _exchange, "_broadcast": _broadcast}
+COLLECTIVES: dict[str, Callable[..., Any]] = {
+    "_gather": _gather,
+    "_exchange": _exchange,
+    "_sum": _exchange,
+    "_broadcast": _broadcast,
+}
 
 
 def _is_traced(world: World, tensor: Tensor) -> bool:

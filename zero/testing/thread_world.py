@@ -194,6 +194,9 @@ class ThreadWorld(World):
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
         return self._start(op, _Buffers(full_P, recv_P), _move_exchange)
 
+    def _sum(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
+        return self._start(op, _Buffers(full_P, recv_S), _move_sum)
+
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
         return self._start(op, _Buffers(flat, flat), lambda buffers: _move_broadcast(buffers, source))
 
@@ -217,6 +220,16 @@ def _move_exchange(buffers: list[_Buffers]) -> None:
     for r, (_, recv_P) in enumerate(buffers):
         for (full_P, _), slot_S in zip(buffers, recv_P.view(size, -1), strict=True):
             slot_S.copy_(full_P.view(size, -1)[r])
+
+
+def _move_sum(buffers: list[_Buffers]) -> None:
+    """Add around a ring, as backends do: the sum for rank r begins with the chunk of rank r + 1."""
+    size = len(buffers)
+    for r, (_, recv_S) in enumerate(buffers):
+        chunks = [buffers[(r + k) % size].source.view(size, -1)[r] for k in range(1, size + 1)]
+        recv_S.copy_(chunks[0])
+        for chunk in chunks[1:]:
+            recv_S.add_(chunk)
 
 
 def _move_broadcast(buffers: list[_Buffers], source: int) -> None:

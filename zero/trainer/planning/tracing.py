@@ -112,7 +112,7 @@ def trace(
 
     Args:
         model: a module with parameters on any device; it is copied, never changed.
-        splitting: the units of the model, as in its plan.
+        splitting: the sites of the model; its units may be others than those of the plan.
         loss: maps (model, microbatch) to a scalar, or to a tuple that begins with a scalar.
         microbatch: meta tensors, of the shapes that training has.
         compute: dtype of the parameters.

@@ -24,6 +24,7 @@ from zero.checkpoint.manifest import FORMAT, File, Manifest, to_text
 from zero.core.placement import NO_LIMIT
 from zero.core.sizes import GiB, MiB
 from zero.distributed.world import Handle, World
+from zero.engine.traffic import traffic
 from zero.platform.handle import Done, Then
 from zero.trainer.planning import PaperWorld
 
@@ -66,6 +67,9 @@ class LoneWorld(World):
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
         return self._copy("reductions", recv_P.view(self.size, -1), full_P.view(self.size, -1)[0].expand(self.size, -1))
+
+    def _sum(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
+        return self._copy("reductions", recv_S, full_P.view(self.size, -1)[0])
 
     def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
         return self._copy("broadcasts", flat, flat)
@@ -142,9 +146,14 @@ DECODERS = {
 """Model -> width, layers, hidden width, width of keys and values, vocabulary."""
 
 
-def planned(model: nn.Module, ranks: int, precision: str, device: Any = "cuda") -> zero.Plan:
+def planned(model: nn.Module, ranks: int, dtype: str, device: Any = "cuda", reduce: Any = "auto") -> zero.Plan:
+    """Return the plan of a run at stage 3, with gradients sent in `dtype`."""
     world = PaperWorld(ranks, local_size=min(ranks, NODE_RANKS), device=device)
-    return zero.Plan(model, optimizer=zero.adamw(1e-4), world=world, stage=3, precision=precision, room=NO_LIMIT)
+    precision: Any = zero.Precision(dtype, reduce=dtype)  # type: ignore[arg-type]
+    optimizer = zero.adamw(1e-4)
+    return zero.Plan(
+        model, optimizer=optimizer, world=world, stage=3, precision=precision, reduce=reduce, room=NO_LIMIT
+    )
 
 
 def decoder(name: str) -> nn.Module:
@@ -185,14 +194,18 @@ def main() -> None:
                 f"{measured.step_ms:.1f} ms a step, {measured.bookkeeping_ms:.1f} ms beside forward and backward"
             )
     for name, ranks in (("8B", 8), ("70B", 128), ("405B", 1024)):
-        plan = planned(decoder(name), ranks, "bf16")
+        plan, native = (planned(decoder(name), ranks, "bf16", reduce=reduce) for reduce in ("auto", "native"))
         gathered, flat = (nbytes / GiB for nbytes in buffers_bytes(plan))
         print(
-            f"{name}, bf16, stage 3, {ranks} ranks: gathered {gathered:.2f} GiB, flats {flat:.2f} GiB, "
-            f"manifest {manifest_bytes(plan) / 2**20:.2f} MiB"
+            f"{name}, bf16, stage 3, {ranks} ranks: gathered {gathered:.2f} GiB, flats {flat:.2f} GiB, native "
+            f"{buffers_bytes(native)[1] / GiB:.2f} GiB, manifest {manifest_bytes(plan) / 2**20:.2f} MiB, from other nodes "
+            f"{traffic(plan).of_step(1).wire / 1e9:.0f} GB a step"
         )
-    gathered, flat = (nbytes / MiB for nbytes in buffers_bytes(planned(pyramid(), 8, "fp32", "cpu")))
-    print(f"40 units of 40 sizes, fp32, stage 3, 8 ranks: gathered {gathered:.1f} MiB, flats {flat:.1f} MiB")
+    sizes = [buffers_bytes(planned(pyramid(), 8, "fp32", "cpu", reduce)) for reduce in ("exact", "native")]
+    print(
+        f"40 units of 40 sizes, fp32, stage 3, 8 ranks: gathered {sizes[0][0] / MiB:.1f} MiB, flats "
+        f"{sizes[0][1] / MiB:.1f} MiB, native {sizes[1][1] / MiB:.1f} MiB"
+    )
 
 
 if __name__ == "__main__":

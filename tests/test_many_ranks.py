@@ -23,17 +23,20 @@ def test_messages_of_the_start_and_of_a_steps_end_grow_with_neither_units_nor_ra
     ("name", "ranks", "gathered", "flats"), [("8B", 8, 2 * GiB, 4 * GiB), ("70B", 128, 4 * GiB, 8 * GiB)]
 )
 def test_buffers_are_those_of_the_largest_units(name, ranks, gathered, flats):
-    plan = many_ranks.planned(many_ranks.decoder(name), ranks, "bf16")
-    bytes_of = many_ranks.buffers_bytes(plan)
-    assert bytes_of[0] <= gathered
-    assert bytes_of[1] <= flats
+    """A backend that adds needs no memory for received gradients."""
+    for reduce, share in (("auto", 1), ("native", 0.57)):
+        plan = many_ranks.planned(many_ranks.decoder(name), ranks, "bf16", reduce=reduce)
+        bytes_of = many_ranks.buffers_bytes(plan)
+        assert bytes_of[0] <= gathered
+        assert bytes_of[1] <= share * flats
 
 
 def test_units_of_many_sizes_share_buffers():
-    plan = many_ranks.planned(many_ranks.pyramid(), 8, "fp32", "cpu")
-    gathered, flats = many_ranks.buffers_bytes(plan)
-    assert gathered <= 40 * MiB
-    assert flats <= 70 * MiB
+    for reduce, limit in (("exact", 70 * MiB), ("native", 40 * MiB)):
+        plan = many_ranks.planned(many_ranks.pyramid(), 8, "fp32", "cpu", reduce)
+        gathered, flats = many_ranks.buffers_bytes(plan)
+        assert gathered <= 40 * MiB
+        assert flats <= limit
 
 
 def test_a_manifest_grows_little_with_ranks():

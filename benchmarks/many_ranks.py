@@ -198,7 +198,7 @@ def main() -> None:
         gathered, flat = (nbytes / GiB for nbytes in buffers_bytes(plan))
         print(
             f"{name}, bf16, stage 3, {ranks} ranks: gathered {gathered:.2f} GiB, flats {flat:.2f} GiB, native "
-            f"{buffers_bytes(native)[1] / GiB:.2f} GiB, manifest {manifest_bytes(plan) / 2**20:.2f} MiB, from other nodes "
+            f"{buffers_bytes(native)[1] / GiB:.2f} GiB, manifest {manifest_bytes(plan) / 2**20:.2f} MiB, over wires "
             f"{traffic(plan).of_step(1).wire / 1e9:.0f} GB a step"
         )
     sizes = [buffers_bytes(planned(pyramid(), 8, "fp32", "cpu", reduce)) for reduce in ("exact", "native")]

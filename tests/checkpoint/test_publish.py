@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import struct
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -455,16 +456,23 @@ def live(root: Root, promised: dict[int, set[bytes]]) -> int:
     return errors
 
 
-def test_the_nth_call_fails_and_the_last_good_one_is_intact(tmp_path):
+@pytest.fixture
+def in_memory():
+    """A folder where a file is durable at once, for thousands of files."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_the_nth_call_fails_and_the_last_good_one_is_intact(in_memory):
     """Each call fails once with EIO, and from every third one on the disk is full."""
-    made = tmp_path / "made" / "checkpoints"
+    made = in_memory / "made" / "checkpoints"
     made.parent.mkdir()
     for step in (0, 20):
         save(Root(made), step)
     Root(made).begin(30)
 
     def one_life(number: int, disk: FaultyDisk) -> tuple[int, dict]:
-        folder = tmp_path / str(number)
+        folder = in_memory / str(number)
         shutil.copytree(made.parent, folder)
         root, promised = Root(folder / "checkpoints", disk), {step: {contents(step, 1)} for step in (0, 20)}
         with leftovers_are_warned_of():

@@ -122,6 +122,7 @@ class Setting:
     accumulate: int = 1
     bucket: int = 0
     prefetch: int = 1
+    keep: tuple[str, ...] = ()
     activations: str = "keep"
     update: str = "lazy"
     page_bytes: int = 8 * KiB
@@ -154,6 +155,7 @@ class Setting:
             shard=self.shard,  # type: ignore[arg-type]
             bucket=self.bucket,
             prefetch=self.prefetch,
+            keep=self.keep,
             activations=self.activations,  # type: ignore[arg-type]
             update=self.update,  # type: ignore[arg-type]
             accumulate=self.accumulate,

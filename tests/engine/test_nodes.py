@@ -488,6 +488,8 @@ BETWEEN = [
         ),
         (3, 2, {"gather": "node", "offload": "infinity"}),
         (3, 2, {"gather": "auto", "offload": "infinity"}),
+        (3, 2, {"gather": "world", "keep": ["layers.1", "layers.4"]}),
+        (3, 1, {"gather": "node", "keep": ["*"]}),
         (3, 1, {"gather": "node", "frozen": True}),
         (3, 2, {"gather": "node", "frozen": True, "offload": "infinity"}),
     ],

@@ -67,7 +67,7 @@ def test_a_pinned_buffer_is_never_taken_and_the_extra_one_is_dropped_when_let_go
     made = pool(n4=1)
     first = made.take(0, 4)
     first.pins += 1
-    assert not made.has_room
+    assert not made.has_room_for(1)
     extra = made.take(1, 4)
     assert extra is not first
     assert made.overflowed == 1
@@ -87,10 +87,10 @@ def test_what_was_gathered_ahead_stays_until_it_is_dropped():
     made = pool(n4=1)
     made.take(0, 4).ahead = True
     assert made.pinned == 1
-    assert not made.has_room
+    assert not made.has_room_for(1)
     drop_ahead(made)
     assert made.pinned == 0
-    assert made.has_room
+    assert made.has_room_for(1)
 
 
 def test_what_is_on_its_way_arrives_before_the_buffer_changes_hands():
@@ -274,3 +274,15 @@ def test_the_log_tells_orders_apart():
 
     assert fingerprint("a", "b") == fingerprint("a", "b")
     assert len({fingerprint(*names) for names in [(), ("a",), ("b",), ("a", "b"), ("b", "a"), ("a", "b", "b")]}) == 6
+
+
+def test_a_buffer_with_an_owner_is_taken_by_no_other_unit():
+    made = Pool([4], torch.float32, CPU, {2: 3})
+    own = made.take(2, 3)
+    assert own.owner == 2
+    assert made.take(0, 4) is made.take(1, 4) is not own
+    assert made.find(2) is own
+    made.find(1).pins += 1
+    assert made.has_room_for(2)
+    assert not made.has_room_for(0)
+    assert made.allocated_bytes == 7 * 4

@@ -136,7 +136,7 @@ def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
 
 def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_again(monkeypatch):
     settings = config(
-        model=DEEP,
+        model=DEEP | {"layers": 5},
         precision={"compute": "bf16"},
         batch={"global": 64, "micro": 64},
         zero_={"activations": "auto", "stage": 0},

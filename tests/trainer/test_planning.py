@@ -527,7 +527,7 @@ def gathered_numel(plan: zero.Plan, passes: int) -> list[int]:
     """Elements that are gathered in the first forward of a step, its backward, the next forward and so on, by what each
     unit finds in its buffers, of which the one that was used longest ago goes.
     """
-    buffers = [[numel, 0, None] for numel in plan.buffer_sizes()]  # with the time of its last use, and its unit
+    buffers = [[numel, 0, None] for numel in plan.shared_buffer_sizes()]  # with the time of its last use, and its unit
     numels, clock = [], 0
     for number in range(passes):
         numels.append(0)
@@ -801,7 +801,9 @@ def test_what_comes_from_other_nodes_takes_its_own_time():
     rates = replace(ROUND, copy_bytes=1e18, update_numel=1e18, memory_bytes=1e18, link_bytes=1e9, wire_bytes=1e6)
     machine, took = Machine(16, 8, "cuda", TiB, TiB, TiB, paper=True), {}
     for way in ("world", "node"):
-        settings = config(model={"layers": 40}, zero_={"stage": 3, "gather": way}, batch={"global": 16})
+        settings = config(
+            model={"layers": 40}, zero_={"stage": 3, "gather": way, "reduce": "exact"}, batch={"global": 16}
+        )
         plan = build_plan(settings.on(16), model_of(settings), machine.world, room=machine.room)
         moved, (whole, again) = traffic(plan).of_step(1), (4 * numel for numel in gathered_numel(plan, 2))
         assert moved.link == pytest.approx((whole * 2 * 15 + again * {"world": 15, "node": 14}[way]) / 16)

@@ -37,6 +37,7 @@ class Facts:
     Attributes:
         accumulate: the number of microbatches of a step.
         prefetch: the number of units that are gathered ahead of their use.
+        kept_units: the indices of units that stay gathered between forward and backward.
         param_tier: the tier that holds parameters between two uses.
         grad_tier: the tier that holds gradients between backward and the update.
         gather: "node" for hierarchical all-gathers within and between nodes, see `zero.distributed.routes`; or "world".
@@ -53,6 +54,7 @@ class Facts:
     optimizer: Transform
     accumulate: int
     prefetch: int
+    kept_units: frozenset[int]
     param_tier: Tier
     grad_tier: Tier
     gather: Scope
@@ -192,26 +194,30 @@ class Facts:
         """
         return (self.world.nodes - 1) * layout.S if self.keeps_secondary else 0
 
-    def buffer_sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each gathered buffer.
+    def shared_buffer_sizes(self) -> tuple[int, ...]:
+        """Return the number of elements of each gathered buffer that any unit may use.
 
         There is one for each unit in use at the same time, and one for each prefetched unit. All are as large as the
         largest unit, because a unit that is gathered into a buffer stays there until another one needs it.
         """
-        if self.resident:
+        numels = [unit.full_numel for unit in self.units if unit.index not in self.kept_units]
+        if self.resident or not numels:
             return ()
-        count = min(len(self.units), self.splitting.depth + 1 + self.prefetch)
-        return (max(unit.full_numel for unit in self.units),) * count
+        return (max(numels),) * min(len(numels), self.splitting.depth + 1 + self.prefetch)
+
+    def own_buffer_sizes(self) -> dict[int, int]:
+        """Return the number of elements of the gathered buffers of the units that stay gathered, by their index."""
+        return {} if self.resident else {index: self.units[index].full_numel for index in sorted(self.kept_units)}
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
         """Return the indices of the units that are still gathered when forward ends, and when backward ends."""
-        pool = Pool(self.buffer_sizes(), torch.uint8, Device(torch.device("meta")))
+        pool = Pool(self.shared_buffer_sizes(), torch.uint8, Device(torch.device("meta")), self.own_buffer_sizes())
         forward = list(self.units)
         still = []
         for order in (forward, [unit for unit in reversed(forward) if not unit.lookup]):
             for place, unit in enumerate(order):
                 for coming in order[place : place + 1 + self.prefetch]:
-                    if pool.find(coming.index) is None and pool.has_room:
+                    if pool.find(coming.index) is None and pool.has_room_for(coming.index):
                         pool.take(coming.index, coming.full_numel)
                     if (buffer := pool.find(coming.index)) is not None:
                         buffer.ahead = True

@@ -186,7 +186,10 @@ class PageTable(Facts):
     def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of the device buffers for gathered units and for gradients, by kind."""
         kinds = {
-            "gathered units": (self.buffer_sizes(), self.precision.compute),
+            "gathered units": (
+                (*self.shared_buffer_sizes(), *self.own_buffer_sizes().values()),
+                self.precision.compute,
+            ),
             "gradient flats": (self.flat_sizes(), self.flat_dtype),
             "node sums": (self.partial_sizes(), torch.float32),
             "gradient buffers": (self.grad_buffer_sizes(), self.grad_dtype),

@@ -64,6 +64,8 @@ class Plan(PageTable):
         bucket: bytes of parameters up to which small units that follow each other in the module tree are merged, which
             sends fewer and larger messages; 0 to merge none. A merged unit has the name of its first one.
         prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.
+        keep: patterns of the names of units that stay gathered between forward and backward at stage 3, which saves a
+            gather; ["*"] is `reshard_after_forward=False` of FSDP2.
         activations: "keep"; "remat" to recompute each unit's activations in backward; or "offload" to keep them in host
             memory. Or a mapping from patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the
             first pattern that matches a unit counts, and a unit without a match keeps its activations.
@@ -112,6 +114,7 @@ class Plan(PageTable):
         units: Sequence[str | type[nn.Module]] | None = None,
         bucket: int = 0,
         prefetch: int = 1,
+        keep: Sequence[str] = (),
         activations: Activations | Mapping[str, Activations] = "keep",
         compile: Backend = False,
         update: Update = "lazy",
@@ -178,6 +181,7 @@ class Plan(PageTable):
             optimizer=optimizer,
             accumulate=accumulate,
             prefetch=prefetch,
+            kept_units=_matching(splitting, keep),
             param_tier=param_tier,
             grad_tier=grad_tier,
             gather="world" if gather == "world" or uneven else "node",
@@ -268,6 +272,7 @@ class Plan(PageTable):
             "zero.stage": str(self.stage.level),
             "zero.bucket": str(self.bucket),
             "zero.prefetch": str(self.prefetch),
+            "zero.keep": " ".join(self.units[index].name for index in sorted(self.kept_units)),
             "zero.activations": " ".join(self.activations.values()),
             "zero.compile": str(bool(self.compile)),
             "zero.update": self.update,
@@ -321,6 +326,25 @@ def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) 
         name: next((word for pattern, word in by_pattern.items() if fnmatchcase(name, pattern)), "keep")
         for name in names
     }
+
+
+def _matching(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:
+    """Return the indices of the units whose name matches one of the patterns.
+
+    Raises:
+        PlanError: a pattern matches no unit.
+    """
+    if isinstance(patterns, str):
+        raise PlanError(f"zero.keep={patterns!r} is one string. Pass a list: [{patterns!r}].")
+    kept: set[int] = set()
+    for pattern in patterns:
+        matching = {unit.index for unit in splitting.units if fnmatchcase(unit.name, pattern)}
+        if not matching:
+            raise PlanError(
+                f"zero.keep: no unit is named {pattern}. There are {some([unit.name for unit in splitting.units])}."
+            )
+        kept |= matching
+    return frozenset(kept)
 
 
 def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:

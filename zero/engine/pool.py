@@ -5,14 +5,14 @@ calls, so every rank decides alike. A rank never waits for a free buffer, becaus
 would free it. When all are pinned, an extra one is allocated, counted in `overflowed`, and dropped when it is unpinned.
 
 An unpinned buffer keeps its unit until another unit takes the buffer, so the last units of a forward are still gathered
-when backward begins.
+when backward begins. A unit of `zero.keep` has a buffer of its own, which no other unit takes.
 
 A view of a buffer may outlive the pin, for example a parameter that user code stored, or a tensor that a checkpoint
 recomputed. Before a buffer gets another unit, the pool therefore counts the references to its storage. If other tensors
 use it, they keep that memory, and the buffer gets fresh memory, counted in `renewed`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Buffer:
     Attributes:
         flat: the elements that the unit uses.
         extra: whether it was allocated beyond the pool's fixed set.
+        owner: the only unit that may use it; None: any unit.
         unit: the index of the unit that it holds; None if it holds none.
         version: the `UnitState.version` that it holds; -1 if its content is not valid.
         pins: the number of uses that have not ended.
@@ -37,10 +38,12 @@ class Buffer:
         ready: the event at the end of the work that was enqueued on the gather stream when the gather started.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: Device, *, extra: bool = False) -> None:
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: Device, *, extra: bool = False, owner: int | None = None
+    ) -> None:
         self._device = device
         self._whole = self.flat = _zeros(numel, dtype, device)
-        self.extra = extra
+        self.extra, self.owner = extra, owner
         self.unit: int | None = None
         self.version = -1
         self.pins = 0
@@ -108,15 +111,19 @@ def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
 
 
 class Pool:
-    """The pooled buffers. A unit takes the least recently used one that is free.
+    """The pooled buffers. A unit takes its own one, or the least recently used one that is free.
 
     Args:
-        sizes: the number of elements of each buffer.
+        sizes: the number of elements of each buffer that any unit may use.
+        own_sizes: the number of elements of the buffers with an owner, by the owner's index.
     """
 
-    def __init__(self, sizes: Iterable[int], dtype: torch.dtype, device: Device) -> None:
+    def __init__(
+        self, sizes: Iterable[int], dtype: torch.dtype, device: Device, own_sizes: Mapping[int, int] | None = None
+    ) -> None:
         self._dtype, self._device = dtype, device
-        self.buffers = [Buffer(numel, dtype, device) for numel in sizes]
+        self._owned = {unit: Buffer(numel, dtype, device, owner=unit) for unit, numel in (own_sizes or {}).items()}
+        self.buffers = [*(Buffer(numel, dtype, device) for numel in sizes), *self._owned.values()]
         self._by_unit: dict[int, Buffer] = {}
         self._by_address = {buffer.address: buffer for buffer in self.buffers}
         self._clock = 0
@@ -140,13 +147,12 @@ class Pool:
         """Return the buffer whose memory `tensor` uses, or None."""
         return self._by_address.get(address) if (address := storage_address(tensor)) else None
 
-    @property
-    def has_room(self) -> bool:
-        return self._least_recent() is not None
+    def has_room_for(self, unit: int) -> bool:
+        return self._choose(unit) is not None
 
     def take(self, unit: int, numel: int) -> Buffer:
-        """Return a buffer that `unit` may overwrite: the buffer that holds it, else the least recently used one."""
-        buffer = self._by_unit.get(unit) or self._least_recent() or self._overflow(numel)
+        """Return a buffer that `unit` may overwrite."""
+        buffer = self._choose(unit) or self._overflow(numel)
         buffer.land()  # an unused earlier gather must end before the next one starts
         buffer.version = -1  # first, so that after an interrupt no wrong version is valid
         if buffer.unit is not None:
@@ -178,9 +184,12 @@ class Pool:
         for buffer in self.buffers:
             buffer.pins, buffer.ahead = 0, False
 
-    def _least_recent(self) -> Buffer | None:
-        fixed = (buffer for buffer in self.buffers if buffer.is_free and not buffer.extra)
-        return min(fixed, key=lambda buffer: buffer.used, default=None)
+    def _choose(self, unit: int) -> Buffer | None:
+        """Return the buffer that holds `unit`, else its own one, else the least recently used one that is free."""
+        if (buffer := self._by_unit.get(unit) or self._owned.get(unit)) is not None:
+            return buffer
+        shared = (buffer for buffer in self.buffers if buffer.is_free and not buffer.extra and buffer.owner is None)
+        return min(shared, key=lambda buffer: buffer.used, default=None)
 
     def _overflow(self, numel: int) -> Buffer:
         self.overflowed += 1

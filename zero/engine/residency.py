@@ -56,7 +56,8 @@ class Residency:
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
         self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
         self._hand_off = updater.hand_off if plan.params_offloaded else None
-        self.pool = None if plan.resident else Pool(plan.buffer_sizes(), plan.precision.compute, self._device)
+        sizes, own_sizes = plan.shared_buffer_sizes(), plan.own_buffer_sizes()
+        self.pool = None if plan.resident else Pool(sizes, plan.precision.compute, self._device, own_sizes)
         self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
         self._keeps = plan.keeps_secondary
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
@@ -198,7 +199,7 @@ class Residency:
         tickets = [ticket for changed in self._starting(unit) for ticket in changed.tickets]
         if not self._is_over(tickets) and self._hand_off is None:
             return  # waiting for the store's threads here would delay the current unit
-        if self._find(unit) is not None or (self.pool is not None and self.pool.has_room):
+        if self._find(unit) is not None or (self.pool is not None and self.pool.has_room_for(unit.index)):
             self._request(unit)
             self.buffer(unit).ahead = True
 

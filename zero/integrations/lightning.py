@@ -84,6 +84,7 @@ class ZeroStrategy(DDPStrategy):
         units: Sequence[str | type[nn.Module]] | None = None,
         bucket: int = 0,
         prefetch: int = 1,
+        keep: Sequence[str] = (),
         activations: str | Mapping[str, str] = "keep",
         compile: Backend = False,
         update: str = "lazy",
@@ -96,8 +97,8 @@ class ZeroStrategy(DDPStrategy):
         super().__init__(timeout=timeout)
         self._settings: dict[str, Any] = {
             "stage": stage, "offload": offload, "units": units, "bucket": bucket, "prefetch": prefetch,
-            "activations": activations, "compile": compile, "update": update, "gather": gather, "reduce": reduce,
-            "shard": shard, "weights": weights,
+            "keep": keep, "activations": activations, "compile": compile, "update": update, "gather": gather,
+            "reduce": reduce, "shard": shard, "weights": weights,
         }  # fmt: skip
         if precision is not None:
             self._settings["precision"] = precision

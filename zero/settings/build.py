@@ -40,6 +40,7 @@ def build_plan(config: Settings, model: nn.Module, world: World, **overrides: An
         "units": None if sharding.units == "auto" else list(sharding.units),
         "bucket": sharding.bucket,
         "prefetch": sharding.prefetch,
+        "keep": sharding.keep,
         "activations": sharding.activations_by_pattern,
         "compile": sharding.compile,
         "update": sharding.update,

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from zero.core.batch import solve_batch
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
-from zero.core.setting_types import Count, Natural, Reads, Size, UnitActivations, key, or_auto
+from zero.core.setting_types import Count, Names, Natural, Reads, Size, UnitActivations, key, or_auto
 from zero.errors import ConfigError
 
 
@@ -56,6 +56,12 @@ class Zero(Section):
         unit="units",
         trades="memory against waiting: each takes one more gathered unit",
         example="2",
+    )
+    keep: Names = key(
+        (),
+        "units that stay gathered between forward and backward at stage 3, by patterns of their names, or [*]",
+        trades="memory against traffic: a kept unit takes its whole size, and is not gathered again for backward",
+        example="[head,blocks.1?]",
     )
     gather: Literal["auto", "world", "node"] = key(
         "auto",

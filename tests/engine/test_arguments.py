@@ -135,7 +135,7 @@ CALLS = [
     (lambda run: zero.init(run.store, run.plan), "zero.init takes a Plan, not a PrefetchStore"),
     (lambda run: zero.make_step(run.state, loss_fn), "State. Write step = zero.make_step(plan, loss_fn)"),
     (lambda run: zero.make_step(zero.Plan, loss_fn), "not the class Plan. Write step = zero.make_step(plan, "),
-    (lambda run: zero.make_step(run.plan, run.batch), "loss_fn is a Tensor. Give a function of the model"),
+    (lambda run: zero.make_step(run.plan, run.batch), "loss_fn is a Tensor. Pass a function that takes (model"),
     (lambda run: zero.make_forward(run.state, loss_fn), "Write forward = zero.make_forward(plan, fn)"),
     # a plan, or something else, in a state's place
     (lambda run: run.step(run.plan, [run.batch]), "not a Plan. Write state, metrics = step(state, [batch])"),
@@ -179,7 +179,7 @@ CALLS = [
         lambda run: zero.make_step(run.plan, nn.functional.mse_loss),
         f"torch's mse_loss, which does not call the model. {LOSS_FN}",
     ),
-    (lambda run: zero.make_forward(run.plan, None), "fn is None. Give a function of the model"),
+    (lambda run: zero.make_forward(run.plan, None), "fn is None. Pass a function that takes (model"),
 ]
 
 
@@ -256,6 +256,8 @@ def test_a_call_of_track_has_the_state_first(run):
     ("given", "said"),
     [
         ({"compile": "yes"}, "zero.compile=yes: must be True, False or a backend of torch.compile: "),
+        ({"compile": {"modes": "x"}}, "zero.compile: modes must be one of backend, mode, dynamic, fullgraph"),
+        ({"compile": {"backend": "no"}}, "zero.compile=no: must be True, False or a backend of torch.compile: "),
         ({"compile": 1}, "zero.compile=1: must be True, False or a backend of torch.compile: "),
         ({"update": "eager"}, "zero.update=eager: must be one of lazy, serial"),
         ({"accumulate": 0}, "accumulate=0 (batch.accumulate): must be a number of microbatches"),

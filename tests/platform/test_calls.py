@@ -121,6 +121,15 @@ def test_nccl_is_opened_for_a_gpu_alone(device, backend, monkeypatch):
     assert asked == [(backend, where if device == "cuda" else None)]
 
 
+def test_a_part_of_a_world_of_gpus_opens_nothing_for_hosts(monkeypatch):
+    """Their messages use the connections of the whole world."""
+    asked = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, backend, **_: asked.append((ranks, backend)))
+    group = SimpleNamespace(_wait_s=20.0, _compute=compute_device(torch.device("cuda")), _parts={})
+    process_group.ProcessGroup.open_part(group, [0, 2], "sum across nodes")  # type: ignore[arg-type]
+    assert asked == [([0, 2], "nccl")]
+
+
 def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch):
     """NCCL would be opened twice, and closed in between."""
     from zero.trainer import cli

@@ -134,7 +134,7 @@ def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
 
 
 def one_sided(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the tensors that only the model or only the checkpoint has, as patterns for `partial`."""
+    """Return the tensors that only the model or only the checkpoint has, as patterns for the argument `partial`."""
     wanted = _tensors(state.plan, buffers_of(state.model)).keys()
     return tuple(sorted(escape(f"{kind}/{name}") for name, kind in wanted ^ _entries(checkpoint, wanted).keys()))
 

@@ -216,10 +216,10 @@ def _number(key: str, block: int) -> int:
 
 @cache
 def permutation(device: torch.device) -> Tensor:
-    """Return a permutation of all 16-bit values, twice in a row: (2^17,) int32.
+    """Return a fixed permutation of all 16-bit values followed by its copy: (2^17,) int32.
 
-    The first call for a device creates it; other threads and streams must not use it before that call has ended.
-    Source: Wellons 2018, "Prospecting for Hash Functions", of 16 bits.
+    The first call for a device creates it; other threads and streams must not use it before that call has returned.
+    Source: the 16-bit hash of Wellons 2018, "Prospecting for Hash Functions".
     """
     x = torch.arange(BLOCK, dtype=torch.int64)
     for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):

@@ -8,7 +8,7 @@ read 0.5 as a size of 0 bytes.
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -216,6 +216,24 @@ def _activations(value: object) -> str | tuple[str, ...]:
 
 UnitActivations = Annotated[
     str | tuple[str, ...], Reads("keep, remat, offload or auto, or a list such as [blocks.0:remat]", _activations)
+]
+COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph")
+"""The arguments of `torch.compile` that `zero.compile` passes on."""
+
+
+def _compile(value: object) -> bool | dict[str, Any]:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError
+    for name in value:
+        if name not in COMPILE_OPTIONS:
+            raise ValueError(f"has {name}, but takes {', '.join(COMPILE_OPTIONS)}{meant(str(name), COMPILE_OPTIONS)}")
+    return dict(value)
+
+
+Compile = Annotated[
+    bool | dict[str, Any], Reads("true, false, or arguments of torch.compile such as {mode: max-autotune}", _compile)
 ]
 Place = Annotated[str, Reads("a path", _place)]
 Places = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]

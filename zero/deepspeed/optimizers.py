@@ -158,7 +158,7 @@ def _kind_of(passed: torch.optim.Optimizer) -> str:
     known: Any = next((base for base in cls.__mro__ if base in TORCH), None)
     if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
         names = ", ".join(sorted(f"torch.optim.{supported.__name__}" for supported in TORCH))
-        raise ConfigError(f"optimizer={cls.__qualname__} is not supported. Use {names}, or Lion in the config.")
+        raise ConfigError(f"optimizer={cls.__qualname__} is not supported. Use {names}, or write Lion in the config.")
     return TORCH[known]
 
 

@@ -120,7 +120,7 @@ class ProcessGroup:
         rank and after it on another, and a communicator matches operations in the order in which they start.
         """
         if not self._compute.shares_memory and name not in self._parts:
-            timeout, backend = timedelta(seconds=self._wait_s), self._compute.backend
+            timeout, backend = timedelta(seconds=self._wait_s), self._compute.backend.rpartition(":")[2]
             self._parts[name] = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
 
     def close(self, *, keep_default: bool) -> None:

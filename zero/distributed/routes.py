@@ -66,7 +66,7 @@ class Routes:
     ) -> None:
         self._world = within_node(world, "gather") if copies else world
         self._queue = _Queue()
-        self._reduce_scatter = world.native_reduce_scatter if native else world.reduce_scatter
+        self._native = native
         self._gathers = _GathersByNode(world, self._queue) if gather_by_node else None
         sums = _SumsForCopies if copies else _SumsByNode
         self._sums = sums(world, travels, self._queue) if sum_by_node or copies else None
@@ -110,7 +110,8 @@ class Routes:
                 handle was waited for.
         """
         if self._sums is None or partial is None or not partial.numel():
-            return self._reduce_scatter(full_P, received, sum_S, accumulate=accumulate, what=what)
+            add = self._world.native_reduce_scatter if self._native else self._world.reduce_scatter
+            return add(full_P, received, sum_S, accumulate=accumulate, what=what)
         return self._sums.start(_Sum(full_P, received, sum_S, partial, accumulate, what))
 
     @property

@@ -1,27 +1,37 @@
 """Compile the forward of units with `torch.compile`, once for each class of modules.
 
-Parameters and buffers are inputs of the compiled function, so all blocks of one class share it. torch recompiles when
-anything else differs: a number in a module, a sequence length, `requires_grad` of an input. After eight compilations
-torch runs new variants without compiling them. Gathers, releases and hooks are not compiled. A unit that is nested in
+Parameters and buffers are inputs of the compiled function, so all blocks of one class share it, also if a number in
+them differs, such as the index of a layer. torch recompiles when anything else differs: a string or a flag in a module,
+a sequence length, `requires_grad` of an input. After eight compilations torch runs new variants without compiling them.
+Gathers, releases and hooks are not compiled. A unit that is nested in
 another unit causes a graph break in the outer unit. Evaluations are not compiled, because text generation would
 recompile at every sequence length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType, NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero.core.setting_types import COMPILE_OPTIONS
 from zero.errors import PlanError
 
-Backend = bool | str | Callable[..., Any]
-"""A backend of `torch.compile`: its name or function. True means "inductor", False disables compilation."""
+Backend = bool | str | Callable[..., Any] | Mapping[str, Any]
+"""A backend of `torch.compile`: its name or function, or a mapping of arguments of `torch.compile`, `COMPILE_OPTIONS`.
+
+True means "inductor", False disables compilation.
+"""
 
 
 def check_backend(backend: object) -> None:
     """Raise PlanError unless `backend` is a bool, None, a function or the name of a backend of `torch.compile`."""
+    if isinstance(backend, Mapping):
+        for name in backend:
+            if name not in COMPILE_OPTIONS:
+                raise PlanError(f"zero.compile: {name} must be one of {', '.join(COMPILE_OPTIONS)}")
+        backend = backend.get("backend", True)
     if isinstance(backend, bool | NoneType) or callable(backend):
         return
     if not isinstance(backend, str) or backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -44,14 +54,19 @@ class Compiled(nn.Module):
         self._function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self.module, args, kwargs)
+        # else torch compiles once for each value of a number, such as the index of a layer
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            return self._function(self.module, args, kwargs)
 
 
 class Compiler:
     """The compiled functions of one model, one for each class of modules."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend: Any = "inductor" if backend is True else backend
+        options = dict(backend) if isinstance(backend, Mapping) else {"backend": backend}
+        if options.get("backend", True) is True:
+            options["backend"] = "inductor"
+        self._options: dict[str, Any] = options
         self._functions: dict[type[nn.Module], Callable[..., Any]] = {}
 
     def compiled(self, module: nn.Module, cls: type[nn.Module]) -> Compiled:
@@ -59,5 +74,5 @@ class Compiler:
         if cls not in self._functions:
             # torch limits recompilations per code object, so each class gets its own code object
             code = _forward.__code__.replace(co_name=f"forward_of_{cls.__name__}")
-            self._functions[cls] = torch.compile(FunctionType(code, globals()), backend=self._backend)
+            self._functions[cls] = torch.compile(FunctionType(code, globals()), **self._options)
         return Compiled(module, self._functions[cls])

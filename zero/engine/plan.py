@@ -69,7 +69,8 @@ class Plan(PageTable):
         activations: "keep"; "remat" to recompute each unit's activations in backward; or "offload" to keep them in host
             memory. Or a mapping from patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the
             first pattern that matches a unit counts, and a unit without a match keeps its activations.
-        compile: True, or the name of a backend, to run each unit's forward through `torch.compile`.
+        compile: True, the name of a backend, or a mapping of arguments of `torch.compile` (backend, mode, dynamic,
+            fullgraph), to run each unit's forward through it.
         update: "lazy" applies each unit's update just before its next gather, which hides it; "serial" applies all
             updates right after backward. Both give the same bits.
         accumulate: the number of microbatches of a step, 1 or more.

@@ -233,7 +233,7 @@ class TrainerAccelerator(Accelerator):
             engine.step()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Return () the gradient norm. The tensor is NaN until the optimizer's step clips and fills it."""
+        """Return the gradient norm as a 0-dim tensor, which is NaN until the optimizer's step clips and fills it."""
         clip = self.trainer.open_engine().plan.optimizer.clip
         if norm_type != 2 or max_norm != (math.inf if clip is None else clip):
             raise ConfigError(

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from zero.core.batch import solve_batch
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
-from zero.core.setting_types import Count, Names, Natural, Reads, Size, UnitActivations, key, or_auto
+from zero.core.setting_types import Compile, Count, Names, Natural, Reads, Size, UnitActivations, key, or_auto
 from zero.errors import ConfigError
 
 
@@ -98,11 +98,12 @@ class Zero(Section):
         listed = (f"*:{self.activations}",) if isinstance(self.activations, str) else self.activations
         return {pattern: word for pattern, _, word in (entry.rpartition(":") for entry in listed)}
 
-    compile: bool = key(
+    compile: Compile = key(
         False,
-        "run what each unit computes through torch.compile, once for each class of blocks",
+        "run what each unit computes through torch.compile, once for each class of blocks: true, false, or its "
+        "arguments such as {mode: max-autotune, fullgraph: true}",
         trades="time at the first steps, and memory of the compiler, against faster steps; the last bits differ",
-        example="true",
+        example="{mode:max-autotune}",
     )
     update: Literal["lazy", "serial"] = key(
         "lazy",

@@ -89,7 +89,7 @@ def _largest_offload(config: Config, machine: Machine, activations: Activations,
 def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:
     """Return whether the plan leaves `CPU_LIBRARIES_BYTES` free on a CPU.
 
-    On a GPU `offload.reserve` was subtracted before anything was placed.
+    True on a GPU, where `offload.reserve` was subtracted before anything was placed.
     """
     if machine.device != "cpu":
         return True

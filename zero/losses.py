@@ -86,9 +86,9 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
 
 def _check_range(targets: Tensor, vocab: int) -> None:
     # a target out of range is in no chunk, so its token would get a wrong loss without an error
-    right = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
     if targets.is_meta or torch.compiler.is_compiling():
         return  # the targets have no values
+    right = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
     if not targets.is_cpu:
         torch._assert_async(right.all())  # the host does not wait for it
     elif not right.all():

@@ -106,5 +106,5 @@ DRY = Sizes(
     copy_bytes=MiB,
     disk_bytes=MiB,
     product=64,
-    law_pages=(4096,),
+    law_pages=(),
 )

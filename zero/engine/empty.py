@@ -262,8 +262,13 @@ meta.
 _ITS_OWN = frozenset(
     {"grad", "_grad", "_base", "grad_fn", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
     | {"untyped_storage", "_backward_hooks", "_post_accumulate_grad_hooks", "retain_grad", "detach_"}
+    | {"dtype", "layout", "shape", "requires_grad", "numel", "ndim", "dim", "size", "stride", "storage_offset"}
+    | {"element_size", "itemsize", "nbytes", "is_leaf", "is_floating_point", "is_complex", "is_contiguous"}
 )
-"""Attributes and methods that are executed on the meta tensor itself and are not recorded."""
+"""Attributes and methods that are executed on the meta tensor itself and are not recorded.
+
+A plan reads the metadata of each parameter a dozen times.
+"""
 
 _VIEWS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
 """In-place operations that change a tensor's shape or strides, but none of its values."""

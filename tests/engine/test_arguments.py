@@ -257,6 +257,8 @@ def test_a_call_of_track_has_the_state_first(run):
     [
         ({"compile": "yes"}, "zero.compile=yes: must be True, False or a backend of torch.compile: "),
         ({"compile": {"modes": "x"}}, "zero.compile: modes must be one of backend, mode, dynamic, fullgraph"),
+        ({"compile": {"backend": False}}, "zero.compile=none: must be True, False or a backend of torch.compile: "),
+        ({"shard": "node", "reduce": "native"}, "zero.shard=node adds by node. Set zero.reduce=auto."),
         ({"compile": {"backend": "no"}}, "zero.compile=no: must be True, False or a backend of torch.compile: "),
         ({"compile": 1}, "zero.compile=1: must be True, False or a backend of torch.compile: "),
         ({"update": "eager"}, "zero.update=eager: must be one of lazy, serial"),

@@ -162,12 +162,9 @@ class ProcessGroup:
             if self._failure is not None:
                 raise self._failure
             end_s = time.monotonic() + self._wait_s
-            self._stalls.begin(waited)
-            try:
+            with self._stalls.watching(waited):
                 for peer, work in works:
                     self._try(op, peer, work.wait, timedelta(seconds=max(0.001, end_s - time.monotonic())))
-            finally:
-                self._stalls.end()
 
         return Then(wait, (out, into))
 
@@ -178,16 +175,25 @@ class ProcessGroup:
             return Done()
         group = self._parts[order] if order else self._group
         work = self._try(op, None, partial(collective, out, source, group=group, async_op=True))
-        return Then(lambda: self._try(op, None, work.wait), (out, source))
+        others = tuple(rank for rank in range(self.size) if rank != self.rank)
+        waited = Wait(order, self._numbers[order], signature_of(op, out), others)
+
+        def wait() -> None:  # blocks the host on a CPU only
+            with self._stalls.watching(waited):
+                self._try(op, None, work.wait)
+
+        return Then(wait, (out, source))
 
     def on_host(self, tensor: Tensor, op: str) -> Tensor:
         """Return a tensor in host memory. The host waits for the device, and so for collectives that were started."""
-        self._stalls.begin(Wait("", self._numbers[""], op, ()))
         try:
-            return self._compute.on_host(tensor)
-        finally:
-            self._stalls.end()
+            with self._stalls.watching(Wait("", self._numbers[""], op, ())):
+                copied = self._compute.on_host(tensor)
+        except RuntimeError:
             self._check_cut(op)
+            raise
+        self._check_cut(op)
+        return copied
 
     def _cut(self, sockets: Collection[int]) -> None:
         """Cut this rank's connections to the others; `sockets` are those of the host."""

@@ -23,8 +23,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from zero.distributed.failure import Note, Notes, by_rank, first_difference
@@ -83,13 +83,14 @@ class StallWatch:
         self._over = threading.Event()
         Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
 
-    def begin(self, wait: Wait) -> None:
-        """Record that this rank waits from now on."""
+    @contextmanager
+    def watching(self, wait: Wait) -> Iterator[None]:
+        """Return a context in which this rank waits."""
         self._waits = time.monotonic() + (PATIENCE_S if wait.peers else DEVICE_PATIENCE_S), wait
-
-    def end(self) -> None:
-        """Record that this rank does not wait any more."""
-        self._waits = None
+        try:
+            yield
+        finally:
+            self._waits = None
 
     def close(self) -> None:
         """Stop the watch. To be called before the connections are closed."""

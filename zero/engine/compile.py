@@ -9,6 +9,7 @@ recompile at every sequence length.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import FunctionType, NoneType
 from typing import Any
 
@@ -31,12 +32,18 @@ def check_backend(backend: object) -> None:
         for name in backend:
             if name not in COMPILE_OPTIONS:
                 raise PlanError(f"zero.compile: {name} must be one of {', '.join(COMPILE_OPTIONS)}")
-        backend = backend.get("backend", True)
+        backend = backend.get("backend", True) or "none"
     if isinstance(backend, bool | NoneType) or callable(backend):
         return
     if not isinstance(backend, str) or backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise PlanError(f"zero.compile={backend}: must be True, False or a backend of torch.compile: {known}")
+
+
+def described(backend: Backend) -> str:
+    """Return the backend or the options as text that is equal on all ranks."""
+    options = backend if isinstance(backend, Mapping) else {"backend": backend}
+    return str({name: getattr(value, "__qualname__", value) for name, value in options.items()})
 
 
 def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -48,14 +55,13 @@ class Compiled(nn.Module):
 
     _function: Callable[..., Any]
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, function: Callable[..., Any], settings: AbstractContextManager[Any]) -> None:
         super().__init__()
         self.module = module
-        self._function = function
+        self._function, self._settings = function, settings
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # else torch compiles once for each value of a number, such as the index of a layer
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        with self._settings:
             return self._function(self.module, args, kwargs)
 
 
@@ -68,6 +74,9 @@ class Compiler:
             options["backend"] = "inductor"
         self._options: dict[str, Any] = options
         self._functions: dict[type[nn.Module], Callable[..., Any]] = {}
+        # else torch compiles once for each value of a number, such as the index of a layer; made once, because every
+        # new patch stays in the thread's context
+        self._settings = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
 
     def compiled(self, module: nn.Module, cls: type[nn.Module]) -> Compiled:
         """Return a module that runs `module` through the compiled function of class `cls`."""
@@ -75,4 +84,4 @@ class Compiler:
             # torch limits recompilations per code object, so each class gets its own code object
             code = _forward.__code__.replace(co_name=f"forward_of_{cls.__name__}")
             self._functions[cls] = torch.compile(FunctionType(code, globals()), **self._options)
-        return Compiled(module, self._functions[cls])
+        return Compiled(module, self._functions[cls], self._settings)

@@ -4,6 +4,7 @@ Other code reads these facts instead of stages and tiers. P is the number of ele
 the number of elements of one rank's shard of it, see `Layout`.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import Literal
@@ -230,11 +231,16 @@ class Facts:
     def flat_sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each pooled gradient flat, the largest first.
 
-        Two reductions of the largest units may be under way. Each uses a flat to send and one to receive.
+        Two reductions of the largest units may be under way. Each uses a flat to send and one to receive. If the
+        backend adds, the latter are small, so there is another one for a unit that holds its flat while others are
+        reduced: a tied one, or one around others.
         """
-        layouts = (unit.trainable for unit in self.units if unit.trainable.slots and self.world.size > 1)
+        layouts = [unit.trainable for unit in self.units if unit.trainable.slots and self.world.size > 1]
         largest = nlargest(2, layouts, key=lambda layout: layout.P)
-        sizes = (numel for layout in largest for numel in (layout.P, self.received_numel(layout)))
+        sizes = [numel for layout in largest for numel in (layout.P, self.received_numel(layout))]
+        uses = Counter(unit for site in self.splitting.sites for unit in site.units)
+        if self.sums_natively and (self.splitting.depth or max(uses.values(), default=0) > 1):
+            sizes += [layout.P for layout in nlargest(3, layouts, key=lambda layout: layout.P)[2:]]
         return tuple(sorted(sizes, reverse=True))
 
     def received_numel(self, layout: Layout) -> int:

@@ -27,7 +27,7 @@ from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.arguments import type_text
-from zero.engine.compile import Backend, check_backend
+from zero.engine.compile import Backend, check_backend, described
 from zero.engine.facts import Facts, Reduction, Scope, sharers
 from zero.engine.page_table import PageTable
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages
@@ -82,9 +82,9 @@ class Plan(PageTable):
             `offload.param` is none. "auto" is "node" if secondary shards fit, but keeps none if parameters may be on a
             disk.
         reduce: how gradients are added. "exact": in the order of ranks, in fp32. "node": first within each node and
-            then across nodes, which sends fewer bytes between nodes. "native": by the backend, such as NCCL, in
-            `precision.reduce`, which takes the least memory and traffic. Each has its own order of additions, so the
-            last bits differ. "auto": "node" on several nodes, else "exact".
+            then across nodes, which sends fewer bytes between nodes. "native": by the backend, such as NCCL, which
+            sends and adds in `precision.reduce` and needs no memory for received gradients. Each has its own order of
+            additions, so the last bits differ. "auto": "node" on several nodes, else "exact".
         shard: "node" keeps a copy of the state on each node, sharded over its ranks, as hybrid sharding does. Gradients
             are then reduced by node. Parameters never cross nodes, sums cross them twice. `gather="node"` with
             `reduce="node"` sends as few bytes between nodes, with one copy of the state.
@@ -170,6 +170,8 @@ class Plan(PageTable):
                 f"{world.size} ranks are not {world.local_size} consecutive ranks on each node. Start as many ranks on "
                 "every node, or set zero.gather=world zero.reduce=exact zero.shard=world."
             )
+        if shard == "node" and reduce == "native":
+            raise PlanError("zero.shard=node adds by node. Set zero.reduce=auto.")
         if shard == "node" and world.local_size == 1 < world.size:
             raise PlanError("zero.shard=node shards nothing, because each node has one rank. Set zero.stage=0.")
         if reduce == "auto":
@@ -275,7 +277,7 @@ class Plan(PageTable):
             "zero.prefetch": str(self.prefetch),
             "zero.keep": " ".join(self.units[index].name for index in sorted(self.kept_units)),
             "zero.activations": " ".join(self.activations.values()),
-            "zero.compile": str(bool(self.compile)),
+            "zero.compile": described(self.compile),
             "zero.update": self.update,
             "zero.gather": f"{self.gather}, secondary shards: {self.keeps_secondary and self.secondary}",
             "zero.reduce": self.reduce,

@@ -245,6 +245,7 @@ for _stage in (0, 1, 2, 3):
     SYSTEMS[f"zero{_stage}-bucket"] = System(
         lambda job, stage=_stage: _zero(job, stage, bucket=4 * 2**20), f"zero.stage={_stage} zero.bucket=4MiB"
     )
+SYSTEMS["zero3-native"] = System(lambda job: _zero(job, 3, reduce="native"), "zero.stage=3 zero.reduce=native")
 SYSTEMS["zero3-compiled"] = System(
     lambda job: _zero(job, 3, compiled=True), "the same with zero.compile=true; its first step compiles"
 )

@@ -109,16 +109,16 @@ def native_sums(world: World) -> dict[str, bool]:
         chunks = every.view(world.size, world.size, -1)[:, world.rank]
         bound = world.size * torch.finfo(dtype).eps * chunks.abs().sum(0)
         for accumulate in (False, True):
-            found = []
+            sums_of_both = []
             for _ in range(2):
                 sum_S = torch.full((numel,), 0.5)
                 handle = world.native_reduce_scatter(full_P, full_P.new_empty(numel), sum_S, accumulate=accumulate)
                 handle.wait()
-                found.append(sum_S)
+                sums_of_both.append(sum_S)
             expected = chunks.sum(0) + 0.5 * accumulate
             room = bound + torch.finfo(torch.float32).eps * (expected.abs() + 0.5)
-            near = bool(((found[0].double() - expected).abs() <= room).all())
-            results[f"{dtype}, accumulate={accumulate}"] = near and torch.equal(*found)
+            near = bool(((sums_of_both[0].double() - expected).abs() <= room).all())
+            results[f"{dtype}, accumulate={accumulate}"] = near and torch.equal(*sums_of_both)
     return results
 
 

@@ -205,7 +205,7 @@ def test_a_gradient_is_added_in_the_declared_order():
     by_rank = -(((rows[0] + rows[1]) + rows[2]) + rows[3]) / 4
     assert not torch.equal(by_node, by_rank)
     assert all(torch.equal(one, by_node) for one in run_ranks(4, train, "node", nodes=2))
-    assert all(torch.equal(one, by_rank) for one in run_ranks(4, train, "exact", nodes=2))
+    assert all(torch.equal(w, by_rank) for w in run_ranks(4, train, "exact", nodes=2))
 
 
 def trained_on_nodes(world: zero.World, setting: Setting) -> tuple[str, list[zero.Metrics]]:

@@ -52,6 +52,7 @@ class ProcessGroup:
 
     def __init__(self, rank: int, size: int, compute: Device, timeout_s: float) -> None:
         self.rank, self.size = rank, size
+        self._others = tuple(other for other in range(size) if other != rank)
         self.local_size = min(env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
         self._compute, self._wait_s = compute, timeout_s - min(NAMING_S, timeout_s / 2)
         self._store = open_store(self.rank, self.size, timeout_s)
@@ -175,8 +176,7 @@ class ProcessGroup:
             return Done()
         group = self._parts[order] if order else self._group
         work = self._try(op, None, partial(collective, out, source, group=group, async_op=True))
-        others = tuple(rank for rank in range(self.size) if rank != self.rank)
-        waited = Wait(order, self._numbers[order], signature_of(op, out), others)
+        waited = Wait(order, self._numbers[order], signature_of(op, out), self._others)
 
         def wait() -> None:  # blocks the host on a CPU only
             with self._stalls.watching(waited):
@@ -265,17 +265,13 @@ def all_to_all(out: Tensor, source: Tensor, **keywords: Any) -> Any:
     return dist.all_to_all_single(out.view(torch.uint8), source.view(torch.uint8), **keywords)
 
 
-def reduce_scatter(out: Tensor, source: Tensor, **keywords: Any) -> Any:
-    return _reduce_scatter(out, source, **keywords)
-
-
 def broadcast(flat: Tensor, _: Tensor, *, source: int, **keywords: Any) -> Any:
     """Broadcast from rank `source` of the group."""
     return dist.broadcast(flat.view(torch.uint8), group_src=source, **keywords)
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def abort(group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ will allocate.
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -322,9 +322,7 @@ def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) 
         PlanError: a pattern matches no site.
     """
     names = [site.name for site in splitting.sites]
-    for pattern in by_pattern:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise PlanError(f"zero.activations: no unit is named {pattern}. There are {some(names)}.")
+    _check_patterns("zero.activations", by_pattern, names)
     return {
         name: next((word for pattern, word in by_pattern.items() if fnmatchcase(name, pattern)), "keep")
         for name in names
@@ -339,15 +337,16 @@ def _matching(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:
     """
     if isinstance(patterns, str):
         raise PlanError(f"zero.keep={patterns!r} is one string. Pass a list: [{patterns!r}].")
-    kept: set[int] = set()
+    _check_patterns("zero.keep", patterns, [unit.name for unit in splitting.units])
+    return frozenset(
+        unit.index for unit in splitting.units if any(fnmatchcase(unit.name, pattern) for pattern in patterns)
+    )
+
+
+def _check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     for pattern in patterns:
-        matching = {unit.index for unit in splitting.units if fnmatchcase(unit.name, pattern)}
-        if not matching:
-            raise PlanError(
-                f"zero.keep: no unit is named {pattern}. There are {some([unit.name for unit in splitting.units])}."
-            )
-        kept |= matching
-    return frozenset(kept)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise PlanError(f"{key}: no unit is named {pattern}. There are {some(names)}.")
 
 
 def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:

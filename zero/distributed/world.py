@@ -207,31 +207,14 @@ class World(contextlib.AbstractContextManager["World"]):
         Raises:
             WorldError: the world is closed. The handle's `wait` raises the errors of other ranks.
         """
-        op = _label("reduce_scatter", what)
-        _check(op, full_P, sum_S.numel() * self.size, full_P.dtype)
-        _check(op, sum_S, sum_S.numel(), sum_S.dtype)
-        _check(op, recv_P, full_P.numel(), full_P.dtype)
-        if self.size > 1 and (_overlap(full_P, sum_S) or _overlap(recv_P, sum_S)):
-            raise LayoutError(
-                f"{op}: the output sum_S overlaps an input, which is still read. Allocate sum_S separately."
-            )
-        arrival = self._exchange(full_P, recv_P, op)
-
-        def add() -> None:
-            arrival.wait()
-            chunks = list(recv_P.view(self.size, -1).unbind())
-            chunks[self.rank] = full_P.view(self.size, -1)[self.rank]
-            ordered_sum(chunks, sum_S, accumulate=accumulate, device=self.compute)
-
-        self._count(full_P.nbytes // self.size, gather=False)
-        return self._timed(Then(add, (full_P, recv_P, sum_S)))
+        return self._reduced(full_P, recv_P, sum_S, native=False, accumulate=accumulate, what=what)
 
     def native_reduce_scatter(
         self, full_P: Tensor, recv_S: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
     ) -> Handle:
         """Start a reduce-scatter in which the backend adds, in an order of its own and in the dtype of `full_P`.
 
-        It needs less memory and traffic than `reduce_scatter`. On one backend and world the bits of a sum depend only
+        The backend may need no memory for received chunks. On one backend and world the bits of a sum depend only
         on the summands and on the place of a chunk in `full_P`.
 
         Args:
@@ -244,18 +227,30 @@ class World(contextlib.AbstractContextManager["World"]):
         Raises:
             WorldError: the world is closed. The handle's `wait` raises the errors of other ranks.
         """
+        return self._reduced(full_P, recv_S, sum_S, native=True, accumulate=accumulate, what=what)
+
+    def _reduced(
+        self, full_P: Tensor, received: Tensor, sum_S: Tensor, *, native: bool, accumulate: bool, what: str
+    ) -> Handle:
         op = _label("reduce_scatter", what)
         _check(op, full_P, sum_S.numel() * self.size, full_P.dtype)
         _check(op, sum_S, sum_S.numel(), sum_S.dtype)
-        _check(op, recv_S, sum_S.numel(), full_P.dtype)
-        arrival = self._sum(full_P, recv_S, op)
+        _check(op, received, (sum_S if native else full_P).numel(), full_P.dtype)
+        if self.size > 1 and (_overlap(full_P, sum_S) or _overlap(received, sum_S)):
+            raise LayoutError(
+                f"{op}: the output sum_S overlaps an input, which is still read. Allocate sum_S separately."
+            )
+        arrival = (self._sum if native else self._exchange)(full_P, received, op)
 
         def add() -> None:
             arrival.wait()
-            ordered_sum([recv_S], sum_S, accumulate=accumulate, device=self.compute)
+            chunks = [received] if native else list(received.view(self.size, -1).unbind())
+            if not native:
+                chunks[self.rank] = full_P.view(self.size, -1)[self.rank]
+            ordered_sum(chunks, sum_S, accumulate=accumulate, device=self.compute)
 
-        self._count(full_P.nbytes // self.size, gather=False, ring=True)
-        return self._timed(Then(add, (full_P, recv_S, sum_S)))
+        self._count(full_P.nbytes // self.size, gather=False, ring=native)
+        return self._timed(Then(add, (full_P, received, sum_S)))
 
     def all_reduce(self, values: Tensor, *, what: str = "") -> Handle:
         """Start to replace `values` (contiguous, any shape, small) by their sum over ranks, added in rank order.

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import Counter
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from zero.checkpoint.manifest import FORMAT, File, Manifest, to_text
 from zero.core.placement import NO_LIMIT
 from zero.core.sizes import GiB, MiB
 from zero.distributed.world import Handle, World
+from zero.engine.empty import Operation
 from zero.engine.traffic import traffic
 from zero.platform.handle import Done, Then
 from zero.trainer.planning import PaperWorld
@@ -156,7 +158,7 @@ def planned(model: nn.Module, ranks: int, dtype: str, device: Any = "cuda", redu
     )
 
 
-def decoder(name: str) -> nn.Module:
+def decoder(name: str) -> Decoder:
     with torch.device("meta"):
         return Decoder(*DECODERS[name])
 
@@ -173,6 +175,33 @@ def buffers_bytes(plan: zero.Plan) -> tuple[int, int]:
     return device["gathered units"], device["gradient flats"]
 
 
+class Started(NamedTuple):
+    """The first values of one rank: elements drawn, elements that the rank keeps, and the seconds for both."""
+
+    drawn: int
+    kept: int
+    seconds: float
+
+
+def started(model: nn.Module, ranks: int) -> Started:
+    """Initialize one rank of `ranks` at stage 3, without an optimizer's moments; count the elements that it draws."""
+    drawn, run = 0, Operation.run
+
+    def counted(operation: Operation, values: dict[int, Tensor]) -> None:
+        nonlocal drawn
+        drawn += sum(value.numel() for value in values.values())
+        run(operation, values)
+
+    world, optimizer = LoneWorld(ranks), zero.sgd(0.1)
+    plan = zero.Plan(model, optimizer=optimizer, world=world, stage=3, precision="bf16", room=NO_LIMIT)
+    store, begin_s = zero.open_store(plan), time.perf_counter()
+    with patch.object(Operation, "run", counted):
+        zero.init(plan, store)
+    seconds = time.perf_counter() - begin_s
+    store.close()
+    return Started(drawn, sum(unit.trainable.S for unit in plan.units), seconds)
+
+
 def manifest_bytes(plan: zero.Plan) -> int:
     """Return the size of the manifest of a save."""
     size = plan.world.size
@@ -184,6 +213,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="64,1024", help="numbers of ranks, separated by commas")
     parser.add_argument("--units", default="100,1000", help="numbers of units, separated by commas")
+    parser.add_argument("--start", default="8B", choices=DECODERS, help="the model whose first values are made")
+    parser.add_argument("--start-ranks", type=int, default=64)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for ranks in map(int, options.ranks.split(",")):
@@ -201,6 +232,11 @@ def main() -> None:
             f"{buffers_bytes(native)[1] / GiB:.2f} GiB, manifest {manifest_bytes(plan) / 2**20:.2f} MiB, over wires "
             f"{traffic(plan).of_step(1).wire / 1e9:.0f} GB a step"
         )
+    start = started(decoder(options.start), options.start_ranks)
+    print(
+        f"{options.start}, {options.start_ranks} ranks: a rank draws {start.drawn:,} first values and keeps "
+        f"{start.kept:,}, in {start.seconds:.1f} s"
+    )
     sizes = [buffers_bytes(planned(pyramid(), 8, "fp32", "cpu", reduce)) for reduce in ("exact", "native")]
     print(
         f"40 units of 40 sizes, fp32, stage 3, 8 ranks: gathered {sizes[0][0] / MiB:.1f} MiB, flats "

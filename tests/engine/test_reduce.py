@@ -1,5 +1,6 @@
 """Gradients that arrive late, in parts, or only sometimes: no stage loses or double-counts one."""
 
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -245,6 +246,21 @@ def test_ranks_that_make_other_first_values_are_refused():
         zero.init(plan, zero.open_store(plan), weights=lambda name, tensor: tensor.fill_(1.0 + world.rank))
 
     with pytest.raises(HandshakeError, match="first values"):
+        run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_value_that_differs_between_ranks_that_keep_it_is_refused(stage):
+    def fill(name: str, tensor: torch.Tensor, rank: int) -> None:
+        tensor.fill_(1.0).view(-1)[-1] = rank if tensor.numel() > 64 else 1  # behind the elements that all ranks compare
+
+    def rank_main(world: zero.World) -> None:
+        with world.exclusive(), zero.empty():
+            model = nn.Linear(16, 16)
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, stage=stage)
+        zero.init(plan, zero.open_store(plan), weights=functools.partial(fill, rank=world.rank))
+
+    with pytest.raises(HandshakeError, match="ranks 0 and 1 read other values"):
         run_ranks(2, rank_main)
 
 

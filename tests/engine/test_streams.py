@@ -603,7 +603,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/fetch.py:_Later.wait self._ready.wait": {"wait": "cpu, alone"},
     "engine/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"wait": "cpu", "ticket": "cpu"},
     "engine/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
-    "engine/first_values.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
+    "engine/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
     "engine/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
     "engine/full.py:_gradient unit.step.left.wait": {"wait": "a loop of one's own at stage 1"},
     "engine/full_flat.py:gather_flat runtime.routes.gather().wait": {"collective": "stage 1"},

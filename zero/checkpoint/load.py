@@ -1,10 +1,11 @@
 """Load a checkpoint into a state of the same model; stage, tier, world size, page size and units may differ.
 
 Every name, shape and dtype is compared before the first value is written. Then each rank reads the ranges that its
-flats cover and passes them to the sinks of `engine.first_values`, which write shards and pages. Model and checkpoint
-must have the same names, except for tensors in `partial`.
+flats cover, and a `FlatWriter` writes them to shards and pages. Model and checkpoint must have the same names, except
+for tensors in `partial`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from glob import escape
@@ -21,7 +22,7 @@ from zero.checkpoint.save import gather_reports
 from zero.core.layout import Slot
 from zero.core.suggest import some
 from zero.engine.arguments import check_type, type_text
-from zero.engine.first_values import sinks_of
+from zero.engine.flat_writer import FlatWriter
 from zero.engine.full import full_values
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -234,7 +235,7 @@ def _fill(
     untouched = _untouched(plan, kept)
     with Tensors(checkpoint) as files, torch.no_grad():
 
-        def values(slot: Slot, kind: str, start: int, stop: int) -> Tensor:
+        def values(kind: str, slot: Slot, start: int, stop: int) -> Tensor:
             key = (slot.name, kind)
             return current[key].view(-1)[start:stop] if key in current else files.read(entries[key], start, stop)
 
@@ -243,15 +244,8 @@ def _fill(
                 layout = unit.spec.frozen if kind == FROZEN else unit.spec.trainable
                 if any((slot.name, kind) in untouched for slot in layout.slots):
                     continue
-                sinks = sinks_of(plan, store, unit, "param" if kind == PARAMETER else kind, at=None)
-                first, last = min(sink.start for sink in sinks), max(sink.stop for sink in sinks)
-                for start in range(first, last, plan.page_numel):
-                    stop = min(start + plan.page_numel, last)
-                    page_K = plan.world.compute.host.zeros(stop - start, torch.float32)
-                    for slot, a, b, place in layout.pieces(start, stop):
-                        page_K[place : place + b - a].copy_(values(slot, kind, a, b))
-                    for sink in sinks:
-                        sink.take(page_K)
+                writer = FlatWriter(plan, store, unit, "param" if kind == PARAMETER else kind)
+                writer.write_all(functools.partial(values, kind))
         for name, buffer in buffers.items():
             if (name, BUFFER) not in kept:
                 buffer.copy_(files.read(entries[name, BUFFER], 0, buffer.numel()).view(buffer.shape))

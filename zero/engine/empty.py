@@ -9,6 +9,7 @@ If a parameter is registered with values, as `from_pretrained` does, these value
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -162,6 +163,11 @@ class Root:
     is_changed: bool = False
 
     @property
+    def is_elementwise(self) -> bool:
+        """Whether any part of the values can be computed alone."""
+        return not self.is_made and all(operation.is_elementwise for operation in self.operations)
+
+    @property
     def is_written(self) -> bool:
         return self.begin is not None or self.is_made or self.is_changed
 
@@ -185,19 +191,25 @@ class Operation:
             call creates new tensors.
 
     Attributes:
+        name: the name of the function.
         number: a counter that orders all recorded calls.
         reads: the roots that the call reads, except `within`.
         made: position of a recorded tensor in the call's result -> the tensor's number.
+        is_elementwise: whether the call changes each element of a whole root in the same way and reads nothing else, so
+            that it can run on a part of the root.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, within: Root | None = None) -> None:
-        self.number, self._func = next(_count), func
+        self.number, self._func, self.name = next(_count), func, requested(func)[0]
         tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         unmade = [tensor for tensor in tensors.values() if isinstance(tensor, Unmade)]
         meta = {id(tensor): _plainly(tensor.detach) for tensor in unmade}
         others = {key: tensor.detach().clone() for key, tensor in tensors.items() if key not in meta}
         self._call = replaced((args, kwargs), meta | others)
         self._numbers = {id(meta[id(tensor)]): tensor.recipe.number for tensor in unmade}
+        is_alone = within is not None and [*self._numbers.values()] == [within.number] and not others
+        draws_elsewhere = any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values()))
+        self.is_elementwise = is_alone and self.name in _ELEMENTWISE and not draws_elsewhere
         self.reads = [tensor.recipe.root for tensor in unmade if tensor.recipe.root is not within]
         self.made: dict[int, int] = {}
 
@@ -239,6 +251,10 @@ class Unmade(Tensor):
             return _plainly(func, *args, **kwargs)
         if name in _AS_ON_CPU:
             return _AS_ON_CPU[name]
+        if name in ("data", "detach") and isinstance(first, Unmade):
+            return Unmade.of(_plainly(func, *args, **kwargs), first.recipe)
+        if func is nn.init.kaiming_uniform_:
+            return _kaiming_uniform(*args, **kwargs)
         if name in ("to", "cpu", "cuda") and isinstance(first, Unmade):
             func, args, kwargs = _only_dtype(func, args, kwargs)
             if not args:
@@ -273,6 +289,13 @@ A plan reads the metadata of each parameter a dozen times.
 _VIEWS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
 """In-place operations that change a tensor's shape or strides, but none of its values."""
 
+_ELEMENTWISE = frozenset(
+    {"normal_", "uniform_", "_no_grad_trunc_normal_", "exponential_", "bernoulli_", "log_normal_", "cauchy_"}
+    | {"zero_", "fill_", "constant_", "add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_"}
+    | {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
+)
+"""In-place functions that treat every element alike, if their other arguments are numbers."""
+
 _DRAWS = frozenset(
     {"normal", "uniform", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric"}
     | {"rand_like", "randn_like", "randint_like"}
@@ -288,6 +311,17 @@ def is_meta(tensor: Tensor) -> bool:
 def lacks_values(parameter: Tensor) -> bool:
     """Return whether this rank still has to initialize the parameter's values."""
     return is_meta(parameter) and (not isinstance(parameter, Unmade) or parameter.recipe.root.kept)
+
+
+def _kaiming_uniform(
+    tensor: Tensor, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+) -> Tensor:
+    """Record `nn.init.kaiming_uniform_` as `uniform_`, because its bound depends on the shape of the whole tensor."""
+    if 0 in tensor.shape:
+        return tensor
+    fan = nn.init._calculate_correct_fan(tensor, mode)
+    bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
+    return tensor.uniform_(-bound, bound, generator=generator)
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,66 +1,72 @@
-"""Initialize parameters, one at a time, with the same values for every stage, number of ranks and choice of units.
+"""Initialize parameters with the same values for every stage, number of ranks and choice of units.
 
-A model that was built with values keeps them. Parameters on meta are initialized on the CPU in fp32, one owner (a
-module that holds parameters directly) after another, with a generator seeded from (seed, owner's path). The operations
-that `empty` recorded run in their order. A tied parameter is initialized by its first owner.
+A model that was built with values keeps them. Parameters on meta are initialized on the CPU in fp32 by the operations
+that `empty` recorded, in their order. Parameters without recorded writes, such as those of a model built under
+`torch.device("meta")`, are initialized by the `reset_parameters` of their owner (the module that holds them). If the
+owner or a module that contains it has `_init_weights(module)`, as models of transformers do, that is called next with
+the owner and then with each containing module, as `apply` would. These calls cannot change parameters of other owners.
 
-Parameters without recorded writes, such as those of a model built under `torch.device("meta")`, are initialized by
-their owner's `reset_parameters`. If the owner or a module that contains it has `_init_weights(module)`, as models of
-transformers do, that is called next with the owner and then with each containing module, as `apply` would. These calls
-cannot change parameters of other owners.
+Most initializers treat all elements alike (`normal_`, `uniform_`, `trunc_normal_`, `kaiming_uniform_`, constants). They
+run in blocks of 2^14 elements, each with a generator seeded from (seed, owner, operation, block), so a rank computes
+only the blocks of its own range. Other initializers (`orthogonal_`, a computation from another parameter) run on whole
+tensors on every rank, one owner at a time, with a generator seeded from (seed, owner).
 
-The values are streamed: every rank computes all of them and keeps its own range, page by page. A rank has the
-values of one owner in memory at a time, and values of other owners only if the recorded operations need them.
+Weights of safetensors files are read by ranges too. Every rank also reads the first 64 elements of each parameter, and
+the ranks compare them; ranks that keep the same range compare all that they have read.
 """
 
 import hashlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zero.core.layout import Layout, pages
-from zero.core.master import rounded
 from zero.core.suggest import meant, some
 from zero.distributed.world import World
-from zero.engine.empty import Recipe, Root, is_meta
+from zero.engine.empty import Operation, Recipe, Root, Unmade, is_meta
+from zero.engine.flat_writer import FlatWriter
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
 from zero.engine.takeover import buffers_of
 from zero.engine.unit import Owner, Splitting, UnitSpec
 from zero.engine.unit_state import UnitState
-from zero.errors import PlanError
-from zero.platform.device import Device, aligned_zeros
+from zero.errors import HandshakeError, PlanError
+from zero.platform.device import aligned_zeros
 from zero.platform.files import memory_of
-from zero.platform.safetensors_files import StoredWeights
+from zero.platform.safetensors_files import RangedWeights, StoredWeights
 from zero.store import Page, PageKind, Store
 
-ZEROS = torch.zeros(64)
-"""The chunk of zeros that fills gaps between slots."""
+BLOCK = 1 << 14
+"""Elements that are drawn from one seed. Seeding a generator takes a tenth of the time of drawing so many numbers."""
+
+SAMPLE = 64
+"""Elements at the beginning of each parameter that all ranks read and compare."""
 
 Weights = Mapping[str, Tensor] | str | PathLike[str] | Callable[[str, Tensor], None] | None
 
-Values = Callable[[str], Tensor]
-"""A function that returns the first value of the parameter with a given full name.
+Values = Callable[[str, int, int], Tensor]
+"""A function of a parameter's full name, start and stop: elements [start, stop) of its first value, flattened.
 
-The value has the parameter's shape, and any device and dtype.
+The result may be on any device and of any dtype.
 """
 
 
 def values_of(
     splitting: Splitting, built: Mapping[str, Tensor], model: nn.Module, seed: int, weights: Weights, world: World
 ) -> Values:
-    """Return a function from a parameter's name to its first value.
+    """Return a function to the first values of parameters.
 
-    Call it in the order of the layouts and do not keep the results, because only the last owner's values are cached.
+    Call it in the order of the layouts, on every rank for every parameter, because a function `weights` may communicate
+    when it is called. It keeps the whole value of the last parameter or owner only.
 
     Args:
         built: the values that the model was built with, from `values_in`; used unless `weights` is given.
@@ -74,8 +80,8 @@ def values_of(
     """
     shapes = splitting.shapes()
     if weights is None:
-        made = _Made(splitting, model, built, seed, world)
-        return lambda name: built[name] if name in built else made(name)
+        made, kept = _Made(splitting, model, built, seed, world), by_range(built.__getitem__)
+        return lambda name, start, stop: (kept if name in built else made)(name, start, stop)
     if callable(weights):
 
         def filled(name: str) -> Tensor:
@@ -83,74 +89,28 @@ def values_of(
             weights(name, tensor)
             return tensor
 
-        return filled
+        return by_range(filled)
     stored = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
     aliases = splitting.aliases()  # a file may have a tied parameter under any of its names
     _refuse_missing(stored, aliases.values())
     _fill_buffers(model, stored)
-    return lambda name: _named(stored, aliases[name], shapes[name])
+    if isinstance(stored, RangedWeights):
+        return lambda name, start, stop: _read(stored, _known(stored, aliases[name]), shapes[name], start, stop)
+    return by_range(lambda name: _named(stored, aliases[name], shapes[name]))
 
 
-@torch.no_grad()
-def stream(layout: Layout, values: Values, sinks: Sequence["Sink"]) -> int:
-    """Send the first values of a flat tensor to all `sinks`, slot by slot; return a CRC-32 of names and values."""
-    check, end = 0, 0
-    for slot in layout.slots:
-        value = values(slot.name).detach().to("cpu", torch.float32).contiguous().view(-1)
-        check = zlib.crc32(memory_of(value), zlib.crc32(slot.name.encode(), check))
-        for sink in sinks:
-            sink.zeros(slot.offset - end)
-            sink.take(value)
-        end = slot.offset + value.numel()
-    for sink in sinks:
-        sink.zeros(layout.P - end)
-    return check
+def by_range(whole: Callable[[str], Tensor]) -> Values:
+    """Return a function to ranges of the values of `whole`, which is called once for each parameter in turn."""
+    last: tuple[str, Tensor] | None = None
 
+    def values(name: str, start: int, stop: int) -> Tensor:
+        nonlocal last
+        if last is None or last[0] != name:
+            last = None  # freed before the next value is made
+            last = name, whole(name).detach().reshape(-1)
+        return last[1][start:stop]
 
-class Sink:
-    """A receiver that gets a flat tensor in order and passes one range of it on, page by page.
-
-    Args:
-        start, stop: the range, in elements of the flat tensor.
-        cuts: the pages, as (start, stop) within the range.
-        keep: called for each complete page with its number and its fp32 values, (K,), which are overwritten afterwards.
-        host: the device whose memory holds the page that is being filled.
-        at: the index in the flat tensor of the first element that `take` receives.
-    """
-
-    def __init__(
-        self,
-        start: int,
-        stop: int,
-        cuts: Sequence[tuple[int, int]],
-        keep: Callable[[int, Tensor], None],
-        *,
-        host: Device,
-        at: int = 0,
-    ) -> None:
-        self.start, self.stop = start, stop
-        self._cuts, self._keep = cuts, keep
-        self._page_K = host.zeros(max((b - a for a, b in cuts), default=0), torch.float32)
-        self._at, self._number = at, 0
-
-    def zeros(self, numel: int) -> None:
-        """Receive a gap of `numel` elements."""
-        for first in range(0, numel, ZEROS.numel()):
-            self.take(ZEROS[: numel - first])
-
-    def take(self, values: Tensor) -> None:
-        """Accept the next n elements of the flat, (n,) fp32; calls follow each other until the flat is complete."""
-        first, last = max(self.start - self._at, 0), min(self.stop - self._at, values.numel())
-        while first < last:
-            a, b = (self.start + edge for edge in self._cuts[self._number])
-            count = min(last - first, b - self._at - first)
-            begin = self._at + first - a
-            self._page_K[begin : begin + count].copy_(values[first : first + count])
-            first += count
-            if self._at + first == b:
-                self._keep(self._number, self._page_K[: b - a])
-                self._number += 1
-        self._at += values.numel()
+    return values
 
 
 def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
@@ -174,68 +134,57 @@ def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     return UnitState(spec, resident, shards[0], shards[1], grad, (trainable, frozen))
 
 
-def fill(plan: Plan, store: Store, unit: UnitState, values: Values) -> str:
-    """Write a unit's first values to memory and to the store; return a checksum of the whole unit."""
-    checks = []
-    copies = [sink for kind in plan.optimizer.copies for sink in sinks_of(plan, store, unit, kind)]
-    for kind, layout, further in (
-        (PageKind.PARAM, unit.spec.trainable, copies),
-        (PageKind.FROZEN, unit.spec.frozen, []),
-    ):
-        checks.append(f"{stream(layout, values, [*sinks_of(plan, store, unit, kind), *further]):08x}")
-    return " ".join(checks)
+@dataclass
+class Check:
+    """Checksums of the first values that a rank has read.
 
-
-def sinks_of(plan: Plan, store: Store, unit: UnitState, kind: str, *, at: int | None = 0) -> list[Sink]:
-    """Return the sinks that write values of one kind of one unit to this rank's memory and pages.
-
-    Args:
-        kind: "param" (also writes the master, if the precision has one), "frozen", or a moment's name.
-        at: the index in the flat tensor of the first element that will be sent; None: the first that any sink keeps.
+    Attributes:
+        samples: unit -> checksum of the names and first elements of its parameters.
+        ranges: checksum of the ranges that the rank keeps.
+        values: checksum of the values in them.
     """
-    spec = unit.spec
-    layout = spec.frozen if kind == PageKind.FROZEN else spec.trainable
-    shard, full = layout.shard(plan.rank), (0, layout.P)
-    updated = full if plan.full_update else shard
-    wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
-    if kind not in (PageKind.PARAM, PageKind.FROZEN):
-        wanted.append((updated, _to_pages(store, unit.index, kind, plan.optimizer.form(kind).page_of)))
-    elif plan.params_offloaded:
-        narrow = partial(rounded, dtype=plan.precision.compute)
-        wanted.append((shard, _to_pages(store, unit.index, kind, narrow)))
-    elif unit.resident is not None:
-        first = spec.trainable.P if kind == PageKind.FROZEN else 0
-        wanted.append((full, _to_memory(unit.resident.flat[first : first + layout.P], plan.page_numel)))
-    else:
-        shard_S = unit.frozen_S if kind == PageKind.FROZEN else unit.shard_S
-        assert shard_S is not None
-        wanted.append((shard, _to_memory(shard_S, plan.page_numel)))
-    master = plan.precision.master
-    if kind == PageKind.PARAM and master.kind is not None:
-        wanted.append((updated, _to_pages(store, unit.index, master.kind, master.page_of)))
-    first = min(extent[0] for extent, _ in wanted) if at is None else at
-    return [
-        Sink(*extent, pages(extent[1] - extent[0], plan.page_numel), keep, host=plan.world.compute.host, at=first)
-        for extent, keep in wanted
-    ]
+
+    samples: dict[str, str] = field(default_factory=dict)
+    ranges: int = 0
+    values: int = 0
 
 
-def _to_memory(flat: Tensor, page_numel: int) -> Callable[[int, Tensor], None]:
-    parts = flat.split(page_numel)
+def fill(plan: Plan, store: Store, unit: UnitState, values: Values, check: Check) -> None:
+    """Write a unit's first values to memory and to the store, and add them to `check`."""
 
-    def keep(number: int, page_K: Tensor) -> None:
-        parts[number].copy_(rounded(page_K, flat.dtype))
+    def read(name: str, start: int, stop: int) -> Tensor:
+        return values(name, start, stop).detach().to("cpu", torch.float32).contiguous()
 
-    return keep
+    def kept(name: str, start: int, stop: int) -> Tensor:
+        value = read(name, start, stop)
+        check.values = crc32(memory_of(value), check.values)
+        return value
+
+    sample = 0
+    for kind, copies in ((PageKind.PARAM, plan.optimizer.copies), (PageKind.FROZEN, ())):
+        writer = FlatWriter(plan, store, unit, kind, copies=copies)
+        check.ranges = crc32(f"{writer.start} {writer.stop}".encode(), check.ranges)
+        for slot in writer.layout.slots:
+            first = read(slot.name, 0, min(SAMPLE, slot.numel))
+            sample = crc32(memory_of(first), crc32(slot.name.encode(), sample))
+            writer.write(slot, partial(kept, slot.name))
+        writer.close()
+    check.samples[unit.spec.name] = f"{sample:08x}"
 
 
-def _to_pages(store: Store, unit: int, kind: str, page_of: Callable[[Tensor], Tensor]) -> Callable[[int, Tensor], None]:
-    """Return a function that writes fp32 values to pages of the store; `page_of` converts them to the page's format."""
+def compare(world: World, check: Check) -> None:
+    """Compare the first values of all ranks. Collective.
 
-    def keep(number: int, page_K: Tensor) -> None:
-        store.write(Page(unit, kind, number), page_of(page_K)).wait()
-
-    return keep
+    Raises:
+        HandshakeError: the samples of a unit differ, or values of ranks that keep the same ranges.
+    """
+    world.agree(check.samples, "first values")
+    numbers = torch.tensor([check.ranges, check.values], device="cpu")
+    seen: dict[int, tuple[int, int]] = {}  # ranges -> the first rank that keeps them, and its values
+    for rank, (ranges, values) in enumerate(world.exchange(numbers, what="first values").tolist()):
+        other, expected = seen.setdefault(ranges, (rank, values))
+        if values != expected:
+            raise HandshakeError(f"the ranks have different first values: ranks {other} and {rank} read other values")
 
 
 def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
@@ -245,7 +194,7 @@ def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
 
 
 class _Made:
-    """The first values of parameters, computed from their recorded operations; only the last owner's are cached.
+    """The first values of parameters, computed from their recorded operations.
 
     A root that belongs to no parameter, such as an intermediate result, is assigned to the first owner whose values
     depend on it.
@@ -269,22 +218,77 @@ class _Made:
                 recipe = placeholder.recipe or Recipe.of(Root(placeholder.shape, begin=built.get(name)))
                 self._recipes[name] = recipe
                 self._assign(recipe.root, owner.path)
+            with self._drawing_alone():
+                self._record_reset(owner)
         for root, path in list(self._path_of.items()):
             for further in _reached([root]):
                 self._assign(further, path)
+        self._keys = {  # sorted, so that a root has one key whether or not others were computed from it
+            root: f"{path}/{place}"
+            for path, roots in self._roots_of.items()
+            for place, root in enumerate(sorted(roots, key=lambda root: root.number))
+        }
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def _assign(self, root: Root, path: str) -> None:
-        if self._path_of.setdefault(root, path) == path:
+        if root not in self._path_of:
+            self._path_of[root] = path
             self._roots_of.setdefault(path, []).append(root)
 
-    def __call__(self, name: str) -> Tensor:
-        owner = self._owner_of[name]
+    def _own(self, owner: Owner) -> dict[str, Recipe]:
+        """Return the recipes of the parameters that this owner initializes, by name."""
+        return {name: self._recipes[name] for _, name in owner.slots if self._owner_of[name] is owner}
+
+    def _record_reset(self, owner: Owner) -> None:
+        """Record what the owner's `reset_parameters` does, if it treats all elements alike.
+
+        Otherwise nothing changes, and the method will run on whole tensors. It also raises its errors there.
+        """
+        roots = {name: recipe.root for name, recipe in self._own(owner).items()}
+        if not roots or any(root.operations or root.is_written for root in roots.values()):
+            return
+        unmade = {
+            name: Unmade.of(torch.empty(root.shape, device="meta"), Recipe.of(root)) for name, root in roots.items()
+        }
+        with suppress(Exception):
+            _reset(self._model.get_submodule(owner.path), owner, self._model, unmade)
+        if not all(root.is_changed and root.is_elementwise for root in roots.values()):
+            for root in roots.values():
+                root.operations.clear()
+                root.is_changed = False
+
+    @contextmanager
+    def _drawing_alone(self) -> Iterator[None]:
+        """Context manager in which this rank alone uses torch's generator; its state is restored."""
+        with self._world.exclusive(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
+
+    def __call__(self, name: str, start: int, stop: int) -> Tensor:
+        owner, root = self._owner_of[name], self._recipes[name].root
+        if root.is_elementwise and root.is_written and self._recipes[name].number == root.number:
+            with self._drawing_alone():
+                values = self._part(root, start // BLOCK, -(-stop // BLOCK))[start % BLOCK :][: stop - start]
+            _refuse_left_out(self._model.get_submodule(owner.path), owner, {name: values})
+            return values
         if self._last is None or self._last[0] != owner.path:
             self._last = None  # free the last owner's values before the next are computed
-            with self._world.exclusive(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            with self._drawing_alone():
                 self._last = owner.path, self._made_by(owner)
-        return self._last[1][name]
+        return self._last[1][name].reshape(-1)[start:stop]
+
+    def _part(self, root: Root, first: int, last: int) -> Tensor:
+        """Compute blocks [first, last) of a root whose operations are all elementwise; return them in one tensor."""
+        part = _begun(root, first * BLOCK, min(last * BLOCK, root.shape.numel()))
+        for operation in root.operations:
+            self._run_by_blocks(operation, root, part, first)
+        return part
+
+    def _run_by_blocks(self, operation: Operation, root: Root, part: Tensor, first: int) -> None:
+        """Run an elementwise operation on `part`, (n,), which begins at block `first` of the root."""
+        key = f"{self._keys[root]}/{root.operations.index(operation)}"
+        for number, block in enumerate(part.split(BLOCK), first):
+            torch.default_generator.manual_seed(self._seed_of(f"{key}/{number}"))
+            operation.run({root.number: block})
 
     def _made_by(self, owner: Owner) -> dict[str, Tensor]:
         """Run all operations that the owner's values depend on and return the values by name.
@@ -295,13 +299,13 @@ class _Made:
         paths = {owner.path}
         while further := {self._path_of[root] for path in paths for root in _reached(self._roots_of[path])} - paths:
             paths |= further
-        values = {root.number: _begun(root) for path in paths for root in self._roots_of[path] if not root.is_made}
-        operations = {
-            operation: path for path in paths for root in self._roots_of[path] for operation in root.operations
+        roots = [root for path in paths for root in self._roots_of[path]]
+        values = {
+            root.number: _begun(root, 0, root.shape.numel()).view(root.shape) for root in roots if not root.is_made
         }
+        operations = {operation: root for root in roots for operation in root.operations}
         generators = {path: self._generator(path) for path in paths}
-        module = self._model.get_submodule(owner.path)
-        recipes = {name: self._recipes[name] for _, name in owner.slots if self._owner_of[name] is owner}
+        module, recipes = self._model.get_submodule(owner.path), self._own(owner)
         if unwritten := {recipe.root for recipe in recipes.values() if not recipe.root.is_written}:
             views = dict.fromkeys(operation for root in unwritten for operation in root.operations)
             for view in sorted(views, key=lambda each: each.number):
@@ -310,17 +314,22 @@ class _Made:
             with _drawing(generators, owner.path):
                 begun = {name: values[recipe.number] for name, recipe in recipes.items() if recipe.number in values}
                 _reset(module, owner, self._model, begun)
-        for operation, path in sorted(operations.items(), key=lambda each: each[0].number):
-            with _drawing(generators, path):
-                operation.run(values)
+        for operation, root in sorted(operations.items(), key=lambda each: each[0].number):
+            if operation.is_elementwise:
+                self._run_by_blocks(operation, root, values[root.number].view(-1), 0)
+            else:
+                with _drawing(generators, self._path_of[root]):
+                    operation.run(values)
         made = {name: values[recipe.number].detach() for name, recipe in recipes.items()}
         _refuse_left_out(module, owner, made)
         return made
 
     def _generator(self, path: str) -> Tensor:
         """Return the state of torch's generator with which the owner at `path` begins."""
-        digest = hashlib.sha256(f"{self._seed}/{path}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big")).get_state()
+        return torch.Generator().manual_seed(self._seed_of(path)).get_state()
+
+    def _seed_of(self, key: str) -> int:
+        return int.from_bytes(hashlib.sha256(f"{self._seed}/{key}".encode()).digest()[:7], "big")
 
 
 def _reached(roots: Iterable[Root]) -> Iterable[Root]:
@@ -343,17 +352,17 @@ def _drawing(states: dict[str, Tensor], path: str) -> Iterator[None]:
     states[path] = torch.default_generator.get_state()
 
 
-def _begun(root: Root) -> Tensor:
-    """Return fp32 memory for `root` with the value that its parameter was registered with, or else NaN.
+def _begun(root: Root, start: int, stop: int) -> Tensor:
+    """Return fp32 memory for elements [start, stop) of `root`, with the value that its parameter was registered with.
 
-    A NaN that remains shows that nothing has initialized the element.
+    Without such a value it is NaN. A NaN that remains shows that nothing has initialized the element.
     """
     if not root.kept:
         raise PlanError(
             "parameters of deepspeed.zero.Init() have their values on rank 0 only. Pass the model to zero.initialize."
         )
-    memory = aligned_zeros(root.shape.numel(), torch.float32, torch.device("cpu")).view(root.shape)
-    return memory.fill_(torch.nan) if root.begin is None else memory.copy_(root.begin)
+    memory = aligned_zeros(stop - start, torch.float32, torch.device("cpu"))
+    return memory.fill_(torch.nan) if root.begin is None else memory.copy_(root.begin.reshape(-1)[start:stop])
 
 
 def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -375,7 +384,7 @@ def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[st
             _initialise(model, owner.path)
         for local, name in owner.slots:
             now = module._parameters[local]
-            if now is not None and name in values:
+            if now is not None and now is not filled[name] and name in values:  # the module has replaced it
                 values[name].copy_(now)
     finally:
         module._parameters.update(placeholders)
@@ -416,7 +425,8 @@ class _OthersUntouched(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = next(iter((*args, *(kwargs or {}).values())), None)
-        if not isinstance(first, ParameterPlaceholder) and not (isinstance(first, Tensor) and is_meta(first)):
+        recorded = isinstance(first, Unmade)
+        if recorded or not (isinstance(first, ParameterPlaceholder) or (isinstance(first, Tensor) and is_meta(first))):
             return func(*args, **(kwargs or {}))
         name = func.__name__
         if (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__"):
@@ -425,11 +435,26 @@ class _OthersUntouched(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
+def _known(weights: Mapping[str, Tensor], names: tuple[str, ...]) -> str:
+    """Return the first of a parameter's names that `weights` has."""
+    return next(name for name in names if name in weights)
+
+
 def _named(weights: Mapping[str, Tensor], names: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
-    known = next(name for name in names if name in weights)
-    value = _checked(known, weights[known], shape).detach()
+    known = _known(weights, names)
+    value = weights[known].detach()
+    _check_shape(known, value.shape, shape)
+    return _real(known, value)
+
+
+def _read(weights: RangedWeights, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+    _check_shape(name, weights.shape(name), shape)
+    return _real(name, weights.read(name, start, stop))
+
+
+def _real(name: str, value: Tensor) -> Tensor:
     if value.itemsize == 1 or value.is_complex():
-        raise PlanError(f"weights have {known} in {value.dtype}. Give them in bf16 or fp32, with scales applied.")
+        raise PlanError(f"weights have {name} in {value.dtype}. Give them in bf16 or fp32, with scales applied.")
     return value
 
 
@@ -440,10 +465,9 @@ def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, .
         raise PlanError(f"weights have no {some(missing)}{hint}")
 
 
-def _checked(name: str, value: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    if tuple(value.shape) != tuple(shape):
-        raise PlanError(f"weights have {name} in shape {tuple(value.shape)}, but the model has {tuple(shape)}")
-    return value
+def _check_shape(name: str, stored: Sequence[int], shape: Sequence[int]) -> None:
+    if tuple(stored) != tuple(shape):
+        raise PlanError(f"weights have {name} in shape {tuple(stored)}, but the model has {tuple(shape)}")
 
 
 @torch.no_grad()
@@ -451,4 +475,6 @@ def _fill_buffers(copied: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy persistent buffers, such as running statistics, from `weights` into the model, if it has them."""
     for name, buffer in buffers_of(copied).items():
         if name in weights:
-            buffer.copy_(_checked(name, weights[name], buffer.shape))
+            value = weights[name]
+            _check_shape(name, value.shape, buffer.shape)
+            buffer.copy_(value)

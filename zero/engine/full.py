@@ -26,7 +26,7 @@ from zero.core.layout import Layout, Slot
 from zero.core.master import rounded
 from zero.core.suggest import meant, some
 from zero.engine.arguments import check_type
-from zero.engine.first_values import sinks_of
+from zero.engine.flat_writer import FlatWriter
 from zero.engine.full_flat import full_flat, full_tensors, gather_flat, layouts_of, updated_range
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.state import State
@@ -418,13 +418,13 @@ def _write(state: State, edits: Mapping[str, Tensor], kind: str) -> None:
 def _write_flat(
     state: State, unit: UnitState, layout: Layout, slots: Sequence[Slot], edits: Mapping[str, Tensor], kind: str
 ) -> None:
-    """Write edits of parameters or moments through the sinks of first values, with the rest of the flat unchanged."""
+    """Write edits of parameters or moments through a `FlatWriter`, with the rest of the flat unchanged."""
     flat = _flat(state, unit, layout, kind)
     for slot in slots:
         slot.of(flat).copy_(edits[slot.name])
     part = "frozen" if layout is unit.spec.frozen else kind
-    for sink in sinks_of(state.plan, state.runtime.store, unit, part):
-        sink.take(flat)
+    writer = FlatWriter(state.plan, state.runtime.store, unit, part)
+    writer.write_all(lambda slot, start, stop: slot.of(flat).view(-1)[start:stop])
     if kind == "param":
         unit.mark_changed(resident=True, frozen=True)
 

@@ -12,7 +12,7 @@ from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type
 from zero.engine.fetch import Fetch, gathering, lending, reading
-from zero.engine.first_values import Values, Weights, empty_unit, fill, values_in, values_of
+from zero.engine.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
 from zero.engine.gradient import Gradients, PagedGradients
 from zero.engine.module_tree import ModuleTree
@@ -171,7 +171,8 @@ def init(
 
     `state.model` is the plan's model itself: its parameters are the same objects, but their values are now in shards.
     Call `copy.deepcopy(model)` before `zero.Plan` to keep an original. `state.close()` makes the model an ordinary one
-    again. Parameters are initialized page by page: at most one module's parameters exist in full at a time.
+    again. A rank makes or reads its own part of the parameters only, in chunks of 16 MiB. The parameters of one module
+    are made in full if an initializer needs them so, see `zero.engine.first_values`.
 
     Args:
         plan: the plan, which contains the model and the tier of each part of the state.
@@ -179,7 +180,7 @@ def init(
         seed: the seed for initializing parameters on meta.
         weights: None, tensors by name, the path of a safetensors file, or a function of (name, fp32 tensor) that fills
             the tensor. None keeps the values that the model has, and initializes parameters on meta by recorded
-            operations (see `zero.empty`) or the owner's `reset_parameters`, with a generator seeded from (seed, owner).
+            operations (see `zero.empty`) or the owner's `reset_parameters`, with generators seeded from `seed`.
             The values are the same for every stage, number of ranks and choice of units.
         progress: called with the number of units that are initialized.
 
@@ -212,12 +213,11 @@ def init(
 
 def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress) -> tuple[UnitState, ...]:
     """Return all units with first values; raise HandshakeError if the values differ between ranks. Collective."""
-    units: list[UnitState] = []
-    checks = {}
+    units, check = list[UnitState](), Check()
     for spec in reported(plan.units, "first values", progress):
         units.append(empty_unit(plan, store, spec))
-        checks[spec.name] = fill(plan, store, units[-1], values)
-    plan.world.agree(checks, "first values")
+        fill(plan, store, units[-1], values, check)
+    compare(plan.world, check)
     return tuple(units)
 
 

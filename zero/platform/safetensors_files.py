@@ -13,6 +13,7 @@ import math
 import os
 import re
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,7 +131,18 @@ class _Piece(NamedTuple):
     stop: int
 
 
-class StoredWeights(Mapping[str, Tensor]):
+class RangedWeights(Mapping[str, Tensor]):
+    """Tensors by name, of which a part can be read alone."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of a tensor, flattened in row-major order, (stop - start,)."""
+
+
+class StoredWeights(RangedWeights):
     """A mapping from names to the tensors of a folder or a file. Each look-up reads the tensor again; none is cached.
 
     Attributes:

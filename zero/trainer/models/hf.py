@@ -14,7 +14,7 @@ Source: `transformers.core_model_loading`, which does this for a model in memory
 import copy
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -28,7 +28,7 @@ from zero.engine.empty import empty
 from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
 from zero.platform.installed import install
-from zero.platform.safetensors_files import StoredWeights
+from zero.platform.safetensors_files import RangedWeights, StoredWeights
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
 """Files of a model's folder that an export copies: settings, tokenizer, templates."""
@@ -246,7 +246,7 @@ def write_settings(path: str | PathLike[str], out: Path) -> None:
                 shutil.copyfile(file, out / file.name)
 
 
-class HFWeights(Mapping[str, Tensor]):
+class HFWeights(RangedWeights):
     """Stored tensors by the model's names. A tensor is read, and converted if necessary, when it is accessed.
 
     Attributes:
@@ -287,11 +287,25 @@ class HFWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         first = self._first[name]
         if first not in self._converters:
-            return self._stored[self._sources[first][0][1]]
+            return self._stored[self._key(first)]
         if self._last is None or self._last[0] != first:
             self._last = None  # freed before the next tensors are made
             self._last = first, self._translated(first)
         return self._last[1][name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        first = self._first[name]
+        return tuple(self[name].shape) if first in self._converters else self._stored.shape(self._key(first))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        first = self._first[name]
+        if first in self._converters:
+            return self[name].reshape(-1)[start:stop]
+        return self._stored.read(self._key(first), start, stop)
+
+    def _key(self, first: str) -> str:
+        """Return the name in the files of a tensor that needs no conversion."""
+        return self._sources[first][0][1]
 
     def __contains__(self, name: object) -> bool:
         return name in self._first  # the method of Mapping would read the tensor

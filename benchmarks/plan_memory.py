@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--offload", default="none,nvme", help="presets, separated by commas")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--act", default="keep", help="zero.activations: keep, remat or offload")
+    parser.add_argument("--act", default="keep", help="zero.activations: keep, selective, remat or offload")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--seq", type=int, default=512)
@@ -63,7 +63,7 @@ def train_with_preset(options: argparse.Namespace, preset: str) -> None:
         loss,
         batch.to("meta"),
         compute=compute,
-        remat=options.act == "remat",
+        policies=options.act,
     )
     _warm(compute)
     before_bytes = host_peak_bytes()

@@ -97,7 +97,14 @@ def traced(config: GPTConfig, rows: int, dtype: torch.dtype, *, remat: bool) -> 
     with zero.empty():
         model = GPT(config)
     meta = torch.empty(rows, config.seq + 1, dtype=torch.int64, device="meta")
-    return trace(model, split(model, world_size=1, class_names=None), loss, meta, compute=dtype, remat=remat)
+    return trace(
+        model,
+        split(model, world_size=1, class_names=None),
+        loss,
+        meta,
+        compute=dtype,
+        policies="remat" if remat else "keep",
+    )
 
 
 class Running:

@@ -252,7 +252,9 @@ def test_ranks_that_make_other_first_values_are_refused():
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_value_that_differs_between_ranks_that_keep_it_is_refused(stage):
     def fill(name: str, tensor: torch.Tensor, rank: int) -> None:
-        tensor.fill_(1.0).view(-1)[-1] = rank if tensor.numel() > 64 else 1  # behind the elements that all ranks compare
+        tensor.fill_(1.0).view(-1)[-1] = (
+            rank if tensor.numel() > 64 else 1
+        )  # behind the elements that all ranks compare
 
     def rank_main(world: zero.World) -> None:
         with world.exclusive(), zero.empty():

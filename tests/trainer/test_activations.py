@@ -29,7 +29,7 @@ from zero.trainer.planning.resolve_activations import CPU_LIBRARIES_BYTES
 from zero.trainer.planning.resolve_auto import _choose_activations
 from zero.trainer.planning.tracing import META, trace
 
-MIXED = {"blocks.0": "remat", "blocks.1": "offload", "blocks.*": "keep"}
+MIXED = {"blocks.0": "remat", "blocks.1": "offload", "blocks.2": "selective", "blocks.*": "keep"}
 DEEP = {"width": 128, "layers": 8, "heads": 4, "seq": 128}
 
 
@@ -37,7 +37,7 @@ DEEP = {"width": 128, "layers": 8, "heads": 4, "seq": 128}
 def test_what_is_kept_made_again_or_sent_to_the_host_changes_no_bit(size, stage):
     setting = Setting(stage=stage, precision="bf16", clip=0.5, accumulate=2)
     expected = run_ranks(size, train_small, setting.but(activations="keep"))
-    for policies in (MIXED, {"*": "remat"}, {"blocks.*": "offload"}):
+    for policies in (MIXED, {"*": "remat"}, {"*": "selective"}, {"blocks.*": "offload"}):
         assert run_ranks(size, train_small, setting.but(activations=policies)) == expected, policies
 
 
@@ -71,6 +71,17 @@ def test_unknown_words_and_units_are_refused(policies, why):
         run_ranks(1, lambda world: Setting(activations=policies).plan(world) and None)
 
 
+def test_compiled_code_has_no_products_to_keep():
+    with pytest.raises(PlanError, match=r"zero\.activations=selective.*zero\.compile=false"):
+        zero.Plan(
+            torch.nn.Linear(2, 2),
+            optimizer=zero.sgd(0.1),
+            world=zero.World.from_env(),
+            activations="selective",
+            compile="eager",
+        )
+
+
 @pytest.mark.parametrize("value", ["often", ["blocks.0"], ["blocks.0:often"], []])
 def test_settings_that_say_nothing_are_refused(value):
     with pytest.raises(ConfigError, match=r"zero\.activations"):
@@ -94,15 +105,20 @@ def test_each_further_unit_that_is_made_again_takes_bytes_away():
     splitting = split(model, world_size=1)
     names = [site.name for site in splitting.sites]
     traces = [
-        trace(model, splitting, loss, batch, compute=torch.bfloat16, remat=set(names[:number]))
-        for number in range(len(names) + 1)
+        trace(model, splitting, loss, batch, compute=torch.bfloat16, policies=dict.fromkeys(names, "keep") | again)
+        for again in (dict.fromkeys(names[:number], "remat") for number in range(len(names) + 1))
     ]
-    plain, again = (trace(model, splitting, loss, batch, compute=torch.bfloat16, remat=one) for one in (False, True))
+    plain, selective, again = (
+        trace(model, splitting, loss, batch, compute=torch.bfloat16, policies=word)
+        for word in ("keep", "selective", "remat")
+    )
     assert (traces[0], traces[-1]) == (plain, again)
     for before, after in pairwise(traces):
         assert after.peak_bytes <= before.peak_bytes
         assert after.backward.flops >= before.backward.flops
     assert again.peak_bytes < 0.5 * plain.peak_bytes
+    assert selective.backward.flops == plain.backward.flops < again.backward.flops, "no product is computed again"
+    assert again.peak_bytes < selective.peak_bytes < 0.8 * plain.peak_bytes
 
 
 def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():

@@ -342,7 +342,7 @@ def test_every_rule_says_what_the_operator_does(kind, compute, monkeypatch):
         with zero.empty():
             model = GPT(GPTConfig(**TINY, **kind))
         batch = torch.zeros(3, 33, dtype=torch.int64, device=where)
-        traced = trace(model, split(model, world_size=1), loss, batch, compute=compute, remat=True)
+        traced = trace(model, split(model, world_size=1), loss, batch, compute=compute, policies="remat")
         seen[where] = traced, recorded.seen
     assert len(seen["cpu"][1]) > 300
     assert seen["cpu"] == seen["meta"]
@@ -371,6 +371,7 @@ def strided_meta(t: torch.Tensor) -> torch.Tensor:
     [
         (TINY, "bf16", "keep"),
         (TINY, "fp32", "remat"),
+        (TINY, "fp32", "selective"),
         ({"width": 128, "layers": 3, "heads": 4, "seq": 128, "vocab": 3000}, "fp32", "keep"),
         ({"width": 128, "layers": 3, "heads": 4, "seq": 128, "vocab": 3000}, "bf16", "remat"),
     ],
@@ -393,9 +394,7 @@ def test_traced_bytes_are_what_a_real_step_allocates(sizes, precision, activatio
         update="serial",
     )
     batch = torch.zeros(4, settings.seq + 1, dtype=torch.int64)
-    traced = trace(
-        model, plan.splitting, loss, batch.to("meta"), compute=plan.precision.compute, remat=activations == "remat"
-    )
+    traced = trace(model, plan.splitting, loss, batch.to("meta"), compute=plan.precision.compute, policies=activations)
     state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss)
     state, _ = step(state, [batch])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

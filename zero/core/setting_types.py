@@ -191,8 +191,9 @@ def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-Activations = Literal["keep", "remat", "offload"]
-"""The treatment of a unit's activations: keep them, compute them again in backward, or offload them to host memory."""
+Activations = Literal["keep", "selective", "remat", "offload"]
+"""The treatment of a unit's activations: keep them, keep the results of matrix products and attention and compute the
+others again in backward, compute all of them again, or offload them to host memory."""
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 
 
@@ -209,13 +210,16 @@ def _activations(value: object) -> str | tuple[str, ...]:
     for entry in entries:
         pattern, _, word = entry.rpartition(":")
         if not pattern or word not in ACTIVATIONS:
-            raise ValueError(f"has {entry}. Write UNITS:WORD, such as blocks.0:remat, with keep, remat or offload.")
+            raise ValueError(
+                f"has {entry}. Write UNITS:WORD, such as blocks.0:remat, with keep, selective, remat or offload."
+            )
     _unique(tuple(entry.rpartition(":")[0] for entry in entries))
     return entries
 
 
 UnitActivations = Annotated[
-    str | tuple[str, ...], Reads("keep, remat, offload or auto, or a list such as [blocks.0:remat]", _activations)
+    str | tuple[str, ...],
+    Reads("keep, selective, remat, offload or auto, or a list such as [blocks.0:remat]", _activations),
 ]
 COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph")
 """The arguments of `torch.compile` that `zero.compile` passes on."""

@@ -303,8 +303,8 @@ class Gatherer:
         if self._compiler is not None and torch.is_grad_enabled():
             parameters = {f"module.{name}": value for name, value in parameters.items()}
             module = self._compiler.compiled(body, type(body.module))
-        if policy == "remat" and torch.is_grad_enabled():
-            return recomputed_call(module, parameters, args, kwargs, call)
+        if policy in ("remat", "selective") and torch.is_grad_enabled():
+            return recomputed_call(module, parameters, args, kwargs, call, selective=policy == "selective")
         return call(parameters, module, args, kwargs)
 
     def _packing(self) -> AbstractContextManager[Any]:

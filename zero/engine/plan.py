@@ -66,9 +66,10 @@ class Plan(PageTable):
         prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.
         keep: patterns of the names of units that stay gathered between forward and backward at stage 3, which saves a
             gather; ["*"] is `reshard_after_forward=False` of FSDP2.
-        activations: "keep"; "remat" to recompute each unit's activations in backward; or "offload" to keep them in host
-            memory. Or a mapping from patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the
-            first pattern that matches a unit counts, and a unit without a match keeps its activations.
+        activations: "keep"; "remat" to recompute each unit's activations in backward; "selective" to recompute all but
+            the results of matrix products and attention; or "offload" to keep them in host memory. Or a mapping from
+            patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the first pattern that matches
+            a unit counts, and a unit without a match keeps its activations.
         compile: True, the name of a backend, or a mapping of arguments of `torch.compile` (backend, mode, dynamic,
             fullgraph), to run each unit's forward through it.
         update: "lazy" applies each unit's update just before its next gather, which hides it; "serial" applies all
@@ -93,7 +94,7 @@ class Plan(PageTable):
         host_activation_bytes: bytes to count for activations that units offload to host memory.
 
     Attributes:
-        activations: "keep", "remat" or "offload" for each site, by its name.
+        activations: the policy of each site, by its name.
         placement: the tier of parameters, of gradients, and of every page of master and moments.
         arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
 
@@ -148,6 +149,10 @@ class Plan(PageTable):
         ):
             if value not in get_args(known):
                 raise PlanError(f"zero.{key}={value}: must be one of {', '.join(get_args(known))}")
+        if compile and "selective" in by_pattern.values():
+            raise PlanError(
+                "zero.activations=selective does not see products in compiled code. Set zero.compile=false."
+            )
         self.model, self.bucket, self.compile, self.check_writes = model, bucket, compile, check_writes
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
         stage = stage if isinstance(stage, Stage) else Stage(stage)
@@ -316,7 +321,7 @@ class Plan(PageTable):
 
 
 def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> dict[str, Activations]:
-    """Return the activation policy ("keep", "remat" or "offload") of each site, by its name.
+    """Return the activation policy of each site, by its name.
 
     Raises:
         PlanError: a pattern matches no site.

@@ -3,14 +3,17 @@
 The parameters are passed to torch's `checkpoint` as arguments, because it saves its arguments through the surrounding
 saved-tensor hooks. These are the gatherer's hooks, which save a position instead of a gathered parameter.
 
-Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", for selective recomputation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from zero.engine.takeover import call_with
 
@@ -21,17 +24,35 @@ torch's batch norm changes its running statistics, one element per channel, with
 """
 
 
+aten = torch.ops.aten
+
+PRODUCTS = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
+"""Operators whose results selective checkpointing keeps: matrix products and attention."""
+
+
 def recomputed_call(
     module: nn.Module,
     parameters: Mapping[str, Tensor],
     args: Any,
     kwargs: Mapping[str, Any],
     call: Callable[..., Any] = call_with,
+    *,
+    selective: bool = False,
 ) -> Any:
     """Run `module` with `parameters` in place of its own, and recompute its activations in backward.
 
     Args:
         call: `call_with`, bound to the module's path for messages.
+        selective: keep the results of `PRODUCTS`.
     """
     names, (tensors, rebuild) = tuple(parameters), _apart(args, kwargs)
     # Forward may change buffers (running statistics). The recomputation must neither read nor repeat these changes, so
@@ -43,7 +64,8 @@ def recomputed_call(
         return call(dict(zip(names, values, strict=False)), module, *rebuild(values[len(names) :]), buffers=replaced)
 
     # Parameters are arguments, because `checkpoint` saves arguments through our hooks, which keep only positions.
-    outputs = checkpoint(compute, *parameters.values(), *tensors, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, PRODUCTS) if selective else noop_context_fn
+    outputs = checkpoint(compute, *parameters.values(), *tensors, use_reentrant=False, context_fn=contexts)
     now = dict(module.named_buffers())
     replaced = {
         name: copy

@@ -84,15 +84,16 @@ class Zero(Section):
     )
     activations: UnitActivations = key(
         "keep",
-        "activations of a unit: keep, remat (computed again in backward), offload (kept in host memory), or auto: keep "
-        "what fits; or a list of patterns of units' names, each with one of these: the first that fits counts",
+        "activations of a unit: keep, remat (computed again in backward), selective (computed again, except results of "
+        "matrix products and attention), offload (kept in host memory), or auto: keep what fits; or a list of patterns "
+        "of units' names, each with one of these: the first that fits counts",
         trades="remat keeps one activation per unit and computes a third more; offload moves those of 1 MiB and more",
         example="remat",
     )
 
     @property
     def activations_by_pattern(self) -> dict[str, Any]:
-        """Pattern of units' names -> keep, remat or offload. An "auto" that is not resolved yet counts as keep."""
+        """Pattern of units' names -> the word of its activations. An "auto" that is not resolved yet counts as keep."""
         if self.activations == "auto":
             return {"*": "keep"}
         listed = (f"*:{self.activations}",) if isinstance(self.activations, str) else self.activations

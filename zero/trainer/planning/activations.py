@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from copy import copy
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
+from zero.core.setting_types import Activations as Policy
 from zero.engine.plan import activations_of
 from zero.engine.unit import split
 from zero.settings.build import build_precision
@@ -22,7 +24,7 @@ tensors leave holes that other tensors do not fit in. Measured with `benchmarks/
 `launch.malloc=lean`, which maps large tensors separately, it is 1."""
 
 
-_Names = frozenset[str]
+_Policies = tuple[tuple[str, Policy], ...]
 
 
 class PlanArguments(TypedDict):
@@ -49,7 +51,7 @@ class Activations:
         self._splitting = split(model, world_size=1, class_names=names)
         self.site_names = [site.name for site in self._splitting.sites]
         self._compute = build_precision(config).compute
-        self._traced: dict[tuple[int, int, _Names, _Names, bool], Traced] = {}
+        self._traced: dict[tuple[int, int, _Policies, bool], Traced] = {}
 
     def resolved(self, config: Config) -> "Activations":
         """Return a copy for the same run with other settings, such as other activations; both share their traces."""
@@ -80,16 +82,13 @@ class Activations:
         """
         seq = seq or self._config.model.seq
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
-        none = frozenset[str]()
+        evaluated = partial(self._trace, chunk, seq, (), backward=False)
         if not self._splitting.trains:
-            return self._trace(chunk, seq, none, none, backward=False)
-        again = self._units_with("remat", remat)
-        away = none if device == "cpu" else self._units_with("offload", remat)
-        traced = self._trace(rows, seq, again, away, backward=True)
+            return evaluated()
+        traced = self._trace(rows, seq, self._policies(device, remat), backward=True)
         if rows >= chunk:
             return traced
-        evaluated = self._trace(chunk, seq, none, none, backward=False)
-        return traced._replace(peak_bytes=max(traced.peak_bytes, evaluated.peak_bytes))
+        return traced._replace(peak_bytes=max(traced.peak_bytes, evaluated().peak_bytes))
 
     def bytes(self, rows: int, device: str, *, remat: bool | None = None, seq: int | None = None) -> int:
         """Return the bytes to plan for a microbatch of `rows` rows; on a CPU with the growth of its heap, see `HEAP`.
@@ -100,7 +99,7 @@ class Activations:
         if device != "cpu" or self._config.launch.malloc == "lean":
             return traced_bytes
         kept_bytes = int(self.of(rows, device, remat=False, seq=seq).peak_bytes * HEAP["keep"])
-        recomputes = self._units_with("remat", remat)
+        recomputes = {"remat", "selective"}.intersection(policy for _, policy in self._policies(device, remat))
         return min(kept_bytes, int(traced_bytes * HEAP["remat"])) if recomputes else kept_bytes
 
     def planned(self, rows: int, device: str) -> PlanArguments:
@@ -110,16 +109,17 @@ class Activations:
             "host_activation_bytes": self.of(rows, device).host_bytes,
         }
 
-    def _units_with(self, word: str, remat: bool | None) -> _Names:
-        """Return the names of the sites whose activation policy is `word`; none without backward."""
+    def _policies(self, device: str, remat: bool | None) -> _Policies:
+        """Return (name, activation policy) of the sites that do not keep their activations; none without backward."""
         if not self._splitting.trains or remat is False:
-            return frozenset()
+            return ()
         by_pattern: dict[str, Any] = {"*": "remat"} if remat else self._config.zero.activations_by_pattern
+        kept = {"keep", "offload"} if device == "cpu" else {"keep"}
         policies = activations_of(self._splitting, by_pattern)
-        return frozenset(name for name, policy in policies.items() if policy == word)
+        return tuple((name, policy) for name, policy in policies.items() if policy not in kept)
 
-    def _trace(self, rows: int, seq: int, remat: _Names, offload: _Names, *, backward: bool) -> Traced:
-        key = rows, seq, remat, offload, backward
+    def _trace(self, rows: int, seq: int, policies: _Policies, *, backward: bool) -> Traced:
+        key = rows, seq, policies, backward
         if key not in self._traced:
             self._traced[key] = trace(
                 self._model,
@@ -127,8 +127,7 @@ class Activations:
                 loss_of(self._config, self._model),
                 torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
                 compute=self._compute,
-                remat=remat,
-                offload=offload,
+                policies=activations_of(self._splitting, dict(policies)),
                 backward=backward,
             )
         return self._traced[key]

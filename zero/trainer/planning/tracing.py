@@ -12,7 +12,7 @@ the same tensors as the fused kernels of GPUs: inputs, output, and one number pe
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero.core.setting_types import Activations
 from zero.engine.recompute import recomputed_call
 from zero.engine.saved_tensors import Kept, OnHost
 from zero.engine.takeover import Body, attach, move_buffers
@@ -104,8 +105,7 @@ def trace(
     microbatch: Any,
     *,
     compute: torch.dtype,
-    remat: bool | Collection[str] = False,
-    offload: Collection[str] = (),
+    policies: Activations | Mapping[str, Activations] = "keep",
     backward: bool = True,
 ) -> Traced:
     """Return the memory and work of one microbatch.
@@ -116,8 +116,7 @@ def trace(
         loss: maps (model, microbatch) to a scalar, or to a tuple that begins with a scalar.
         microbatch: meta tensors, of the shapes that training has.
         compute: dtype of the parameters.
-        remat: names of the sites whose activations are recomputed in backward; True: all sites; False: none.
-        offload: names of the sites whose activations are in host memory between forward and backward.
+        policies: the activation policy of all sites, or of each site by its name.
         backward: trace backward too; False: trace an evaluation, without gradients.
     """
     copied = _copy_on_meta(model, compute)
@@ -127,7 +126,6 @@ def trace(
         for trainable, layout in ((True, unit.trainable), (False, unit.frozen))
         for number, slot in enumerate(layout.slots)
     }
-    again = {site.name for site in splitting.sites} if remat is True else set(remat or ())
     host = _Host([*values.values()])
 
     def call(site: Site, body: Body, args: Any, kwargs: Any) -> Any:
@@ -136,9 +134,10 @@ def trace(
             f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
             for bound in site.bindings
         }
-        if backward and site.name in again:
-            return recomputed_call(_Fusing(body), held, args, kwargs)
-        with host.taking() if backward and site.name in offload else nullcontext():
+        policy = policies if isinstance(policies, str) else policies[site.name]
+        if backward and policy in ("remat", "selective"):
+            return recomputed_call(_Fusing(body), held, args, kwargs, selective=policy == "selective")
+        with host.taking() if backward and policy == "offload" else nullcontext():
             return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])

@@ -57,8 +57,8 @@ def values(world: zero.World, module: type[nn.Module]) -> dict[str, Tensor]:
 def test_the_ranges_of_all_ranks_are_the_whole(module):
     whole = values(zero.World.from_env(), module)
     for size in (2, 3):
-        for found in run_ranks(size, values, module):
-            assert all(torch.equal(found[name], whole[name]) for name in whole)
+        for made in run_ranks(size, values, module):
+            assert all(torch.equal(made[name], whole[name]) for name in whole)
 
 
 def test_values_are_those_of_their_initializers():
@@ -107,6 +107,120 @@ def test_a_rank_reads_its_part_of_a_file(tmp_path, monkeypatch):
         plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world, precision="fp32")
         return zero.full_state_dict(zero.init(plan, zero.open_store(plan), weights=tmp_path / "w.safetensors"))
 
-    for found in run_ranks(3, rank_main):
-        assert torch.equal(found["weight"].view(-1), torch.arange(float(numel)))
+    for made in run_ranks(3, rank_main):
+        assert torch.equal(made["weight"].view(-1), torch.arange(float(numel)))
     assert sum(counted) == numel + ROWS + 3 * 2 * SAMPLE
+
+
+class Resets(nn.Module):
+    """A module on meta whose `reset_parameters` does more than to fill its parameters with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.weight = nn.Parameter(torch.empty(ROWS, 64))
+
+    def reset_parameters(self) -> None:
+        raise NotImplementedError
+
+
+class Cuts(Resets):
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, a=-0.5, b=0.5)
+
+
+class Reads(Resets):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        with torch.no_grad():
+            self.weight.mul_(0.01 / self.weight.std().item())
+
+
+class Replaces(Resets):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.weight.data = self.weight.data * 0.01
+
+
+class Assigns(Resets):
+    def reset_parameters(self) -> None:
+        self.weight.data = torch.randn(ROWS, 64) * 0.01
+
+
+class KeepsACopy(Resets):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.01)
+        self.register_buffer("first", self.weight.detach().clone())
+
+
+class Scales(Resets):
+    """Is scaled before its values exist, as only a parameter that a constructor wrote can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(64))
+        self.weight.data.mul_(2)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.005)
+        nn.init.zeros_(self.bias)
+
+
+@pytest.mark.parametrize("module", [Reads, Replaces, Assigns, KeepsACopy])
+def test_a_reset_that_cannot_run_in_blocks_runs_on_the_whole(module):
+    made = values(zero.World.from_env(), module)
+    assert 0.009 < made["weight"].std() < 0.011
+    assert len(made["weight"].unique()) > ROWS
+
+
+def test_a_reset_is_recorded_whether_or_not_a_model_was_built_empty():
+    plan = zero.Plan(Cuts(), optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="fp32")
+    made = zero.full_state_dict(zero.init(plan, zero.open_store(plan), seed=3))
+    assert made["weight"].abs().max() <= 0.5
+    assert torch.equal(made["weight"], values(zero.World.from_env(), Cuts)["weight"])
+
+
+def test_a_copy_that_a_reset_keeps_has_values():
+    model = KeepsACopy()
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="fp32")
+    made = zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
+    assert torch.equal(model.first, made["weight"])
+
+
+def test_numbers_beside_parameters_are_drawn_from_the_seed():
+    class Draws(Resets):
+        def reset_parameters(self) -> None:
+            nn.init.uniform_(self.weight, 0, torch.rand(1).item())
+
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        made.append(values(zero.World.from_env(), Draws)["weight"])
+    assert torch.equal(*made)
+
+
+def test_a_scaled_parameter_without_values_is_reset():
+    with zero.empty():
+        model = Scales()
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="fp32")
+    made = zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
+    assert not made["bias"].any()
+    assert 0.009 < made["weight"].std() < 0.011
+
+
+def test_views_of_an_empty_parameter_are_views_of_its_values():
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.square = nn.Parameter(torch.empty(3, 5)), nn.Parameter(torch.empty(64, 64))
+            view = self.weight.data
+            view.t_()
+            view.copy_(torch.arange(15.0).view(5, 3))
+            nn.init.normal_(self.square)
+            q, _ = torch.linalg.qr(self.square.data)
+            q.mul_(0.5)
+            self.square.data.copy_(q)
+
+    made = values(zero.World.from_env(), Turned)
+    assert torch.equal(made["weight"], torch.arange(15.0).view(5, 3).t())
+    torch.testing.assert_close(made["square"] @ made["square"].t(), 0.25 * torch.eye(64))

@@ -70,7 +70,7 @@ def _unmade(*, kept: bool) -> Iterator[None]:
         except RuntimeError:
             return  # an autograd graph uses the parameter, so it keeps its memory
 
-    _dispatch_trunc_normal()
+    dispatch_trunc_normal()
     handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)
     try:
         with empties:
@@ -80,7 +80,7 @@ def _unmade(*, kept: bool) -> Iterator[None]:
 
 
 @cache
-def _dispatch_trunc_normal() -> None:
+def dispatch_trunc_normal() -> None:
     """Patch `nn.init.trunc_normal_` so that it calls `__torch_function__`, as `nn.init.normal_` does.
 
     The whole call has to be recorded, because `trunc_normal_` redraws rejected values: its operations depend on values.
@@ -152,6 +152,7 @@ class Root:
         number: the number of the tensor that covers the whole storage, unique among recorded tensors and operations.
         operations: the recorded operations that create, view or write the storage, in order.
         is_changed: whether an operation writes into the storage.
+        whole: numbers of all tensors that cover the whole storage in the shape of the parameter.
     """
 
     shape: torch.Size
@@ -161,6 +162,10 @@ class Root:
     number: int = field(default_factory=lambda: next(_count))
     operations: "list[Operation]" = field(default_factory=list)
     is_changed: bool = False
+    whole: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.whole = {self.number}
 
     @property
     def is_elementwise(self) -> bool:
@@ -195,8 +200,9 @@ class Operation:
         number: a counter that orders all recorded calls.
         reads: the roots that the call reads, except `within`.
         made: position of a recorded tensor in the call's result -> the tensor's number.
-        is_elementwise: whether the call changes each element of a whole root in the same way and reads nothing else, so
-            that it can run on a part of the root.
+        is_alias: whether the call returns the whole root once more.
+        is_elementwise: whether it does, or changes each element of the whole root in the same way and reads nothing
+            else, so that it can run on a part of the root.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, within: Root | None = None) -> None:
@@ -207,9 +213,12 @@ class Operation:
         others = {key: tensor.detach().clone() for key, tensor in tensors.items() if key not in meta}
         self._call = replaced((args, kwargs), meta | others)
         self._numbers = {id(meta[id(tensor)]): tensor.recipe.number for tensor in unmade}
-        is_alone = within is not None and [*self._numbers.values()] == [within.number] and not others
-        draws_elsewhere = any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values()))
-        self.is_elementwise = is_alone and self.name in _ELEMENTWISE and not draws_elsewhere
+        is_whole = within is not None and within.whole.issuperset(self._numbers.values()) and len(self._numbers) == 1
+        has_generator = any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values()))
+        self.is_alias = is_whole and self.name in ("data", "detach")
+        self.is_elementwise = self.is_alias or (
+            is_whole and self.name in _ELEMENTWISE and not others and not has_generator
+        )
         self.reads = [tensor.recipe.root for tensor in unmade if tensor.recipe.root is not within]
         self.made: dict[int, int] = {}
 
@@ -251,8 +260,6 @@ class Unmade(Tensor):
             return _plainly(func, *args, **kwargs)
         if name in _AS_ON_CPU:
             return _AS_ON_CPU[name]
-        if name in ("data", "detach") and isinstance(first, Unmade):
-            return Unmade.of(_plainly(func, *args, **kwargs), first.recipe)
         if func is nn.init.kaiming_uniform_:
             return _kaiming_uniform(*args, **kwargs)
         if name in ("to", "cpu", "cuda") and isinstance(first, Unmade):
@@ -407,6 +414,8 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
         root = source or Root(tensor.shape, kept, is_made=kept)
         recipe = Recipe.of(root) if source is None else Recipe(root, next(_count))
         operation.made[place] = recipe.number
+        if operation.is_alias:
+            root.whole.add(recipe.number)
         if kept and operation not in root.operations[-1:]:
             root.operations.append(operation)
         new[id(tensor)] = Unmade.of(tensor, recipe)

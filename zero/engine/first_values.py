@@ -17,12 +17,12 @@ the ranks compare them; ranks that keep the same range compare all that they hav
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from zero.core.suggest import meant, some
 from zero.distributed.world import World
-from zero.engine.empty import Operation, Recipe, Root, Unmade, is_meta
+from zero.engine.empty import Operation, Recipe, Root, Unmade, dispatch_trunc_normal, is_meta
 from zero.engine.flat_writer import FlatWriter
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
@@ -46,7 +46,10 @@ from zero.platform.safetensors_files import RangedWeights, StoredWeights
 from zero.store import Page, PageKind, Store
 
 BLOCK = 1 << 14
-"""Elements that are drawn from one seed. Seeding a generator takes a tenth of the time of drawing so many numbers."""
+"""Elements that are drawn from one seed. Seeding a generator takes a tenth of the time of drawing so many numbers.
+
+torch's generator on a CPU uses 32 bits of a seed, so of a million blocks about a hundred draw another one's numbers.
+"""
 
 SAMPLE = 64
 """Elements at the beginning of each parameter that all ranks read and compare."""
@@ -140,15 +143,16 @@ class Check:
 
     Attributes:
         samples: unit -> checksum of the names and first elements of its parameters.
-        ranges: checksum of the ranges that the rank keeps.
+        ranges: hash of the ranges that the rank keeps.
         values: checksum of the values in them.
     """
 
     samples: dict[str, str] = field(default_factory=dict)
-    ranges: int = 0
+    ranges: Any = field(default_factory=hashlib.sha256)
     values: int = 0
 
 
+@torch.no_grad()
 def fill(plan: Plan, store: Store, unit: UnitState, values: Values, check: Check) -> None:
     """Write a unit's first values to memory and to the store, and add them to `check`."""
 
@@ -163,7 +167,7 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values, check: Check
     sample = 0
     for kind, copies in ((PageKind.PARAM, plan.optimizer.copies), (PageKind.FROZEN, ())):
         writer = FlatWriter(plan, store, unit, kind, copies=copies)
-        check.ranges = crc32(f"{writer.start} {writer.stop}".encode(), check.ranges)
+        check.ranges.update(f"{writer.start} {writer.stop} ".encode())
         for slot in writer.layout.slots:
             first = read(slot.name, 0, min(SAMPLE, slot.numel))
             sample = crc32(memory_of(first), crc32(slot.name.encode(), sample))
@@ -179,12 +183,15 @@ def compare(world: World, check: Check) -> None:
         HandshakeError: the samples of a unit differ, or values of ranks that keep the same ranges.
     """
     world.agree(check.samples, "first values")
-    numbers = torch.tensor([check.ranges, check.values], device="cpu")
+    numbers = torch.tensor([int.from_bytes(check.ranges.digest()[:7]), check.values], device="cpu")
     seen: dict[int, tuple[int, int]] = {}  # ranges -> the first rank that keeps them, and its values
     for rank, (ranges, values) in enumerate(world.exchange(numbers, what="first values").tolist()):
         other, expected = seen.setdefault(ranges, (rank, values))
         if values != expected:
-            raise HandshakeError(f"the ranks have different first values: ranks {other} and {rank} read other values")
+            raise HandshakeError(
+                f"the ranks have different first values: those of rank {other} and rank {rank}, which keep the same "
+                "part of the model. Give all ranks the same weights."
+            )
 
 
 def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
@@ -203,6 +210,7 @@ class _Made:
     def __init__(
         self, splitting: Splitting, model: nn.Module, built: Mapping[str, Tensor], seed: int, world: World
     ) -> None:
+        dispatch_trunc_normal()
         self._model, self._seed, self._world = model, seed, world
         self._owner_of: dict[str, Owner] = {}
         self._recipes: dict[str, Recipe] = {}
@@ -242,20 +250,27 @@ class _Made:
     def _record_reset(self, owner: Owner) -> None:
         """Record what the owner's `reset_parameters` does, if it treats all elements alike.
 
-        Otherwise nothing changes, and the method will run on whole tensors. It also raises its errors there.
+        Otherwise nothing changes, and the method will run on whole tensors, where it also raises its errors.
         """
         roots = {name: recipe.root for name, recipe in self._own(owner).items()}
-        if not roots or any(root.operations or root.is_written for root in roots.values()):
+        if any(root.is_written or not root.is_elementwise for root in roots.values()):
             return
+        before = {root: list(root.operations) for root in roots.values()}
+        module = self._model.get_submodule(owner.path)
         unmade = {
             name: Unmade.of(torch.empty(root.shape, device="meta"), Recipe.of(root)) for name, root in roots.items()
         }
-        with suppress(Exception):
-            _reset(self._model.get_submodule(owner.path), owner, self._model, unmade)
-        if not all(root.is_changed and root.is_elementwise for root in roots.values()):
-            for root in roots.values():
-                root.operations.clear()
-                root.is_changed = False
+        torch.default_generator.manual_seed(self._seed_of(owner.path))
+        try:
+            after = _reset(module, owner, self._model, unmade)
+            recipes = {name: cast(Unmade, after[name]).recipe for name in roots}
+            complete = all(recipe.root is roots[name] and _is_ranged(recipe) for name, recipe in recipes.items())
+        except Exception:  # also of a method that reads values
+            complete = False
+        held = (*module._buffers.values(), *vars(module).values())
+        if not complete or any(isinstance(value, Unmade) for value in held):
+            for root, operations in before.items():
+                root.operations, root.is_changed = operations, False
 
     @contextmanager
     def _drawing_alone(self) -> Iterator[None]:
@@ -264,14 +279,15 @@ class _Made:
             yield
 
     def __call__(self, name: str, start: int, stop: int) -> Tensor:
-        owner, root = self._owner_of[name], self._recipes[name].root
-        if root.is_elementwise and root.is_written and self._recipes[name].number == root.number:
+        owner, recipe = self._owner_of[name], self._recipes[name]
+        if self._last is not None and self._last[0] != owner.path:
+            self._last = None  # free the last owner's values before the next are computed
+        if _is_ranged(recipe) and all(other.root.is_written for other in self._own(owner).values()):
             with self._drawing_alone():
-                values = self._part(root, start // BLOCK, -(-stop // BLOCK))[start % BLOCK :][: stop - start]
+                values = self._part(recipe.root, start // BLOCK, -(-stop // BLOCK))[start % BLOCK :][: stop - start]
             _refuse_left_out(self._model.get_submodule(owner.path), owner, {name: values})
             return values
-        if self._last is None or self._last[0] != owner.path:
-            self._last = None  # free the last owner's values before the next are computed
+        if self._last is None:
             with self._drawing_alone():
                 self._last = owner.path, self._made_by(owner)
         return self._last[1][name].reshape(-1)[start:stop]
@@ -285,10 +301,13 @@ class _Made:
 
     def _run_by_blocks(self, operation: Operation, root: Root, part: Tensor, first: int) -> None:
         """Run an elementwise operation on `part`, (n,), which begins at block `first` of the root."""
-        key = f"{self._keys[root]}/{root.operations.index(operation)}"
+        if operation.is_alias:
+            return
+        writes = [other for other in root.operations if not other.is_alias]
+        key = f"{self._keys[root]}/{writes.index(operation)}"
         for number, block in enumerate(part.split(BLOCK), first):
             torch.default_generator.manual_seed(self._seed_of(f"{key}/{number}"))
-            operation.run({root.number: block})
+            operation.run(dict.fromkeys(root.whole, block))
 
     def _made_by(self, owner: Owner) -> dict[str, Tensor]:
         """Run all operations that the owner's values depend on and return the values by name.
@@ -313,9 +332,10 @@ class _Made:
                 operations.pop(view, None)
             with _drawing(generators, owner.path):
                 begun = {name: values[recipe.number] for name, recipe in recipes.items() if recipe.number in values}
-                _reset(module, owner, self._model, begun)
+                for name, value in _reset(module, owner, self._model, begun).items():
+                    begun[name].copy_(value)
         for operation, root in sorted(operations.items(), key=lambda each: each[0].number):
-            if operation.is_elementwise:
+            if root.is_elementwise and not operation.is_alias:
                 self._run_by_blocks(operation, root, values[root.number].view(-1), 0)
             else:
                 with _drawing(generators, self._path_of[root]):
@@ -330,6 +350,11 @@ class _Made:
 
     def _seed_of(self, key: str) -> int:
         return int.from_bytes(hashlib.sha256(f"{self._seed}/{key}".encode()).digest()[:7], "big")
+
+
+def _is_ranged(recipe: Recipe) -> bool:
+    """Return whether a part of the tensor can be computed alone."""
+    return recipe.root.is_elementwise and recipe.root.is_written and recipe.number in recipe.root.whole
 
 
 def _reached(roots: Iterable[Root]) -> Iterable[Root]:
@@ -365,8 +390,12 @@ def _begun(root: Root, start: int, stop: int) -> Tensor:
     return memory.fill_(torch.nan) if root.begin is None else memory.copy_(root.begin.reshape(-1)[start:stop])
 
 
-def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Fill `values` by the owner's `reset_parameters` and by the `_init_weights` of the modules that contain it."""
+def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fill `values` by the owner's `reset_parameters` and by the `_init_weights` of the modules that contain it.
+
+    Returns:
+        The module's parameters afterwards, by the names of `values`, because the methods may replace them.
+    """
     reset = _reset_of(module)
     placeholders = dict(module._parameters)
     # by full name, so that a parameter with two local names is one object
@@ -382,10 +411,8 @@ def _reset(module: nn.Module, owner: Owner, model: nn.Module, values: Mapping[st
                 reset()
         with _OthersUntouched():
             _initialise(model, owner.path)
-        for local, name in owner.slots:
-            now = module._parameters[local]
-            if now is not None and now is not filled[name] and name in values:  # the module has replaced it
-                values[name].copy_(now)
+        after = {name: module._parameters[local] for local, name in owner.slots if name in values}
+        return {name: parameter for name, parameter in after.items() if parameter is not None}
     finally:
         module._parameters.update(placeholders)
 

@@ -526,3 +526,28 @@ def test_blocks_of_a_class_share_one_compiled_function(build, settings, most):
     assert_same(told, *plain(model, mean_square, settings["ranks"], 2))
     assert 0 < len(made) <= most
     assert [rank.renewed for rank in told] == [[0, 0]] * settings["ranks"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_dynamic_shapes_compile_once_for_all_lengths():
+    lengths, made = (3, 5, 8, 13, 21), {}
+    for dynamic in (True, False):
+        torch.compiler.reset()
+        graphs: list[int] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any], graphs: list[int] = graphs) -> Callable[..., Any]:
+            graphs.append(len(inputs))
+            return graph.forward
+
+        plan = zero.Plan(
+            nn.Sequential(*(Numbered(index) for index in range(3))),
+            optimizer=zero.sgd(0.1),
+            world=SoloWorld(),
+            compile={"backend": backend, "dynamic": dynamic},
+        )
+        state, step = zero.init(plan, zero.open_store(plan), seed=0), zero.make_step(plan, lambda m, x: m(x).mean())
+        for length in lengths:
+            x = torch.ones(length, WIDTH, requires_grad=True)
+            state, _ = step(state, [x])
+        made[dynamic] = len(graphs)
+    assert made[True] <= 2 < made[False]

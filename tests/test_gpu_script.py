@@ -45,7 +45,7 @@ def rows(results: Results, kind: str) -> list[dict[str, Any]]:
 def every_part_ends_well_and_says_nothing_of_an_error(results: Results, folder: Path) -> None:
     ends = {f"{task['part']} {task['name']}": task["status"] for task in results["tasks"]}
     assert set(ends.values()) == {"done"}, (ends, (folder / "log.txt").read_text()[-3000:])
-    assert {task["part"] for task in results["tasks"]} == {1, 2, 3, 4, 5}
+    assert {task["part"] for task in results["tasks"]} == {1, 2, 3, 4, 5, 6}
     assert not [row for task in results["tasks"] for row in task["rows"] if "error" in row]
     assert results["simulated"]
 
@@ -57,16 +57,27 @@ def all_ways_to_train_have_the_same_bits(results: Results, folder: Path) -> None
     assert {precision for precision, _ in families} == {"fp32", "bf16", "fp16"}
     assert families["bf16", ""] >= 15
     assert families["bf16", "compiled"] >= 3
-    assert {row["precision"] for row in rows(results, "bound") if row["holds"]} == {"fp32", "bf16", "fp16"}
+    for reduce in ("exact", "native"):
+        assert families["bf16", f"2 ranks, {reduce} sums"] == 9
+    bounds = [(row["precision"], row["reference"], row["ranks"]) for row in rows(results, "bound") if row["holds"]]
+    assert bounds == [
+        *((precision, "plain torch", 1) for precision in ("fp32", "bf16", "fp16")),
+        *(("bf16", reference, 2) for reference in ("plain torch", "exact sums")),
+    ]
 
 
 def every_system_takes_its_turns_and_is_looked_into(results: Results, folder: Path) -> None:
-    timed = Counter(row["system"] for row in rows(results, "speed"))
-    assert len(timed) == 7
-    assert len(set(timed.values())) == 1, "as often as each other"
-    steps = {row["system"]: row for row in rows(results, "step")}
-    assert set(steps) == set(timed)
-    assert all(row["launches"] > 0 for row in steps.values())
+    for model, systems in (("tiny", 7), ("tiny on 2 GPUs", 5)):
+        timed = Counter(row["system"] for row in rows(results, "speed") if row["model"] == model)
+        assert len(timed) == systems
+        assert len(set(timed.values())) == 1, "as often as each other"
+        inside = {row["system"]: row for row in rows(results, "step") if row["model"] == model}
+        assert set(inside) == set(timed)
+        assert all(row["launches"] > 0 for row in inside.values())
+    ahead, late = (inside[f"stage 3{name}"]["shares"]["gather"] for name in ("", ", prefetch=0"))
+    assert ahead[0] > 0
+    assert late[0] > 0
+    steps = {row["system"]: row for row in rows(results, "step") if row["model"] == "tiny"}
     assert "page in" in steps["stage 3, nvme"]["shares"]
     assert steps["FSDP2"]["waits"] is None, "not on a simulated GPU"
 
@@ -76,6 +87,23 @@ def the_largest_lies_on_every_tier(results: Results, folder: Path) -> None:
     assert all(forecast["bytes"][tier] > 0 for tier in ("device", "host", "nvme"))
     assert forecast["step_s"] > 0
     assert len([row for row in rows(results, "largest") if row["model"] == forecast["model"]]) == 2
+
+
+def ranks_that_fail_are_named(results: Results, folder: Path) -> None:
+    ends = {(row["case"], row["rank"]): row["end"] for row in rows(results, "failure")}
+    assert ends["rank 1 is killed", 1] == "killed by SIGKILL"
+    assert ends["rank 1 is killed", 0].startswith("failed: RankFailedError: rank 0 lost rank 1 in ")
+    for rank in range(2):
+        assert ends["rank 1 skips a collective", rank] == (
+            "failed: WorldError: the ranks run different operations: gather of unit 0, 8 elements of torch.float32 on "
+            "rank 0; gather of unit 1, 8 elements of torch.float32 on rank 1"
+        )
+
+
+def collectives_have_a_rate(results: Results, folder: Path) -> None:
+    rates = {row["what"]: row["rate"] for row in rows(results, "collective")}
+    assert set(rates) == {"gather, bf16", "exact sum of bf16", "native sum of bf16", "native sum of fp32"}
+    assert all(rate > 0 for rate in rates.values())
 
 
 def traces_are_small_files_that_a_viewer_opens(results: Results, folder: Path) -> None:
@@ -96,7 +124,7 @@ def the_page_is_made_from_the_json_alone(results: Results, folder: Path) -> None
     made = run(SCRIPT, "--page", folder / "gpu.json").stdout
     assert made == (folder / "gpu.md").read_text() == page(results)
     assert made.startswith(f"{HEADING}\n\nNothing of this ran on a GPU")
-    for title in ("The machine", "The laws", "Speed", "The largest", "One step", "How the parts ended"):
+    for title in ("The machine", "The laws", "Speed", "The largest", "One step", "Several GPUs", "How the parts ended"):
         assert f"### {title}" in made
     for line in made.splitlines():
         assert not line.startswith("|") or line.endswith("|")
@@ -124,6 +152,8 @@ def test_a_dry_run_from_its_beginning_to_its_page(tmp_path):
     every_system_takes_its_turns_and_is_looked_into(results, tmp_path)
     the_largest_lies_on_every_tier(results, tmp_path)
     traces_are_small_files_that_a_viewer_opens(results, tmp_path)
+    collectives_have_a_rate(results, tmp_path)
+    ranks_that_fail_are_named(results, tmp_path)
     the_page_is_made_from_the_json_alone(results, tmp_path)
     there_is_a_page_of_whatever_was_told(results, tmp_path)
 
@@ -131,11 +161,12 @@ def test_a_dry_run_from_its_beginning_to_its_page(tmp_path):
 def test_a_page_shows_what_only_a_gpu_can_say():
     speed = {"kind": "speed", "model": "1B", "round": 0, "tokens": 1000, "plan_bytes": 2**30, "flops": 4e13}
     speed |= {"peak_bytes": 3 * 2**29, "peak_flops": 1e15}
+    bound = {"kind": "bound", "precision": "fp32", "reference": "plain torch", "ranks": 1, "steps": 8, "bound": 1e-5}
     given = [
         {"kind": "fact", "what": "GPU", "value": "NVIDIA H200"},
         {"kind": "rate", "what": "a way that is shut", "unit": "GB/s", "error": "RuntimeError: no"},
         {"kind": "digest", "precision": "bf16", "family": "", "case": "nvme", "digest": "abc", "equal": False},
-        {"kind": "bound", "precision": "fp32", "steps": 8, "bound": 1e-5, "loss": 1e-3, "norm": 0.0, "holds": False},
+        {**bound, "loss": 1e-3, "norm": 0.0, "holds": False},
         {"kind": "hazards", "case": "cpu", "found": 2, "texts": ["2 x write by aten::copy_"]},
         {"kind": "model", "model": "1B", "parameters": 10**9, "activations": "keep", "seq": 10},
         {**speed, "system": "forward and backward", "step_s": [0.1]},
@@ -145,7 +176,7 @@ def test_a_page_shows_what_only_a_gpu_can_say():
         {"kind": "forecast", "model": "14B", "parameters": 14 * 10**9, "tokens": 5, "error": "ConfigError: too little"},
     ]
     made = page({"tasks": [{"part": 1, "name": "all", "status": "done", "rows": given}]})
-    assert "NVIDIA H200. One rank" in made
+    assert "NVIDIA H200. One rank, unless" in made
     assert "| a way that is shut | RuntimeError: no |" in made
     assert "| bf16 |  | 1 | 0 | nvme: abc |" in made
     assert "**does not**" in made
@@ -304,7 +335,25 @@ def test_a_part_that_does_not_exist_is_refused(tmp_path):
         capture_output=True, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
     assert found.returncode == 1
-    assert "choose from 1 to 5" in found.stderr
+    assert "choose from 1 to 6" in found.stderr
+
+
+ONE_GPU = """
+import importlib.machinery, importlib.util, sys
+import torch
+
+torch.cuda.device_count = lambda: 1
+loader = importlib.machinery.SourceFileLoader("gpu", sys.argv.pop(1))
+script = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu", loader))
+loader.exec_module(script)
+sys.exit(script.main())
+"""
+
+
+def test_one_gpu_skips_the_part_of_several(tmp_path):
+    printed = run("-c", ONE_GPU, SCRIPT, "--parts", "6", "--start", "fork", "--out", tmp_path).stdout
+    assert "part 6 is skipped: it needs two GPUs or more" in printed
+    assert json.loads((tmp_path / "gpu.json").read_text())["tasks"] == []
 
 
 def test_a_finding_of_the_sanitizer_names_the_lines_of_the_library():

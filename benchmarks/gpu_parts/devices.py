@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +36,10 @@ COPIES = ("cudaMemcpy", "cudaMemset", "cuMemcpy", "cuMemset")
 
 
 class Gpu:
-    """A CUDA GPU.
+    """A CUDA GPU: that of this rank, if there are several ranks.
+
+    Args:
+        timeout_s: the longest wait for another rank, in seconds.
 
     Attributes:
         name: torch's name for it.
@@ -43,8 +47,9 @@ class Gpu:
 
     simulated = False
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        self._timeout_s = timeout_s
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(self.device)
         self.name = torch.cuda.get_device_name(self.device)
 
@@ -67,11 +72,12 @@ class Gpu:
 
         return peak_flops(self.name, dtype)
 
+    @cached_property
     def world(self) -> Any:
-        """Return a world of one rank that computes on this device."""
+        """The world of all ranks, which is opened once. It computes on this device."""
         from zero.distributed.world import World
 
-        return World.from_env(device="cuda")
+        return World.from_env(self._timeout_s, "cuda")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
         """Return the bytes of each tier that a plan may use."""
@@ -207,7 +213,8 @@ class Simulated(Gpu):
 
     simulated = True
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        self._timeout_s = timeout_s
         self.device, self.name = torch.device("cpu"), "none: a simulated GPU"
 
     def facts(self) -> dict[str, Any]:
@@ -216,12 +223,13 @@ class Simulated(Gpu):
     def peak_flops(self, dtype: str) -> float | None:
         return None
 
+    @cached_property
     def world(self) -> Any:
         from zero.distributed.world import World
         from zero.testing import simulated_gpu
 
         with simulated_gpu():
-            return World.from_env(device="cpu")
+            return World.from_env(self._timeout_s, "cpu")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
         """Return few bytes of each tier, so that the models of a dry run use all tiers."""

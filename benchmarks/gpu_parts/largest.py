@@ -60,7 +60,7 @@ def _plan(
     return zero.Plan(
         built,
         optimizer=optimizer(),
-        world=gpu.world(),
+        world=gpu.world,
         precision="bf16",
         activations=model.activations,
         offload=zero.Offload("auto", path=str(disk), page_bytes=sizes.page_bytes),

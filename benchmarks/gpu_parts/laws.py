@@ -1,12 +1,14 @@
 """Part 2: correctness on this device. Every setting gives the same bits, and training agrees with plain torch.
 
+Part 6 does the same on several ranks.
+
 Bounds: for fp32 those of `tests/engine/test_against_torch.py`, which explains them. In half precision, a difference in
 the last bit of the master may round to another half-precision number, whose last bit is 2^-9 (bf16) or 2^-12 (fp16) of
 it, and a loss is a mean over many such numbers. A wrong learning rate, decay or scale changes it by more than 1 %.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,16 @@ import zero
 from gpu_parts.devices import Gpu
 from gpu_parts.run import Budget, Emit, Row, error_text
 from gpu_parts.sizes import Sizes
-from gpu_parts.training import CLIP, Offloading, Running, Values, running, tokens, torch_optimizer, whole_model
+from gpu_parts.training import (
+    CLIP,
+    Offloading,
+    Values,
+    running,
+    tokens,
+    tokens_of_rank,
+    torch_optimizer,
+    whole_model,
+)
 from zero.engine.full import digest
 from zero.errors import ZeroError
 from zero.trainer.models import GPTConfig, loss
@@ -79,18 +90,18 @@ def compiled_cases(sizes: Sizes) -> Iterator[Case]:
 
 def check_laws(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
     """Compare with plain torch in every precision, which is quick, then the bits of all cases."""
-    _be_deterministic(gpu, sizes, disk, emit)
+    be_deterministic(gpu, sizes, disk, emit)
     for precision in DTYPES:
-        emit(_against_torch(gpu, sizes, disk, precision))
+        emit(against_torch(gpu, sizes, disk, precision))
     for precision in ("bf16", "fp32", "fp16"):
-        _compare_digests(cases(sizes), precision, gpu, sizes, disk, emit)
+        compare_digests(cases(sizes), precision, gpu, sizes, disk, emit)
 
 
 def check_compiled(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
     """Compare the bits of compiled units, as a separate task, because compiling may take long."""
-    _be_deterministic(gpu, sizes, disk, emit)
-    for precision in ("bf16", "fp32"):
-        _compare_digests(compiled_cases(sizes), precision, gpu, sizes, disk, emit)
+    be_deterministic(gpu, sizes, disk, emit)
+    for precision in sizes.precisions:
+        compare_digests(compiled_cases(sizes), precision, gpu, sizes, disk, emit)
 
 
 def check_hazards(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -> None:
@@ -108,7 +119,7 @@ def check_hazards(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget
             emit({"kind": "hazards", "case": name, "error": error_text(error)})
 
 
-def _be_deterministic(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit) -> None:
+def be_deterministic(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit) -> None:
     """Use deterministic kernels: others do not give equal bits. If one is missing, emit a note. In this mode torch also
     fills uninitialized memory with NaN, which shows reads of memory that nobody wrote."""
     torch.use_deterministic_algorithms(True)
@@ -119,7 +130,8 @@ def _be_deterministic(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit) -> None:
         emit({"kind": "note", "text": f"not deterministic: {error_text(error)}"})
 
 
-def _compare_digests(chosen: Iterator[Case], precision: str, gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit) -> None:
+def compare_digests(chosen: Iterable[Case], precision: str, gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit) -> None:
+    """Train each case and emit its digest, and whether it equals that of its family's first case. Collective."""
     first: dict[str, str] = {}
     for case in chosen:
         row: Row = {"kind": "digest", "precision": precision, "family": case.family, "case": case.name}
@@ -137,7 +149,7 @@ def _trained(gpu: Gpu, sizes: Sizes, disk: Path, precision: str, plan: dict[str,
     config = GPTConfig(**sizes.laws)
     with running(config, gpu, sizes, disk, precision=_precision(precision), **plan) as run:
         for number in range(steps or sizes.law_steps):
-            run.step(tokens(config, sizes.law_rows, gpu, number))
+            run.step(tokens_of_rank(config, sizes.law_rows, gpu, number))
         return digest(run.state)
 
 
@@ -147,32 +159,52 @@ def _precision(name: str) -> zero.Precision:
     return zero.Precision(name, scale=scale)
 
 
-# -- plain torch -------------------------------------------------------------------------------------------------------
+# -- bounds ------------------------------------------------------------------------------------------------------------
 
 
-def _against_torch(gpu: Gpu, sizes: Sizes, disk: Path, precision: str) -> Row:
-    config, steps, values = GPTConfig(**sizes.laws), 2 * sizes.law_steps, Values()
-    row: Row = {"kind": "bound", "precision": precision, "steps": steps, "bound": BOUNDS[precision]}
-    try:
-        with running(config, gpu, sizes, disk, precision=_precision(precision), values=values) as run:
-            ours = [_loss_and_norm(run, config, sizes, gpu, number) for number in range(steps)]
+def against_torch(gpu: Gpu, sizes: Sizes, disk: Path, precision: str) -> Row:
+    """Return the largest differences between training here and plain torch in one process. Collective."""
+    config, values = GPTConfig(**sizes.laws), Values()
+    rows = sizes.law_rows * gpu.world.size
+
+    def in_plain_torch() -> list[Point]:
         plain = _PlainTorch(config, gpu, values, DTYPES[precision], STATIC_SCALE if precision == "fp16" else 1.0)
-        theirs = [plain.step(tokens(config, sizes.law_rows, gpu, number)) for number in range(steps)]
+        return [plain.step(tokens(config, rows, gpu, number)) for number in range(2 * sizes.law_steps)]
+
+    return bounded("plain torch", precision, gpu, sizes, lambda: curve(gpu, sizes, disk, precision), in_plain_torch)
+
+
+Point = tuple[float, float]
+"""The loss and the gradient norm of one step."""
+
+
+def curve(gpu: Gpu, sizes: Sizes, disk: Path, precision: str, **plan: Any) -> list[Point]:
+    """Train and return the points of all steps. Collective."""
+    config = GPTConfig(**sizes.laws)
+    with running(config, gpu, sizes, disk, precision=_precision(precision), values=Values(), **plan) as run:
+        steps = [run.step(tokens_of_rank(config, sizes.law_rows, gpu, n)) for n in range(2 * sizes.law_steps)]
+    return [(metrics.loss, metrics.grad_norm) for metrics in steps]
+
+
+def bounded(
+    reference: str,
+    precision: str,
+    gpu: Gpu,
+    sizes: Sizes,
+    ours: Callable[[], list[Point]],
+    theirs: Callable[[], list[Point]],
+) -> Row:
+    """Return the largest relative differences between two curves, and whether they are within the bound."""
+    bound, steps = BOUNDS[precision], 2 * sizes.law_steps
+    row: Row = {"kind": "bound", "reference": reference, "ranks": gpu.world.size, "precision": precision}
+    row |= {"steps": steps, "bound": bound}
+    try:
+        pairs = list(zip(ours(), theirs(), strict=True))
     except (ZeroError, RuntimeError, OSError) as error:
         return {**row, "error": error_text(error)}
-    pairs = list(zip(ours, theirs, strict=True))
     differences = {what: max(abs(a[i] - b[i]) / abs(b[i]) for a, b in pairs) for i, what in enumerate(("loss", "norm"))}
-    return {
-        **row,
-        **differences,
-        "holds": max(differences.values()) <= BOUNDS[precision],
-        "last": [ours[-1][0], theirs[-1][0]],
-    }
-
-
-def _loss_and_norm(run: Running, config: GPTConfig, sizes: Sizes, gpu: Gpu, number: int) -> tuple[float, float]:
-    metrics = run.step(tokens(config, sizes.law_rows, gpu, number))
-    return metrics.loss, metrics.grad_norm
+    holds, last = max(differences.values()) <= bound, [loss for loss, _ in pairs[-1]]
+    return {**row, **differences, "holds": holds, "last": last}
 
 
 class _PlainTorch:

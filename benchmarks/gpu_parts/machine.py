@@ -71,7 +71,7 @@ def _file_system(folder: Path) -> str:
     )[1]
 
 
-def _best_s(gpu: Gpu, run: Callable[[], object]) -> float:
+def best_s(gpu: Gpu, run: Callable[[], object]) -> float:
     """Return the seconds of the fastest of several turns."""
     times = []
     for _ in range(1 + TURNS):
@@ -86,7 +86,7 @@ def _copy_gbps(gpu: Gpu, sizes: Sizes, way: str, *, pinned: bool) -> float:
     on_device = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=gpu.device)
     if way != "both":
         into, source = (on_device, host) if way == "in" else (host, on_device)
-        return sizes.copy_bytes / _best_s(gpu, lambda: into.copy_(source, non_blocking=pinned)) / 1e9
+        return sizes.copy_bytes / best_s(gpu, lambda: into.copy_(source, non_blocking=pinned)) / 1e9
     other, also = gpu.host_buffer(sizes.copy_bytes, pinned=True), torch.zeros_like(on_device)
 
     def both() -> None:
@@ -95,19 +95,19 @@ def _copy_gbps(gpu: Gpu, sizes: Sizes, way: str, *, pinned: bool) -> float:
         other.copy_(also, non_blocking=True)
         gpu.finish()
 
-    return 2 * sizes.copy_bytes / _best_s(gpu, both) / 1e9
+    return 2 * sizes.copy_bytes / best_s(gpu, both) / 1e9
 
 
 def _device_copy_gbps(gpu: Gpu, sizes: Sizes) -> float:
     source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=gpu.device)
     into = torch.empty_like(source)
-    return 2 * sizes.copy_bytes / _best_s(gpu, lambda: into.copy_(source)) / 1e9
+    return 2 * sizes.copy_bytes / best_s(gpu, lambda: into.copy_(source)) / 1e9
 
 
 def _product_tflops(gpu: Gpu, sizes: Sizes) -> float:
     """Multiply random numbers, because zeros would be faster; return TFLOP/s."""
     left, right = torch.randn(2, sizes.product, sizes.product, device=gpu.device).bfloat16().unbind()
-    return 2 * sizes.product**3 / _best_s(gpu, lambda: left @ right) / 1e12
+    return 2 * sizes.product**3 / best_s(gpu, lambda: left @ right) / 1e12
 
 
 def _disk_gbps(folder: Path, sizes: Sizes) -> tuple[float, float]:

@@ -17,15 +17,16 @@ NONE_YET = "No GPU has been seen yet: this section is what `scripts/gpu --page g
 HEADING = "## On a GPU"
 
 BEGINNING = """\
-`{command}`, {date}{commit}, {device}. One rank. The last table lists tasks that failed or reached their time
-limit; their results until then are included.
+`{command}`, {date}{commit}, {device}. One rank, unless a number is given. The last table lists tasks that failed or
+reached their time limit; their results until then are included.
 """
 
 SPEED = """\
 bf16, the same rows and initial values for all. The systems run one after the other in one process, in every second
 round in the opposite order. A step is the time between two events on the compute stream: median (lowest to highest).
 MFU does not count recomputation, and refers to the dense peak that the maker states. "peak" is the most memory of
-tensors on the GPU in these steps; "plan" is the plan's count for a step of this size.
+tensors on the GPU in these steps; "plan" is the plan's count for a step of this size. On several GPUs
+the tokens are those of one rank.
 """
 
 INSPECTED = """\
@@ -35,12 +36,18 @@ Hidden: the part of a timeline row's busy time during which nothing waited for i
 """
 
 
+COLLECTIVES = """\
+Collectives of a tensor of this size on each rank: bus bandwidth in GB/s (milliseconds). An exact sum adds in fp32, in
+the order of ranks.
+"""
+
+
 def page(results: Row) -> str:
     """Return all results as a section of the documentation."""
     parts = [
         HEADING,
         _beginning(results),
-        *(make(results) for make in (_machine, _laws, _speed, _largest, _traces)),
+        *(make(results) for make in (_machine, _laws, _speed, _largest, _traces, _several)),
         _ends(results),
     ]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
@@ -76,14 +83,12 @@ def _laws(results: Row) -> str:
     lines = [_group(*group, [row for row in digests if (row["precision"], row["family"]) == group]) for group in groups]
     equal = _table(("precision", "", "settings", "with the same bits", "others"), lines)
     bounds = _table(
-        ("precision", "steps", "loss, relative", "norm, relative", "bound", ""),
+        ("precision", "reference", "ranks", "steps", "loss, relative", "norm, relative", "bound", ""),
         [_bound(row) for row in _rows(results, "bound")],
     )
     hazards = _table(("", "found by torch's sanitizer"), [_hazards(row) for row in _rows(results, "hazards")])
     notes = [row["text"] for row in _rows(results, "note")]
-    return _titled(
-        "The laws", equal, *notes, bounds and f"Against plain torch, largest difference:\n\n{bounds}", hazards
-    )
+    return _titled("The laws", equal, *notes, bounds and f"Largest differences from a reference:\n\n{bounds}", hazards)
 
 
 def _group(precision: str, family: str, rows: Sequence[Row]) -> Sequence[str]:
@@ -93,10 +98,11 @@ def _group(precision: str, family: str, rows: Sequence[Row]) -> Sequence[str]:
 
 
 def _bound(row: Row) -> Sequence[str]:
+    known = row["precision"], row["reference"], str(row["ranks"]), str(row["steps"])
     if "error" in row:
-        return row["precision"], str(row["steps"]), row["error"], "", "", "failed"
+        return *known, row["error"], "", "", "failed"
     far = [f"{row[what]:.1e}" for what in ("loss", "norm")]
-    return row["precision"], str(row["steps"]), *far, f"{row['bound']:.0e}", "holds" if row["holds"] else "**does not**"
+    return *known, *far, f"{row['bound']:.0e}", "holds" if row["holds"] else "**does not**"
 
 
 def _hazards(row: Row) -> Sequence[str]:
@@ -205,6 +211,22 @@ def _traces(results: Row) -> str:
 
 def _trace_line(row: Row) -> Sequence[str]:
     return row["preset"], f"{1e3 * row['recorded_s']:.1f}", *_shares(row["shares"]), ", ".join(row["files"])
+
+
+def _several(results: Row) -> str:
+    rows = _rows(results, "collective")
+    names = list(dict.fromkeys(row["what"] for row in rows))
+    rates = {(row["bytes"], row["what"]): f"{row['rate']:,.1f} ({1e3 * row['s']:.2f})" for row in rows}
+    sizes = dict.fromkeys(row["bytes"] for row in rows)
+    lines = [(f"{size / 2**20:g}", *(rates.get((size, name), NONE) for name in names)) for size in sizes]
+    collectives = _table(("MiB", *names), lines)
+    header = ("", "rank", "how it ended", "s")
+    failures = _table(header, [_failure(row) for row in _rows(results, "failure")])
+    return _titled("Several GPUs", *(collectives and (COLLECTIVES, collectives)), failures)
+
+
+def _failure(row: Row) -> Sequence[str]:
+    return row["case"], str(row["rank"]), row["end"], f"{row['s']:.1f}"
 
 
 def _ends(results: Row) -> str:

@@ -169,7 +169,7 @@ def _run(number: int, task: Task, ledger: Ledger, limit_s: float, log: Path, sho
     finally:
         _kill(child.pid, child)
         parent_end.close()
-        ended = status if status != DONE else _status_of(child.exitcode, ledger.results["tasks"][number]["rows"])
+        ended = status if status != DONE else status_of(child.exitcode, ledger.results["tasks"][number]["rows"])
         ledger.end(number, ended, time.monotonic() - begin_s)
 
 
@@ -193,7 +193,7 @@ def _kill(pid: int | None, child: Any) -> None:
     child.join(timeout=END_S)
 
 
-def _status_of(code: int | None, rows: list[Row]) -> str:
+def status_of(code: int | None, rows: list[Row]) -> str:
     if code == 0:
         return DONE
     if rows and rows[-1].get("kind") == "failed":
@@ -204,15 +204,20 @@ def _status_of(code: int | None, rows: list[Row]) -> str:
 
 
 def _child(task: Task, pipe: Connection, other_end: Connection | None, log: Path, limit_s: float) -> None:
-    """Run a task in its process, then end the process without cleanup."""
+    """Run a task in its process."""
     if other_end is not None:
         other_end.close()
     os.setsid()  # so that its children can be killed with it
-    _die_with_parent()
+    die_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     print(f"\n---- part {task.part}, {task.name}", flush=True)
+    run_and_exit(task.run, pipe, limit_s)
+
+
+def run_and_exit(run: Callable[[Emit, Budget], None], pipe: Connection, limit_s: float) -> None:
+    """Call `run`, send its rows and its error to the pipe, and end this process without cleanup."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, limit_s - STACKS_S))
 
@@ -221,7 +226,7 @@ def _child(task: Task, pipe: Connection, other_end: Connection | None, log: Path
 
     code = 1
     try:
-        task.run(emit, Budget(limit_s))
+        run(emit, Budget(limit_s))
         code = 0
     except BaseException as error:  # any error is a result: the process ends here
         traceback.print_exc()
@@ -238,7 +243,7 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Let this process end when its parent is killed (on Linux only), so that it frees the GPU."""
     signal_on_parents_death = 1  # PR_SET_PDEATHSIG
     with contextlib.suppress(AttributeError, OSError):

@@ -38,6 +38,9 @@ class Sizes:
         traced: the model of which a step is profiled.
         page_bytes: of the store; None: the library's default.
         copy_bytes, disk_bytes, product: for rates: bytes copied, bytes written to disk, width of multiplied matrices.
+        collective_bytes: sizes of the tensors of collectives.
+        precisions: precisions in which the bits of compiled units and of several ranks are compared.
+        ranks: models that several ranks train; rows are for each rank.
         law_pages: further page sizes, in bytes, that must not change the bits.
     """
 
@@ -56,6 +59,9 @@ class Sizes:
     copy_bytes: int
     disk_bytes: int
     product: int
+    collective_bytes: tuple[int, ...]
+    precisions: tuple[str, ...]
+    ranks: tuple[Model, ...]
     law_pages: tuple[int, ...] = field(default=(64 * 1024,))
 
 
@@ -86,6 +92,12 @@ FULL = Sizes(
     copy_bytes=512 * MiB,
     disk_bytes=1 * GiB,
     product=8192,
+    collective_bytes=(16 * MiB, 64 * MiB, 256 * MiB, 1 * GiB),
+    precisions=("bf16", "fp32"),
+    ranks=(
+        Model("340M", _gpt(1024, 24, 1024), (8,), "keep", 60),
+        Model("1.3B", _gpt(2048, 24, 2048, heads=16), (4,), "remat", 110),
+    ),
 )
 
 _TINY = _gpt(32, 2, 16, vocab=64, heads=2)
@@ -106,5 +118,8 @@ DRY = Sizes(
     copy_bytes=MiB,
     disk_bytes=MiB,
     product=64,
+    collective_bytes=(MiB // 16,),
+    precisions=("bf16",),
+    ranks=(Model("tiny", _TINY, (2,), "keep", 15),),
     law_pages=(),
 )

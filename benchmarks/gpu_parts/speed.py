@@ -22,6 +22,7 @@ from gpu_parts.run import Budget, Emit, Row, error_text
 from gpu_parts.sizes import Model, Sizes
 from gpu_parts.training import (
     CLIP,
+    NO_OFFLOAD,
     Offloading,
     Running,
     Values,
@@ -34,15 +35,20 @@ from gpu_parts.training import (
 )
 from zero.trainer.models import GPT, GPTConfig, loss
 
-OURS = {
-    "stage 3": Offloading("none"),
-    "stage 3, cpu": Offloading("cpu"),
-    "stage 3, cpu, update on the host": Offloading("cpu", "host"),
-    "stage 3, nvme": Offloading("nvme"),
-    "stage 3, auto": Offloading("auto"),
+REFERENCES = ("forward and backward", "FSDP2")
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "stage 3, cpu": {"offloading": Offloading("cpu")},
+    "stage 3, cpu, update on the host": {"offloading": Offloading("cpu", "host")},
+    "stage 3, nvme": {"offloading": Offloading("nvme")},
+    "stage 3, auto": {"offloading": Offloading("auto")},
 }
-SYSTEMS = ("forward and backward", "FSDP2", *OURS)
-"""All systems in the order of their turns; the references first."""
+ON_RANKS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "stage 3, prefetch=0": {"prefetch": 0},
+    "stage 3, reduce=native": {"reduce": "native"},
+}
+"""The settings of this library's systems, on one rank and on several. `REFERENCES` take their turns before them."""
 
 
 class Job(NamedTuple):
@@ -57,6 +63,7 @@ class Job(NamedTuple):
     host_bytes: int | None
     activations: dict[int, int]
     """Rows of a step -> bytes of its activations, as the library counts them."""
+    ours: dict[str, dict[str, Any]]
 
 
 class System(NamedTuple):
@@ -69,19 +76,23 @@ class System(NamedTuple):
 def measure_speed(
     model: Model, host_bytes: int | None, gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget
 ) -> None:
-    """Measure every system in turn, as often as there is time for all of them."""
+    """Measure every system in turn, as often as there is time for all of them. On several ranks rows are per rank."""
+    world = gpu.world
     config, remat = GPTConfig(**model.config), model.activations == "remat"
     counted = {rows: traced(config, rows, torch.bfloat16, remat=remat).peak_bytes for rows in model.rows}
-    job = Job(gpu, sizes, model, config, Values(), disk, host_bytes, counted)
+    ours = OFFLOADED if world.size == 1 else ON_RANKS
+    job = Job(gpu, sizes, model, config, Values(), disk, host_bytes, counted, ours)
+    systems = (*REFERENCES, *ours)
     about = {"model": model.name, "parameters": config.parameters_numel, "activations": model.activations}
     emit({"kind": "model", **about, "seq": config.seq, "rows": list(model.rows)})
     for turn in range(sizes.rounds):
         begin_s = time.monotonic()
-        for name in SYSTEMS if turn % 2 == 0 else reversed(SYSTEMS):
+        for name in systems if turn % 2 == 0 else reversed(systems):
             _measure_system(name, turn, job, emit)
             gc.collect()  # so that the next system finds an empty GPU
             gpu.free_cached()
-        if budget.left_s < 1.1 * (time.monotonic() - begin_s):
+        is_late = budget.left_s < 1.1 * (time.monotonic() - begin_s)
+        if world.exchange(torch.tensor([is_late])).any():  # the ranks must agree
             return
 
 
@@ -103,10 +114,10 @@ def _measure_system(name: str, turn: int, job: Job, emit: Emit) -> None:
 @contextmanager
 def _built(name: str, job: Job) -> Iterator[System]:
     with ExitStack() as stack:
-        if name in OURS:
-            yield _ours(OURS[name], job, stack)
+        if name in job.ours:
+            yield _ours(job, stack, **job.ours[name])
         else:
-            yield (_plain if name == SYSTEMS[0] else _fsdp2)(job)
+            yield (_plain if name == REFERENCES[0] else _fsdp2)(job)
 
 
 def _plain(job: Job) -> System:
@@ -130,7 +141,7 @@ def _fsdp2(job: Job) -> System:
     from zero.distributed.world import open_default_group
 
     open_default_group()
-    mesh = init_device_mesh(job.gpu.device.type, (1,))
+    mesh = init_device_mesh(job.gpu.device.type, (job.gpu.world.size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = whole_model(job.config, job.gpu, job.values)
     if job.model.activations == "remat":
@@ -149,18 +160,19 @@ def _fsdp2(job: Job) -> System:
     return System(step)
 
 
-def _ours(offloading: Offloading, job: Job, stack: ExitStack) -> System:
+def _ours(job: Job, stack: ExitStack, *, offloading: Offloading = NO_OFFLOAD, **settings: Any) -> System:
     with zero.empty():
         model = GPT(job.config)
     plan = zero.Plan(
         model,
         optimizer=optimizer(),
-        world=job.gpu.world(),
+        world=job.gpu.world,
         precision="bf16",
         activations=job.model.activations,
         offload=offloading.offload(job.disk, job.sizes.page_bytes),
         room=_room(job),
         activation_bytes=max(job.activations.values()),
+        **settings,
     )
     run = stack.enter_context(closing(Running(plan, job.values)))
     return System(run.step, run)

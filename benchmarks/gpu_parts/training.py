@@ -42,6 +42,12 @@ def tokens(config: GPTConfig, rows: int, gpu: Gpu, step: int = 0) -> Tensor:
     return torch.randint(config.vocab, (rows, config.seq + 1), generator=draw).to(gpu.device)
 
 
+def tokens_of_rank(config: GPTConfig, rows: int, gpu: Gpu, step: int = 0) -> Tensor:
+    """Return this rank's part of the step's tokens: (rows, seq + 1)."""
+    world = gpu.world
+    return tokens(config, rows * world.size, gpu, step).chunk(world.size)[world.rank]
+
+
 class Values:
     """Initial values from a parameter's name, the same for all systems. Random values repeat, because that is fast."""
 
@@ -154,7 +160,7 @@ def running(
     with zero.empty():
         model = GPT(config)
     offload = offloading.offload(disk, page_bytes or sizes.page_bytes)
-    made = Running(zero.Plan(model, optimizer=optimizer(clip), world=gpu.world(), offload=offload, **plan), values)
+    made = Running(zero.Plan(model, optimizer=optimizer(clip), world=gpu.world, offload=offload, **plan), values)
     try:
         yield made
     finally:

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from zero.distributed.routes import Routes, partial_numel
-from zero.distributed.world import World
+from zero.distributed.world import ProcessWorld, World
 from zero.errors import ConfigError, RankFailedError
-from zero.testing import run_processes, run_ranks
+from zero.testing import run_processes, run_ranks, simulated_gpu
+from zero.testing.thread_world import ThreadWorld
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]
 """Nodes, and ranks on each."""
@@ -218,6 +219,72 @@ def test_a_rank_that_fails_is_named_to_those_who_wait_in_either_half():
         run_ranks(4, note, nodes=2)
     assert {rank for rank, _ in told} == {0, 1, 2}
     assert all("rank 3 failed first: ValueError: of its own" in text for _, text in told)
+
+
+def parts_used(world: World, **settings: bool) -> tuple[dict[str, bool], list[tuple[str, str]]]:
+    """Return the parts that `Routes` opens, each with its priority, and (part, operation) of each collective."""
+    parts: dict[str, bool] = {}
+    operations: list[tuple[str, str]] = []
+
+    class Recording(ThreadWorld):
+        def part(self, ranks, name, *, priority=False):
+            parts[name] = priority
+            return super().part(ranks, name, priority=priority)
+
+        def _start(self, op, *args, **kwargs):
+            operations.append((self._name, op))
+            return super()._start(op, *args, **kwargs)
+
+    world.__class__ = Recording
+    routes, full = Routes(world, **settings), torch.zeros(world.size * NUMEL)
+    shard, partial = full[:NUMEL].clone(), torch.empty(world.nodes * NUMEL)
+    routes.gather(shard, full.clone(), what="parameters").wait()
+    routes.reduce_scatter(full, torch.empty_like(full), shard, partial, accumulate=False).wait()
+    routes.gather(shard, full.clone(), of_sum=True, what="a sum").wait()
+    return parts, operations
+
+
+def test_on_gpus_gathers_of_parameters_do_not_queue_behind_sums():
+    """A gather that ends a sum follows it in the same communicator."""
+    names = ["gather of parameters", "reduce_scatter", "gather of a sum"]
+    assert run_ranks(2, parts_used) == [({}, [("", name) for name in names])] * 2
+    with simulated_gpu():
+        used = {"gather": True}, [*zip(("gather", "", ""), names, strict=True)]
+        assert run_ranks(2, parts_used) == [used] * 2
+        assert run_ranks(1, parts_used)[0][0] == {}, "one rank gathers nothing"
+
+
+def test_parts_for_gathers_by_node_have_priority_over_those_for_sums():
+
+    def by_node_parts(world: World) -> dict[str, bool]:
+        return parts_used(world, gather_by_node=True, sum_by_node=True)[0]
+
+    with simulated_gpu():
+        for parts in run_ranks(4, by_node_parts, nodes=2):
+            wheres = ("within a node", "across nodes")
+            assert parts == {f"{name} {where}": name == "gather" for name in ("gather", "sum") for where in wheres}
+
+
+def on_two_communicators(world: World) -> tuple[list[float], list[float]]:
+    """Start sums and gathers in turn, and wait for the gathers first."""
+    assert isinstance(world, ProcessWorld)
+    routes, fulls, sums = Routes(world), torch.zeros(3, world.size), torch.zeros(3)
+    handles = []
+    for number in range(3):
+        rows = torch.full((world.size,), float(number + world.rank))
+        scratch, own = torch.empty_like(rows), rows[:1].clone()
+        started = routes.reduce_scatter(rows, scratch, sums[number : number + 1], None, accumulate=False)
+        handles += [started, routes.gather(own, fulls[number])]
+    for handle in (*handles[1::2], *handles[::2]):
+        handle.wait()
+    assert [*world._processes._parts] == ["gather"]
+    return fulls.flatten().tolist(), sums.tolist()
+
+
+@pytest.mark.process
+def test_processes_gather_beside_their_sums():
+    with simulated_gpu():
+        assert run_processes(2, on_two_communicators) == [([0, 1, 1, 2, 2, 3], [1, 3, 5])] * 2
 
 
 def test_thread_ranks_are_as_many_on_each_node():

@@ -559,6 +559,7 @@ OTHERS = {
     "zero/trainer/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
     "zero/tracker/meter.py": "the same",
     "zero/tracker/track.py": "the same",
+    "zero/distributed/process_group.py:ProcessGroup.open_part": "before NCCL splits a communicator",
     "zero/distributed/world.py:World._timed": "passes waits on",
     "zero/engine/update.py:Launched.wait": "passes waits on",
     "zero/distributed/routes.py:_SumsForCopies.start.add_nodes": "passes waits on",

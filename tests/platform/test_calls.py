@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,13 +122,33 @@ def test_nccl_is_opened_for_a_gpu_alone(device, backend, monkeypatch):
     assert asked == [(backend, where if device == "cuda" else None)]
 
 
+class Options(SimpleNamespace):
+    """In place of `ProcessGroupNCCL.Options`, which torch has only with CUDA."""
+
+
 def test_a_part_of_a_world_of_gpus_opens_nothing_for_hosts(monkeypatch):
-    """Their messages use the connections of the whole world."""
-    asked = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, backend, **_: asked.append((ranks, backend)))
+    """Messages of hosts use the connections of the whole world."""
+    calls = []
+    monkeypatch.setattr(dist, "new_group", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("no operation runs", device.type)))
     group = SimpleNamespace(_wait_s=20.0, _compute=compute_device(torch.device("cuda")), _parts={})
-    process_group.ProcessGroup.open_part(group, [0, 2], "sum across nodes")  # type: ignore[arg-type]
-    assert asked == [([0, 2], "nccl")]
+    for name, priority in (("sum across nodes", False), ("gather across nodes", True)):
+        process_group.ProcessGroup.open_part(group, [0, 2], name, priority=priority)  # type: ignore[arg-type]
+    timeout = timedelta(seconds=20)
+    assert calls[::2] == [("no operation runs", "cuda")] * 2
+    assert calls[1::2] == [
+        ([0, 2], timeout, "nccl", None),
+        ([0, 2], timeout, "nccl", Options(is_high_priority_stream=True, _timeout=timeout)),
+    ]
+
+
+def test_gloo_gets_no_options_of_nccl(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dist, "new_group", lambda *args, **_: calls.append(args))
+    group = SimpleNamespace(_wait_s=20.0, _compute=SimulatedGpu(GiB), _parts={})
+    process_group.ProcessGroup.open_part(group, [0, 1], "gather", priority=True)  # type: ignore[arg-type]
+    assert calls == [([0, 1], timedelta(seconds=20), "gloo", None)]
 
 
 def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch):

@@ -114,15 +114,21 @@ class ProcessGroup:
         self._raised = True
         self._notes.post(Note.of_raise(error))
 
-    def open_part(self, ranks: Sequence[int], name: str) -> None:
+    def open_part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:
         """Open a GPU communicator of some ranks. On a CPU nothing is opened, because messages are matched by tags.
 
         Parts of the same ranks get a communicator each, because below stage 3 a gather may start before a sum on one
         rank and after it on another, and a communicator matches operations in the order in which they start.
+
+        Args:
+            priority: open it with a high-priority stream, if the backend is NCCL.
         """
-        if not self._compute.shares_memory and name not in self._parts:
-            timeout, backend = timedelta(seconds=self._wait_s), self._compute.backend.rpartition(":")[2]
-            self._parts[name] = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        if self._compute.shares_memory or name in self._parts:
+            return
+        timeout, backend = timedelta(seconds=self._wait_s), self._compute.backend.rpartition(":")[2]
+        options = nccl_options(timeout) if priority and backend == "nccl" else None
+        self._compute.join()  # NCCL splits a communicator only after all operations on it have ended
+        self._parts[name] = dist.new_group(list(ranks), timeout, backend, options, use_local_synchronization=True)
 
     def close(self, *, keep_default: bool) -> None:
         """Leave the group. With `keep_default` torch's default process group stays open."""
@@ -240,6 +246,13 @@ class ProcessGroup:
 def signature_of(op: str, whole: Tensor) -> str:
     """Return a description of an operation, which must be the same on every rank."""
     return f"{op}, {whole.numel()} elements of {whole.dtype}"
+
+
+def nccl_options(timeout: timedelta) -> "dist.ProcessGroupNCCL.Options":
+    """Return the options of a communicator with a high-priority stream."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns if it differs from the timeout of the group
+    return options
 
 
 def default_group() -> dist.ProcessGroup | None:

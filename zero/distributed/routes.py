@@ -65,6 +65,13 @@ class Routes:
         travels: torch.dtype = torch.float32,
     ) -> None:
         self._world = within_node(world, "gather") if copies else world
+        self._gather_world = self._world
+        if world.size > 1 and not world.compute.shares_memory and not gather_by_node and not copies:
+            # With one communicator a gather would queue behind the sums that were started before it. A kernel of NCCL
+            # occupies the GPU until all ranks run it, but two communicators cannot deadlock: all ranks start gathers
+            # and sums in the same order, and a GPU has room for a kernel of each. So a later collective never blocks
+            # the earliest one that has not ended.
+            self._gather_world = world.part(range(world.size), "gather", priority=True)
         self._queue = _Queue()
         self._native = native
         self._gathers = _GathersByNode(world, self._queue) if gather_by_node else None
@@ -86,10 +93,11 @@ class Routes:
         Args:
             secondary: ((N - 1) x S,), memory for the secondary shard, from and to which the device can copy.
             current: whether `secondary` was filled, or is being filled, by an earlier gather; then it is the source.
-            of_sum: whether this gather ends an all-reduce, see `advance`.
+            of_sum: whether this gather ends an all-reduce, see `advance`. A direct one runs in order with the sums.
         """
         if self._gathers is None or not shard_S.numel():
-            return self._world.gather(shard_S, full_P, what=what)
+            world = self._world if of_sum else self._gather_world
+            return world.gather(shard_S, full_P, what=what)
         return self._gathers.start(shard_S, full_P, secondary, current=current, of_sum=of_sum, what=what)
 
     def reduce_scatter(
@@ -133,12 +141,14 @@ class Routes:
 def within_node(world: World, operation: str) -> World:
     """Return the ranks of this node as a world."""
     first = world.rank - world.rank % world.local_size
-    return world.part(range(first, first + world.local_size), f"{operation} within a node")
+    ranks = range(first, first + world.local_size)
+    return world.part(ranks, f"{operation} within a node", priority=operation == "gather")
 
 
 def across_nodes(world: World, operation: str) -> World:
     """Return the ranks with the same number as this one, one on each node, as a world."""
-    return world.part(range(world.rank % world.local_size, world.size, world.local_size), f"{operation} across nodes")
+    ranks = range(world.rank % world.local_size, world.size, world.local_size)
+    return world.part(ranks, f"{operation} across nodes", priority=operation == "gather")
 
 
 def partial_numel(world: World, numel: int) -> int:

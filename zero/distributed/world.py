@@ -107,7 +107,7 @@ class World(contextlib.AbstractContextManager["World"]):
         """The number of machines."""
         return -(-self.size // self.local_size)
 
-    def part(self, ranks: Sequence[int], name: str) -> "World":
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> "World":
         """Return some ranks as a world with its own order of operations. Collective among them.
 
         Its traffic is added to the whole world's, and closing the whole world closes it.
@@ -115,6 +115,7 @@ class World(contextlib.AbstractContextManager["World"]):
         Args:
             ranks: the ranks, in their order in the part; this rank is among them.
             name: the name of the part, the same on each of its ranks; two parts with one name must not share a rank.
+            priority: on a GPU, its collectives have a stream of high priority.
         """
         raise NotImplementedError
 
@@ -497,8 +498,8 @@ class ProcessWorld(_Transport):
     def fail(self, error: BaseException) -> None:
         self._processes.fail(error)
 
-    def part(self, ranks: Sequence[int], name: str) -> "World":
-        return _ProcessPart(self, ranks, name)
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> "World":
+        return _ProcessPart(self, ranks, name, priority=priority)
 
     def close(self) -> None:
         self._processes.close(keep_default=self.keeps_default_group)
@@ -507,10 +508,10 @@ class ProcessWorld(_Transport):
 class _ProcessPart(_Transport):
     """Some of the ranks of a `ProcessWorld`: host messages use its connections, GPUs have a communicator per part."""
 
-    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:
         self._be_part(whole, ranks)
         self._processes, self._ranks, self._name = whole._processes, tuple(ranks), name
-        self._processes.open_part(ranks, name)
+        self._processes.open_part(ranks, name, priority=priority)
 
 
 _OPENING = threading.Lock()

@@ -167,7 +167,7 @@ class ThreadWorld(World):
             world.local_size = size // nodes
         return worlds
 
-    def part(self, ranks: Sequence[int], name: str) -> World:
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
         part = copy(self)
         part._be_part(self, ranks)
         part._ranks, part._name = tuple(ranks), name

@@ -420,7 +420,7 @@ class SoloWorld(World):
         return Done()
 
 
-class _Transport(World):
+class Transport(World):
     """The three primitives for processes: by messages for host tensors, by collectives for GPU tensors."""
 
     _processes: ProcessGroup
@@ -468,7 +468,7 @@ class _Transport(World):
         return self._processes.send(op, whole, sent, received, f"{self._name} aside" if aside else self._name)
 
 
-class ProcessWorld(_Transport):
+class ProcessWorld(Transport):
     """A world of processes, described by torchrun's environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
     LOCAL_RANK picks the GPU.
@@ -505,7 +505,7 @@ class ProcessWorld(_Transport):
         self._processes.close(keep_default=self.keeps_default_group)
 
 
-class _ProcessPart(_Transport):
+class _ProcessPart(Transport):
     """Some of the ranks of a `ProcessWorld`: host messages use its connections, GPUs have a communicator per part."""
 
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:

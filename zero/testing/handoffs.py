@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero.distributed.world import Handle, World, _Transport
+from zero.distributed.world import Handle, Transport, World
 from zero.platform.device import Device
 from zero.platform.handle import Then
 from zero.store.base import Page, Ticket
@@ -92,7 +92,7 @@ def instrumentation() -> Iterator[None]:
         (World, "__exit__", _exit),
     ]
     wrapped += [(World, name, _between_hosts) for name in ("agree", "barrier", "gather_texts", "share")]
-    wrapped += [(world, name, wrap) for world in (ThreadWorld, _Transport) for name, wrap in COLLECTIVES.items()]
+    wrapped += [(world, name, wrap) for world in (ThreadWorld, Transport) for name, wrap in COLLECTIVES.items()]
     with ExitStack() as undo:
         for owner, name, wrap in wrapped:
             undo.enter_context(patch.object(owner, name, partialmethod(wrap, getattr(owner, name))))

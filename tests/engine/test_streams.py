@@ -215,10 +215,10 @@ def train_and_skip(world: zero.World, path: Path, *, accumulate: int = 1, count:
 
 
 def train_skip_and_read(world: zero.World, path: Path, **given) -> str:
-    """Gradients are read in the middle of a step that skips a unit which it has gathered ahead."""
-    state, _ = start(world, path, blocks=4, kind=Skipping, **given)
+    """Gradients are read in the middle of a step that skips units which it has requested ahead and not gathered."""
+    state, _ = start(world, path, blocks=9, kind=Skipping, **given)
     for number in range(STEPS):
-        state.model.left_out = SKIPS[number]
+        state.model.left_out = tuple(range(1, 9)) if number == 1 else SKIPS[number]
         under_way = zero.Step(state)
         under_way.microbatch()
         under_way.backward(loss(state.model, rows(number, world, torch.bfloat16)))
@@ -400,7 +400,7 @@ SCENARIOS: dict[str, partial[str]] = {
     **{f"{preset}": scenario(preset=preset) for preset in ("cpu", "nvme", "infinity")},
     "infinity, gradients on the device": scenario(preset="infinity", grad="none"),
     "infinity, gradients on the device, units skipped and read": scenario(
-        train_skip_and_read, preset="infinity", grad="none"
+        train_skip_and_read, preset="infinity", grad="none", prefetch=12
     ),
     "cpu at stage 1, another order": scenario(train_in_another_order, preset="cpu", stage=1),
     **{f"{preset}, two microbatches": scenario(preset=preset, accumulate=2) for preset in ("cpu", "infinity")},
@@ -600,8 +600,8 @@ NEEDED: dict[str, dict[str, str]] = {
     "distributed/routes.py:_TwoHalves.wait handle.wait": {"collective": "two nodes"},
     "distributed/world.py:World.all_reduce.add arrival.wait": {"collective": "a loop of one's own"},
     "distributed/world.py:World._reduced.add arrival.wait": {"collective": "stage 0"},
-    "engine/fetch.py:_Later.wait handle.wait": {"collective": "cpu"},
-    "engine/fetch.py:_Later.wait self._ready.wait": {"wait": "cpu, alone"},
+    "engine/fetch.py:Later.wait handle.wait": {"collective": "cpu"},
+    "engine/fetch.py:Later.wait self._ready.wait": {"wait": "cpu, alone"},
     "engine/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"wait": "cpu", "ticket": "cpu"},
     "engine/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
     "engine/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},

@@ -253,6 +253,13 @@ def test_parameters_in_host_memory_arrive_beside_the_unit_before(size):
             assert used.begin_s == computed.end_s, f"{what} {unit} had to wait"
 
 
+@pytest.mark.parametrize(("preset", "most"), [("none", 0.015), ("cpu", 0.025)])
+def test_ranks_gather_beside_compute_also_after_an_update(preset, most):
+    """In a step of one microbatch each gather in forward follows an update. Nothing can hide the first one."""
+    for timeline in record(2, preset, 1):
+        assert timeline.hidden()["gather"].exposed_s < most * timeline.step_s
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_out_of_host_memory_takes_little_longer_than_one_on_the_device(size):
     """What travels takes a good part of it; all but the first gathers and the last gradient are hidden."""

@@ -1,8 +1,9 @@
 """All-gather a unit's shards into its buffer, from device memory or from the store.
 
 Every rank must start the same collectives in the same order. An all-gather that first needs a read from disk, or an
-update by the store's threads, starts when the buffer is first waited for. That is the same point of the program on all
-ranks. Other all-gathers start when the buffer is requested. Both overlap with compute.
+update by the store's threads, is a `Later`: it starts after the work of the unit before is launched, or when the buffer
+is waited for. These are the same points of the program on all ranks. Other all-gathers start when the buffer is
+requested. All overlap with compute.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
                 ticket.wait()
             return [shard.gather()]
 
-        return [_Later(device, gather)]
+        return [Later(device, gather)]
 
     return fetch
 
@@ -84,7 +85,7 @@ def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
         handles: list[Handle] = []
         for shard in _paged_shards(plan, routes, unit, full):
-            handles += [_Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
+            handles += [Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
         return handles
 
     return fetch
@@ -129,8 +130,8 @@ def _gather(routes: Routes, unit: UnitState, number: int, own_S: Tensor, full_P:
     return partial(routes.gather, own_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
 
 
-class _Later:
-    """Handle of an all-gather that starts in the first `wait`, on the gather stream.
+class Later:
+    """Handle of an all-gather that starts in `start`, or in the first `wait`, on the gather stream.
 
     It does not wait for work that was enqueued on the compute stream since the request.
     """
@@ -140,10 +141,14 @@ class _Later:
         self._ready = PASSED
         self._started: Sequence[Handle] | None = None
 
-    def wait(self) -> None:
+    def start(self) -> None:
+        """Wait for the store's threads, then start the all-gather, unless it has started."""
         if self._started is None:
             with self._device.aside("gather", after=PASSED) as self._ready:  # no event needed: requested on this stream
                 self._started = self._start()
-        for handle in self._started:
+
+    def wait(self) -> None:
+        self.start()
+        for handle in self._started or ():
             handle.wait()
         self._ready.wait()

@@ -231,6 +231,8 @@ class Gatherer:
             self._sends = policy == "offload"
             with self._packing():
                 outputs = self._call(policy, call, body, parameters, args, kwargs)
+            if not recomputing:
+                self.residency.launched()
             outputs = reaching(outputs, parameters.values(), set(before))
             if torch.is_grad_enabled() and not recomputing:
                 made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
@@ -409,6 +411,7 @@ class Gatherer:
                     hooked[slot] = hooked[slot] + grad if slot in hooked else grad
                     del grads[slot]
             self._deliver(unit, grads)
+            self.residency.launched()
             unit.step.delivered = True
             self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 

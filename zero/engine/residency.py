@@ -5,23 +5,26 @@ buffer's version equals the unit's. A unit's deferred update is applied before i
 this step's parameters.
 
 The gather of an offloaded unit does not wait for the whole update. The store orders each page's read after its update,
-so pages are read as they are updated.
+so pages are read as they are updated. With several ranks, a gather that needs the store's threads starts when the work
+of the unit before it has been launched, so it runs beside that work on a GPU.
 
 Gathers into borrowed buffers depend only on the order of calls, so ranks with the same calls start the same gathers. If
 units are resident, ranks may call different units. Then a unit is gathered after all changed units before it in the
 plan, and the remaining units before any other collective.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from zero.engine.fetch import Fetch
+from zero.engine.fetch import Fetch, Later
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer, Pool
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog, VisitOrder
+from zero.platform.handle import Handle
 from zero.platform.timeline import Tape
 from zero.store import Ticket
 
@@ -58,6 +61,7 @@ class Residency:
         self._hand_off = updater.hand_off if plan.params_offloaded else None
         sizes, own_sizes = plan.shared_buffer_sizes(), plan.own_buffer_sizes()
         self.pool = None if plan.resident else Pool(sizes, plan.precision.compute, self._device, own_sizes)
+        self._later: deque[tuple[UnitState, Later | None]] = deque()  # ahead, but waiting for the store's threads
         self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
         self._keeps = plan.keeps_secondary
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
@@ -72,6 +76,7 @@ class Residency:
 
     def end(self) -> None:
         """End the pass: wait for gathers ahead that were not used, and release their buffers."""
+        self._later.clear()
         for buffer in self._resident if self.pool is None else [*self.pool.buffers]:
             if buffer.ahead:
                 buffer.land()
@@ -83,6 +88,7 @@ class Residency:
         """Clean up after an exception: unpin all buffers and forget the incomplete visit order."""
         for order in self._orders.values():
             order.forget()
+        self._later.clear()
         for unit in self._units:
             unit.secondary_versions = -1, -1  # the gather that fills them may be lost
         for buffer in self._resident:
@@ -99,9 +105,24 @@ class Residency:
         upcoming = self._orders[training].visit(unit.index, self._prefetch)
         self._request(unit)
         self.buffer(unit).pins += 1
+        self._later = deque(waiting for waiting in self._later if waiting[0] is not unit)
         for index in upcoming:
             self._request_ahead(self._units[index])
         return self._arrive(unit)
+
+    def launched(self) -> None:
+        """Start the next unit's gather if it waits for the store's threads; the host then waits for them.
+
+        Call it when work of the present unit is launched, at the same point of the program on all ranks.
+        """
+        if self._later:
+            unit = self._later[0][0]
+            while self._later and self._later[0][0] is unit:
+                _, handle = self._later.popleft()
+                if handle is not None:
+                    handle.start()
+                else:
+                    self._request_with_room(unit)
 
     def unpin(self, buffer: Buffer) -> None:
         """End one use of `buffer`."""
@@ -184,9 +205,13 @@ class Residency:
     def _fill(self, unit: UnitState, buffer: Buffer, tickets: Sequence[Ticket]) -> None:
         if not self._in_order:  # else ranks may gather at different times, even before the step begins
             self._log.note(f"gather of {unit.spec.name}")
-        buffer.arrivals += self._tape.under_way(
-            "gather", unit.spec.name, lambda: self._fetch(unit, buffer.flat, tickets, not self._is_over(tickets))
-        )
+
+        def fetch() -> Sequence[Handle]:
+            handles = self._fetch(unit, buffer.flat, tickets, not self._is_over(tickets))
+            self._later += [(unit, handle) for handle in handles if isinstance(handle, Later)]
+            return handles
+
+        buffer.arrivals += self._tape.under_way("gather", unit.spec.name, fetch)
 
     def _is_over(self, tickets: Sequence[Ticket]) -> bool:
         """Return whether the update with these tickets has ended.
@@ -198,7 +223,11 @@ class Residency:
     def _request_ahead(self, unit: UnitState) -> None:
         tickets = [ticket for changed in self._starting(unit) for ticket in changed.tickets]
         if not self._is_over(tickets) and self._hand_off is None:
-            return  # waiting for the store's threads here would delay the current unit
+            self._later.append((unit, None))  # waiting for the store's threads here would delay the current unit
+        else:
+            self._request_with_room(unit)
+
+    def _request_with_room(self, unit: UnitState) -> None:
         if self._find(unit) is not None or (self.pool is not None and self.pool.has_room_for(unit.index)):
             self._request(unit)
             self.buffer(unit).ahead = True

@@ -65,10 +65,10 @@ class State:
             *(form.page_of(moment).clone() for form, moment in zip(self.forms, moments, strict=True)),
         ]
 
-    def clone(self) -> "State":
+    def clone(self, device: torch.device = CPU) -> "State":
         copy = object.__new__(State)
         copy.__dict__ |= self.__dict__
-        copy.param, copy.pages = self.param.clone(), [page.clone() for page in self.pages]
+        copy.param, *copy.pages = (tensor.to(device, copy=True) for tensor in (self.param, *self.pages))
         return copy
 
     def values(self) -> list[Tensor]:
@@ -82,7 +82,9 @@ class State:
         keys = [fused.signed(key) for key in self.kept.keys(hyper.step)]
         for start, stop in pairwise(cuts):
             pages = [page[page.numel() * start // layout.P : page.numel() * stop // layout.P] for page in self.pages]
-            tables = [*fused.tables(layout, start, stop, tile_numel), numbers, permutation(CPU)]
+            device = self.param.device
+            tables = [table.to(device) for table in (*fused.tables(layout, start, stop, tile_numel), numbers)]
+            tables.append(permutation(device))
             args = self.param[start:stop], pages, grad[start:stop], tables, keys, optimizer, tile_numel
             torch.ops.zero.update(*args)
 
@@ -167,6 +169,20 @@ def test_the_kernel_gives_the_bits_of_the_operators(name, master):
         ours.by_kernel(LAYOUT, grad, hyper, [0, 64, 256, LAYOUT.P])
         theirs.by_operators(LAYOUT, grad, hyper, elementwise(ours.transform))
         assert_same(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gpu_gives_the_bits_of_the_interpreter(name, master):
+    for step, moments in enumerate(("fp32", "bf16", "8bit"), 1):
+        here = states(name, MASTERS[master], moments, LAYOUT, 10 * step)
+        there, grad = here.clone(torch.device("cuda")), patterns(LAYOUT.P, 10 * step + 5)
+        hyper = hyper_of(here.transform, step)
+        here.by_kernel(LAYOUT, grad, hyper, [0, LAYOUT.P])
+        there.by_kernel(LAYOUT, grad.cuda(), hyper, [0, 256, LAYOUT.P], tile_numel=1024)
+        assert_same(here, there.clone())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

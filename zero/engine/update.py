@@ -7,8 +7,9 @@ threads read, update and write page by page while the forward of earlier units c
 the remaining pages. The order changes no bit, because an update is elementwise and reads only its page, its gradient
 and `Hyper`.
 
-A page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its moments and
-cast to the compute dtype before the next piece begins.
+On a CPU a page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its
+moments and cast to the compute dtype before the next piece begins. On a GPU one kernel does all this for a piece, and
+neighbouring pages on the device are one piece.
 
 Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.
 """
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from zero.core.fused import numbers, optimizer_of, signed, tables
+from zero.core.kept import Kept
 from zero.core.layout import Layout, pages
 from zero.core.master import cut_as, in_fp32
 from zero.core.moments import permutation
@@ -264,7 +266,7 @@ class Updater:
         layout = unit.spec.trainable
         if self._fused is not None and where.tile_numel:
             for piece in pieces:
-                self._run_kernel(unit, hyper, where, piece)
+                run_kernel(self._fused, self._kept, hyper, where, piece, self._tables[unit.index, piece.first])
             return
         for batch in _batches(pieces, where.piece_numel):
             ranges = [(piece.first, piece.first + piece.grad_K.numel()) for piece in batch]
@@ -272,20 +274,6 @@ class Updater:
             params, kept = [piece.param_K for piece in batch], [piece.kept for piece in batch]
             with self._kept.opened(params, kept, places, hyper.step) as tensors:
                 self._transform_all(layout, hyper, batch, tensors)
-
-    def _run_kernel(self, unit: UnitState, hyper: Hyper, where: Device, piece: Piece) -> None:
-        """Update a piece by one launch, see `zero.platform.kernels`."""
-        assert hyper.table is not None
-        random = permutation(where.device) if self._kept.draws else hyper.table
-        torch.ops.zero.update(
-            piece.param_K,
-            piece.kept,
-            piece.grad_K,
-            [*self._tables[unit.index, piece.first], hyper.table, random],
-            [signed(key) for key in self._kept.keys(hyper.step)],
-            self._fused,
-            where.tile_numel,
-        )
 
     def _transform_all(
         self, layout: Layout, hyper: Hyper, pieces: Sequence[Piece], tensors: Sequence[Sequence[Tensor]]
@@ -358,6 +346,19 @@ class Updater:
         runs = groupby(layout.segments(first, last), key=lambda segment: self._trains[segment.group])
         adjoining = [list(run) for trains, run in runs if trains]
         return [(run[0].start - first, run[-1].stop - first) for run in adjoining]
+
+
+def run_kernel(optimizer: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece, rows: Sequence[Tensor]) -> None:
+    """Update a piece by one launch, see `zero.platform.kernels`.
+
+    Args:
+        optimizer: the name of the optimizer in the kernel.
+        rows: `zero.core.fused.tables` of the piece, on the device.
+    """
+    assert hyper.table is not None
+    tables = [*rows, hyper.table, permutation(device.device) if kept.draws else hyper.table]
+    keys = [signed(key) for key in kept.keys(hyper.step)]
+    torch.ops.zero.update(piece.param_K, piece.kept, piece.grad_K, tables, keys, optimizer, device.tile_numel)
 
 
 def _batches(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:

@@ -171,7 +171,7 @@ def main() -> None:
             if system not in SYSTEMS:
                 sys.exit(f"--systems: {system!r} is not one of {', '.join(SYSTEMS)}")
             settings = {**vars(options), "system": system, "folder": folder}
-            first = run_processes(options.ranks, counted, settings)[0]
+            first = run_processes(options.ranks, counted, settings, timeout_s=1800.0)[0]
             line = {"system": system, "width": options.width, "layers": options.layers, "ranks": options.ranks, **first}
             if not options.most:
                 del line["most"]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
+    parser.add_argument("--moments", default="fp32", choices=("fp32", "bf16", "8bit"), help="of this library")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="systems, separated by commas; default: all")
     parser.add_argument("--most", type=int, default=0, help="how many of the most frequent operators to list")
     return parser.parse_args()
@@ -99,7 +101,7 @@ def ours(world: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
     offload = zero.Offload(name if name in PRESETS else "none", path=settings["folder"])
     plan = zero.Plan(
         model_of(settings["width"], settings["layers"]),
-        optimizer=zero.adamw(1e-3, clip=1.0),
+        optimizer=zero.with_moments(zero.adamw(1e-3, clip=1.0), settings["moments"]),
         stage=STAGES.get(name, 3),
         precision=settings["precision"],
         offload=offload,
@@ -114,7 +116,7 @@ def ours(world: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
         state, _ = make(state, [row])
         store.drain()
 
-    groups = sum(not part.on_device for parts in state.runtime.updater._parts.values() for part in parts)
+    groups = sum(not part.on_device for unit in state.runtime.units for part in unit.parts)
     return step, lambda: {"groups": groups, "page_bytes": plan.offload.page_bytes}
 
 
@@ -128,11 +130,12 @@ def counted(world: Any, settings: dict[str, Any]) -> dict[str, Any]:
     from zero.testing.simulated_gpu import count_launches, simulated_gpu
     from zero.distributed.world import World, open_default_group
 
+    patch("triton.runtime.interpreter.InterpretedFunction.run").start()  # kernels need not run to be counted
     made = {"forward and backward": plain, "fsdp2": fsdp2}.get(settings["system"], ours)
     if made is fsdp2:
         open_default_group()
     if made is ours:
-        with simulated_gpu():
+        with simulated_gpu(fused=True):
             world = World.from_env()
     step, more = made(world, settings)
     for _ in range(WARM):
@@ -149,7 +152,7 @@ def waits_and_copies(settings: dict[str, Any]) -> dict[str, int]:
     from zero.testing.simulated_gpu import simulated_gpu
     from zero.distributed.world import World
 
-    with simulated_gpu(races=True) as simulation:
+    with simulated_gpu(races=True, fused=True) as simulation:
         step, _ = ours(World.from_env(), settings)
         for _ in range(WARM):
             step()
@@ -168,7 +171,7 @@ def main() -> None:
             if system not in SYSTEMS:
                 sys.exit(f"--systems: {system!r} is not one of {', '.join(SYSTEMS)}")
             settings = {**vars(options), "system": system, "folder": folder}
-            first = run_processes(options.ranks, counted, settings)[0]
+            first = run_processes(options.ranks, counted, settings, timeout_s=1800.0)[0]
             line = {"system": system, "width": options.width, "layers": options.layers, "ranks": options.ranks, **first}
             if not options.most:
                 del line["most"]

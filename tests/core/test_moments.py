@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import zero
-from zero.core.layout import Layout, Piece
+from zero.core.layout import Layout, Piece, key_of
 from zero.core.moments import BLOCK, Bf16Moments, EightBitMoments, Moments, add_random
 from zero.errors import ConfigError
 
@@ -18,7 +18,7 @@ FORMS = (Bf16Moments(5), EightBitMoments(5), EightBitMoments(5).of_squares())
 
 def noise(key: str, start: int, stop: int) -> torch.Tensor:
     bits = torch.zeros(stop - start, dtype=torch.int32)
-    add_random(bits, key, start)
+    add_random(bits, key_of(key), start)
     return bits
 
 

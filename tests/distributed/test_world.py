@@ -22,7 +22,7 @@ from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.world import ProcessWorld, SoloWorld, World, _ProcessPart, ordered_sum
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
 from zero.platform.device import Device
-from zero.testing import run_processes, run_ranks
+from zero.testing import run_processes, run_ranks, simulated_gpu
 
 SIZES = [1, 2, 3, 8]
 PROCESSES = [2, 3]
@@ -280,19 +280,39 @@ def test_the_chunked_sum_is_the_plain_sum(numel, size, accumulate):
         for chunk in chunks[1:]:
             total = total + chunk.float()
         out = start.clone()
-        ordered_sum(chunks, out, accumulate=accumulate)
+        ordered_sum(torch.stack(chunks), out, accumulate=accumulate)
         assert torch.equal(out, start + total if accumulate else total)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_the_sum_allocates_only_its_scratch(dtype, accumulate):
-    chunks, out = [rough(4 * RAGGED, dtype, r) for r in range(3)], torch.zeros(4 * RAGGED)
+    chunks, out = torch.stack([rough(4 * RAGGED, dtype, r) for r in range(3)]), torch.zeros(4 * RAGGED)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         ordered_sum(chunks, out, accumulate=accumulate)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
     scratches = int(accumulate) + int(dtype != torch.float32)
     assert allocated <= scratches * Device.sum_numel * 4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_kernel_of_the_sum_gives_the_bits_of_the_operators(size, dtype):
+    """Run the kernel in the interpreter of Triton, with the own chunk in another tensor than the received ones."""
+    with simulated_gpu(fused=True):
+        gpu = SoloWorld().compute
+    patterns = torch.randint(-(2**31), 2**31, (size + 1, RAGGED), generator=torch.Generator().manual_seed(size))
+    received = patterns[:size].to(torch.int32).view(torch.float32).to(dtype)
+    received[:, ::3] = torch.stack([rough(RAGGED, dtype, r)[::3] for r in range(size)])
+    own, start = rough(RAGGED, dtype, 50), rough(RAGGED, torch.float32, 99)
+    for rank in {0, size - 1}:
+        for accumulate in (False, True):
+            plain, fused = start.clone(), start.clone()
+            ordered_sum(received, plain, own, rank, accumulate=accumulate)
+            ordered_sum(received, fused, own, rank, accumulate=accumulate, device=gpu)
+            assert torch.equal(plain.isnan(), fused.isnan())
+            assert torch.equal(plain.nan_to_num().view(torch.int32), fused.nan_to_num().view(torch.int32))
 
 
 # What a world refuses.

@@ -40,6 +40,10 @@ class Kept:
         """Whether encoding takes random bits, which depend on each element's parameter and index."""
         return any(form.draws for form in self._moments.values())
 
+    def keys(self, step: int) -> list[int]:
+        """Return the seeds of the random bits of each moment in update `step`."""
+        return [form.key(f"{step}/{kind}") for kind, form in self._moments.items()]
+
     def prepare(self, device: torch.device) -> None:
         """Create the table of random bits on `device` now, so that threads or streams do not each create one later."""
         if self.draws:

@@ -13,6 +13,7 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ class Slot:
     @cached_property
     def stop(self) -> int:
         return self.offset + self.numel
+
+    @cached_property
+    def key(self) -> int:
+        """The 32-bit seed of this parameter's random bits."""
+        return key_of(self.name)
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
@@ -147,6 +153,18 @@ class Layout:
                 pieces.append(Piece(slot, first - slot.offset, last - slot.offset, first - start))
         return pieces
 
+    def extents(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:
+        """Split [start, stop) at the beginnings of slots; return (slot, start, stop) of each part, gaps included.
+
+        A gap belongs to the slot before it, so a part may consist of a gap only.
+
+        Raises:
+            LayoutError: the range is not inside the flat.
+        """
+        slots = self._filled_from(start, stop)
+        firsts = [max(start, slot.offset) for slot in slots]
+        return list(zip(slots, firsts, [*firsts[1:], stop], strict=False))
+
     def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
         """Split [start, stop) into the longest segments of one group each; a gap belongs to the slot before it.
 
@@ -156,13 +174,11 @@ class Layout:
             LayoutError: the range is not inside the flat.
         """
         segments: list[Segment] = []
-        for slot in self._filled_from(start, stop):
+        for slot, first, last in self.extents(start, stop):
             if segments and segments[-1].group == slot.group:
-                continue
-            first = max(start, slot.offset)
-            if segments:
-                segments[-1] = segments[-1]._replace(stop=first)
-            segments.append(Segment(first, stop, slot.group))
+                segments[-1] = segments[-1]._replace(stop=last)
+            else:
+                segments.append(Segment(first, last, slot.group))
         return tuple(segments)
 
     @cached_property
@@ -178,6 +194,11 @@ class Layout:
         first = bisect_right(self._filled, start, key=lambda slot: slot.offset) - 1
         last = bisect_right(self._filled, stop - 1, key=lambda slot: slot.offset)
         return self._filled[first:last]
+
+
+def key_of(text: str) -> int:
+    """Return a 32-bit hash of `text`."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 def pages(numel: int, page_numel: int) -> tuple[tuple[int, int], ...]:

@@ -24,8 +24,6 @@ Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", sec
 et al. 2023, "Microscaling Data Formats for Deep Learning", for exponents that blocks share.
 """
 
-import hashlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,14 +33,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zero.core.layout import VECTOR, Piece
+from zero.core.layout import VECTOR, Piece, key_of
 from zero.core.master import cut_as, one_after_another, rounded
 
 BLOCK = 2**16
 """Consecutive elements of a parameter that share one random number: a 16-bit offset into `permutation`."""
-
-_KEYS = 32
-"""Number of 16-bit random numbers taken from one hash."""
 
 _NAN = 0x7FC00000
 """The bits of an fp32 NaN, as an integer."""
@@ -59,15 +54,21 @@ class Moments:
         dtype: the dtype of the pages.
         saved: the dtype of a checkpoint's values, which represents the contents of pages exactly.
         draws: whether rounding takes random bits, for which each element's parameter and index must be known.
+        seed: the seed of the random bits.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32
     saved: ClassVar[torch.dtype] = torch.float32
     draws: ClassVar[bool] = False
+    seed: int = 0
 
     def of_squares(self) -> "Moments":
         """Return this format for moments that are never negative."""
         return self
+
+    def key(self, text: str) -> int:
+        """Return the 32-bit seed of the random bits of one moment in one step, which `text` names."""
+        return key_of(f"{self.seed}/{text}")
 
     def numel(self, count: int) -> int:
         """Return the number of elements of `dtype` that store `count` values; `count` is a multiple of 64."""
@@ -95,15 +96,10 @@ class Moments:
 
 @dataclass(frozen=True)
 class Bf16Moments(Moments):
-    """The storage of moments in bf16, rounded stochastically.
-
-    Attributes:
-        seed: the seed of the random bits.
-    """
+    """The storage of moments in bf16, rounded stochastically."""
 
     dtype = saved = torch.bfloat16
     draws = True
-    seed: int = 0
 
     @contextmanager
     def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
@@ -111,7 +107,7 @@ class Bf16Moments(Moments):
         yield cut_as(kept, flat)
         bits = flat.view(torch.int32)
         bits.clamp_(max=_NAN)  # a GPU's NaN is 0x7FFFFFFF: an addition would overflow to -0
-        _draw(cut_as(kept, bits), places, f"{self.seed}/{key}")  # rounds up in magnitude if the sum carries
+        _draw(cut_as(kept, bits), places, self.key(key))  # rounds up in magnitude if the sum carries
         torch._foreach_copy_([page.view(torch.int16) for page in kept], cut_as(kept, bits.bitwise_right_shift_(16)))
 
     def page_of(self, values_K: Tensor) -> Tensor:
@@ -123,13 +119,11 @@ class EightBitMoments(Moments):
     """The storage of moments in 8 bits, rounded stochastically: for each block an exponent and 64 codes.
 
     Attributes:
-        seed: the seed of the random bits.
         signed: whether the moment is a mean, which has a sign; otherwise it is a mean of squares.
     """
 
     dtype = torch.uint8
     draws = True
-    seed: int = 0
     signed: bool = True
 
     def of_squares(self) -> Moments:
@@ -144,7 +138,7 @@ class EightBitMoments(Moments):
         flat = self.values_of(page)
         numels = [tensor.numel() // (VECTOR + 1) * VECTOR for tensor in kept]
         yield list(flat.split(numels))
-        self._write(page, flat, lambda bits: _draw(bits.split(numels), places, f"{self.seed}/{key}", _DROPPED - 16))
+        self._write(page, flat, lambda bits: _draw(bits.split(numels), places, self.key(key), _DROPPED - 16))
         if len(kept) > 1:
             torch._foreach_copy_(list(kept), cut_as(kept, page))
 
@@ -183,14 +177,14 @@ class EightBitMoments(Moments):
         blocks[:, 1:].copy_(bits)
 
 
-def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str, left: int = 0) -> None:
+def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: int, left: int = 0) -> None:
     """Add random bits to (K,) int32 tensors with `add_random`, but not in gaps, which stay zero."""
     for tensor, pieces in zip(bits, places, strict=True):
         for slot, start, stop, place in pieces:
-            add_random(tensor[place : place + stop - start], f"{key}/{slot.name}", start, left)
+            add_random(tensor[place : place + stop - start], slot.key ^ key, start, left)
 
 
-def add_random(bits: Tensor, key: str, start: int, left: int = 0) -> None:
+def add_random(bits: Tensor, key: int, start: int, left: int = 0) -> None:
     """Add 16 random bits to each element in place: uniform, and independent for each key.
 
     Within a block of 2^16 elements each value of 16 bits occurs once, because a block uses one permutation, from a
@@ -198,20 +192,26 @@ def add_random(bits: Tensor, key: str, start: int, left: int = 0) -> None:
 
     Args:
         bits: (n,) int32: elements [start, start + n) of a parameter.
-        key: the seed.
+        key: the seed, 32 bits.
         left: the number of bits by which the random bits are shifted to the left.
     """
-    stop = start + bits.numel()
+    stop, mixed = start + bits.numel(), mix(key)
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         first, last = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
-        place = _number(key, block) - block * BLOCK
+        place = (mix(mixed + block) >> 16) - block * BLOCK
         part = permutation(bits.device)[place + first : place + last]
         bits[first - start : last - start].add_(part, alpha=1 << left)
 
 
-def _number(key: str, block: int) -> int:
-    numbers = array("H", hashlib.blake2b(f"{key}/{block // _KEYS}".encode(), digest_size=2 * _KEYS).digest())
-    return numbers[block % _KEYS]
+def mix(x: int) -> int:
+    """Return a 32-bit hash of the lower 32 bits of a number. `zero.platform.kernels` computes the same on a GPU.
+
+    Source: the 32-bit hash of Wellons 2018, "Prospecting for Hash Functions".
+    """
+    x &= 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
 
 @cache

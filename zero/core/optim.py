@@ -12,6 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zero.core import updates
 from zero.core.groups import (
@@ -40,6 +41,8 @@ class Hyper(NamedTuple):
     groups: tuple[Settings, ...]
     numbers: Numbers = NO_NUMBERS
     """Device tensors of numbers that fused kernels read from memory, made once for all updates of a step."""
+    table: Tensor | None = None
+    """The numbers of all groups on a device with kernels of its own, see `zero.core.fused`."""
 
     @property
     def lr(self) -> float:

@@ -245,10 +245,9 @@ class World(contextlib.AbstractContextManager["World"]):
 
         def add() -> None:
             arrival.wait()
-            chunks = [received] if native else list(received.view(self.size, -1).unbind())
-            if not native:
-                chunks[self.rank] = full_P.view(self.size, -1)[self.rank]
-            ordered_sum(chunks, sum_S, accumulate=accumulate, device=self.compute)
+            chunks = received.view(1 if native else self.size, -1)
+            own = None if native else full_P.view_as(chunks)[self.rank]
+            ordered_sum(chunks, sum_S, own, 0 if native else self.rank, accumulate=accumulate, device=self.compute)
 
         self._count(full_P.nbytes // self.size, gather=False, ring=native)
         return self._timed(Then(add, (full_P, received, sum_S)))
@@ -267,7 +266,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
         def add() -> None:
             arrival.wait()
-            ordered_sum(full_P.view(self.size, -1).unbind(), flat_S, device=self.compute)
+            ordered_sum(full_P.view(self.size, -1), flat_S, device=self.compute)
 
         self._count(flat_S.nbytes, gather=False)
         return self._timed(Then(add, (flat_S, full_P)))
@@ -532,19 +531,31 @@ def open_default_group() -> None:
 
 @torch.no_grad()
 def ordered_sum(
-    chunks: Sequence[Tensor], sum_S: Tensor, *, accumulate: bool = False, device: Device | None = None
+    chunks_WS: Tensor,
+    sum_S: Tensor,
+    own_S: Tensor | None = None,
+    rank: int = 0,
+    *,
+    accumulate: bool = False,
+    device: Device | None = None,
 ) -> None:
-    """Add `chunks` in order, in sum_S.dtype: sum_S = [sum_S +] ((c_0 + c_1) + c_2) ...
+    """Add the rows of `chunks_WS` in order, in sum_S.dtype: sum_S = [sum_S +] ((c_0 + c_1) + c_2) ...
 
     Adds `Device.sum_numel` elements at a time and allocates at most two tensors of that size, because an addition of
     two dtypes on a CPU would first make a converted copy of the whole operand.
 
     Args:
-        chunks: each (S,), all of one dtype, not in the memory of `sum_S`.
+        chunks_WS: (W, S), contiguous, not in the memory of `sum_S`.
         sum_S: (S,).
+        own_S: (S,) of the same dtype, to add in place of row `rank`; None: that row.
         accumulate: add the sum to `sum_S` instead of replacing it.
         device: the device that adds; None: a CPU.
     """
+    own_S = chunks_WS[rank] if own_S is None else own_S
+    if device is not None and device.tile_numel and sum_S.dtype == torch.float32:
+        torch.ops.zero.add_in_order(sum_S, chunks_WS, own_S, rank, accumulate, device.tile_numel)
+        return
+    chunks = [own_S if row == rank else chunk for row, chunk in enumerate(chunks_WS.unbind())]
     on_host = device is None or device.shares_memory
     numel = min((device or Device).sum_numel, sum_S.numel())
     total = sum_S.new_empty(numel) if accumulate else None

@@ -1,12 +1,14 @@
 """Allocate the pages of a plan (`open_store`) and make its first state (`init`)."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
@@ -68,7 +70,8 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     where, host = device.device, torch.device("cpu")
     slot_bytes = plan.slot_bytes
     with ExitStack() as undo:  # closes what was opened if a later line raises
-        stores: dict[str, Store] = {"device": MemoryStore(where)}
+        memory = _adjoining(where, {page: spec.nbytes for page, spec in specs.items() if plan.tier(page) == "device"})
+        stores: dict[str, Store] = {"device": MemoryStore(where, lambda _: next(memory))}
         on_host_bytes = sum(spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "host")
         on_disk = {page: spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "nvme"}
         threads = plan.offload.threads or THREADS
@@ -97,6 +100,13 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
             store.allocate(page, spec.numel, spec.dtype)
         undo.pop_all()
     return store
+
+
+def _adjoining(device: torch.device, sizes: Mapping[Page, int]) -> Iterator[Tensor]:
+    """Yield zeros for each page, (n,) uint8; pages of one unit and kind are adjacent, so one kernel can update them."""
+    for _, pages in groupby(sizes, key=lambda page: (page.unit, page.kind)):
+        numels = [sizes[page] for page in pages]
+        yield from torch.zeros(sum(numels), dtype=torch.uint8, device=device).split(numels)
 
 
 def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> Store:

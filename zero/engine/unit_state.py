@@ -19,16 +19,20 @@ from zero.store import Group, Ticket
 class Part(NamedTuple):
     """A range of the elements that this rank updates of a unit, with the group of pages that hold its state.
 
-    The group has the pages of one number, one of each kind.
+    The group has the pages of one number, one of each kind. A part on the device may continue in the next groups.
     """
 
     start: int
     stop: int
     group: Group
-    on_device: bool
-    """Whether all its pages are on the device, where the training thread updates them in place."""
     in_memory: bool
     """Whether none of its pages is on a disk."""
+    kept: tuple[Tensor, ...] | None = None
+    """The pages of master and moments on the device, where the training thread updates them in place; else None."""
+
+    @property
+    def on_device(self) -> bool:
+        return self.kept is not None
 
 
 @dataclass(eq=False, slots=True)

@@ -7,8 +7,9 @@ threads read, update and write page by page while the forward of earlier units c
 the remaining pages. The order changes no bit, because an update is elementwise and reads only its page, its gradient
 and `Hyper`.
 
-A page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its moments and
-cast to the compute dtype before the next piece begins.
+On a CPU a page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its
+moments and cast to the compute dtype before the next piece begins. On a GPU one kernel does all this for a piece, and
+neighbouring pages on the device are one piece.
 
 Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.
 """
@@ -23,8 +24,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from zero.core.fused import numbers, optimizer_of, signed, tables
+from zero.core.kept import Kept
 from zero.core.layout import Layout, pages
 from zero.core.master import cut_as, in_fp32
+from zero.core.moments import permutation
 from zero.core.optim import Hyper
 from zero.core.updates import PageBatch, Settings, on_device
 from zero.engine.gradient import Gradients
@@ -86,13 +90,24 @@ class Updater:
         self._where = self._device.host if plan.offload.compute == "host" else self._device
         self._kept = plan.kept
         self._kept.prepare(self._where.device)
+        self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
+        self._tables: dict[
+            tuple[int, int], list[Tensor]
+        ] = {}  # index of the unit, its first element -> slots and tiles
         for unit in units:
             unit.parts = tuple(self._parts_of(unit))
+            for part in unit.parts if self._fused is not None else ():
+                device = self._device if part.on_device else self._where
+                if device.tile_numel:
+                    first = self._first(unit, part)
+                    rows = tables(unit.spec.trainable, first, first + part.stop - part.start, device.tile_numel)
+                    self._tables[unit.index, first] = [device.upload(table) for table in rows]
         self._order = list(units)  # of the coming updates
         self._visited: list[UnitState] = []
         self._trains = [True] * len(plan.optimizer.groups)  # by group: whether it trained in this step
         self._rested = [0] * len(plan.optimizer.groups)  # by group: the number of steps in which it did not train
         self._numbers: Mapping[float, Tensor] = {}  # kept until the next `decide`, because other streams read them
+        self._table: Tensor | None = None  # likewise
         self._expect()
 
     # -- what a step decides -------------------------------------------------------------------------------------------
@@ -125,9 +140,13 @@ class Updater:
         self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
         each = zip(hyper.groups, self._trains, self._rested, strict=True)
         groups = tuple(group._replace(trains=trains, step=hyper.step - n) for group, trains, n in each)
+        hyper = hyper._replace(groups=groups)
+        if self._fused is not None:
+            self._table = self._device.upload(numbers(self._fused, self._transform.constants, hyper))
+            return hyper._replace(table=self._table)
         values = {float(hyper.divisor), *(float(group.step) for group in groups)}
         self._numbers = {value: on_device(value, self._device.device) for value in values}
-        return hyper._replace(groups=groups, numbers=self._numbers)
+        return hyper._replace(numbers=self._numbers)
 
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
         """Defer the update of `unit` to its next gather; queue its offloaded parts for the store's threads now."""
@@ -198,8 +217,7 @@ class Updater:
             ticket.wait()
         hyper, unit.interrupted = unit.deferred, True
         self._visited.append(unit)
-        groups = [(part, part.group.pages) for part in unit.parts if part.on_device]
-        pieces = [self._piece(unit, part, pages, [*map(self._store.in_place, pages)]) for part, pages in groups]
+        pieces = [self._piece(unit, part, part.group.pages, part.kept) for part in unit.parts if part.kept is not None]
         if pieces:
             with self._tape.doing("update", unit.spec.name):
                 self._update_pieces(unit, hyper, self._device, pieces)
@@ -219,14 +237,19 @@ class Updater:
 
     def _piece(self, unit: UnitState, part: Part, pages: Sequence[Page], tensors: Sequence[Tensor | None]) -> Piece:
         """Return the piece for a whole part: `tensors` for its `pages`, and tensors of the unit for the rest."""
-        start, stop, layout = part.start, part.stop, unit.spec.trainable
+        start, stop = part.start, part.stop
         paged = {page.kind: page_K for page, page_K in zip(pages, tensors, strict=True)}
         params = unit.own_params(full_update=self._full_update)
         grad = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._rank)
         param_K = paged.pop(PageKind.PARAM, None if params is None else params[start:stop])
         grad_K = paged.pop(PageKind.GRAD, None if grad is None else grad[start:stop])
-        first = start + (0 if self._full_update else layout.shard(self._rank)[0])
-        return Piece(first, cast(Tensor, param_K), cast(list[Tensor], [*paged.values()]), cast(Tensor, grad_K))
+        return Piece(
+            self._first(unit, part), cast(Tensor, param_K), cast(list[Tensor], [*paged.values()]), cast(Tensor, grad_K)
+        )
+
+    def _first(self, unit: UnitState, part: Part) -> int:
+        """Return the index of the first element of a part in the unit's trainable flat."""
+        return part.start + (0 if self._full_update else unit.spec.trainable.shard(self._rank)[0])
 
     def _update_offloaded(self, unit: UnitState, hyper: Hyper, piece: Piece) -> None:
         """Update one part on the device that the plan chose, and copy tensors of other devices there and back."""
@@ -239,8 +262,12 @@ class Updater:
                 where.copy(page_K, changed_K)
 
     def _update_pieces(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
-        """Update pieces on the device `where`, in batches of at most its `piece_numel` elements."""
+        """Update pieces on the device `where`: by a kernel for each, or in batches of at most its `piece_numel`."""
         layout = unit.spec.trainable
+        if self._fused is not None and where.tile_numel:
+            for piece in pieces:
+                run_kernel(self._fused, self._kept, hyper, where, piece, self._tables[unit.index, piece.first])
+            return
         for batch in _batches(pieces, where.piece_numel):
             ranges = [(piece.first, piece.first + piece.grad_K.numel()) for piece in batch]
             places = [layout.pieces(*bounds) for bounds in ranges] if self._kept.draws else []
@@ -289,8 +316,18 @@ class Updater:
                 page_K is not None and self._device.is_home_of(page_K) for page_K in in_place
             )
             in_memory = all(page_K is not None for page_K in (*in_place, *beside))
-            parts.append(Part(start, stop, group, on_device, in_memory))
-        return parts
+            kept = tuple(cast(list[Tensor], in_place)) if on_device else None
+            parts.append(Part(start, stop, group, in_memory, kept))
+        return [joined for _, run in groupby(parts, lambda part: part.on_device) for joined in self._joined([*run])]
+
+    def _joined(self, parts: list[Part]) -> list[Part]:
+        """Return consecutive parts on the device as one if their pages are adjacent in memory; else `parts`."""
+        if parts[0].kept is None:
+            return parts
+        views = [self._store.in_place_views(pages) for pages in zip(*(part.group.pages for part in parts), strict=True)]
+        if any(len(adjacent) > 1 for adjacent in views):
+            return parts
+        return [parts[0]._replace(stop=parts[-1].stop, kept=tuple(view for [view] in views))]
 
     def _expect(self) -> None:
         """Tell the store the order of the coming updates, so that it reads pages ahead."""
@@ -309,6 +346,19 @@ class Updater:
         runs = groupby(layout.segments(first, last), key=lambda segment: self._trains[segment.group])
         adjoining = [list(run) for trains, run in runs if trains]
         return [(run[0].start - first, run[-1].stop - first) for run in adjoining]
+
+
+def run_kernel(optimizer: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece, rows: Sequence[Tensor]) -> None:
+    """Update a piece by one launch, see `zero.platform.kernels`.
+
+    Args:
+        optimizer: the name of the optimizer in the kernel.
+        rows: `zero.core.fused.tables` of the piece, on the device.
+    """
+    assert hyper.table is not None
+    tables = [*rows, hyper.table, permutation(device.device) if kept.draws else hyper.table]
+    keys = [signed(key) for key in kept.keys(hyper.step)]
+    torch.ops.zero.update(piece.param_K, piece.kept, piece.grad_K, tables, keys, optimizer, device.tile_numel)
 
 
 def _batches(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:

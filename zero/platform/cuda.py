@@ -4,6 +4,8 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -73,6 +75,9 @@ class Cuda(Device):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.bound = device
+        if find_spec("triton"):
+            import_module("zero.platform.kernels")  # importing Triton takes half a second
+            self.tile_numel = 1024
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def name(self) -> str:
@@ -134,6 +139,9 @@ class Cuda(Device):
     @property
     def host(self) -> Device:
         return Device(torch.device("cpu"), self.copied)
+
+    def upload(self, values: Tensor) -> Tensor:
+        return values.pin_memory().to(self.device, non_blocking=True)
 
     def _copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=_is_ordered(into) and _is_ordered(source))

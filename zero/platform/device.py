@@ -100,6 +100,8 @@ class Device:
         bound: the GPU to which a process group is bound (`device_id` of torch.distributed); None on a CPU.
         piece_numel: number of elements that an update processes at a time; on a CPU, so many that they stay in cache.
         sum_numel: number of elements that a sum over ranks processes at a time.
+        tile_numel: number of elements that a program of `zero.platform.kernels` processes, a power of two from 64; 0 if
+            the device does not run these kernels.
         batch_bytes: maximum total size of small tensors that are copied together.
         copied: counter of the bytes that `copy` moves between host memory and the GPU; stays 0 on a CPU.
     """
@@ -113,6 +115,7 @@ class Device:
     bound: torch.device | None = None
     piece_numel = 256 * 1024
     sum_numel = 65_536
+    tile_numel = 0
     batch_bytes = 0
 
     def __init__(self, device: torch.device, copied: "Copied | None" = None) -> None:
@@ -220,6 +223,10 @@ class Device:
         here = self.room_for(tensor)
         self.copy(here, tensor)
         return here
+
+    def upload(self, values: Tensor) -> Tensor:
+        """Return a small host tensor on this device, copied on the current stream; the host does not wait."""
+        return values
 
     def room_for(self, tensor: Tensor) -> Tensor:
         """Return `tensor` if kernels of this device can access it, else an uninitialized tensor in its memory."""

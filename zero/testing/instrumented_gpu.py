@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -66,14 +67,19 @@ class SimulatedGpu(Device):
     Args:
         memory_bytes: size of the simulated GPU's memory.
         order, seed: see `Streams`.
+        fused: run the kernels of `zero.platform.kernels`, in the interpreter of Triton.
     """
 
     kind = "cuda"
     shares_memory = False
     piece_numel, sum_numel, batch_bytes = 1 << 24, 1 << 22, 16 << 20
 
-    def __init__(self, memory_bytes: int, order: str = "program", seed: int = 0) -> None:
+    def __init__(self, memory_bytes: int, order: str = "program", seed: int = 0, *, fused: bool = False) -> None:
         super().__init__(torch.device("cpu"))
+        if fused:
+            import_module("zero.platform.kernels")
+            self.tile_numel = 4096
+        self._uploaded: list[Tensor] = []
         self._memory_bytes = memory_bytes
         self.streams = Streams(order, seed)
         self._host_memory: dict[int, int] = {}  # address of a block of host memory -> address of its end
@@ -103,6 +109,12 @@ class SimulatedGpu(Device):
 
     def unpin(self, memory: Tensor) -> None:
         self._pinned.discard(memory.untyped_storage().data_ptr())
+
+    def upload(self, values: Tensor) -> Tensor:
+        self._uploaded.append(values)  # on a GPU the allocator keeps pinned memory until its copies are done
+        self.adopt(values)
+        self.pin(values)
+        return self.bring(values)
 
     def give_back_memory(self) -> None:
         """Do nothing, as on a GPU."""
@@ -195,9 +207,16 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
     """
 
     def __init__(
-        self, memory_bytes: int, order: str, seed: int, *, sites: set[WaitSite], without: WaitSite | None
+        self,
+        memory_bytes: int,
+        order: str,
+        seed: int,
+        *,
+        sites: set[WaitSite],
+        without: WaitSite | None,
+        fused: bool = False,
     ) -> None:
-        super().__init__(memory_bytes, order, seed)
+        super().__init__(memory_bytes, order, seed, fused=fused)
         self._sites, self._without = sites, without
         self.handoffs = Handoffs(self.streams)
         self.copies: list[CopyRecord] = []

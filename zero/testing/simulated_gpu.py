@@ -35,6 +35,7 @@ class Settings:
     order: str
     seed: int
     without: WaitSite | None
+    fused: bool
 
     @property
     def is_instrumented(self) -> bool:
@@ -68,12 +69,17 @@ class Simulation:
 
     def make_gpu(self) -> "SimulatedGpu":
         if not self.settings.is_instrumented:
-            self.gpus.append(SimulatedGpu(self.settings.memory_bytes))
+            self.gpus.append(SimulatedGpu(self.settings.memory_bytes, fused=self.settings.fused))
         else:
             chosen = self.settings
             self.gpus.append(
                 InstrumentedGpu(
-                    chosen.memory_bytes, chosen.order, chosen.seed, sites=self.sites, without=chosen.without
+                    chosen.memory_bytes,
+                    chosen.order,
+                    chosen.seed,
+                    sites=self.sites,
+                    without=chosen.without,
+                    fused=chosen.fused,
                 )
             )
             if thread.mode is not None:
@@ -102,6 +108,7 @@ def simulated_gpu(
     order: str = "program",
     seed: int = 0,
     without: WaitSite | None = None,
+    fused: bool = False,
 ) -> AbstractContextManager[Simulation]:
     """Give each world that is made in the block a simulated GPU, also in `run_ranks` and `run_processes`.
 
@@ -113,6 +120,8 @@ def simulated_gpu(
             at a random time before that. Until a launch runs, the memory that it will write holds NaN.
         seed: seed of the random times of order "random".
         without: a wait to skip, for tests of the simulation itself.
+        fused: run the Triton kernels of updates and sums, in the interpreter of Triton; else operators compute the
+            same.
 
     Returns:
         A context manager that yields the `Simulation`: its devices, and counts of launches, waits and copies.
@@ -121,7 +130,7 @@ def simulated_gpu(
         RaceError: there is a race. Usually raised by the operator that makes the second access; raised at the end of
             the block if memory was freed while it was in use.
     """
-    return _simulated(Settings(memory_bytes, races, order, seed, without))
+    return _simulated(Settings(memory_bytes, races, order, seed, without, fused))
 
 
 @contextmanager
@@ -145,7 +154,7 @@ def count_launches(run: Callable[[], object]) -> Counter[str]:
     all_threads = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=all_threads) as profiled:
         run()
-    return Counter(event.name for event in profiled.events() if event.name.startswith("aten::") and _is_launch(event))
+    return Counter(event.name for event in profiled.events() if _is_launch(event))
 
 
 def _is_launch(event: "torch.autograd.profiler_util.FunctionEvent") -> bool:
@@ -154,6 +163,10 @@ def _is_launch(event: "torch.autograd.profiler_util.FunctionEvent") -> bool:
     For example, `to` has no kernel, but the copy that it calls has.
     """
     caller = event.cpu_parent
-    while caller is not None and (not caller.name.startswith("aten::") or caller.name in WITHOUT_KERNEL):
+    while caller is not None and not _has_kernel(caller.name):
         caller = caller.cpu_parent
-    return caller is None and event.name not in WITHOUT_KERNEL
+    return caller is None and _has_kernel(event.name)
+
+
+def _has_kernel(name: str) -> bool:
+    return name.startswith(("aten::", "zero::")) and name not in WITHOUT_KERNEL

@@ -10,12 +10,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from zero.core.fused import numbers, optimizer_of, tables
 from zero.core.kept import Kept
 from zero.core.layout import Layout
+from zero.core.optim import Hyper
 from zero.core.updates import PageBatch
 from zero.distributed.routes import across_nodes, within_node
 from zero.distributed.world import World
-from zero.engine.update import Piece
+from zero.engine.update import Piece, run_kernel
 from zero.errors import StoreError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Arena, Device
@@ -301,6 +303,16 @@ def _update_numel(config: Config, device: Device) -> float:
     param = torch.zeros(PROBE_NUMEL, dtype=precision.compute, device=device.device)
     state = [device.zeros(kept.numel(kind, PROBE_NUMEL), dtype) for kind, dtype in kept.dtypes.items()]
     layout = Layout.of({"probe": (PROBE_NUMEL,)}, world_size=1)
+    if device.tile_numel and (name := optimizer_of(optimizer)) is not None:
+        hyper = Hyper(1, 1.0, (now,))
+        hyper = hyper._replace(table=device.upload(numbers(name, optimizer.constants, hyper)))
+        rows = [device.upload(table) for table in tables(layout, 0, PROBE_NUMEL, device.tile_numel)]
+
+        def launch() -> None:
+            device.sum_of_squares(grad)
+            run_kernel(name, kept, hyper, device, Piece(0, param, state, grad), rows)
+
+        return PROBE_NUMEL / _fastest_s([launch], device, PROBE_S["other"])[0]
 
     def work(start: int) -> None:
         stop = min(PROBE_NUMEL, start + device.piece_numel)

@@ -1,0 +1,64 @@
+"""The kernels of a GPU in the engine, run by the interpreter of Triton on a simulated GPU.
+
+Stages and tiers give equal bits among themselves, and no stream races.
+"""
+
+import pytest
+
+import zero
+from tests.common.small import KiB, Setting, adamw_in_8bit, small_batch, train_small, wide
+from zero.testing import run_ranks, simulated_gpu
+from zero.testing.simulated_gpu import count_launches
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+def on_gpu(preset: str) -> tuple[tuple[str, str], ...]:
+    return ("preset", preset), ("compute", "device")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "others"),
+    [
+        (zero.adamw, "fp32", ((1, "cpu"), (3, "none"))),
+        (adamw_in_8bit, "bf16", ((1, "none"), (2, "cpu"), (3, "infinity"))),
+    ],
+)
+def test_no_stage_and_no_tier_changes_a_bit(optimizer, precision, others):
+    setting = Setting(stage=0, optimizer=optimizer, precision=precision, clip=0.5, page_bytes=4 * KiB)
+    with simulated_gpu(fused=True):
+        expected = run_ranks(2, train_small, setting, 2)
+        for stage, preset in others:
+            other = setting.but(stage=stage, offload=on_gpu(preset), master="auto" if stage % 2 else "whole")
+            assert run_ranks(2, train_small, other, 2) == expected, other
+
+
+def test_lion_has_the_arithmetic_of_its_operators():
+    setting = Setting(stage=1, optimizer=zero.lion, precision="bf16", clip=0.5, accumulate=2)
+    with simulated_gpu(fused=True):
+        fused = run_ranks(2, train_small, setting, 2)
+    with simulated_gpu():
+        assert run_ranks(2, train_small, setting, 2) == fused
+
+
+@pytest.mark.parametrize(("order", "preset"), [("late", "none"), ("random", "infinity")])
+def test_no_stream_races(order, preset):
+    setting = Setting(optimizer=adamw_in_8bit, precision="bf16", page_bytes=4 * KiB, offload=on_gpu(preset))
+    with simulated_gpu(fused=True):
+        expected = run_ranks(2, train_small, setting, 2)
+    with simulated_gpu(fused=True, races=True, order=order, seed=1):
+        assert run_ranks(2, train_small, setting, 2) == expected
+
+
+def test_a_unit_is_updated_by_one_launch():
+    """Pages on the device that follow each other are one piece, so launches do not grow with elements."""
+
+    def launches(world: zero.World, page_bytes: int) -> int:
+        setting = Setting(optimizer=adamw_in_8bit, precision="bf16", page_bytes=page_bytes)
+        state, step = setting.start(world, wide)
+        state, _ = step(state, [small_batch(0, 6)])
+        return count_launches(lambda: step(state, [small_batch(1, 6)]))["zero::update"]
+
+    with simulated_gpu(fused=True):
+        world = zero.World.from_env()
+        assert launches(world, 4 * KiB) == launches(world, 1024 * KiB) == 5, "the units of the model"

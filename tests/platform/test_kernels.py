@@ -1,0 +1,243 @@
+"""The kernels of a GPU give the bits of the operators. The interpreter of Triton runs them on a CPU."""
+
+import re
+from collections.abc import Callable
+from itertools import pairwise, product
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import zero
+from zero.core import fused
+from zero.core.kept import Kept
+from zero.core.layout import Layout
+from zero.core.moments import permutation
+from zero.core.optim import Hyper, Transform
+from zero.core.precision import Precision
+from zero.core.updates import PageBatch
+from zero.platform import kernels
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+CPU = torch.device("cpu")
+LAYOUT = Layout.of({"a": (100,), "b": (3,), "c": (5, 64), "d": (7, 90), "e": ()}, world_size=3, groups={"b": 2, "d": 1})
+LR, DECAY = 3e-3, 0.1
+OPTIMIZERS: dict[str, Callable[..., Transform]] = {
+    "adamw": lambda **more: zero.adamw(LR, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=DECAY, **more),
+    "adam": lambda **more: zero.adam(LR, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=DECAY, **more),
+    "sgd": lambda **more: zero.sgd(LR, weight_decay=DECAY, **more),
+    "momentum": lambda **more: zero.sgd(LR, momentum=0.9, weight_decay=DECAY, **more),
+    "nesterov": lambda **more: zero.sgd(LR, momentum=0.9, nesterov=True, weight_decay=DECAY, **more),
+    "lion": lambda **more: zero.lion(LR, weight_decay=DECAY, **more),
+}
+MASTERS = {
+    "none": Precision("fp32"),
+    "split": Precision("bf16"),
+    "whole": Precision("bf16", master="whole"),
+    "fp16": Precision("fp16"),
+}
+EDGES = [0x00000001, 0x007FFFFF, 0x00800000, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
+EDGES += [edge - 2**31 for edge in EDGES] + [0x7FFFFFFF]  # NaN of a CPU, of either sign, and of a GPU
+
+
+def patterns(numel: int, seed: int) -> Tensor:
+    """fp32 numbers: ordinary ones, and every 8th a subnormal number, a tie of bf16, a limit, an infinity or a NaN."""
+    make = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=make) * torch.exp2(torch.randint(-30, 4, (numel,), generator=make))
+    edges = torch.tensor(EDGES, dtype=torch.int32)[torch.randint(len(EDGES), (numel,), generator=make)]
+    return torch.where(torch.arange(numel) % 8 == 5, edges.view(torch.float32), values)
+
+
+class State:
+    """Parameters with master and moments in their formats, and the two ways to update them."""
+
+    def __init__(self, transform: Transform, precision: Precision, params: Tensor, moments: list[Tensor]) -> None:
+        self.transform, self.master, self.kept = transform, precision.master, Kept(precision.master, transform)
+        self.param = zero.core.master.rounded(params, precision.compute)
+        self.forms = [transform.form(kind) for kind in transform.moments]
+        master = [] if self.master.kind is None else [self.master.page_of(params).clone()]
+        self.pages = [
+            *master,
+            *(form.page_of(moment).clone() for form, moment in zip(self.forms, moments, strict=True)),
+        ]
+
+    def clone(self, device: torch.device = CPU) -> "State":
+        copy = object.__new__(State)
+        copy.__dict__ |= self.__dict__
+        copy.param, *copy.pages = (tensor.to(device, copy=True) for tensor in (self.param, *self.pages))
+        return copy
+
+    def values(self) -> list[Tensor]:
+        master = self.master.of(self.param, self.pages[0] if self.master.kind else self.param)
+        stored = self.pages[len(self.pages) - len(self.forms) :]
+        return [self.param, master, *(form.values_of(page) for form, page in zip(self.forms, stored, strict=True))]
+
+    def by_kernel(self, layout: Layout, grad: Tensor, hyper: Hyper, cuts: list[int], tile_numel: int = 256) -> None:
+        optimizer = fused.optimizer_of(self.transform)
+        numbers = fused.numbers(optimizer, self.transform.constants, hyper)
+        keys = [fused.signed(key) for key in self.kept.keys(hyper.step)]
+        for start, stop in pairwise(cuts):
+            pages = [page[page.numel() * start // layout.P : page.numel() * stop // layout.P] for page in self.pages]
+            device = self.param.device
+            tables = [table.to(device) for table in (*fused.tables(layout, start, stop, tile_numel), numbers)]
+            tables.append(permutation(device))
+            args = self.param[start:stop], pages, grad[start:stop], tables, keys, optimizer, tile_numel
+            torch.ops.zero.update(*args)
+
+    def by_operators(self, layout: Layout, grad: Tensor, hyper: Hyper, update: Callable[[PageBatch], None]) -> None:
+        places = [layout.pieces(0, layout.P)] if self.kept.draws else []
+        with self.kept.opened([self.param], [self.pages], places, hyper.step) as tensors:
+            for start, stop, group in layout.segments(0, layout.P):
+                now = hyper.groups[group]
+                if now.trains:
+                    masters, *moments = ([tensor[start:stop] for tensor in same] for same in tensors)
+                    grads = [grad[start:stop].float()]
+                    update(PageBatch(masters, grads, tuple(moments), now, hyper.divisor))
+
+
+def elementwise(transform: Transform) -> Callable[[PageBatch], None]:
+    """Return the update that the kernel computes, in operators that round once each."""
+
+    def update(batch: PageBatch) -> None:
+        now, lr, decay = batch.settings, batch.settings.lr, batch.settings.weight_decay
+        [param], [grad], moments = batch.params, batch.grads, [moment for [moment] in batch.moments]
+        grad = grad.div(torch.tensor(batch.divisor))
+        if transform.name == "adamw":
+            param.sub_(param.mul(lr * decay))
+        elif transform.name in ("adam", "sgd"):
+            grad = grad.add(param.mul(decay))
+        if transform.name == "sgd":
+            [momentum] = now.betas
+            if momentum:
+                [mu] = moments
+                mu.copy_(grad if now.step == 1 else mu.mul(momentum).add_(grad))
+                grad = grad.add(mu.mul(momentum)) if transform.constants[0] else mu
+            param.sub_(grad.mul(lr))
+            return
+        (beta1, beta2), (mu, nu), [eps] = now.betas, moments, transform.constants
+        mu.mul_(beta1).add_(grad.mul(1 - beta1))
+        nu.mul_(beta2).add_(grad.mul(1 - beta2).mul_(grad))
+        # in fp64, because the sqrt of MKL is not always the nearest fp32 number; this double rounding is exact
+        root = nu.double().sqrt().float().div_(torch.tensor((1 - beta2**now.step) ** 0.5)).add_(torch.tensor(eps))
+        param.sub_(mu.mul(lr / (1 - beta1**now.step)).div_(root))
+
+    return transform.update if transform.name == "lion" else update
+
+
+def assert_same(first: State, second: State) -> None:
+    for ours, theirs in zip(first.values(), second.values(), strict=True):
+        same = (ours.view(torch.int16 if ours.itemsize == 2 else torch.int32)) == theirs.view(
+            torch.int16 if theirs.itemsize == 2 else torch.int32
+        )
+        assert (same | (ours.isnan() & theirs.isnan())).all()
+
+
+def hyper_of(transform: Transform, step: int) -> Hyper:
+    """Settings of a step with one group that does not train and one whose learning rate is 0."""
+    hyper = transform.hyper_at(step, 3.0)
+    default, decayed, other, *rest = hyper.groups
+    resting = decayed._replace(trains=False)
+    return hyper._replace(groups=(default._replace(step=step), resting, other._replace(lr=0.0), *rest))
+
+
+def states(name: str, precision: Precision, moments: str, layout: Layout, seed: int) -> State:
+    transform = zero.with_moments(
+        OPTIMIZERS[name](groups=[zero.Group(["x"], lr=LR / 7, weight_decay=0.3)]), moments, seed=7
+    )
+    made = [patterns(layout.P, seed + 1 + i) for i in range(len(transform.moments))]
+    made = [moment.abs() if kind == "nu" else moment for kind, moment in zip(transform.moments, made, strict=True)]
+    params = patterns(layout.P, seed)
+    for start, stop in layout.gaps:
+        for tensor in (params, *made):
+            tensor[start:stop] = 0.0
+    return State(transform, precision, params, made)
+
+
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_kernel_gives_the_bits_of_the_operators(name, master):
+    """Pieces with several parameters, gaps and groups, of which one does not train; every class of fp32 patterns."""
+    precision = MASTERS[master]
+    for step, (moments, dtype) in enumerate(product(("fp32", "bf16", "8bit"), {torch.float32, precision.compute}), 1):
+        ours = states(name, precision, moments, LAYOUT, 10 * step)
+        theirs, grad = ours.clone(), patterns(LAYOUT.P, 10 * step + 5).to(dtype)
+        hyper = hyper_of(ours.transform, step)
+        ours.by_kernel(LAYOUT, grad, hyper, [0, 64, 256, LAYOUT.P])
+        theirs.by_operators(LAYOUT, grad, hyper, elementwise(ours.transform))
+        assert_same(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gpu_gives_the_bits_of_the_interpreter(name, master):
+    for step, moments in enumerate(("fp32", "bf16", "8bit"), 1):
+        here = states(name, MASTERS[master], moments, LAYOUT, 10 * step)
+        there, grad = here.clone(torch.device("cuda")), patterns(LAYOUT.P, 10 * step + 5)
+        hyper = hyper_of(here.transform, step)
+        here.by_kernel(LAYOUT, grad, hyper, [0, LAYOUT.P])
+        there.by_kernel(LAYOUT, grad.cuda(), hyper, [0, 256, LAYOUT.P], tile_numel=1024)
+        assert_same(here, there.clone())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_no_cut_and_no_tile_changes_a_bit(name, moments):
+    whole = states(name, MASTERS["split"], moments, LAYOUT, 3)
+    grad, hyper = patterns(LAYOUT.P, 4), hyper_of(whole.transform, 2)
+    parts = whole.clone()
+    whole.by_kernel(LAYOUT, grad, hyper, [0, LAYOUT.P], tile_numel=64)
+    parts.by_kernel(LAYOUT, grad, hyper, [0, 64, 192, 576, 1216, LAYOUT.P], tile_numel=1024)
+    assert_same(whole, parts)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+def test_every_bf16_parameter_with_sampled_state(moments):
+    """All 65,536 parameters, in a group with a learning rate and in one without, and a second block of random bits."""
+    layout = Layout.of({"x": (2**16,), "still": (2**16 + 2**12,)}, world_size=1, groups={"still": 2})
+    ours = states("adamw", MASTERS["split"], moments, layout, 20)
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    ours.param[: 2**17].copy_(every.repeat(2))
+    theirs, grad = ours.clone(), patterns(layout.P, 25).bfloat16()
+    hyper = hyper_of(ours.transform, 3)
+    ours.by_kernel(layout, grad, hyper, [0, layout.P], tile_numel=2**16)
+    theirs.by_operators(layout, grad, hyper, elementwise(ours.transform))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_five_steps_are_those_of_the_fused_kernels_of_torch(name):
+    """The difference is at most 4 units in the last place of the value, or of 1 if the value is smaller."""
+    layout = Layout.of({"x": (16, 64)}, world_size=1, groups={"x": 1})
+    make = torch.Generator().manual_seed(3)
+    transform = OPTIMIZERS[name]()
+    moments = [torch.zeros(layout.P) for _ in transform.moments]
+    ours = State(transform, MASTERS["none"], torch.randn(layout.P, generator=make), moments)
+    theirs = ours.clone()
+    for step in range(1, 6):
+        grad, hyper = torch.randn(layout.P, generator=make), transform.hyper_at(step, 3.0)
+        hyper = hyper._replace(groups=tuple(group._replace(step=step) for group in hyper.groups))
+        ours.by_kernel(layout, grad, hyper, [0, layout.P])
+        theirs.by_operators(layout, grad, hyper, transform.update)
+    for first, second in zip(ours.values(), theirs.values(), strict=True):
+        assert ((first - second).abs() <= 4 * 2.0**-23 * second.abs().clamp(min=1.0)).all()
+
+
+@pytest.mark.parametrize(("pages", "dtype"), [("*fp32", "*fp32"), ("*i16", "*i16"), ("*u8", "*i16"), ("*u8", "*fp16")])
+def test_every_operation_of_the_compiled_kernel_rounds_once(pages, dtype):
+    """Compile for an H100, which needs no GPU: no product is contracted with a sum, and no subnormal is flushed."""
+    names = kernels._update.arg_names
+    types = dict.fromkeys(names[:5], pages) | {"param": dtype, "grad": dtype, "numbers": "*fp32"}
+    types |= {"master": "*i16" if dtype == "*i16" else "*fp32", "mu_key": "i32", "nu_key": "i32"}
+    constants = {"OPTIMIZER": "adamw", "MOMENTS": 2, "SLOT_WIDTH": 8, "NUMBERS_WIDTH": 10, "ROWS": 16}
+    signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
+    source = ASTSource(kernels._update, signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    operations = set(re.findall(r"\b(\w+\.[\w.]*f32)\b", compiled.asm["ptx"]))
+    assert {"div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32"} <= operations
+    assert not [operation for operation in operations if re.search("fma|mad|ftz|approx", operation)]

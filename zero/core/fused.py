@@ -1,0 +1,73 @@
+"""Tables that a fused kernel reads: where the parameters are in a piece, and the numbers of each group in one step."""
+
+import torch
+from torch import Tensor
+
+from zero.core.layout import VECTOR, Layout
+from zero.core.optim import Hyper, Transform
+from zero.core.updates import Settings
+
+
+def optimizer_of(transform: Transform) -> str | None:
+    """Return the name of an optimizer in the kernel; None if it has none: Adagrad, or an average of the parameters."""
+    if transform.copies or transform.name not in ("adamw", "adam", "lion", "sgd"):
+        return None
+    return "nesterov" if transform.constants == (True,) else transform.name
+
+
+def tables(layout: Layout, start: int, stop: int, tile_numel: int) -> tuple[Tensor, Tensor]:
+    """Return the tables of the parameters in [start, stop) of a flat, which is cut into tiles.
+
+    A tile has `tile_numel` elements of one parameter and of the gap after it, or fewer at their end.
+
+    Returns:
+        slots: (n, 8) int32, a row for each parameter: its first tile, first vector in the range, vectors with the gap,
+            first vector in the parameter, whole vectors and further elements of the parameter, key, group.
+        tiles: (tiles,) int32: the row of each tile.
+    """
+    rows: list[tuple[int, ...]] = []
+    counts: list[int] = []
+    for slot, first, last in layout.extents(start, stop):
+        vectors = (last - first) // VECTOR
+        skipped = (first - slot.offset) // VECTOR
+        place = (first - start) // VECTOR
+        rows.append(
+            (
+                sum(counts),
+                place,
+                vectors,
+                skipped,
+                slot.numel // VECTOR,
+                slot.numel % VECTOR,
+                signed(slot.key),
+                slot.group,
+            )
+        )
+        counts.append(-(-vectors * VECTOR // tile_numel))
+    slots = torch.tensor(rows, dtype=torch.int32).view(-1, 8)
+    tiles = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], dtype=torch.int32)
+    return slots, tiles
+
+
+def signed(key: int) -> int:
+    """Return the int32 with the bits of a uint32."""
+    return key - (key >> 31 << 32)
+
+
+def numbers(optimizer: str, constants: tuple[float, ...], hyper: Hyper) -> Tensor:
+    """Return the numbers of each group in one step, (groups, 10) fp32, in the order in which the kernel reads them."""
+    rows = [(float(now.trains), hyper.divisor, *_numbers(optimizer, constants, now)) for now in hyper.groups]
+    return torch.tensor([(*row, *(0.0,) * (10 - len(row))) for row in rows], dtype=torch.float32)
+
+
+def _numbers(optimizer: str, constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
+    lr, decay, betas = now.lr, now.weight_decay, now.betas
+    if optimizer in ("sgd", "nesterov"):
+        return lr, decay, *betas, float(now.step == 1)
+    beta1, beta2 = betas
+    if optimizer == "lion":
+        return lr, 1 - lr * decay, beta1 / (1 - beta1), beta2, 1 - beta2
+    (eps,) = constants
+    root = (1 - beta2**now.step) ** 0.5
+    size = lr / (1 - beta1**now.step)
+    return size, lr * decay if optimizer == "adamw" else decay, beta1, 1 - beta1, beta2, 1 - beta2, root, eps

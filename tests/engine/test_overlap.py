@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import zero
 from zero.engine.empty import Operation
-from zero.testing import run_ranks
+from zero.engine.full import digest
+from zero.testing import run_ranks, simulated_gpu
 
 WIDTH, LAYERS = 16, 5
 
@@ -176,3 +177,69 @@ def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
     assert sum(numel > before for numel in real) == 4 * LAYERS  # the method is tried on tensors without values first
     assert max(real) - before == WIDTH * WIDTH + WIDTH
     assert max(shards) < 4 * sum(parameter.numel() for parameter in models[0].parameters()) / 2
+
+
+class Branch(nn.Module):
+    """A unit with a large parameter, whose values are not used everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor, unused: bool) -> Tensor:
+        return x if unused else torch.tanh(self.linear(x))
+
+
+class Branching(nn.Module):
+    """Blocks of which rank 1 does not use the values of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branch() for _ in range(5))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, (rank, number) == (1, 3))
+        return x
+
+
+@pytest.mark.parametrize("preset", ["cpu", "infinity"])
+def test_ranks_with_other_branches_gather_in_one_order(preset):
+    def rank_main(world: zero.World, prefetch: int) -> str:
+        with world.exclusive(), zero.empty():
+            model = Branching()
+        offload = zero.Offload(preset, page_bytes=64 << 10)
+        plan = zero.Plan(
+            model,
+            optimizer=zero.adamw(1e-3, clip=1.0),
+            world=world,
+            offload=offload,
+            units=["Branch"],
+            prefetch=prefetch,
+        )
+        state = zero.init(plan, zero.open_store(plan))
+        step = zero.make_step(plan, lambda model, x: model(x, world.rank).square().mean())
+        for _ in range(3):
+            state, _ = step(state, [torch.ones(4, 256)])
+        return digest(state)
+
+    expected = run_ranks(2, rank_main, 0)
+    for prefetch in (1, 2, 3):  # on a CPU, where gathers and sums have one order
+        assert run_ranks(2, rank_main, prefetch) == expected
+
+
+def test_reading_all_parameters_keeps_no_gathered_memory():
+    def rank_main(world: zero.World) -> list[int]:
+        with world.exclusive(), zero.empty():
+            model = Branching()
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, offload="infinity", units=["Branch"])
+        state = zero.init(plan, zero.open_store(plan))
+        step = zero.make_step(plan, lambda model, x: model(x, 0).square().mean())
+        state, _ = step(state, [torch.ones(4, 256)])
+        zero.full_state_dict(state)
+        pool = state.runtime.gatherer.pool
+        assert pool is not None
+        return [pool.renewed, len(state.runtime.gatherer.residency._later)]
+
+    with simulated_gpu():
+        assert run_ranks(2, rank_main) == [[0, 0]] * 2

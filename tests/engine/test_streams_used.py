@@ -253,11 +253,11 @@ def test_parameters_in_host_memory_arrive_beside_the_unit_before(size):
             assert used.begin_s == computed.end_s, f"{what} {unit} had to wait"
 
 
-@pytest.mark.parametrize(("preset", "most"), [("none", 0.015), ("cpu", 0.025)])
-def test_ranks_gather_beside_compute_also_after_an_update(preset, most):
+@pytest.mark.parametrize(("preset", "limit"), [("none", 0.015), ("cpu", 0.025)])
+def test_ranks_gather_beside_compute_also_after_an_update(preset, limit):
     """In a step of one microbatch each gather in forward follows an update. Nothing can hide the first one."""
     for timeline in record(2, preset, 1):
-        assert timeline.hidden()["gather"].exposed_s < most * timeline.step_s
+        assert timeline.hidden()["gather"].exposed_s < limit * timeline.step_s
 
 
 @pytest.mark.parametrize("size", [1, 2])

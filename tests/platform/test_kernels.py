@@ -140,7 +140,7 @@ def hyper_of(transform: Transform, step: int) -> Hyper:
     """Settings of a step with one group that does not train and one whose learning rate is 0."""
     hyper = transform.hyper_at(step, 3.0)
     default, decayed, other, *rest = hyper.groups
-    resting = decayed._replace(trains=False)
+    resting = decayed._replace(trains=False, step=0)  # it has never trained
     return hyper._replace(groups=(default._replace(step=step), resting, other._replace(lr=0.0), *rest))
 
 

@@ -7,6 +7,9 @@ from zero.core.layout import VECTOR, Layout
 from zero.core.optim import Hyper, Transform
 from zero.core.updates import Settings
 
+GROUP_NUMBERS = 10
+"""Numbers of a group: whether it trains, the divisor of gradients, and at most eight of the optimizer."""
+
 
 def optimizer_of(transform: Transform) -> str | None:
     """Return the name of an optimizer in the kernel; None if it has none: Adagrad, or an average of the parameters."""
@@ -55,9 +58,13 @@ def signed(key: int) -> int:
 
 
 def numbers(optimizer: str, constants: tuple[float, ...], hyper: Hyper) -> Tensor:
-    """Return the numbers of each group in one step, (groups, 10) fp32, in the order in which the kernel reads them."""
-    rows = [(float(now.trains), hyper.divisor, *_numbers(optimizer, constants, now)) for now in hyper.groups]
-    return torch.tensor([(*row, *(0.0,) * (10 - len(row))) for row in rows], dtype=torch.float32)
+    """Return the numbers of each group in one step, (groups, `GROUP_NUMBERS`) fp32, in the order of the kernel."""
+    table = torch.zeros(len(hyper.groups), GROUP_NUMBERS)
+    for row, now in zip(table, hyper.groups, strict=True):
+        if now.trains:  # else the kernel reads the first number only, and the step of the group may be 0
+            values = (1.0, hyper.divisor, *_numbers(optimizer, constants, now))
+            row[: len(values)] = torch.tensor(values)
+    return table
 
 
 def _numbers(optimizer: str, constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
@@ -68,6 +75,6 @@ def _numbers(optimizer: str, constants: tuple[float, ...], now: Settings) -> tup
     if optimizer == "lion":
         return lr, 1 - lr * decay, beta1 / (1 - beta1), beta2, 1 - beta2
     (eps,) = constants
-    root = (1 - beta2**now.step) ** 0.5
-    size = lr / (1 - beta1**now.step)
-    return size, lr * decay if optimizer == "adamw" else decay, beta1, 1 - beta1, beta2, 1 - beta2, root, eps
+    step_size, bias_correction = lr / (1 - beta1**now.step), (1 - beta2**now.step) ** 0.5
+    shrink = lr * decay if optimizer == "adamw" else decay
+    return step_size, shrink, beta1, 1 - beta1, beta2, 1 - beta2, bias_correction, eps

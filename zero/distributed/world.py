@@ -552,7 +552,7 @@ def ordered_sum(
         device: the device that adds; None: a CPU.
     """
     own_S = chunks_WS[rank] if own_S is None else own_S
-    if device is not None and device.tile_numel and sum_S.dtype == torch.float32:
+    if device is not None and device.tile_numel and sum_S.dtype == torch.float32 and device.is_home_of(sum_S):
         torch.ops.zero.add_in_order(sum_S, chunks_WS, own_S, rank, accumulate, device.tile_numel)
         return
     chunks = [own_S if row == rank else chunk for row, chunk in enumerate(chunks_WS.unbind())]

@@ -137,18 +137,18 @@ class Later:
     """
 
     def __init__(self, device: Device, start: Callable[[], Sequence[Handle]]) -> None:
-        self._device, self._start = device, start
-        self._ready = PASSED
-        self._started: Sequence[Handle] | None = None
+        self._device, self._ready = device, PASSED
+        self._start: Callable[[], Sequence[Handle]] | None = start  # dropped with the tensors that it holds
+        self._started: Sequence[Handle] = ()
 
     def start(self) -> None:
         """Wait for the store's threads, then start the all-gather, unless it has started."""
-        if self._started is None:
+        if self._start is not None:
             with self._device.aside("gather", after=PASSED) as self._ready:  # no event needed: requested on this stream
-                self._started = self._start()
+                self._started, self._start = self._start(), None
 
     def wait(self) -> None:
         self.start()
-        for handle in self._started or ():
+        for handle in self._started:
             handle.wait()
         self._ready.wait()

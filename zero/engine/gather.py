@@ -411,7 +411,6 @@ class Gatherer:
                     hooked[slot] = hooked[slot] + grad if slot in hooked else grad
                     del grads[slot]
             self._deliver(unit, grads)
-            self.residency.launched()
             unit.step.delivered = True
             self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 
@@ -432,6 +431,7 @@ class Gatherer:
             self._tape.passed("backward", unit.spec.name)
             if unit.resident is None and not unit.spec.lookup:
                 self._hold(unit)  # this rank did not use the values, but other ranks gather the unit here
+            self.residency.launched()
             record = unit.step
             record.delivered = True
             record.returned += counted

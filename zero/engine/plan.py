@@ -291,6 +291,7 @@ class Plan(PageTable):
             "precision": str(self.precision),
             "offload": str(self.offload),
             **self.optimizer.fields(),
+            "kernels of Triton": str(self.world.compute.tile_numel > 0),
             "version of torch": torch.__version__,
             "version of python": platform.python_version(),
         }

@@ -5,15 +5,14 @@ buffer's version equals the unit's. A unit's deferred update is applied before i
 this step's parameters.
 
 The gather of an offloaded unit does not wait for the whole update. The store orders each page's read after its update,
-so pages are read as they are updated. With several ranks, a gather that needs the store's threads starts when the work
-of the unit before it has been launched, so it runs beside that work on a GPU.
+so pages are read as they are updated. With several ranks, a gather of pages starts when the work of the unit before it
+has been launched, so it runs beside that work on a GPU.
 
 Gathers into borrowed buffers depend only on the order of calls, so ranks with the same calls start the same gathers. If
 units are resident, ranks may call different units. Then a unit is gathered after all changed units before it in the
 plan, and the remaining units before any other collective.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -61,7 +60,7 @@ class Residency:
         self._hand_off = updater.hand_off if plan.params_offloaded else None
         sizes, own_sizes = plan.shared_buffer_sizes(), plan.own_buffer_sizes()
         self.pool = None if plan.resident else Pool(sizes, plan.precision.compute, self._device, own_sizes)
-        self._later: deque[tuple[UnitState, Later | None]] = deque()  # ahead, but waiting for the store's threads
+        self._later: list[tuple[UnitState, Later]] = []  # requested ahead, and not started
         self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
         self._keeps = plan.keeps_secondary
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
@@ -105,7 +104,6 @@ class Residency:
         upcoming = self._orders[training].visit(unit.index, self._prefetch)
         self._request(unit)
         self.buffer(unit).pins += 1
-        self._later = deque(waiting for waiting in self._later if waiting[0] is not unit)
         for index in upcoming:
             self._request_ahead(self._units[index])
         return self._arrive(unit)
@@ -116,13 +114,14 @@ class Residency:
         Call it when work of the present unit is launched, at the same point of the program on all ranks.
         """
         if self._later:
-            unit = self._later[0][0]
-            while self._later and self._later[0][0] is unit:
-                _, handle = self._later.popleft()
-                if handle is not None:
-                    handle.start()
-                else:
-                    self._request_with_room(unit)
+            for handle in self._forget_later(self._later[0][0]):
+                handle.start()
+
+    def _forget_later(self, unit: UnitState) -> list[Later]:
+        """Remove and return the gathers of `unit` that were requested and have not been started."""
+        forgotten = [handle for of_unit, handle in self._later if of_unit is unit]
+        self._later = [(of_unit, handle) for of_unit, handle in self._later if of_unit is not unit]
+        return forgotten
 
     def unpin(self, buffer: Buffer) -> None:
         """End one use of `buffer`."""
@@ -223,17 +222,14 @@ class Residency:
     def _request_ahead(self, unit: UnitState) -> None:
         tickets = [ticket for changed in self._starting(unit) for ticket in changed.tickets]
         if not self._is_over(tickets) and self._hand_off is None:
-            self._later.append((unit, None))  # waiting for the store's threads here would delay the current unit
-        else:
-            self._request_with_room(unit)
-
-    def _request_with_room(self, unit: UnitState) -> None:
+            return  # waiting for the store's threads here would delay the current unit
         if self._find(unit) is not None or (self.pool is not None and self.pool.has_room_for(unit.index)):
             self._request(unit)
             self.buffer(unit).ahead = True
 
     def _arrive(self, unit: UnitState) -> Buffer:
         buffer = self.buffer(unit)
+        self._forget_later(unit)
         with self._tape.stream_standing("gather, update", unit.spec.name):  # both run on side streams
             buffer.land()
         buffer.ahead = False

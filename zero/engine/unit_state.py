@@ -29,6 +29,8 @@ class Part(NamedTuple):
     """Whether none of its pages is on a disk."""
     kept: tuple[Tensor, ...] | None = None
     """The pages of master and moments on the device, where the training thread updates them in place; else None."""
+    tables: tuple[Tensor, ...] = ()
+    """`zero.core.fused.tables` for the kernel that updates the part; empty without a kernel."""
 
     @property
     def on_device(self) -> bool:

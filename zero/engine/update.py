@@ -69,6 +69,8 @@ class Piece(NamedTuple):
     kept: Sequence[Tensor]
     """The master, if it is stored separately, and the moments, in the formats of their pages."""
     grad_K: Tensor
+    tables: Sequence[Tensor] = ()
+    """What a kernel reads of the parameters in the piece, from `zero.core.fused.tables`; empty without a kernel."""
 
     def cut(self, start: int, stop: int) -> "Piece":
         """Return the piece with elements [start, stop) of this one."""
@@ -91,17 +93,8 @@ class Updater:
         self._kept = plan.kept
         self._kept.prepare(self._where.device)
         self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
-        self._tables: dict[
-            tuple[int, int], list[Tensor]
-        ] = {}  # index of the unit, its first element -> slots and tiles
         for unit in units:
-            unit.parts = tuple(self._parts_of(unit))
-            for part in unit.parts if self._fused is not None else ():
-                device = self._device if part.on_device else self._where
-                if device.tile_numel:
-                    first = self._first(unit, part)
-                    rows = tables(unit.spec.trainable, first, first + part.stop - part.start, device.tile_numel)
-                    self._tables[unit.index, first] = [device.upload(table) for table in rows]
+            unit.parts = tuple(part._replace(tables=self._tables_of(unit, part)) for part in self._parts_of(unit))
         self._order = list(units)  # of the coming updates
         self._visited: list[UnitState] = []
         self._trains = [True] * len(plan.optimizer.groups)  # by group: whether it trained in this step
@@ -243,9 +236,8 @@ class Updater:
         grad = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._rank)
         param_K = paged.pop(PageKind.PARAM, None if params is None else params[start:stop])
         grad_K = paged.pop(PageKind.GRAD, None if grad is None else grad[start:stop])
-        return Piece(
-            self._first(unit, part), cast(Tensor, param_K), cast(list[Tensor], [*paged.values()]), cast(Tensor, grad_K)
-        )
+        kept = cast(list[Tensor], [*paged.values()])
+        return Piece(self._first(unit, part), cast(Tensor, param_K), kept, cast(Tensor, grad_K), part.tables)
 
     def _first(self, unit: UnitState, part: Part) -> int:
         """Return the index of the first element of a part in the unit's trainable flat."""
@@ -256,7 +248,8 @@ class Updater:
         where, param_K = self._where, piece.param_K
         there = [where.bring(page_K) for page_K in piece.kept]
         param_there = where.bring(param_K) if self._master.reads_params else where.room_for(param_K)
-        self._update_pieces(unit, hyper, where, [Piece(piece.first, param_there, there, where.bring(piece.grad_K))])
+        grad_there = where.bring(piece.grad_K)
+        self._update_pieces(unit, hyper, where, [piece._replace(param_K=param_there, kept=there, grad_K=grad_there)])
         for page_K, changed_K in zip((param_K, *piece.kept), (param_there, *there), strict=True):
             if changed_K is not page_K:
                 where.copy(page_K, changed_K)
@@ -266,7 +259,7 @@ class Updater:
         layout = unit.spec.trainable
         if self._fused is not None and where.tile_numel:
             for piece in pieces:
-                run_kernel(self._fused, self._kept, hyper, where, piece, self._tables[unit.index, piece.first])
+                run_kernel(self._fused, self._kept, hyper, where, piece)
             return
         for batch in _batches(pieces, where.piece_numel):
             ranges = [(piece.first, piece.first + piece.grad_K.numel()) for piece in batch]
@@ -320,6 +313,15 @@ class Updater:
             parts.append(Part(start, stop, group, in_memory, kept))
         return [joined for _, run in groupby(parts, lambda part: part.on_device) for joined in self._joined([*run])]
 
+    def _tables_of(self, unit: UnitState, part: Part) -> tuple[Tensor, ...]:
+        """Return the tables of a part for the kernel, on the device that updates it; none without a kernel."""
+        device = self._device if part.on_device else self._where
+        if self._fused is None or not device.tile_numel:
+            return ()
+        first = self._first(unit, part)
+        made = tables(unit.spec.trainable, first, first + part.stop - part.start, device.tile_numel)
+        return tuple(device.upload(table) for table in made)
+
     def _joined(self, parts: list[Part]) -> list[Part]:
         """Return consecutive parts on the device as one if their pages are adjacent in memory; else `parts`."""
         if parts[0].kept is None:
@@ -348,15 +350,10 @@ class Updater:
         return [(run[0].start - first, run[-1].stop - first) for run in adjoining]
 
 
-def run_kernel(optimizer: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece, rows: Sequence[Tensor]) -> None:
-    """Update a piece by one launch, see `zero.platform.kernels`.
-
-    Args:
-        optimizer: the name of the optimizer in the kernel.
-        rows: `zero.core.fused.tables` of the piece, on the device.
-    """
+def run_kernel(optimizer: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece) -> None:
+    """Update a piece by one launch of the kernel for `optimizer`, see `zero.platform.kernels`."""
     assert hyper.table is not None
-    tables = [*rows, hyper.table, permutation(device.device) if kept.draws else hyper.table]
+    tables = [*piece.tables, hyper.table, permutation(device.device) if kept.draws else hyper.table]
     keys = [signed(key) for key in kept.keys(hyper.step)]
     torch.ops.zero.update(piece.param_K, piece.kept, piece.grad_K, tables, keys, optimizer, device.tile_numel)
 

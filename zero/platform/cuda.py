@@ -4,14 +4,18 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from zero.errors import MachineError
+from zero.errors import MachineError, in_short
 from zero.platform.device import Clock, Device, Event, Moment, work_alone
+
+TILE_NUMEL = 1024
+"""Elements that a program of a kernel processes: eight for each of its threads."""
 
 
 class CudaEvent(Event):
@@ -75,9 +79,8 @@ class Cuda(Device):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.bound = device
-        if find_spec("triton"):
-            import_module("zero.platform.kernels")  # importing Triton takes half a second
-            self.tile_numel = 1024
+        if _has_kernels(device):
+            self.tile_numel = TILE_NUMEL
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def name(self) -> str:
@@ -179,6 +182,25 @@ class Cuda(Device):
         if name not in self._streams:
             self._streams[name] = torch.cuda.Stream(self.device, priority=priority)
         return self._streams[name]
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Return whether Triton compiles and launches a kernel on this GPU; warn if it is installed and does not.
+
+    Triton compiles its launcher with a C compiler, which an image for running programs may lack.
+    """
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return False  # without a GPU the device is only planned for
+    try:
+        import_module("zero.platform.kernels")
+        total, chunks_WS = torch.zeros(1, device=device), torch.zeros(1, 1, device=device)
+        torch.ops.zero.add_in_order(total, chunks_WS, chunks_WS[0], 0, False, TILE_NUMEL)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # of an import, a compiler, a cache or a driver
+        warnings.warn(f"Triton does not work, so an update takes more launches: {in_short(error)}", stacklevel=2)
+        return False
+    return True
 
 
 def compute_device(device: torch.device) -> Device:

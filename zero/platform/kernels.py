@@ -5,9 +5,7 @@ random bits and order of operations, and every fp32 operation rounds once: produ
 this file only where a device has kernels (`Device.tile_numel`), because it imports Triton. On CPU tensors the
 interpreter of Triton runs the kernels, for tests.
 
-A tile is some vectors of 64 elements of one parameter. Columns of `slots`, one row for each parameter in the piece:
-first tile, first vector in the piece, vectors, first vector in the parameter, whole vectors and further elements that
-are not in a gap, key, group; see `zero.core.fused`.
+A tile is some vectors of 64 elements of one parameter. `zero.core.fused` has the columns of `slots` and `numbers`.
 """
 
 import ctypes
@@ -198,8 +196,8 @@ def _add(total, received, own, numel, rank, RANKS: tl.constexpr, ACCUMULATE: tl.
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live = at < numel
     value = _widened(own if rank == 0 else received, at, live)
-    for other in range(1, RANKS):
-        value += _widened(own if other == rank else received + tl.cast(numel, tl.int64) * other, at, live)
+    for source in range(1, RANKS):
+        value += _widened(own if source == rank else received + tl.cast(numel, tl.int64) * source, at, live)
     if ACCUMULATE:
         value = tl.load(total + at, live, other=0.0) + value
     tl.store(total + at, value, live)
@@ -260,12 +258,12 @@ def _compiled(kernel: Kernel, tiles: int, *args: Any) -> None:
 
 def _interpreted(kernel: Kernel, tiles: int, *args: Any) -> None:
     if tiles:
-        tensors = [_alone(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        tensors = [_in_own_storage(arg) if isinstance(arg, Tensor) else arg for arg in args]
         with _INTERPRETER:
             kernel.interpreted[(tiles,)](*tensors)
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _in_own_storage(tensor: Tensor) -> Tensor:
     """Return the tensor in a storage of its own bytes, because the interpreter copies whole storages onto themselves.
 
     Another thread may write to the rest of the storage meanwhile.

@@ -310,7 +310,7 @@ def _update_numel(config: Config, device: Device) -> float:
 
         def launch() -> None:
             device.sum_of_squares(grad)
-            run_kernel(name, kept, hyper, device, Piece(0, param, state, grad), rows)
+            run_kernel(name, kept, hyper, device, Piece(0, param, state, grad, rows))
 
         return PROBE_NUMEL / _fastest_s([launch], device, PROBE_S["other"])[0]
 

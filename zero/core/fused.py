@@ -31,25 +31,13 @@ def tables(layout: Layout, start: int, stop: int, tile_numel: int) -> tuple[Tens
     rows: list[tuple[int, ...]] = []
     counts: list[int] = []
     for slot, first, last in layout.extents(start, stop):
-        vectors = (last - first) // VECTOR
-        skipped = (first - slot.offset) // VECTOR
-        place = (first - start) // VECTOR
-        rows.append(
-            (
-                sum(counts),
-                place,
-                vectors,
-                skipped,
-                slot.numel // VECTOR,
-                slot.numel % VECTOR,
-                signed(slot.key),
-                slot.group,
-            )
-        )
+        vectors, skipped = (last - first) // VECTOR, (first - slot.offset) // VECTOR
+        where = sum(counts), (first - start) // VECTOR, vectors, skipped
+        rows.append((*where, *divmod(slot.numel, VECTOR), signed(slot.key), slot.group))
         counts.append(-(-vectors * VECTOR // tile_numel))
-    slots = torch.tensor(rows, dtype=torch.int32).view(-1, 8)
-    tiles = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], dtype=torch.int32)
-    return slots, tiles
+    slots = torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 8)
+    of_tiles = [row for row, count in enumerate(counts) for _ in range(count)]
+    return slots, torch.tensor(of_tiles, dtype=torch.int32, device="cpu")
 
 
 def signed(key: int) -> int:
@@ -59,11 +47,11 @@ def signed(key: int) -> int:
 
 def numbers(optimizer: str, constants: tuple[float, ...], hyper: Hyper) -> Tensor:
     """Return the numbers of each group in one step, (groups, `GROUP_NUMBERS`) fp32, in the order of the kernel."""
-    table = torch.zeros(len(hyper.groups), GROUP_NUMBERS)
+    table = torch.zeros(len(hyper.groups), GROUP_NUMBERS, dtype=torch.float32, device="cpu")
     for row, now in zip(table, hyper.groups, strict=True):
         if now.trains:  # else the kernel reads the first number only, and the step of the group may be 0
             values = (1.0, hyper.divisor, *_numbers(optimizer, constants, now))
-            row[: len(values)] = torch.tensor(values)
+            row[: len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
     return table
 
 

@@ -258,7 +258,8 @@ class _Made:
         before = {root: list(root.operations) for root in roots.values()}
         module = self._model.get_submodule(owner.path)
         unmade = {
-            name: Unmade.of(torch.empty(root.shape, device="meta"), Recipe.of(root)) for name, root in roots.items()
+            name: Unmade.of(torch.empty(root.shape, dtype=torch.float32, device="meta"), Recipe.of(root))
+            for name, root in roots.items()
         }
         torch.default_generator.manual_seed(self._seed_of(owner.path))
         try:

@@ -21,7 +21,7 @@ from zero.testing import run_ranks
 from zero.trainer.models import GPT, GPTConfig, loss as gpt_loss
 
 CONFIG = GPTConfig(vocab=64, width=32, layers=2, heads=2, seq=16)
-BATCH, CLIP, DECAY = 12, 0.5, 0.1
+BATCH, CLIP, DECAY = 12, 0.4, 0.1
 
 
 def batch_at(step: int) -> torch.Tensor:

@@ -182,7 +182,7 @@ def init(
     `state.model` is the plan's model itself: its parameters are the same objects, but their values are now in shards.
     Call `copy.deepcopy(model)` before `zero.Plan` to keep an original. `state.close()` makes the model an ordinary one
     again. A rank makes or reads its own part of the parameters only, in chunks of 16 MiB. The parameters of one module
-    are made in full if an initializer needs them so, see `zero.engine.first_values`.
+    are made in full if an initializer needs them so, see `zero.engine.recorded_values`.
 
     Args:
         plan: the plan, which contains the model and the tier of each part of the state.

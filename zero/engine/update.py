@@ -70,7 +70,7 @@ class Piece(NamedTuple):
     """The master, if it is stored separately, and the moments, in the formats of their pages."""
     grad_K: Tensor
     tables: Sequence[Tensor] = ()
-    """What a kernel reads of the parameters in the piece, from `zero.core.fused.tables`; empty without a kernel."""
+    """`zero.core.fused.tables` of the piece; empty without a kernel."""
 
     def cut(self, start: int, stop: int) -> "Piece":
         """Return the piece with elements [start, stop) of this one."""

@@ -24,6 +24,7 @@ from zero.distributed import process_group
 from zero.distributed.world import ProcessWorld
 from zero.engine.update import Updater
 from zero.errors import HandshakeError, MachineError
+from zero.platform import cuda
 from zero.platform.cuda import Cuda, compute_device
 from zero.platform.device import Arena, Device
 from zero.testing import run_ranks, simulated_gpu
@@ -98,6 +99,7 @@ def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    monkeypatch.setattr(cuda, "_has_kernels", lambda device: False)
     monkeypatch.setattr(process_group, "open_store", lambda *_: store)
     connected = []
     monkeypatch.setattr(process_group, "connect_all", lambda store, rank, *_, **__: connected.append(rank))

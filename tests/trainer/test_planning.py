@@ -138,6 +138,19 @@ def test_a_world_on_paper_talks_to_nobody():
             talk()
 
 
+def test_a_gpu_is_described_by_its_name():
+    machine = Machine.described(config(plan={"gpu": "H100"}))
+    assert (machine.device, machine.device_bytes, machine.paper) == ("cuda", 80 * GiB, True)
+    for name, precision, flops in (("H100", "bf16", 989.4e12), ("RTX 4090", "fp32", 82.6e12), ("A100", "fp16", 312e12)):
+        rates = assumed(config(plan={"gpu": name}, precision={"compute": precision}), machine)
+        assert 0.5 * flops < rates.flops < 0.7 * flops
+        assert name in rates.source
+    with pytest.raises(ConfigError, match=r"plan\.gpu=h100 is not known\. Did you mean H100\?"):
+        Machine.described(config(plan={"gpu": "h100"}))
+    with pytest.raises(ConfigError, match="V100 does not compute in bf16"):
+        assumed(config(plan={"gpu": "V100"}, precision={"compute": "bf16"}), machine)
+
+
 def test_a_machine_on_paper_asks_nothing_of_the_gpu_here(monkeypatch):
     for name in ("is_available", "device_count", "mem_get_info", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("the GPU of this machine was asked"))

@@ -148,8 +148,14 @@ class Machine(Section):
         unit="processes",
         example="4 mode=plan",
     )
+    gpu: Word | None = key(
+        None, "model of the GPUs, such as H100, for their memory and rates; null: round rates", example="H100 mode=plan"
+    )
     device_memory: Memory = key(
-        "auto", "memory of one GPU, such as 80GiB; auto: what is free here", unit="bytes", example="80GiB mode=plan"
+        "auto",
+        "memory of one GPU, such as 80GiB; auto: that of plan.gpu, or what is free here",
+        unit="bytes",
+        example="80GiB mode=plan",
     )
     host_memory: Memory = key(
         "auto", "host memory of one node, such as 1TiB; auto: what is free here", unit="bytes", example="1TiB mode=plan"

@@ -6,11 +6,13 @@ from typing import Any, Literal
 import torch
 
 from zero.core.placement import Room, usable_bytes, usable_host_bytes
-from zero.core.sizes import size_text
+from zero.core.sizes import GiB, size_text
+from zero.core.suggest import meant
 from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device, free_host_bytes
+from zero.platform.peak_flops import PEAKS, Peak, peak_of
 from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
 
@@ -68,13 +70,14 @@ class Machine:
     def described(config: Config) -> "Machine":
         """Return the machine that the settings `plan.*` describe; numbers that are auto are read from this machine.
 
-        A machine with a `plan.device_memory` has GPUs.
+        A machine with a `plan.gpu` or `plan.device_memory` has GPUs.
 
         Raises:
-            ConfigError: `launch.ranks` are the ranks of one machine, and this one has fewer GPUs.
+            ConfigError: `plan.gpu` is not known, or `launch.ranks` are the ranks of one machine, and this one has fewer
+                GPUs.
         """
-        plan, launched = config.plan, config.launch.ranks
-        on_paper = plan.device_memory != "auto"
+        plan, launched, gpu = config.plan, config.launch.ranks, described_gpu(config)
+        on_paper = plan.device_memory != "auto" or gpu is not None
         on_gpus = not on_paper and config.launch.device != "cpu" and torch.cuda.is_available()
         here = torch.cuda.device_count() if on_gpus else 1
         if plan.ranks == "auto" and launched != "auto" and on_gpus and launched > here:
@@ -86,6 +89,8 @@ class Machine:
         per_node = min(ranks, per_node if plan.ranks_per_node == "auto" else plan.ranks_per_node)
         device: Literal["cuda", "cpu"] = "cuda" if on_paper or on_gpus else "cpu"
         device_bytes, host_bytes, disk_bytes = plan.device_memory, plan.host_memory, plan.disk
+        if gpu is not None and device_bytes == "auto":
+            device_bytes = int(gpu.gib * GiB)
         paper = any(value != "auto" for value in (plan.ranks, device_bytes, host_bytes, disk_bytes))
         if device_bytes == "auto":
             device_bytes = _usable_bytes(config, compute_device(torch.device(device)))
@@ -112,6 +117,22 @@ class Machine:
         device = f"{size_text(self.device_bytes)} on each GPU, " if self.device == "cuda" else ""
         host, disk = size_text(self.host_bytes), size_text(self.disk_bytes)
         return f"{where}; {'described or free' if self.paper else 'free now'}: {device}{host} host memory, {disk} disk"
+
+
+def described_gpu(config: Config) -> Peak | None:
+    """Return the GPU that `plan.gpu` names; None if it names none.
+
+    Raises:
+        ConfigError: the GPU is not in `PEAKS`.
+    """
+    name = config.plan.gpu
+    if name is None:
+        return None
+    if (peak := peak_of(name)) is None:
+        known = [peak.words for peak in PEAKS]
+        hint = meant(name.upper(), known) or f". Choose from {', '.join(known)}."
+        raise ConfigError(f"plan.gpu={name} is not known{hint}")
+    return peak
 
 
 def _usable_bytes(config: Config, device: Device) -> int:

@@ -18,7 +18,7 @@ from zero.core.updates import PageBatch
 from zero.distributed.routes import across_nodes, within_node
 from zero.distributed.world import World
 from zero.engine.update import Piece, run_kernel
-from zero.errors import StoreError
+from zero.errors import ConfigError, StoreError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Arena, Device
 from zero.platform.run_files import folders_of
@@ -27,7 +27,7 @@ from zero.settings.build import build_optimizer, build_precision
 from zero.store import probe
 from zero.trainer.config import Config
 from zero.trainer.planning.cost import Rates
-from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.machine import Machine, described_gpu
 from zero.trainer.planning.tracing import Product, Traced
 
 GPU = Rates(
@@ -60,6 +60,12 @@ CPU = Rates(
 )
 GPU_FP32_FLOPS, GPU_TF32_FLOPS = 2e13, 7.5e13
 
+PRODUCT_SHARE, MEMORY_SHARE = 0.6, 0.8
+"""Shares of a GPU's peaks that large matrix products, and elementwise operators, are assumed to reach."""
+
+PCIE_BYTES: Mapping[int, float] = {3: 12e9, 4: 24e9, 5: 48e9}
+"""Bytes per second in each direction by generation of PCIe with 16 lanes: three quarters of the nominal rate."""
+
 PROBE_FLOPS: Mapping[str, float] = {"cpu": 1e8, "cuda": 1e12}
 """Largest number of operations of a matrix product that is timed, for each thread of a CPU or for a GPU: about a
 millisecond. A longer product reaches no higher rate, and other work of the machine disturbs it more often."""
@@ -81,10 +87,30 @@ PROBE_GATHERS = 4
 
 
 def assumed(config: Config, machine: Machine) -> Rates:
-    """Return assumed round rates for this type of machine, with the measured rates of links if there are any."""
+    """Return assumed rates: those of `plan.gpu` or round ones, and the measured rates of links if there are any.
+
+    Raises:
+        ConfigError: `plan.gpu` is not known, or does not compute in the dtype.
+    """
     rates = GPU if machine.device == "cuda" else CPU
     rates = replace(rates, disk_bytes=rates.disk_bytes / machine.ranks_per_node)
-    if machine.device == "cuda" and config.precision.compute == "fp32":
+    if (gpu := described_gpu(config)) is not None:
+        single = "fp32" if config.precision.matmul == "highest" else "tf32"
+        flops = PRODUCT_SHARE * gpu.flops(single if config.precision.compute == "fp32" else config.precision.compute)
+        if not flops:
+            raise ConfigError(
+                f"plan.gpu={gpu.words} does not compute in {config.precision.compute}. Set precision=fp16."
+            )
+        memory, copied = MEMORY_SHARE * gpu.memory * 1e12, 2 * PCIE_BYTES[gpu.pcie]
+        source = (
+            f"assumed for {gpu.words}: {flops / 1e12:.3g} TFLOP/s, {memory / 1e12:.3g} TB/s of its memory, "
+            f"{copied / 1e9:.3g} GB/s to the host and back, 100 GB/s to other GPUs (10 between nodes), and 6 GB/s of "
+            "disk for each node"
+        )
+        rates = replace(
+            rates, flops=flops, attention_flops=flops, memory_bytes=memory, copy_bytes=copied, source=source
+        )
+    elif machine.device == "cuda" and config.precision.compute == "fp32":
         flops = GPU_FP32_FLOPS if config.precision.matmul == "highest" else GPU_TF32_FLOPS
         rates = replace(rates, flops=flops, attention_flops=flops)
     links = {"link_bytes": rates.link_bytes, "wire_bytes": rates.wire_bytes} | machine.links
@@ -132,7 +158,9 @@ def measured(config: Config, machine: Machine, traced: Traced, *, disk: bool, pr
     Raises:
         StoreError: no file can be made at `offload.path`, or the disk reports an error. The disk is measured first.
     """
-    device, rates = compute_device(torch.device(machine.device)), assumed(config, machine)
+    on_cpu = machine.device == "cpu"
+    here = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    device, rates = compute_device(here), assumed(config, machine)
     probes: dict[str, Callable[[], float]] = {}
     if disk:
         probes["disk_bytes"] = lambda: _disk_bytes(config) / machine.ranks_per_node

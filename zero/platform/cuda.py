@@ -190,7 +190,7 @@ def _has_kernels(device: torch.device) -> bool:
 
     Triton compiles its launcher with a C compiler, which an image for running programs may lack.
     """
-    if device.index is None or find_spec("triton") is None:
+    if device.index is None or not torch.cuda.is_available() or find_spec("triton") is None:
         return False  # a device without a number is only planned for
     try:
         import_module("zero.platform.kernels")

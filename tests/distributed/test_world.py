@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from tests.conftest import LONG_S
 from zero.distributed import stalled
+from zero.distributed.ordered_sum import ordered_sum
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
-from zero.distributed.world import ProcessWorld, SoloWorld, World, _ProcessPart, ordered_sum
+from zero.distributed.world import ProcessWorld, SoloWorld, World, _ProcessPart
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
 from zero.platform.device import Device
 from zero.testing import run_processes, run_ranks, simulated_gpu

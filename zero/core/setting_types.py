@@ -195,6 +195,8 @@ Activations = Literal["keep", "selective", "remat", "offload"]
 """The treatment of a unit's activations: keep them, keep the results of matrix products and attention and compute the
 others again in backward, compute all of them again, or offload them to host memory."""
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
+RECOMPUTED = ("selective", "remat")
+"""Treatments that compute activations again in backward: those that are not results of products, or all."""
 
 
 def _activations(value: object) -> str | tuple[str, ...]:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from zero.distributed.failure import field_difference
+from zero.distributed.ordered_sum import ordered_sum
 from zero.distributed.process_group import (
     ProcessGroup,
     all_gather,
@@ -41,7 +42,6 @@ from zero.distributed.process_group import (
 from zero.distributed.rendezvous import check_environment, env_int
 from zero.errors import ConfigError, HandshakeError, LayoutError, WorldError
 from zero.platform.cuda import claim_device, compute_device
-from zero.platform.device import Device
 from zero.platform.handle import Done, Handle as Handle, Then
 
 
@@ -527,54 +527,6 @@ def open_default_group() -> None:
             open_group_of_one(world.compute.backend)
         world.keeps_default_group = True
         world.close()
-
-
-@torch.no_grad()
-def ordered_sum(
-    chunks_WS: Tensor,
-    sum_S: Tensor,
-    own_S: Tensor | None = None,
-    rank: int = 0,
-    *,
-    accumulate: bool = False,
-    device: Device | None = None,
-) -> None:
-    """Add the rows of `chunks_WS` in order, in sum_S.dtype: sum_S = [sum_S +] ((c_0 + c_1) + c_2) ...
-
-    Adds `Device.sum_numel` elements at a time and allocates at most two tensors of that size, because an addition of
-    two dtypes on a CPU would first make a converted copy of the whole operand.
-
-    Args:
-        chunks_WS: (W, S), contiguous, not in the memory of `sum_S`.
-        sum_S: (S,).
-        own_S: (S,) of the same dtype, to add in place of row `rank`; None: that row.
-        accumulate: add the sum to `sum_S` instead of replacing it.
-        device: the device that adds; None: a CPU.
-    """
-    own_S = chunks_WS[rank] if own_S is None else own_S
-    if device is not None and device.tile_numel and sum_S.dtype == torch.float32 and device.is_home_of(sum_S):
-        torch.ops.zero.add_in_order(sum_S, chunks_WS, own_S, rank, accumulate, device.tile_numel)
-        return
-    chunks = [own_S if row == rank else chunk for row, chunk in enumerate(chunks_WS.unbind())]
-    on_host = device is None or device.shares_memory
-    numel = min((device or Device).sum_numel, sum_S.numel())
-    total = sum_S.new_empty(numel) if accumulate else None
-    cast = sum_S.new_empty(numel) if on_host and chunks[0].dtype != sum_S.dtype else None
-    if not numel:
-        return
-    tensors = (sum_S, *chunks)
-    # `split` takes longer than the sum of a small chunk
-    parts = [[tensor] for tensor in tensors] if numel == sum_S.numel() else [tensor.split(numel) for tensor in tensors]
-    for out, first, *rest in zip(*parts, strict=True):
-        acc = out if total is None else total[: out.numel()]
-        if rest and first.dtype == acc.dtype:
-            torch.add(first, rest.pop(0), out=acc)
-        else:
-            acc.copy_(first)
-        for piece in rest:
-            acc.add_(piece if cast is None else cast[: out.numel()].copy_(piece))
-        if total is not None:
-            out.add_(acc)
 
 
 def _label(op: str, what: str) -> str:

@@ -236,11 +236,11 @@ class Facts:
         reduced: a tied one, or one around others.
         """
         layouts = [unit.trainable for unit in self.units if unit.trainable.slots and self.world.size > 1]
-        largest = nlargest(2, layouts, key=lambda layout: layout.P)
-        sizes = [numel for layout in largest for numel in (layout.P, self.received_numel(layout))]
+        largest = nlargest(3, layouts, key=lambda layout: layout.P)
+        sizes = [numel for layout in largest[:2] for numel in (layout.P, self.received_numel(layout))]
         uses = Counter(unit for site in self.splitting.sites for unit in site.units)
         if self.sums_natively and (self.splitting.depth or max(uses.values(), default=0) > 1):
-            sizes += [layout.P for layout in nlargest(3, layouts, key=lambda layout: layout.P)[2:]]
+            sizes += [layout.P for layout in largest[2:]]
         return tuple(sorted(sizes, reverse=True))
 
     def received_numel(self, layout: Layout) -> int:

@@ -35,7 +35,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from zero.core.setting_types import Activations
+from zero.core.setting_types import RECOMPUTED, Activations
 from zero.core.tree import replaced, tensors_in
 from zero.engine.compile import Compiler
 from zero.engine.graph import (
@@ -305,7 +305,7 @@ class Gatherer:
         if self._compiler is not None and torch.is_grad_enabled():
             parameters = {f"module.{name}": value for name, value in parameters.items()}
             module = self._compiler.compiled(body, type(body.module))
-        if policy in ("remat", "selective") and torch.is_grad_enabled():
+        if policy in RECOMPUTED and torch.is_grad_enabled():
             return recomputed_call(module, parameters, args, kwargs, call, selective=policy == "selective")
         return call(parameters, module, args, kwargs)
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.tree import replaced, tensors_in
-from zero.engine.empty import Recipe, Unmade, is_meta, requested, writes
+from zero.engine.empty import Recipe, Unmade, is_meta
+from zero.engine.function_names import requested, writes
 from zero.engine.pool import storage_address
 from zero.errors import ConfigError, OutsideUnitError, PlanError
 

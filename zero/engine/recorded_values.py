@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from zero.distributed.world import World
 from zero.engine.empty import Operation, Recipe, Root, Unmade, dispatch_trunc_normal, is_meta
+from zero.engine.function_names import writes
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.unit import Owner, Splitting
 from zero.errors import PlanError
@@ -292,8 +293,7 @@ class _OthersUntouched(TorchFunctionMode):
         recorded = isinstance(first, Unmade)
         if recorded or not (isinstance(first, ParameterPlaceholder) or (isinstance(first, Tensor) and is_meta(first))):
             return func(*args, **(kwargs or {}))
-        name = func.__name__
-        if (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__"):
+        if func.__name__ == "__set__" or writes(func.__name__):
             return first
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -99,8 +99,7 @@ class Updater:
         self._visited: list[UnitState] = []
         self._trains = [True] * len(plan.optimizer.groups)  # by group: whether it trained in this step
         self._rested = [0] * len(plan.optimizer.groups)  # by group: the number of steps in which it did not train
-        self._numbers: Mapping[float, Tensor] = {}  # kept until the next `decide`, because other streams read them
-        self._table: Tensor | None = None  # likewise
+        self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its tensors
         self._expect()
 
     # -- what a step decides -------------------------------------------------------------------------------------------
@@ -135,11 +134,12 @@ class Updater:
         groups = tuple(group._replace(trains=trains, step=hyper.step - n) for group, trains, n in each)
         hyper = hyper._replace(groups=groups)
         if self._fused is not None:
-            self._table = self._device.upload(numbers(self._fused, self._transform.constants, hyper))
-            return hyper._replace(table=self._table)
-        values = {float(hyper.divisor), *(float(group.step) for group in groups)}
-        self._numbers = {value: on_device(value, self._device.device) for value in values}
-        return hyper._replace(numbers=self._numbers)
+            table = self._device.upload(numbers(self._fused, self._transform.constants, hyper))
+            self._decided = hyper._replace(table=table)
+        else:
+            values = {float(hyper.divisor), *(float(group.step) for group in groups)}
+            self._decided = hyper._replace(numbers={value: on_device(value, self._device.device) for value in values})
+        return self._decided
 
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
         """Defer the update of `unit` to its next gather; queue its offloaded parts for the store's threads now."""

@@ -28,9 +28,8 @@ class Peak(NamedTuple):
 
     def flops(self, dtype: str) -> float:
         """Return the peak operations per second, see `peak_flops`; 0: not supported."""
-        return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32, "tf32": max(self.bf16 / 2, self.fp32)}[
-            dtype
-        ] * 1e12
+        tf32 = max(self.bf16 / 2, self.fp32)
+        return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32, "tf32": tf32}[dtype] * 1e12
 
 
 # The first entry that matches is used, so a variant precedes its base model.

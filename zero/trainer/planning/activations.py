@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from zero.core.setting_types import Activations as Policy
+from zero.core.setting_types import RECOMPUTED, Activations as Policy
 from zero.engine.plan import activations_of
 from zero.engine.unit import split
 from zero.settings.build import build_precision
@@ -99,7 +99,7 @@ class Activations:
         if device != "cpu" or self._config.launch.malloc == "lean":
             return traced_bytes
         kept_bytes = int(self.of(rows, device, remat=False, seq=seq).peak_bytes * HEAP["keep"])
-        recomputes = {"remat", "selective"}.intersection(policy for _, policy in self._policies(device, remat))
+        recomputes = any(policy in RECOMPUTED for _, policy in self._policies(device, remat))
         return min(kept_bytes, int(traced_bytes * HEAP["remat"])) if recomputes else kept_bytes
 
     def planned(self, rows: int, device: str) -> PlanArguments:

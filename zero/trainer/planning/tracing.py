@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero.core.setting_types import Activations
+from zero.core.setting_types import RECOMPUTED, Activations
 from zero.engine.recompute import recomputed_call
 from zero.engine.saved_tensors import Kept, OnHost
 from zero.engine.takeover import Body, attach, move_buffers
@@ -135,7 +135,7 @@ def trace(
             for bound in site.bindings
         }
         policy = policies if isinstance(policies, str) else policies[site.name]
-        if backward and policy in ("remat", "selective"):
+        if backward and policy in RECOMPUTED:
             return recomputed_call(_Fusing(body), held, args, kwargs, selective=policy == "selective")
         with host.taking() if backward and policy == "offload" else nullcontext():
             return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)

@@ -47,12 +47,11 @@ def signed(key: int) -> int:
 
 def numbers(optimizer: str, constants: tuple[float, ...], hyper: Hyper) -> Tensor:
     """Return the numbers of each group in one step, (groups, `GROUP_NUMBERS`) fp32, in the order of the kernel."""
-    table = torch.zeros(len(hyper.groups), GROUP_NUMBERS, dtype=torch.float32, device="cpu")
-    for row, now in zip(table, hyper.groups, strict=True):
-        if now.trains:  # else the kernel reads the first number only, and the step of the group may be 0
-            values = (1.0, hyper.divisor, *_numbers(optimizer, constants, now))
-            row[: len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
-    return table
+    rows = []
+    for now in hyper.groups:  # of a group that does not train the kernel reads the first number only
+        values = (1.0, hyper.divisor, *_numbers(optimizer, constants, now)) if now.trains else ()
+        rows.append((*values, *(0.0,) * (GROUP_NUMBERS - len(values))))
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 
 def _numbers(optimizer: str, constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:

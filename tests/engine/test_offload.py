@@ -28,9 +28,11 @@ from tests.conftest import LONG_S
 from tests.faults.disks import FaultyFiles, ThrottledStore, fail, flip, short
 from zero.distributed.world import SoloWorld
 from zero.engine.full import digest, full_state_dict
+from zero.engine.update import GPU_STREAMS
 from zero.errors import ConfigError, StoreError
 from zero.store import MemoryStore, NvmeStore, Store
-from zero.testing import run_processes, run_ranks
+from zero.testing import run_processes, run_ranks, simulated_gpu
+from zero.testing.instrumented_gpu import InstrumentedGpu
 
 KiB = 1024
 CPU = torch.device("cpu")
@@ -139,6 +141,24 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
         pages = run_ranks(1, lambda world, setting=setting: setting.plan(world, wide).store_pages().keys())[0]
         assert max(page.number for page in pages) >= 6
         assert run_ranks(size, train_offloaded, setting, 4, None, wide) == expected, setting
+
+
+@pytest.mark.parametrize("preset", ["cpu", "nvme"])
+def test_a_gpu_updates_a_few_groups_at_a_time_with_any_number_of_threads(preset, monkeypatch):
+    """Each group has a copy in device memory, on a stream of its own."""
+    names, paging = set(), InstrumentedGpu.paging
+
+    def noted(gpu, name, *args, **options):
+        names.add(name)
+        return paging(gpu, name, *args, **options)
+
+    monkeypatch.setattr(InstrumentedGpu, "paging", noted)
+    setting = Setting(offload=(("preset", preset),), precision="bf16", clip=0.5, page_bytes=4 * KiB)
+    with simulated_gpu(races=True, order="late"):
+        runs = [run_ranks(1, train_offloaded, setting.but(threads=threads), 3, None, wide) for threads in (1, 8)]
+    assert runs[0] == runs[1]
+    updates = {name for name in names if not (preset == "nvme" and name.startswith("store worker"))}  # those move pages
+    assert updates == {f"update {number}" for number in range(GPU_STREAMS)}
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("bf16", adamw_in_bf16), ("fp32", adamw_in_8bit)])

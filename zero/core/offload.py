@@ -105,7 +105,7 @@ class Offload(Section):
     )
     threads: StoreThreads = key(
         "auto",
-        "threads that read, update and write pages, on all disks together; auto: 4",
+        "threads that read, update and write pages, on all disks together; auto: 4 for each folder of offload.path",
         unit="threads",
         example="4",
     )

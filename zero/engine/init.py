@@ -18,7 +18,7 @@ from zero.engine.first_values import Check, Values, Weights, compare, empty_unit
 from zero.engine.gather import Gatherer, bind_placeholders
 from zero.engine.gradient import Gradients, PagedGradients
 from zero.engine.module_tree import ModuleTree
-from zero.engine.placing import THREADS
+from zero.engine.placing import thread_count
 from zero.engine.plan import Plan
 from zero.engine.reduce import Reducer
 from zero.engine.residency import Residency
@@ -74,7 +74,6 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         stores: dict[str, Store] = {"device": MemoryStore(where, lambda _: next(memory))}
         on_host_bytes = sum(spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "host")
         on_disk = {page: spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "nvme"}
-        threads = plan.offload.threads or THREADS
         if on_disk and disk is None:
             disk = _open_disks(plan, on_disk, progress)
         if disk is not None:
@@ -87,7 +86,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
             arena = Arena(plan.arena_bytes + on_host_bytes, device, pin=plan.offload.pin)
             undo.callback(arena.close)
             stores["host"] = MemoryStore(host, arena.take, copy=device.copy)
-        ahead = plan.offload.read_ahead
+        ahead, threads = plan.offload.read_ahead, thread_count(plan.offload)
         store = PrefetchStore(
             Tiers(stores, plan.tier, release=arena.close),
             [arena.take(slot_bytes) for _ in range(plan.arena_slots)],

@@ -23,7 +23,8 @@ ARENA_SHARE = 1 / 8
 """The largest share of a rank's host memory that arena slots may take when the page size is chosen automatically."""
 
 THREADS, READ_AHEAD = 4, 2
-"""Defaults of the store: number of threads (groups of pages in work at once), and of groups that are read ahead."""
+"""Defaults of the store: number of threads for each folder (groups of pages in work at once), and of groups that are
+read ahead. A thread moves a page at a time, and reaches a part of a fast drive's rate."""
 
 _LOWEST: Mapping[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme", "auto": "nvme"}
 
@@ -35,6 +36,12 @@ def lowest_tiers(offload: Offload) -> tuple[Tier, Tier, Tier]:
     """
     optimizer, param, grad = (_LOWEST[str(tier)] for tier in offload.kinds)
     return optimizer, param, grad
+
+
+def thread_count(offload: Offload) -> int:
+    """Return the number of the store's threads: a number in the settings, or `THREADS` for each folder that is used."""
+    uses_disk = {"nvme", "auto"} & {*offload.kinds}
+    return offload.threads or THREADS * (len(offload.paths) if uses_disk else 1)
 
 
 def has_many_pages(facts: Facts, offload: Offload, page_bytes: int = LEAST_PAGE_BYTES) -> bool:
@@ -87,7 +94,7 @@ def place_pages(
             sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
     streams = any(table.is_offloaded(tier) for tier in (optimizer_tier, table.param_tier, table.grad_tier))
     full = min(_slots(offload), max(len(groups), table.copied_pages())) if streams else 0
-    fewest = min(offload.threads or THREADS, full) if offload.read_ahead is None else full
+    fewest = min((offload.threads or THREADS) + (offload.read_ahead or 0), full)
     for slots in (full, fewest):
         try:
             return slots, place(
@@ -114,7 +121,7 @@ def place_pages(
 
 
 def _slots(offload: Offload) -> int:
-    return (offload.threads or THREADS) + (READ_AHEAD if offload.read_ahead is None else offload.read_ahead)
+    return thread_count(offload) + (READ_AHEAD if offload.read_ahead is None else offload.read_ahead)
 
 
 def _resorts(table: PageTable) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et a
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from queue import SimpleQueue
 from typing import NamedTuple, cast
 
 import torch
@@ -38,6 +40,10 @@ from zero.errors import StaleStateError
 from zero.platform.device import Device, Event
 from zero.platform.timeline import Tape
 from zero.store import Group, Page, PageKind, PrefetchStore, Ticket
+
+GPU_STREAMS = 4
+"""The most groups of pages that a GPU updates at a time, because each has a copy in device memory. Copies to and from
+the device are faster than disks, so further groups would not end sooner."""
 
 
 class Launched(Ticket):
@@ -95,6 +101,9 @@ class Updater:
         self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
         for unit in units:
             unit.parts = tuple(part._replace(tables=self._tables_of(unit, part)) for part in self._parts_of(unit))
+        self._streams = SimpleQueue[str]()
+        for number in range(GPU_STREAMS):
+            self._streams.put(f"update {number}")
         self._order = list(units)  # of the coming updates
         self._visited: list[UnitState] = []
         self._trains = [True] * len(plan.optimizer.groups)  # by group: whether it trained in this step
@@ -224,9 +233,22 @@ class Updater:
         self, unit: UnitState, hyper: Hyper, part: Part, after: Event, end: Event | None, tensors: Sequence[Tensor]
     ) -> None:
         """Update one part on a thread of the store; `tensors` are its pages in memory, in the order of `Group.all`."""
-        name, now = threading.current_thread().name, self._where.shares_memory
-        with self._device.paging(name, after, now=now, end=end), self._tape.streaming("update", unit.spec.name):
-            self._update_offloaded(unit, hyper, self._piece(unit, part, part.group.all, tensors))
+        now, piece = self._where.shares_memory, self._piece(unit, part, part.group.all, tensors)
+        streaming = self._tape.streaming("update", unit.spec.name)
+        with self._stream() as name, self._device.paging(name, after, now=now, end=end), streaming:
+            self._update_offloaded(unit, hyper, piece)
+
+    @contextmanager
+    def _stream(self) -> Iterator[str]:
+        """Yield the name of a stream for this thread's update; on a GPU wait until one of `GPU_STREAMS` is free."""
+        if self._where.shares_memory:
+            yield threading.current_thread().name
+            return
+        name = self._streams.get()
+        try:
+            yield name
+        finally:
+            self._streams.put(name)
 
     def _piece(self, unit: UnitState, part: Part, pages: Sequence[Page], tensors: Sequence[Tensor | None]) -> Piece:
         """Return the piece for a whole part: `tensors` for its `pages`, and tensors of the unit for the rest."""

@@ -194,6 +194,20 @@ def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
 
 
 @pytest.mark.parametrize(
+    ("threads", "state", "advice"),
+    [("auto", "warn", "set offload.threads=32"), (16, "warn", "set offload.threads=32"), (32, "ok", "")],
+)
+def test_threads_are_doubled_until_the_rate_of_each_disk_stops_growing(tmp_path, monkeypatch, threads, state, advice):
+    rates, asked = {4: 2e9, 8: 3.9e9, 16: 6e9, 32: 6.5e9}, []
+    monkeypatch.setattr(doctor, "probe", lambda folder, *, threads: asked.append(threads) or rates[threads])
+    config = {"offload": {"path": [str(tmp_path), "."], "threads": threads}}
+    found = found_on(tmp_path, config=config)["disk rate"]
+    assert (found.state, found.advice.partition(",")[0]) == (state, advice)
+    assert "6.00 GB/s read beside 6.00 GB/s written, by 16 threads" in found.finding
+    assert asked == [4, 8, 16, 32] * 2
+
+
+@pytest.mark.parametrize(
     ("version", "pin", "fits"),
     [
         *[("2.11", ">=2.11,<2.14", True), ("2.13.1+cu126", ">=2.11,<2.14", True), ("2.14", ">=2.11,<2.14", False)],

@@ -29,7 +29,7 @@ from zero.platform.handle import Done
 from zero.progress import Progress, silent
 from zero.store.base import Page, Pages, Store, Ticket, check_matching
 
-_PROBE_BYTES, _PROBE_THREADS = 256 * 2**20, 4
+_PROBE_BYTES = 256 * 2**20
 _ROUNDS = 4
 """Number of times that a probe moves each block if time suffices."""
 
@@ -143,12 +143,13 @@ def probe(
     folder: str | Path,
     *,
     size_bytes: int = _PROBE_BYTES,
+    threads: int = 4,
     limit_s: float = 3.0,
     files: Files | None = None,
     clock: Callable[[], float] = time.monotonic,
     progress: Progress = silent,
 ) -> float:
-    """Measure a disk with 4 threads that alternate between reads and writes, as an update does, in a temporary file.
+    """Measure a disk with threads that alternate between reads and writes, as an update does, in a temporary file.
 
     Args:
         size_bytes: bytes of the store that will be used; the file of the measurement is not larger.
@@ -167,7 +168,7 @@ def probe(
     try:
         file.reserve(2 * blocks * REQUEST_BYTES)
         begin_s = clock()
-        run = partial(_run, clock=clock, end_s=begin_s + limit_s)
+        run = partial(_run, threads=threads, clock=clock, end_s=begin_s + limit_s)
         progress("measuring the disk", 0, 3)
         # written first, because reads of blocks that were never written do not reach the disk
         filled, _ = run(
@@ -192,7 +193,13 @@ def probe(
 
 
 def _run(
-    move: Callable[[int, memoryview], None], count: int, *, clock: Callable[[], float], stop_s: float, end_s: float
+    move: Callable[[int, memoryview], None],
+    count: int,
+    *,
+    threads: int,
+    clock: Callable[[], float],
+    stop_s: float,
+    end_s: float,
 ) -> tuple[int, float]:
     """Execute numbered requests in threads until `stop_s`; return how many ended, and the seconds that they took.
 
@@ -209,7 +216,7 @@ def _run(
             failures.append(error)
 
     noise = os.urandom(REQUEST_BYTES)  # a disk may be faster with zeros
-    memories = [memoryview(mmap.mmap(-1, REQUEST_BYTES)) for _ in range(_PROBE_THREADS)]
+    memories = [memoryview(mmap.mmap(-1, REQUEST_BYTES)) for _ in range(threads)]
     for memory in memories:
         memory[:] = noise
     start_s = clock()

@@ -1,8 +1,8 @@
 """Checks of this machine for a run: versions, memory, processors, GPUs and disks, with advice.
 
 `checks` reports problems and never raises for them. It reads everything through a `Host`, so that a test can simulate
-any machine. It changes nothing, but to measure the disk it writes an unlinked file of at most 256 MiB for up to three
-seconds.
+any machine. It changes nothing, but to measure a disk it writes an unlinked file of at most 256 MiB, for up to three
+seconds with each number of threads.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from zero.core.sizes import GiB, size_text
+from zero.engine.placing import THREADS
 from zero.errors import MachineError, StoreError
 from zero.platform.device import memory_groups
 from zero.platform.installed import install
@@ -34,6 +35,9 @@ from zero.trainer.config import Config
 from zero.trainer.launch.process import cores
 
 State = Literal["ok", "warn", "bad"]
+
+MOST_THREADS = 64
+"""Limit of the threads with which a disk is measured."""
 
 NETWORK = re.compile(r"nfs\d?|cifs|smb\d?|smbfs|lustre|gpfs|ceph|glusterfs|beegfs|afs|9p|virtiofs|fuse\..*|pvfs2")
 VECTORS = (
@@ -304,7 +308,7 @@ def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Check]:
             "mount a volume, and set offload.path to it, because this is the container's own layer",
         ),
     )
-    yield _rate(folder, free, state)
+    yield _rate(config, folder, free, state)
 
 
 def _file_system(host: Host, folder: Path) -> tuple[str, int]:
@@ -312,17 +316,32 @@ def _file_system(host: Host, folder: Path) -> tuple[str, int]:
     return mount_of(host.text("/proc/self/mountinfo"), str(folder.resolve())), host.space(str(folder))[1]
 
 
-def _rate(folder: Path, free_bytes: int, state: State) -> Check:
+def _rate(config: Config, folder: Path, free_bytes: int, state: State) -> Check:
     if free_bytes < GiB:
         advice = f"{size_text(free_bytes)} free is too little to offload anything"
         return Check("disk rate", "warn", "not measured", advice)
     try:
-        gbps = probe(folder, limit_s=3.0) / 1e9
+        threads, rate = _probed(folder)
     except StoreError as error:
         return Check("disk rate", state, str(error), "look into the system's log with dmesg")
-    finding = f"{gbps:.2f} GB/s read beside {gbps:.2f} GB/s written"
-    advice = "use a local NVMe, or offload=cpu, because offload=nvme would wait for this disk"
-    return _judge("disk rate", finding, (gbps < 0.25, "warn", advice))
+    gbps, folders = rate / 1e9, len(config.offload.paths)
+    finding = f"{gbps:.2f} GB/s read beside {gbps:.2f} GB/s written, by {threads} threads"
+    slow = "use a local NVMe, or offload=cpu, because offload=nvme would wait for this disk"
+    few = f"set offload.threads={threads * folders}, because more threads are faster here"
+    return _judge(
+        "disk rate",
+        finding,
+        (gbps < 0.25, "warn", slow),
+        ((config.offload.threads or THREADS * folders) < threads * folders, "warn", few),
+    )
+
+
+def _probed(folder: Path) -> tuple[int, float]:
+    """Return the number of threads, doubled until the rate grows by less than a tenth, and the rate in bytes/s."""
+    threads, rate = THREADS, probe(folder, threads=THREADS)
+    while rate and threads < MOST_THREADS and (more := probe(folder, threads=2 * threads)) > 1.1 * rate:
+        threads, rate = 2 * threads, more
+    return threads, rate
 
 
 def _checkpoints(config: Config, host: Host) -> Iterator[Check]:

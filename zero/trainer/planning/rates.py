@@ -17,6 +17,7 @@ from zero.core.optim import Hyper
 from zero.core.updates import PageBatch
 from zero.distributed.routes import across_nodes, within_node
 from zero.distributed.world import World
+from zero.engine.placing import thread_count
 from zero.engine.update import Piece, run_kernel
 from zero.errors import ConfigError, StoreError
 from zero.platform.cuda import compute_device
@@ -233,7 +234,10 @@ def _fastest_s(works: Sequence[Callable[[], object]], device: Device, limit_s: f
 def _disk_bytes(config: Config) -> float:
     """Measure the bytes that the disk reads and writes per second; 0 if it did not answer in time."""
     folders = folders_of(config.offload.paths)
-    return 2 * sum(probe(folder, size_bytes=PROBE_DISK_BYTES, limit_s=PROBE_DISK_S) for folder in folders)
+    threads = max(1, thread_count(config.offload) // len(folders))
+    return 2 * sum(
+        probe(folder, size_bytes=PROBE_DISK_BYTES, threads=threads, limit_s=PROBE_DISK_S) for folder in folders
+    )
 
 
 def _flops(config: Config, traced: Traced, device: Device) -> float:

@@ -6,10 +6,12 @@ some of them to a `Fault`:
     store = NvmeStore(folder, files=FaultyFiles(fail(errno.EIO), at=7))                     # the 7th call, once
     store = NvmeStore(folder, files=FaultyFiles(drop(), at=2, only="pwrite", on=True))     # all writes from the 2nd
 
-`ThrottledStore` gives a tier a fixed bandwidth, so that measurements do not depend on the machine's disk.
+`ThrottledStore` gives a tier a fixed bandwidth, so that measurements do not depend on the machine's disk. `Drive` is a
+drive made of memory, with one bandwidth for reads and one for writes.
 """
 
 import errno
+import math
 import mmap
 import os
 import threading
@@ -17,8 +19,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -266,6 +270,55 @@ class ThrottledStore(Store):
         left_s = end_s - self._clock()
         if left_s > 0:
             self._sleep(left_s)
+
+
+class Door:
+    """A way in or out of a drive. Requests pass one after another at `bytes_per_s`, and each at `alone_bytes_per_s`.
+
+    Unused time is not saved up.
+    """
+
+    def __init__(self, bytes_per_s: float, alone_bytes_per_s: float) -> None:
+        self._bytes_per_s, self._alone_bytes_per_s = bytes_per_s, alone_bytes_per_s
+        self._lock, self._free_s = threading.Lock(), 0.0
+
+    def pass_through(self, call: Callable[[], int], nbytes: int) -> int:
+        """Make the call, and return its result when so many bytes are through."""
+        begin_s = time.monotonic()
+        with self._lock:
+            self._free_s = max(self._free_s, begin_s) + nbytes / self._bytes_per_s
+            end_s = max(self._free_s, begin_s + nbytes / self._alone_bytes_per_s)
+        result = call()
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        return result
+
+
+class Drive(Files):
+    """The file system of a drive made of memory, which reads and writes at the same time, at rates of their own.
+
+    A request that is alone reaches half the rate, as the requests of one thread do on a fast drive.
+    """
+
+    def __init__(self, read_bytes_per_s: float = math.inf, write_bytes_per_s: float = math.inf) -> None:
+        self._out, self._in = (Door(rate, rate / 2) for rate in (read_bytes_per_s, write_bytes_per_s))
+
+    def open(self, path: Path, flags: int = 0) -> int:
+        return os.memfd_create(path.name)
+
+    def unlink(self, path: Path) -> None:
+        pass
+
+    def free_bytes(self, path: Path) -> int:
+        return psutil.virtual_memory().available
+
+    def direct(self, fd: int, on: bool) -> None:
+        """Do nothing: memory has no cache."""
+
+    def pread(self, fd: int, view: memoryview, offset: int) -> int:
+        return self._out.pass_through(partial(super().pread, fd, view, offset), len(view))
+
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        return self._in.pass_through(partial(super().pwrite, fd, view, offset), len(view))
 
 
 def _copy_of(buffer: memoryview) -> memoryview:

@@ -1,9 +1,11 @@
 """Several disks as one: each takes pages in proportion to its rate, and one that fails is named."""
 
 import itertools
+import runpy
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, 
 from tests.faults.disks import ThrottledStore
 from zero.engine.full import digest
 from zero.engine.init import ROOM_SHARE
+from zero.engine.placing import thread_count
 from zero.errors import SettingError, StoreError
 from zero.platform.device import aligned_zeros
 from zero.platform.run_files import free_by_file_system
@@ -112,6 +115,20 @@ def test_two_disks_take_at_most_055_of_the_time_of_one():
     one_s, two_s = (min(update_s(disks) for _ in range(3)) for disks in (1, 2))
     print(f"{two_s / one_s:.3f}")
     assert two_s <= 0.55 * one_s
+
+
+@pytest.mark.alone
+def test_one_rank_fills_four_drives():
+    """Drives of 7 GB/s in and 3 out, at a fiftieth of their rates, as `benchmarks/drives.py` measures them."""
+    threads = thread_count(zero.Offload("nvme", path=["/a", "/b", "/c", "/d"]))
+    options = SimpleNamespace(
+        drives=4, read_gbps=0.14, write_gbps=0.06, page_mib=1, kinds=3, groups=120, no_verify=False
+    )
+    program = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks/drives.py"))
+    reached = program["rates"](options, threads)
+    print(threads, reached)
+    assert reached["read"] >= 0.9 * 4 * 0.14e9
+    assert min(reached["write"], reached["modify"]) >= 0.9 * 4 * 0.06e9
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,10 +96,11 @@ def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, mon
     for rank in range(2):
         store.set(f"here/{rank}", "a host")
     monkeypatch.setattr(ProcessWorld, "_are_nodes_alike", lambda self: True)  # nobody is there to be asked
+    gpu = SimpleNamespace(uuid="GPU-7", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(cuda, "_has_kernels", lambda device: False)
     monkeypatch.setattr(process_group, "open_store", lambda *_: store)
     connected = []
@@ -182,7 +184,7 @@ def mapping_of(address: int) -> dict[str, str]:
 
 
 def test_an_arena_is_in_large_pages_and_there_when_it_is_pinned():
-    """To register memory faults it in, by one thread; the threads of torch have done it by then."""
+    """To register memory faults it in, by one thread; other threads have done it by then."""
     nbytes, seen = 16 << 20, []
 
     class Pinning(SimulatedGpu):
@@ -195,6 +197,28 @@ def test_an_arena_is_in_large_pages_and_there_when_it_is_pinned():
     assert "hg" in seen[0]["VmFlags"].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
     touched = Arena(nbytes, Device(torch.device("cpu")), pin=False)
     assert int(mapping_of(touched.take(1).data_ptr())["Rss"].split()[0]) * 1024 < nbytes, "a CPU's is not touched"
+
+
+def test_several_threads_touch_an_arena_whatever_the_number_of_torchs(monkeypatch):
+    """Each waits in its first part for another one."""
+    meeting, zero_ = threading.Barrier(2, timeout=LONG_S), torch.Tensor.zero_
+    met: set[int] = set()
+
+    def touch(part: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() not in met:
+            met.add(threading.get_ident())
+            meeting.wait()
+        return zero_(part)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(torch.Tensor, "zero_", touch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        Arena(16 << 20, SimulatedGpu(GiB))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_freed_memory_of_the_host_stays_with_a_process_on_a_gpu(monkeypatch):

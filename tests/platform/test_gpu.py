@@ -365,6 +365,8 @@ def test_an_arena_that_a_gpu_reads_is_not_for_children_that_are_forked():
 def test_a_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(count, local_rank, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    address = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: address)
     if expected.startswith("cuda"):
         assert str(claim_device("cuda", local_rank)) == expected
     else:

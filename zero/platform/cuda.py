@@ -1,5 +1,7 @@
 """A GPU as the compute device: CUDA streams and events, pinned host memory, memory readings."""
 
+import logging
+import os
 import socket
 import warnings
 from collections.abc import Iterator
@@ -7,12 +9,16 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero.errors import MachineError, in_short
 from zero.platform.device import Clock, Device, Event, Moment, work_alone
+from zero.platform.numa import bind_near
+
+log = logging.getLogger("zero")
 
 TILE_NUMEL = 1024
 """Elements that a program of a kernel processes: eight for each of its threads."""
@@ -213,6 +219,8 @@ def compute_device(device: torch.device) -> Device:
 def claim_device(name: str | None, local_rank: int) -> torch.device:
     """Choose the device of this process: the CPU, the only GPU, or GPU `local_rank`, which becomes torch's current one.
 
+    Where there are several NUMA nodes, this process is bound to the GPU's, see `zero.platform.numa`.
+
     Args:
         name: "cpu", "cuda", or None for CUDA if torch finds a GPU.
 
@@ -234,6 +242,10 @@ def claim_device(name: str | None, local_rank: int) -> torch.device:
         )
     number = 0 if count == 1 else local_rank  # CUDA_VISIBLE_DEVICES may show each rank one GPU
     torch.cuda.set_device(number)
+    gpu: Any = torch.cuda.get_device_properties(number)  # torch does not declare all of its attributes
+    if line := bind_near(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"):
+        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+        log.info(line)
     return torch.device("cuda", number)
 
 

@@ -10,11 +10,13 @@ for that event only.
 
 import ctypes
 import mmap
+import os
 import re
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -27,6 +29,10 @@ from zero.core.sizes import BLOCK_BYTES, round_up
 
 MEMORY_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 """The files with the limit and the use of memory of a group in cgroups v1."""
+
+
+MOST_TOUCHING = 16
+"""Limit of the threads that touch an arena, because every rank of a node touches its own at the same time."""
 
 
 class Event:
@@ -277,8 +283,8 @@ class Arena:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._taken, self.nbytes, self._device = 0, nbytes, device
         device.adopt(self._bytes)
-        if pin and not device.shares_memory:  # touch pages with all of torch's threads; pinning would use one thread
-            self._bytes[:nbytes:BLOCK_BYTES].zero_()
+        if pin and nbytes and not device.shares_memory:
+            _touch(self._bytes[:nbytes])
         self.pinned = pin and nbytes > 0 and device.pin(self._bytes[:nbytes])
 
     def take(self, nbytes: int) -> Tensor:
@@ -327,6 +333,16 @@ def _advise(memory: mmap.mmap) -> None:
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
         with suppress(OSError):  # a kernel without large pages
             memory.madvise(advice)
+
+
+def _touch(memory: Tensor) -> None:
+    """Have the system provide all of `memory`, (n,) uint8, with a thread per core; pinning would use one thread.
+
+    torch's own threads are not enough, because torchrun sets OMP_NUM_THREADS=1.
+    """
+    count = min(len(os.sched_getaffinity(0)), MOST_TOUCHING)
+    with ThreadPoolExecutor(count, initializer=work_alone) as threads:
+        list(threads.map(Tensor.zero_, memory[::BLOCK_BYTES].chunk(4 * count)))
 
 
 def work_alone() -> None:

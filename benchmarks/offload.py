@@ -63,9 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--io-threads", type=int, default=0, help="I/O threads of the store; 0: it measures the best number"
     )
-    parser.add_argument(
-        "--read-ahead", type=int, default=0, help="pages of each kind that ours reads ahead; 0: its default"
-    )
+    parser.add_argument("--ahead", type=int, default=0, help="bytes that ours reads before their turn; 0: its default")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of compute")
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--depth", type=int, default=12, help="layers of the model")
@@ -159,7 +157,7 @@ def run_system(name: str, malloc: str, options: argparse.Namespace, sizes: dict[
             f"--second-path={options.second_path}",
             *(f"--{key}={value}" for key, value in sizes.items()),
         ]
-        for key in ("warmup", "steps", "threads", "io-threads", "disk-gbps", "dtype", "read-ahead"):
+        for key in ("warmup", "steps", "threads", "io-threads", "disk-gbps", "dtype", "ahead"):
             command.append(f"--{key}={getattr(options, key.replace('-', '_'))}")
         with started(command, log, env=environment(options, malloc, python), cwd=folder) as process:
             try:

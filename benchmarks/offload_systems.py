@@ -50,7 +50,7 @@ class Job(NamedTuple):
     Offloaded state is in files below `path`. `io_threads` None: the store measures the best number.
     `disk_gbps`: the rate of the disk behind a `Door`, in 1e9 bytes per second; 0: as fast as it is.
     `second_path`: a folder on another disk, for the systems that use two. `dtype`: of compute, bf16 or fp32.
-    `read_ahead`: pages of each kind that ours reads before their turn; None: its default.
+    `ahead`: bytes that ours reads before their turn; None: its default.
     """
 
     system: str
@@ -65,7 +65,7 @@ class Job(NamedTuple):
     disk_gbps: float = 0
     second_path: str = ""
     dtype: str = "bf16"
-    read_ahead: int | None = None
+    ahead: int | None = None
 
     def config(self) -> GPTConfig:
         return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, seq=self.seq, tied=self.tied)
@@ -162,7 +162,7 @@ def _plan(
             preset,
             path=paths if disks > 1 else job.path,
             threads=job.io_threads,
-            read_ahead=job.read_ahead,
+            ahead=job.ahead,
             verify=verify,
         ),
         world=zero.World.from_env(),
@@ -551,7 +551,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--disk-gbps", type=float, default=0)
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--read-ahead", type=int, default=0)
+    parser.add_argument("--ahead", type=int, default=0)
     options = parser.parse_args()
     if options.build_deepspeed:
         build_deepspeed()
@@ -566,7 +566,7 @@ def main() -> None:
         options.disk_gbps,
         options.second_path,
         options.dtype,
-        options.read_ahead or None,
+        options.ahead or None,
     )
     result = measure(job, options.warmup, options.steps)
     Path(options.out).write_text(json.dumps(result))

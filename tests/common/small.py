@@ -128,7 +128,7 @@ class Setting:
     page_bytes: int = 8 * KiB
     offload: tuple[tuple[str, str], ...] = ()
     threads: int = 2
-    read_ahead: int = 2
+    ahead: int | None = None
     units: tuple[str, ...] | None = None
     between: tuple[str, str] = ("world", "exact")
     """Gathers and sums between nodes."""
@@ -164,7 +164,7 @@ class Setting:
                 path=tempfile.gettempdir(),
                 page_bytes=self.page_bytes,
                 threads=self.threads,
-                read_ahead=self.read_ahead,
+                ahead=self.ahead,
             ),
         )
 

@@ -86,7 +86,7 @@ def test_parameters_asked_off_the_device_where_they_are_whole(offload, said):
         ({"page_bytes": 0}, "offload.page=0: must be a positive multiple of 4KiB"),
         ({"threads": 0}, "offload.threads=0: must be a whole number from 1"),
         ({"threads": True}, "offload.threads=true: must be a whole number from 1"),
-        ({"read_ahead": -1}, "offload.read_ahead=-1: must be a whole number from 0"),
+        ({"ahead": -1}, "offload.ahead=-1: must be a size such as 8GiB, or auto"),
         ({"device_budget": -1}, "offload.device_budget=-1: must be a size such as 8GiB, a share"),
         ({"host_budget": 1.5}, "offload.host_budget=1.5: must be a size such as 8GiB, a share"),
         ({"compute": "gpu"}, "offload.compute=gpu: must be device or host"),

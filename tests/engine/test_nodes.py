@@ -350,7 +350,7 @@ def planned_with(world: zero.World, gather: str, host: int) -> tuple[int, int]:
     """What a plan takes of host memory, with parameters there, and how much of it for secondary shards."""
     with world.exclusive(), zero.empty():
         model = Wide()
-    offload = zero.Offload("cpu", read_ahead=2)  # as many slots in any room
+    offload = zero.Offload("cpu", ahead=0)  # as many slots in any room
     how = {"precision": "bf16", "offload": offload, "gather": gather, "room": Room(2**40, host)}
     told = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **how).bytes["host"]  # type: ignore[arg-type]
     return sum(told.values()), told.get("secondary shards", 0)
@@ -374,7 +374,8 @@ def test_a_plan_keeps_no_secondary_shards_that_it_found_no_room_for(gather):
     def planned(world: zero.World, room: int) -> int:
         with world.exclusive(), zero.empty():
             model = Wide()
-        how = {"precision": "bf16", "offload": "auto", "gather": gather, "room": Room(room, 2**30, 2**40)}
+        offload = zero.Offload("auto", compute="host")  # so that what leaves the device needs no slots there
+        how = {"precision": "bf16", "offload": offload, "gather": gather, "room": Room(room, 2**30, 2**40)}
         plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **how)  # type: ignore[arg-type]
         assert plan.placement.param == "device"
         return sum(plan.bytes["device"].values())

@@ -28,11 +28,10 @@ from tests.conftest import LONG_S
 from tests.faults.disks import FaultyFiles, ThrottledStore, fail, flip, short
 from zero.distributed.world import SoloWorld
 from zero.engine.full import digest, full_state_dict
-from zero.engine.update import GPU_STREAMS
+from zero.engine.update import GPU_GROUPS, Updater
 from zero.errors import ConfigError, StoreError
 from zero.store import MemoryStore, NvmeStore, Store
 from zero.testing import run_processes, run_ranks, simulated_gpu
-from zero.testing.instrumented_gpu import InstrumentedGpu
 
 KiB = 1024
 CPU = torch.device("cpu")
@@ -115,7 +114,7 @@ def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
             update=("lazy", "serial", "lazy")[number % 3],
             page_bytes=(4 * KiB, 8 * KiB, 16 * 1024 * KiB)[number % 3],
             master=("auto", "whole")[number % 2],
-            read_ahead=(number + size) % 5,
+            ahead=(None, 0, 32 * KiB, 64 * KiB, 256 * KiB)[(number + size) % 5],
             threads=1 + (number + stage) % 3,
         )
         assert run_ranks(size, train_offloaded, setting, 8) == expected, setting
@@ -135,7 +134,7 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
             update=("lazy", "serial")[number % 2],
             page_bytes=4 * KiB,
             master=("whole", "auto")[number % 2],
-            read_ahead=number % 3,
+            ahead=(0, 32 * KiB, None)[number % 3],
             threads=1 + number % 3,
         )
         pages = run_ranks(1, lambda world, setting=setting: setting.plan(world, wide).store_pages().keys())[0]
@@ -143,22 +142,28 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
         assert run_ranks(size, train_offloaded, setting, 4, None, wide) == expected, setting
 
 
-@pytest.mark.parametrize("preset", ["cpu", "nvme"])
-def test_a_gpu_updates_a_few_groups_at_a_time_with_any_number_of_threads(preset, monkeypatch):
-    """Each group has a copy in device memory, on a stream of its own."""
-    names, paging = set(), InstrumentedGpu.paging
+def test_a_gpu_updates_a_few_groups_at_a_time_with_any_number_of_threads(monkeypatch):
+    """Each group from a disk has a copy in device memory while it is updated."""
+    update, lock, inside, most = Updater._update_offloaded, threading.Lock(), [0], [0]
+    crowded = threading.Event()
 
-    def noted(gpu, name, *args, **options):
-        names.add(name)
-        return paging(gpu, name, *args, **options)
+    def noted(updater, *args):
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            if inside[0] == GPU_GROUPS:
+                crowded.set()
+        crowded.wait(LONG_S)  # the first ones stay until as many are inside as may be
+        update(updater, *args)
+        with lock:
+            inside[0] -= 1
 
-    monkeypatch.setattr(InstrumentedGpu, "paging", noted)
-    setting = Setting(offload=(("preset", preset),), precision="bf16", clip=0.5, page_bytes=4 * KiB)
-    with simulated_gpu(races=True, order="late"):
-        runs = [run_ranks(1, train_offloaded, setting.but(threads=threads), 3, None, wide) for threads in (1, 8)]
-    assert runs[0] == runs[1]
-    updates = {name for name in names if not (preset == "nvme" and name.startswith("store worker"))}  # those move pages
-    assert updates == {f"update {number}" for number in range(GPU_STREAMS)}
+    setting = Setting(offload=(("preset", "nvme"),), precision="bf16", clip=0.5, page_bytes=4 * KiB)
+    with simulated_gpu():
+        expected = run_ranks(1, train_offloaded, setting.but(threads=1), 3, None, wide)
+        monkeypatch.setattr(Updater, "_update_offloaded", noted)
+        assert run_ranks(1, train_offloaded, setting.but(threads=8), 3, None, wide) == expected
+    assert most == [GPU_GROUPS]
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("bf16", adamw_in_bf16), ("fp32", adamw_in_8bit)])
@@ -251,8 +256,8 @@ def test_no_order_of_completion_changes_a_bit(seed, update):
     plain = Setting(precision="bf16", accumulate=2, clip=None, page_bytes=4 * KiB)
     expected = run_ranks(2, train_small, plain, 5)
     for offload in ({"preset": "nvme"}, {"preset": "infinity"}):
-        for read_ahead in (0, 4):
-            setting = plain.but(offload=tuple(offload.items()), update=update, read_ahead=read_ahead, threads=3)
+        for ahead in (0, 64 * KiB):
+            setting = plain.but(offload=tuple(offload.items()), update=update, ahead=ahead, threads=3)
 
             def disk(rank: int) -> Store:
                 return Jittery(MemoryStore(CPU), 10 * seed + rank)
@@ -598,8 +603,9 @@ def step_s(update: str, traffic_s: float, ideal_s: float, most_steps: int = MOST
             optimizer=zero.adamw(1e-3, clip=1.0),
             world=world,
             update=update,
-            offload=zero.Offload("nvme", page_bytes=128 * KiB, threads=4, read_ahead=READ_AHEAD),
+            offload=zero.Offload("nvme", page_bytes=128 * KiB, threads=4, ahead=READ_AHEAD * 512 * KiB),
         )
+        assert plan.arena_slots == 4 + READ_AHEAD
         moved = 2 * sum(spec.nbytes for spec in plan.store_pages().values())
         store = zero.open_store(plan, disk=ThrottledStore(MemoryStore(CPU), moved / traffic_s))
         state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())

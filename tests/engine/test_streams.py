@@ -171,7 +171,7 @@ def start(
     preset: str = "none",
     stage: int = 3,
     compute: str = "device",
-    grad: str | None = None,
+    tiers: dict[str, str] | None = None,
     blocks: int = 3,
     kind: type[nn.Sequential] = nn.Sequential,
     **given,
@@ -180,8 +180,7 @@ def start(
         model = stack(blocks, kind)
     given.setdefault("precision", "bf16")
     given.setdefault("optimizer", zero.adamw(1e-2, clip=0.5))
-    tiers = {} if grad is None else {"grad": grad}
-    offload = zero.Offload(preset, path=str(path), page_bytes=4096, compute=compute, **tiers)
+    offload = zero.Offload(preset, path=str(path), page_bytes=4096, compute=compute, **(tiers or {}))
     plan = zero.Plan(model, world=world, stage=zero.Stage(stage), offload=offload, units=["Block"], **given)
     return zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss)
 
@@ -398,9 +397,9 @@ SCENARIOS: dict[str, partial[str]] = {
     **{f"stage {stage}": scenario(stage=stage) for stage in range(4)},
     **{f"stage {stage}, two microbatches": scenario(stage=stage, accumulate=2) for stage in range(4)},
     **{f"{preset}": scenario(preset=preset) for preset in ("cpu", "nvme", "infinity")},
-    "infinity, gradients on the device": scenario(preset="infinity", grad="none"),
+    "infinity, gradients on the device": scenario(preset="infinity", tiers={"grad": "none"}),
     "infinity, gradients on the device, units skipped and read": scenario(
-        train_skip_and_read, preset="infinity", grad="none", prefetch=12
+        train_skip_and_read, preset="infinity", tiers={"grad": "none"}, prefetch=12
     ),
     "cpu at stage 1, another order": scenario(train_in_another_order, preset="cpu", stage=1),
     **{f"{preset}, two microbatches": scenario(preset=preset, accumulate=2) for preset in ("cpu", "infinity")},
@@ -408,6 +407,7 @@ SCENARIOS: dict[str, partial[str]] = {
         f"{preset} at stage {stage}": scenario(preset=preset, stage=stage, accumulate=2)
         for preset, stage in (("cpu", 0), ("cpu", 1), ("nvme", 1), ("nvme", 2))
     },
+    "cpu, state on a disk": scenario(preset="cpu", tiers={"optimizer": "nvme"}),
     "cpu, updated by the host": scenario(preset="cpu", compute="host"),
     "serial": scenario(preset="nvme", update="serial"),
     "fp32": scenario(preset="infinity", precision="fp32"),
@@ -561,7 +561,6 @@ OTHERS = {
     "zero/tracker/track.py": "the same",
     "zero/distributed/process_group.py:ProcessGroup.open_part": "before NCCL splits a communicator",
     "zero/distributed/world.py:World._timed": "passes waits on",
-    "zero/engine/update.py:Launched.wait": "passes waits on",
     "zero/distributed/routes.py:_SumsForCopies.start.add_nodes": "passes waits on",
     "zero/distributed/routes.py:_SumsByNode.start.wait": "after an error: "
     "`test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again` has it",
@@ -600,9 +599,9 @@ NEEDED: dict[str, dict[str, str]] = {
     "distributed/routes.py:_TwoHalves.wait handle.wait": {"collective": "two nodes"},
     "distributed/world.py:World.all_reduce.add arrival.wait": {"collective": "a loop of one's own"},
     "distributed/world.py:World._reduced.add arrival.wait": {"collective": "stage 0"},
-    "engine/fetch.py:Later.wait handle.wait": {"collective": "cpu"},
-    "engine/fetch.py:Later.wait self._ready.wait": {"wait": "cpu, alone"},
-    "engine/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"wait": "cpu", "ticket": "cpu"},
+    "engine/fetch.py:Later.wait handle.wait": {"collective": "cpu, state on a disk"},
+    "engine/fetch.py:Later.wait self._ready.wait": {"wait": "cpu, state on a disk, alone"},
+    "engine/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"ticket": "cpu, state on a disk"},
     "engine/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
     "engine/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
     "engine/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
@@ -620,7 +619,6 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/gradient.py:PagedGradients.open buffer.free.wait": {"wait": "cpu"},
     "engine/gradient.py:PagedGradients.park self._device.aside": {"aside": "cpu"},
     "engine/pool.py:Buffer.land self.arrivals[-1].wait": {
-        "wait": "a forward interrupted, cpu",
         "ticket": "infinity, alone",
         "collective": "stage 1",
     },
@@ -638,6 +636,12 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/saved_tensors.py:OnHost._let_go event.wait": {"wait": "activations on the host"},
     "engine/saved_tensors.py:OnHost._send self._device.aside": {"aside": "activations on the host"},
     "engine/saved_tensors.py:OnHost.find home.ready.wait": {"wait": "activations on the host"},
+    "engine/staging.py:Staging._complete ready.wait": {"wait": "cpu"},
+    "engine/staging.py:Staging._complete self._device.aside": {"wait": "cpu"},
+    "engine/staging.py:Staging._read_ahead self._device.aside": {"wait": "cpu"},
+    "engine/staging.py:Staging._send before.wait": {"wait": "cpu"},
+    "engine/staging.py:Staging._send self._device.aside": {"aside": "cpu"},
+    "engine/staging.py:Staging.opened self._complete().wait": {"wait": "cpu"},
     "engine/step.py:Step.abandon self._plan.world.compute.join": {"join": "interrupted"},
     "engine/totals.py:gather_totals handle.wait": {"collective": "stage 1"},
     "engine/transfer.py:_through_slot.work device.paging": {"wait": "nvme", "paging": "nvme"},
@@ -646,11 +650,12 @@ NEEDED: dict[str, dict[str, str]] = {
         "ticket": "infinity, gradients on the device, units skipped and read",
     },
     "engine/update.py:Updater._update_in_thread self._device.paging": {
-        "wait": "cpu",
+        "wait": "nvme",
         "finish": "cpu, updated by the host",
         "paging": "nvme",
     },
-    "engine/update.py:Updater.apply_deferred ticket.wait": {"wait": "cpu at stage 1", "ticket": "nvme at stage 1"},
+    "engine/update.py:Updater._update_on_streams unit.updated.wait": {"wait": "cpu at stage 1"},
+    "engine/update.py:Updater.apply_deferred ticket.wait": {"ticket": "nvme at stage 1"},
     "engine/update.py:Updater.schedule_update self._device.aside": {"aside": "cpu"},
     "engine/update.py:Updater.schedule_update unit.step.left.wait": {"wait": "cpu"},
 }

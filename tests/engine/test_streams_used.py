@@ -122,7 +122,7 @@ def start(world: zero.World, preset: str, *, layers: int = 4, page_bytes: int = 
     """A stack of layers of many pages."""
     with world.exclusive(), zero.empty():
         model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(layers)))
-    offload = zero.Offload(preset, page_bytes=page_bytes)
+    offload = zero.Offload(preset, page_bytes=page_bytes, ahead=1024 * KiB)
     plan = zero.Plan(
         model, optimizer=zero.adamw(1e-2), world=world, precision="bf16", offload=offload, units=["Linear"],
         **settings,
@@ -145,7 +145,7 @@ def test_a_unit_is_one_copy_and_no_page_is_asked_of_the_schedule(page_bytes, cop
     with simulated_gpu(order="late") as simulation:
         state = start(zero.World.from_env(device="cpu"), "cpu", page_bytes=page_bytes)
         state, _ = zero.make_step(state.plan, mean_square)(state, [ones()])
-        state.runtime.store.drain()
+        state.runtime.finish_step()
         [gpu], asked = watched(simulation), []
         monkeypatch.setattr(WorkerPool, "do_here", lambda *_: asked.append(_))
         gpu.copies.clear()

@@ -229,7 +229,7 @@ def test_one_recording_at_a_time_and_a_failure_ends_it():
 
 NVME = (("optimizer", "nvme"), ("param", "nvme"), ("grad", "nvme"))
 PLAIN = Setting(clip=1.0, precision="bf16")
-PAGED = PLAIN.but(offload=NVME, page_bytes=4 * KiB, read_ahead=0)
+PAGED = PLAIN.but(offload=NVME, page_bytes=4 * KiB, ahead=0)
 
 
 def record_steps(world: zero.World, setting: Setting, steps: int) -> tuple[Timeline, Counter[str], zero.State]:
@@ -369,7 +369,7 @@ def test_compute_is_named_by_unit_and_direction():
 
 @pytest.mark.parametrize(
     ("ranks", "setting"),
-    [(2, PAGED.but(read_ahead=2)), (2, PLAIN.but(activations="remat")), (1, PLAIN.but(stage=0))],
+    [(2, PAGED.but(ahead=None)), (2, PLAIN.but(activations="remat")), (1, PLAIN.but(stage=0))],
 )
 def test_recording_changes_no_bit(ranks, setting):
     def rank_main(world, recording):
@@ -443,7 +443,7 @@ def hidden_page_s(update: str) -> float:
     def rank_main(world):
         with zero.empty():
             model = nn.Sequential(*(Slow() for _ in range(4)))
-        offload = zero.Offload("nvme", page_bytes=128 * KiB, threads=2, read_ahead=0)
+        offload = zero.Offload("nvme", page_bytes=128 * KiB, threads=2, ahead=0)
         plan = zero.Plan(model, optimizer=zero.adamw(1e-3, clip=1.0), world=world, update=update, offload=offload)
         store = zero.open_store(plan, disk=ThrottledStore(MemoryStore(torch.device("cpu")), 20e6))
         state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())

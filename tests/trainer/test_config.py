@@ -53,12 +53,12 @@ def test_offload_is_what_the_engine_reads():
     assert read({}).offload == Offload()
     raw = {
         "optimizer": "nvme", "param": "cpu", "grad": "auto", "path": "/mnt/nvme", "page": "8KiB", "threads": 2,
-        "read_ahead": 0, "device_budget": "12.5%", "host_budget": "2GiB", "verify": False, "pin": False,
+        "ahead": "8GiB", "device_budget": "12.5%", "host_budget": "2GiB", "verify": False, "pin": False,
         "compute": "host",
     }  # fmt: skip
     config = read({"offload": raw})
     assert config.offload == Offload(
-        optimizer="nvme", param="cpu", grad="auto", path="/mnt/nvme", page_bytes=8192, threads=2, read_ahead=0,
+        optimizer="nvme", param="cpu", grad="auto", path="/mnt/nvme", page_bytes=8192, threads=2, ahead=8 * 2**30,
         device_budget=0.125, host_budget=2 * 2**30, verify=False, pin=False, compute="host",
     )  # fmt: skip
     assert read(config.plain()) == config

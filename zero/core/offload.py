@@ -58,7 +58,7 @@ Budget = Annotated[
 ]
 Reserve = Annotated[int | None, or_auto("a size such as 80GiB", memory_of, None)]
 StoreThreads = Annotated[int | None, whole_or_auto(1, 4096, None)]
-ReadAhead = Annotated[int | None, whole_or_auto(0, auto=None)]
+Ahead = Annotated[int | None, or_auto("a size such as 8GiB", lambda size: bytes_of(size) and memory_of(size), None)]
 
 
 class Offload(Section):
@@ -109,12 +109,14 @@ class Offload(Section):
         unit="threads",
         example="4",
     )
-    read_ahead: ReadAhead = key(
+    ahead: Ahead = key(
         "auto",
-        "pages of each kind that are read before their turn; auto: 2",
-        unit="pages",
-        trades="host memory against waiting for the disk",
-        example="4",
+        "most state that is read before its gradient exists, on a GPU and in host memory each, such as 8GiB; auto: "
+        "what the plan leaves free on a GPU if it counts activations; for a disk an eighth of host memory beside a "
+        "GPU, else two pages of each kind",
+        unit="bytes",
+        trades="free memory against waiting for PCIe or a disk",
+        example="8GiB",
     )
     device_budget: Budget = key(
         "auto",
@@ -170,7 +172,7 @@ class Offload(Section):
             raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{example}")
         values = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
         values |= {name: value for name, value in settings.items() if value is not None}
-        for name in ("device_budget", "host_budget", "reserve_bytes"):
+        for name in ("device_budget", "host_budget", "reserve_bytes", "ahead"):
             if type(values.get(name)) is int and values[name] >= 0:
                 values[name] = f"{values[name]}B"  # exact here; on a command line a bare 80 means 80GiB
         super().__init__(**values)

@@ -86,12 +86,12 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
             arena = Arena(plan.arena_bytes + on_host_bytes, device, pin=plan.offload.pin)
             undo.callback(arena.close)
             stores["host"] = MemoryStore(host, arena.take, copy=device.copy)
-        ahead, threads = plan.offload.read_ahead, thread_count(plan.offload)
+        threads = thread_count(plan.offload)
         store = PrefetchStore(
             Tiers(stores, plan.tier, release=arena.close),
             [arena.take(slot_bytes) for _ in range(plan.arena_slots)],
             threads=threads,
-            read_ahead=max(plan.arena_slots - threads, 0) if ahead is None else ahead,
+            read_ahead=max(plan.arena_slots - threads, 0),
             timeout_s=plan.world.timeout_s,
             prepare=device.prepare_thread,
         )

@@ -1,10 +1,11 @@
-"""Choose the size of pages and the number of arena slots, and check that the state fits.
+"""Choose the size of pages and the numbers of slots, and check that the state fits.
 
 `core.placement.place` chooses the tier of each page.
 """
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from zero.core.offload import Offload
 from zero.core.placement import Placement, Room, Tier, budget_bytes, place
@@ -20,11 +21,23 @@ LEAST_PAGE_BYTES, MOST_PAGE_BYTES, MANY_PAGES = 4 * MiB, 64 * MiB, 1024
 """
 
 ARENA_SHARE = 1 / 8
-"""The largest share of a rank's host memory that arena slots may take when the page size is chosen automatically."""
+"""The largest share of a rank's host memory that arena slots take when their size and number are automatic."""
 
 THREADS, READ_AHEAD = 4, 2
 """Defaults of the store: number of threads for each folder (groups of pages in work at once), and of groups that are
 read ahead. A thread moves a page at a time, and reaches a part of a fast drive's rate."""
+
+STAGED = 3
+"""Fewest slots of `zero.engine.staging`: a group that arrives, one that is updated, and one that leaves."""
+
+
+class Placed(NamedTuple):
+    """The placement of all state, and the numbers of slots for pages on their way."""
+
+    arena_slots: int
+    staging_slots: int
+    placement: Placement
+
 
 _LOWEST: Mapping[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme", "auto": "nvme"}
 
@@ -57,7 +70,7 @@ def auto_page_bytes(facts: Facts, offload: Offload, room: Room) -> int:
     the rank's host memory, or a page `MOST_PAGE_BYTES`.
     """
     kinds = ("master", *facts.optimizer.moments, "grad", "param")
-    most_bytes = int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // (_slots(offload) * len(kinds))
+    most_bytes = int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // (_least_slots(offload) * len(kinds))
     page_bytes = LEAST_PAGE_BYTES
     while has_many_pages(facts, offload, page_bytes) and 2 * page_bytes <= min(MOST_PAGE_BYTES, most_bytes):
         page_bytes *= 2
@@ -72,8 +85,8 @@ def place_pages(
     buffer_bytes: int,
     activation_bytes: int,
     host_activation_bytes: int,
-) -> tuple[int, Placement]:
-    """Return the number of arena slots, and the placement of all state on tiers.
+) -> Placed:
+    """Return the placement of all state on tiers, and the numbers of slots.
 
     Args:
         table: the page table for the slowest tiers, see `lowest_tiers`.
@@ -93,35 +106,64 @@ def place_pages(
         if table.is_updated(page):
             sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
     streams = any(table.is_offloaded(tier) for tier in (optimizer_tier, table.param_tier, table.grad_tier))
-    full = min(_slots(offload), max(len(groups), table.copied_pages())) if streams else 0
-    fewest = min((offload.threads or THREADS) + (offload.read_ahead or 0), full)
+    full = min(_arena_slots(table, offload, room), max(len(groups), table.copied_pages())) if streams else 0
+    fewest = min(offload.threads or THREADS, full) if offload.ahead is None else full
+    stages = offload.compute == "device" and not table.device_is_host and offload.optimizer != "nvme"
+    parts = sum(-(-table.updated_pages(unit) // table.staged_pages) for unit in table.units)
+    staged = min(STAGED + (offload.ahead or 0) // table.staging_slot_bytes, parts) if streams and stages else 0
+    device_bytes = budget_bytes(offload.device_budget, room.device)
+
+    def placed(arena_slots: int, staging_slots: int) -> Placement:
+        return place(
+            offload,
+            [(*group, sizes[group]) for group in groups],
+            param_bytes=table.param_bytes(),
+            grad_bytes=table.most_grad_bytes(),
+            activation_bytes=activation_bytes,
+            resorts=_resorts(table),
+            parameters_sharded=table.stage.parameters,
+            device_fixed_bytes=sum(table.buffer_bytes().values())
+            + (staging_slots and staging_slots * table.staging_slot_bytes)
+            + table.secondary_bytes("device")
+            + buffer_bytes,
+            host_fixed_bytes=(arena_slots and arena_slots * table.slot_bytes)
+            + table.secondary_bytes("host")
+            + host_activation_bytes,
+            device_bytes=device_bytes,
+            host_bytes=budget_bytes(offload.host_budget, room.host),
+            disk_bytes=room.disk,
+            device_is_host=table.device_is_host,
+        )
+
     for slots in (full, fewest):
         try:
-            return slots, place(
-                offload,
-                [(*group, sizes[group]) for group in groups],
-                param_bytes=table.param_bytes(),
-                grad_bytes=table.most_grad_bytes(),
-                activation_bytes=activation_bytes,
-                resorts=_resorts(table),
-                parameters_sharded=table.stage.parameters,
-                device_fixed_bytes=sum(table.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes,
-                host_fixed_bytes=(slots and slots * table.slot_bytes)
-                + table.secondary_bytes("host")
-                + host_activation_bytes,
-                device_bytes=budget_bytes(offload.device_budget, room.device),
-                host_bytes=budget_bytes(offload.host_budget, room.host),
-                disk_bytes=room.disk,
-                device_is_host=table.device_is_host,
-            )
+            placement = placed(slots, 0)
+            if not staged or "host" not in (placement.grad, placement.param, *placement.optimizer.values()):
+                return Placed(slots, 0, placement)
+            placement = placed(slots, staged)
         except ConfigError:
             if slots == fewest:
                 raise
+            continue
+        if offload.ahead is None and activation_bytes:
+            free_bytes = device_bytes - placement.bytes["device"]
+            staged = min(staged + free_bytes // table.staging_slot_bytes, parts)
+        return Placed(slots, staged, placement)
     raise AssertionError
 
 
-def _slots(offload: Offload) -> int:
-    return thread_count(offload) + (READ_AHEAD if offload.read_ahead is None else offload.read_ahead)
+def _least_slots(offload: Offload) -> int:
+    return thread_count(offload) + READ_AHEAD
+
+
+def _arena_slots(table: PageTable, offload: Offload, room: Room) -> int:
+    if offload.ahead is not None:
+        return thread_count(offload) + offload.ahead // table.slot_bytes
+    if table.device_is_host:  # host memory is what offloading to a disk saves
+        return _least_slots(offload)
+    return max(
+        _least_slots(offload), int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // table.slot_bytes
+    )
 
 
 def _resorts(table: PageTable) -> tuple[str, ...]:

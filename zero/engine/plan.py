@@ -41,9 +41,9 @@ Update = Literal["lazy", "serial"]
 
 KINDS = (
     *("parameters", "gathered units", "secondary shards", "gradients", "gradient flats", "node sums"),
-    *("gradient buffers", "master", "moments", "buffers", "activations", "arena"),
+    *("gradient buffers", "master", "moments", "buffers", "activations", "staging", "arena"),
 )
-SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "activations", "arena")
+SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "activations", "staging", "arena")
 """Kinds that `Plan.bytes` leaves out if they have no bytes. If nothing is trained it leaves out every empty kind."""
 
 
@@ -97,6 +97,7 @@ class Plan(PageTable):
         activations: the policy of each site, by its name.
         placement: the tier of parameters, of gradients, and of every page of master and moments.
         arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
+        staging_slots: the number of slots on a GPU through which pages in host memory are updated.
 
     Raises:
         PlanError: a setting has an unknown value or contradicts another one; or the model cannot be split, or an
@@ -212,12 +213,12 @@ class Plan(PageTable):
         )
         table = PageTable(**vars(facts), page_numel=page_bytes // 4)
         try:
-            self.arena_slots, self.placement = place(table)
+            self.arena_slots, self.staging_slots, self.placement = place(table)
         except ConfigError:
             if gather != "auto" or not table.keeps_secondary:
                 raise
             table = replace(table, secondary=None)
-            self.arena_slots, self.placement = place(table)
+            self.arena_slots, self.staging_slots, self.placement = place(table)
         placed = replace(table, param_tier=self.placement.param, grad_tier=self.placement.grad)
         super().__init__(**vars(placed))
 
@@ -246,6 +247,11 @@ class Plan(PageTable):
         return self.arena_slots and self.arena_slots * self.slot_bytes
 
     @property
+    def staging_bytes(self) -> int:
+        """Bytes of the slots on a GPU through which pages in host memory are updated."""
+        return self.staging_slots and self.staging_slots * self.staging_slot_bytes
+
+    @property
     def numel(self) -> int:
         """The number of elements of all parameters of the model; a tied parameter counts once."""
         return sum(layout.numel for unit in self.units for layout in unit.layouts)
@@ -260,6 +266,7 @@ class Plan(PageTable):
         """Bytes on this rank as a dict from tier to kind to bytes, without temporaries of a few MiB."""
         held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
         held["device"].update(self.buffer_bytes(), buffers=self.model_buffer_bytes, activations=self.activation_bytes)
+        held["device"]["staging"] = self.staging_bytes
         held[self.placement.param]["parameters"] = self.param_bytes()
         held[self.placement.grad]["gradients"] = self.grad_bytes()
         for page, spec in self.store_pages().items():

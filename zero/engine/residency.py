@@ -57,6 +57,7 @@ class Residency:
         self._advance = advance
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
         self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
+        self._launch_ahead = updater.launch_ahead
         self._hand_off = updater.hand_off if plan.params_offloaded else None
         sizes, own_sizes = plan.shared_buffer_sizes(), plan.own_buffer_sizes()
         self.pool = None if plan.resident else Pool(sizes, plan.precision.compute, self._device, own_sizes)
@@ -109,10 +110,12 @@ class Residency:
         return self._arrive(unit)
 
     def launched(self) -> None:
-        """Start the next unit's gather if it waits for the store's threads; the host then waits for them.
+        """Start the next unit's gather if it waits for the store's threads, and the launch of a later unit's update.
 
-        Call it when work of the present unit is launched, at the same point of the program on all ranks.
+        The host waits for the threads. Call this when work of the present unit is launched, at the same point of the
+        program on all ranks.
         """
+        self._launch_ahead()
         if self._later:
             for handle in self._forget_later(self._later[0][0]):
                 handle.start()

@@ -12,29 +12,37 @@ from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.pool import Buffer
 from zero.engine.unit import UnitSpec
 from zero.engine.unit_step import UnitStep
+from zero.platform.device import PASSED, Event
 from zero.platform.handle import Handle
-from zero.store import Group, Ticket
+from zero.store import Group, Page, Ticket
 
 
 class Part(NamedTuple):
-    """A range of the elements that this rank updates of a unit, with the group of pages that hold its state.
+    """A range of the elements that this rank updates of a unit, with the groups of pages that hold its state.
 
-    The group has the pages of one number, one of each kind. A part on the device may continue in the next groups.
+    A group has the pages of one number, one of each kind. Neighbouring groups in memory are one part.
     """
 
     start: int
     stop: int
-    group: Group
-    in_memory: bool
-    """Whether none of its pages is on a disk."""
-    kept: tuple[Tensor, ...] | None = None
-    """The pages of master and moments on the device, where the training thread updates them in place; else None."""
+    groups: tuple[Group, ...]
+    staged: bool
+    """Whether a GPU updates it and its pages are in host memory, see `zero.engine.staging`."""
+    lent: tuple[Tensor, ...] | None = None
+    """The pages in memory, those of one kind as one tensor, in the order of `Group.all`; None if the store's threads
+    update the part."""
     tables: tuple[Tensor, ...] = ()
     """`zero.core.fused.tables` for the kernel that updates the part; empty without a kernel."""
 
     @property
     def on_device(self) -> bool:
-        return self.kept is not None
+        """Whether the training thread updates the pages in place."""
+        return self.lent is not None and not self.staged
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        """The pages that the update reads and writes."""
+        return tuple(page for group in self.groups for page in group.pages)
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +62,8 @@ class UnitState:
             dtype. They are copies, kept in the store, of other nodes' shards; see `zero.distributed.routes`.
         secondary_versions: the `versions` of the secondary shards after the last started gather; -1 if they are empty.
         deferred: the numbers of the update that must be applied before the next gather, or None.
+        grad_ready: the event at the end of the work that makes the gradient of that update.
+        updated: the event at the end of that update's staged parts; None if they are not launched.
         tickets: tickets of the parts of that update that the store's threads execute.
         interrupted: whether that update has started and an exception interrupted it.
         version: the number of changes of the parameters.
@@ -73,6 +83,8 @@ class UnitState:
     secondary: tuple[Tensor | None, Tensor | None] = None, None
     secondary_versions: tuple[int, int] = -1, -1
     deferred: Hyper | None = None
+    grad_ready: Event = PASSED
+    updated: Event | None = None
     tickets: list[Ticket] = field(default_factory=list)
     interrupted: bool = False
     version: int = 0

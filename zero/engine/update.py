@@ -17,10 +17,9 @@ Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et a
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
-from queue import SimpleQueue
 from typing import NamedTuple, cast
 
 import torch
@@ -35,34 +34,16 @@ from zero.core.optim import Hyper
 from zero.core.updates import PageBatch, Settings, on_device
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
+from zero.engine.staging import Staging
 from zero.engine.unit_state import Part, UnitState
 from zero.errors import StaleStateError
-from zero.platform.device import Device, Event
+from zero.platform.device import PASSED, Device, Event
 from zero.platform.timeline import Tape
 from zero.store import Group, Page, PageKind, PrefetchStore, Ticket
 
-GPU_STREAMS = 4
+GPU_GROUPS = 4
 """The most groups of pages that a GPU updates at a time, because each has a copy in device memory. Copies to and from
 the device are faster than disks, so further groups would not end sooner."""
-
-
-class Launched(Ticket):
-    """The ticket of an update that a store thread launches on a GPU.
-
-    It has ended for the host when the thread has launched the work, and for a stream after the event `end`.
-    """
-
-    def __init__(self, ticket: Ticket, end: Event) -> None:
-        self._ticket, self._end = ticket, end
-
-    @property
-    def ended(self) -> bool:
-        return self._ticket.ended
-
-    def wait(self) -> None:
-        """Wait until the work is launched, and have the current stream wait until it is done."""
-        self._ticket.wait()
-        self._end.wait()
 
 
 class Piece(NamedTuple):
@@ -101,15 +82,19 @@ class Updater:
         self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
         for unit in units:
             unit.parts = tuple(part._replace(tables=self._tables_of(unit, part)) for part in self._parts_of(unit))
-        self._streams = SimpleQueue[str]()
-        for number in range(GPU_STREAMS):
-            self._streams.put(f"update {number}")
+        self._limit = nullcontext() if self._where.shares_memory else threading.Semaphore(GPU_GROUPS)
         self._order = list(units)  # of the coming updates
         self._visited: list[UnitState] = []
+        self._coming: Iterator[UnitState] = iter(())  # units with staged parts, in the order of the coming updates
         self._trains = [True] * len(plan.optimizer.groups)  # by group: whether it trained in this step
         self._rested = [0] * len(plan.optimizer.groups)  # by group: the number of steps in which it did not train
         self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its tensors
-        self._expect()
+        slots = [self._device.zeros(plan.staging_slot_bytes, torch.uint8) for _ in range(plan.staging_slots)]
+        self._staging = Staging(self._device, store, slots)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._staging.allocated_bytes
 
     # -- what a step decides -------------------------------------------------------------------------------------------
 
@@ -153,22 +138,20 @@ class Updater:
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
         """Defer the update of `unit` to its next gather; queue its offloaded parts for the store's threads now."""
         unit.deferred = hyper
-        parts = [part for part in unit.parts if not part.on_device]
-        if not parts:
+        if all(part.on_device for part in unit.parts):
             return
-        with self._device.aside("updates") as after:  # includes the gradient's copy on a side stream
+        with self._device.aside("updates") as unit.grad_ready:  # includes the gradient's copy on a side stream
             unit.step.left.wait()
-        unit.tickets = [self._begin(unit, hyper, part, after) for part in parts]
-
-    def _begin(self, unit: UnitState, hyper: Hyper, part: Part, after: Event) -> Ticket:
-        """Queue the update of one part for the store's threads and return its ticket.
-
-        If a GPU updates the part and no page is on a disk, the thread only launches the work and does not wait for it.
-        """
-        end = self._device.event() if part.in_memory and not self._where.shares_memory else None
-        work = partial(self._update_in_thread, unit, hyper, part, after, end)
-        ticket = self._store.modify(part.group, work, (unit.place, part.group.number))
-        return ticket if end is None else Launched(ticket, end)
+        unit.tickets = [
+            self._store.modify(
+                group,
+                partial(self._update_in_thread, unit, hyper, part, unit.grad_ready),
+                (unit.place, group.number),
+            )
+            for part in unit.parts
+            if part.lent is None
+            for group in part.groups
+        ]
 
     @property
     def rested(self) -> dict[str, int]:
@@ -185,18 +168,21 @@ class Updater:
         for slot in (slot for unit in self._plan.units for slot in unit.trainable.slots):
             self._rested[slot.group] = max(self._rested[slot.group], rested.get(slot.name, 0))
 
+    @torch.no_grad()
     def hand_off(self, unit: UnitState) -> list[Ticket]:
-        """Mark the deferred update of `unit` as applied, although the store's threads may still execute it.
+        """Apply the deferred update of `unit`, but do not wait for the parts that the store's threads update.
 
         Only for offloaded parameters, because the store orders each read of a page after the page's update.
 
         Returns:
             The tickets of the update.
+
+        Raises:
+            StaleStateError: the update was interrupted before.
         """
         tickets = unit.tickets
-        self._visited.append(unit)
-        unit.mark_changed(resident=False)  # first, so that no old copy is current after an interrupt
-        unit.deferred, unit.tickets = None, []
+        self._update_on_streams(unit)
+        self._applied(unit, resident=False)
         return tickets
 
     @torch.no_grad()
@@ -210,50 +196,71 @@ class Updater:
         """
         if unit.deferred is None:
             return
+        for ticket in unit.tickets:
+            ticket.wait()
+        self._update_on_streams(unit)
+        self._applied(unit, resident=self._full_update)
+
+    @torch.no_grad()
+    def launch_ahead(self) -> None:
+        """Launch the staged parts of the next deferred update, so that its pages travel before the unit is gathered."""
+        for unit in self._coming:
+            if unit.deferred is not None and unit.updated is None:
+                self._launch_staged(unit, unit.deferred)
+                return
+
+    def _update_on_streams(self, unit: UnitState) -> None:
+        """Launch the deferred update except for the parts that the store's threads update, for the current stream."""
         if unit.interrupted:
             raise StaleStateError(
                 f"the update of {unit.spec.name} was interrupted half-way, so this state cannot be used. Start again "
                 "from the last checkpoint."
             )
-        for ticket in unit.tickets:
-            ticket.wait()
+        assert unit.deferred is not None
         hyper, unit.interrupted = unit.deferred, True
-        self._visited.append(unit)
-        pieces = [self._piece(unit, part, part.group.pages, part.kept) for part in unit.parts if part.kept is not None]
+        pieces = [self._piece(unit, part, part.lent) for part in unit.parts if part.on_device]
         if pieces:
             with self._tape.doing("update", unit.spec.name):
                 self._update_pieces(unit, hyper, self._device, pieces)
-        unit.tickets.clear()
-        unit.mark_changed(resident=self._full_update)  # first, as in `hand_off`
-        unit.deferred, unit.interrupted = None, False
+        if unit.updated is None:
+            self._launch_staged(unit, hyper)
+        if unit.updated is not None:
+            unit.updated.wait()
+
+    def _launch_staged(self, unit: UnitState, hyper: Hyper) -> None:
+        """Launch the update of the staged parts on a stream of its own, unless there are none."""
+        staged = [part for part in unit.parts if part.staged]
+        if not staged:
+            return
+        unit.interrupted = True
+        with self._device.aside("updates", after=PASSED), self._tape.streaming("update", unit.spec.name):
+            for part in staged:
+                with self._staging.opened(part, unit.grad_ready) as tensors:
+                    self._update_pieces(unit, hyper, self._device, [self._piece(unit, part, tensors)])
+        unit.updated, unit.interrupted = self._staging.updated, False
+        unit.grad_readers.append(unit.updated)
+
+    def _applied(self, unit: UnitState, *, resident: bool) -> None:
+        """Note that the deferred update of `unit` is applied, or in the hands of the store's threads."""
+        self._visited.append(unit)
+        unit.mark_changed(resident=resident)  # first, so that no old copy is current after an interrupt
+        unit.deferred, unit.updated, unit.interrupted, unit.tickets = None, None, False, []
 
     # -- one part ------------------------------------------------------------------------------------------------------
 
     def _update_in_thread(
-        self, unit: UnitState, hyper: Hyper, part: Part, after: Event, end: Event | None, tensors: Sequence[Tensor]
+        self, unit: UnitState, hyper: Hyper, part: Part, after: Event, tensors: Sequence[Tensor]
     ) -> None:
         """Update one part on a thread of the store; `tensors` are its pages in memory, in the order of `Group.all`."""
-        now, piece = self._where.shares_memory, self._piece(unit, part, part.group.all, tensors)
-        streaming = self._tape.streaming("update", unit.spec.name)
-        with self._stream() as name, self._device.paging(name, after, now=now, end=end), streaming:
-            self._update_offloaded(unit, hyper, piece)
+        name, now = threading.current_thread().name, self._where.shares_memory
+        with self._limit, self._device.paging(name, after, now=now), self._tape.streaming("update", unit.spec.name):
+            self._update_offloaded(unit, hyper, self._piece(unit, part, tensors))
 
-    @contextmanager
-    def _stream(self) -> Iterator[str]:
-        """Yield the name of a stream for this thread's update; on a GPU wait until one of `GPU_STREAMS` is free."""
-        if self._where.shares_memory:
-            yield threading.current_thread().name
-            return
-        name = self._streams.get()
-        try:
-            yield name
-        finally:
-            self._streams.put(name)
-
-    def _piece(self, unit: UnitState, part: Part, pages: Sequence[Page], tensors: Sequence[Tensor | None]) -> Piece:
-        """Return the piece for a whole part: `tensors` for its `pages`, and tensors of the unit for the rest."""
+    def _piece(self, unit: UnitState, part: Part, tensors: Sequence[Tensor] | None) -> Piece:
+        """Return the piece for a whole part: `tensors` for its pages, and tensors of the unit for the rest."""
+        assert tensors is not None
         start, stop = part.start, part.stop
-        paged = {page.kind: page_K for page, page_K in zip(pages, tensors, strict=True)}
+        paged = {page.kind: page_K for page, page_K in zip(part.groups[0].all, tensors, strict=True)}
         params = unit.own_params(full_update=self._full_update)
         grad = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._rank)
         param_K = paged.pop(PageKind.PARAM, None if params is None else params[start:stop])
@@ -325,15 +332,39 @@ class Updater:
                 (Page(index, PageKind.GRAD, number),) if plan.grads_offloaded else (),
                 tuple(Page(index, kind, number) for kind in plan.written_kinds),
             )
-            in_place = [self._store.in_place(page) for page in group.pages]
-            beside = [self._store.in_place(page) for page in (*group.beside, *group.out)]
-            on_device = not beside and all(
-                page_K is not None and self._device.is_home_of(page_K) for page_K in in_place
+            lent = [self._store.in_place(page) for page in group.all]
+            in_memory = all(page_K is not None for page_K in lent)
+            on_device = len(group.all) == len(group.pages) and all(
+                page_K is not None and self._device.is_home_of(page_K) for page_K in lent
             )
-            in_memory = all(page_K is not None for page_K in (*in_place, *beside))
-            kept = tuple(cast(list[Tensor], in_place)) if on_device else None
-            parts.append(Part(start, stop, group, in_memory, kept))
-        return [joined for _, run in groupby(parts, lambda part: part.on_device) for joined in self._joined([*run])]
+            staged = in_memory and not on_device and not self._where.shares_memory
+            directly = cast(tuple[Tensor, ...], tuple(lent)) if on_device or staged else None
+            parts.append(Part(start, stop, (group,), staged, directly))
+        runs = groupby(parts, lambda part: (part.staged, part.lent is None))
+        return [
+            joined for (staged, _), run in runs for joined in self._joined([*run], plan.staged_pages if staged else 0)
+        ]
+
+    def _joined(self, parts: list[Part], limit: int) -> list[Part]:
+        """Return parts that follow each other as one if their pages are adjacent in memory; else `parts`.
+
+        Args:
+            limit: the most groups of pages of a part; 0: no limit.
+        """
+        if parts[0].lent is None:
+            return parts
+        if limit and len(parts) > limit:
+            return [
+                joined
+                for first in range(0, len(parts), limit)
+                for joined in self._joined(parts[first : first + limit], 0)
+            ]
+        groups = [group for part in parts for group in part.groups]
+        views = [self._store.in_place_views(pages) for pages in zip(*(group.all for group in groups), strict=True)]
+        if any(len(adjacent) > 1 for adjacent in views):
+            return parts
+        lent = tuple(view for [view] in views)
+        return [parts[0]._replace(stop=parts[-1].stop, groups=tuple(groups), lent=lent)]
 
     def _tables_of(self, unit: UnitState, part: Part) -> tuple[Tensor, ...]:
         """Return the tables of a part for the kernel, on the device that updates it; none without a kernel."""
@@ -344,20 +375,14 @@ class Updater:
         made = tables(unit.spec.trainable, first, first + part.stop - part.start, device.tile_numel)
         return tuple(device.upload(table) for table in made)
 
-    def _joined(self, parts: list[Part]) -> list[Part]:
-        """Return consecutive parts on the device as one if their pages are adjacent in memory; else `parts`."""
-        if parts[0].kept is None:
-            return parts
-        views = [self._store.in_place_views(pages) for pages in zip(*(part.group.pages for part in parts), strict=True)]
-        if any(len(adjacent) > 1 for adjacent in views):
-            return parts
-        return [parts[0]._replace(stop=parts[-1].stop, kept=tuple(view for [view] in views))]
-
     def _expect(self) -> None:
         """Tell the store the order of the coming updates, so that it reads pages ahead."""
         for place, unit in enumerate(self._order):
             unit.place = place
-        groups = [part.group for unit in self._order for part in unit.parts if not part.on_device]
+        parts = [part for unit in self._order for part in unit.parts if not part.on_device]
+        self._staging.expect([part for part in parts if part.staged])
+        self._coming = iter([unit for unit in self._order if any(part.staged for part in unit.parts)])
+        groups = [group for part in parts if not part.staged for group in part.groups]
         if groups:
             self._store.expect(groups)
 

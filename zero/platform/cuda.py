@@ -119,7 +119,7 @@ class Cuda(Device):
         return CudaClock(self.device)
 
     @contextmanager
-    def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
+    def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
         stream = self._stream(name)
         if now:
             after.finish()
@@ -128,10 +128,7 @@ class Cuda(Device):
             try:
                 yield
             finally:
-                if end is None:
-                    stream.synchronize()
-                else:
-                    end.record()
+                stream.synchronize()
 
     def prepare_thread(self) -> None:
         """Make this rank's GPU the thread's current one.

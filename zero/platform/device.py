@@ -166,12 +166,13 @@ class Device:
         return Clock()
 
     @contextmanager
-    def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
+    def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
         """Run the copies and kernels of a store's thread in the block on a stream of their own, after `after`.
+
+        The host waits for their end.
 
         Args:
             now: True if the host itself computes in the block, so that it must wait for `after`, too.
-            end: event to record at the end of the block; None: the host waits for the end of the work there.
         """
         yield
 

@@ -9,6 +9,7 @@ A page that the inner store lends (`in_place`) is never copied to a slot: the fu
 `workers` has the threads, the waits and the failures; this file executes one action on pages and slots.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from zero.errors import StoreError
 from zero.platform.handle import Done
 from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching
 from zero.store.events import Action, Copy, Expect, Group, Modify, Move, Read, Transfer, Work, Write
-from zero.store.traffic_counter import Counter, Traffic
+from zero.store.traffic_counter import Traffic, TrafficCounter
 from zero.store.workers import WorkerPool
 
 
@@ -54,7 +55,8 @@ class PrefetchStore(Store):
         self._sizes = Pages[tuple[int, torch.dtype]]()
         self._shapes: dict[Group, _Shape] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # the pages in each slot
-        self._meter = Counter()
+        self._versions: Counter[Page] = Counter()
+        self._meter = TrafficCounter()
         self._claimed = False
         self._workers = WorkerPool(
             slots=len(slots),
@@ -100,6 +102,10 @@ class PrefetchStore(Store):
             else:
                 views.append(memory)
         return views
+
+    def versions(self, pages: Sequence[Page]) -> tuple[int, ...]:
+        """Return the number of calls of `write` for each page so far."""
+        return tuple(self._versions[page] for page in pages)
 
     @property
     def allocated_bytes(self) -> int:
@@ -179,6 +185,7 @@ class PrefetchStore(Store):
 
     def _transfer(self, page: Page, tensor: Tensor, *, writes: bool) -> Ticket:
         check_matching(page, *self._sizes[page], tensor)
+        self._versions[page] += writes
         event = Transfer(0, page, writes)
         if self._inner.in_place(page) is None:
             return self._workers.submit(event, partial(self._move, page, tensor, writes))

@@ -23,7 +23,7 @@ class Traffic:
     """Time that callers were blocked, summed over the callers."""
 
 
-class Counter:
+class TrafficCounter:
     """Counter of bytes, and of the wall time in which reads or writes were in progress. Thread-safe."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from zero.platform.threads import Beside, uninterrupted
 from zero.store.base import Ticket, Watch, watch_nothing
 from zero.store.events import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
 from zero.store.indexed_schedule import Schedule
-from zero.store.traffic_counter import Counter
+from zero.store.traffic_counter import TrafficCounter
 
 IDLE_S = 1.0
 """Seconds after which an idle worker looks for work, in case an interrupt swallowed a wake-up."""
@@ -75,7 +75,7 @@ class WorkerPool:
         timeout_s: float,
         prepare: Callable[[], None],
         carry_out: Callable[[Action, Callable[..., None]], None],
-        meter: Counter,
+        meter: TrafficCounter,
     ) -> None:
         self._schedule = Schedule(slots=slots, workers=threads, read_ahead=read_ahead)
         self._timeout_s, self._prepare, self._carry_out, self._meter = timeout_s, prepare, carry_out, meter

@@ -37,7 +37,6 @@ FORWARDING = {
     ("zero/distributed/world.py", "wait"),
     ("zero/store/workers.py", "wait"),
     ("zero/store/prefetch.py", "drain"),
-    ("zero/engine/update.py", "wait"),
 }
 """(file, function) of functions that only forward a wait. The line of the wait is that of their caller, too."""
 
@@ -247,7 +246,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         return SimulatedClock(self)
 
     @contextmanager
-    def paging(self, name: str, after: Event, *, now: bool = False, end: Event | None = None) -> Iterator[None]:
+    def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
         stream = self.streams.new_stream(f"the stream of {name!r}")
         if now:
             after.finish()
@@ -256,9 +255,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
             try:
                 yield
             finally:
-                if end is not None:
-                    end.record()
-                elif self.keeps_wait("paging"):
+                if self.keeps_wait("paging"):
                     self.streams.synchronize(stream)
 
     def unpin(self, memory: Tensor) -> None:

@@ -245,8 +245,8 @@ def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
 def _unlimited(config: Config, machine: Machine, model: nn.Module, activations: Activations) -> Plan:
     """Return a plan without memory limits, but with the fewest page slots, as a plan has when memory is short."""
     free: dict[str, int | None] = {"device_budget": None, "host_budget": None}
-    if config.offload.read_ahead is None:
-        free["read_ahead"] = 0
+    if config.offload.ahead is None:
+        free["ahead"] = 0
     config = config.model_copy(update={"offload": config.offload.model_copy(update=free)})
     return planned(config, model, machine.world, NO_LIMIT, activations)
 

@@ -64,7 +64,7 @@ class Clock:
     def __init__(self) -> None:
         self._zero_s = time.perf_counter()
 
-    def host(self) -> float:
+    def host(self) -> Moment:
         """Return the current time of the host."""
         return time.perf_counter()
 

@@ -25,7 +25,7 @@ from zero.store.events import Action, Copy, Modify, Move, Read, Transfer, Work
 from zero.store.prefetch import PrefetchStore
 from zero.store.workers import WorkerPool
 from zero.testing.races import Past
-from zero.testing.streams import NETWORK_BYTES_PER_S, Handoffs, Key, Marker, Streams, thread, untraced
+from zero.testing.streams import Handoffs, Key, Marker, Streams, thread, untraced
 from zero.testing.thread_world import ThreadWorld
 
 
@@ -145,7 +145,8 @@ def _await_end(workers: WorkerPool, original: Any, ticket: Any) -> None:
     gpu = thread.gpu
     original(workers, ticket)  # also if a test removes the wait, so that the job is recorded before later work
     if gpu is not None and gpu.keeps_wait("ticket"):
-        gpu.handoffs.acquire((id(workers), ticket.event.number))
+        with workers.watch("wait"):  # a wait in simulated time, also if the job has ended by the machine's clock
+            gpu.handoffs.acquire((id(workers), ticket.event.number))
 
 
 def _drain(workers: WorkerPool, original: Any) -> None:
@@ -267,7 +268,7 @@ def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Call
     with streams.on(network):
         streams.wait_on_stream(before)
         streams.run(network, network.launched)  # compute `source` now, because the other ranks need its values
-        streams.add_time(network.agent, into.nbytes / NETWORK_BYTES_PER_S)
+        streams.add_time(network.agent, into.nbytes / streams.rates.network_bytes_per_s, "network")
         arriving = _outside(into, source)
         streams.access(network.agent, [source], arriving, op)
         with untraced():

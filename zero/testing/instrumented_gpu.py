@@ -14,8 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import zero.testing.streams as simulation
-from zero.platform.device import Clock, Device, Event, Moment, aligned_zeros, work_alone
+from zero.platform.device import Clock, Device, Event, aligned_zeros, work_alone
 from zero.testing.handoffs import InstrumentedDevice
 from zero.testing.operators import (
     SYNCHRONIZING,
@@ -26,6 +25,7 @@ from zero.testing.operators import (
     tensor_arguments,
     tensors_in,
 )
+from zero.testing.simulated_time import RATES, Moment, Rates, latest
 from zero.testing.streams import Handoffs, Marker, Streams, thread, untraced
 
 ROOT = str(Path(__file__).parents[2])
@@ -65,7 +65,7 @@ class SimulatedGpu(Device):
 
     Args:
         memory_bytes: size of the simulated GPU's memory.
-        order, seed: see `Streams`.
+        order, seed, rates: see `Streams`.
         fused: run the kernels of `zero.platform.kernels`, in the interpreter of Triton.
     """
 
@@ -73,14 +73,16 @@ class SimulatedGpu(Device):
     shares_memory = False
     piece_numel, sum_numel, batch_bytes = 1 << 24, 1 << 22, 16 << 20
 
-    def __init__(self, memory_bytes: int, order: str = "program", seed: int = 0, *, fused: bool = False) -> None:
+    def __init__(
+        self, memory_bytes: int, order: str = "program", seed: int = 0, rates: Rates = RATES, *, fused: bool = False
+    ) -> None:
         super().__init__(torch.device("cpu"))
         if fused:
             import_module("zero.platform.kernels")
             self.tile_numel = 4096
         self._uploaded: list[Tensor] = []
         self._memory_bytes = memory_bytes
-        self.streams = Streams(order, seed)
+        self.streams = Streams(order, seed, rates)
         self._host_memory: dict[int, int] = {}  # address of a block of host memory -> address of its end
         self._pinned: set[int] = set()
         self._lock = threading.Lock()
@@ -182,16 +184,20 @@ class SimulatedClock(Clock):
     def __init__(self, gpu: "InstrumentedGpu") -> None:
         self._streams = gpu.streams
         gpu.streams.synchronize()
-        self._zero_s = self._streams.host.time_s
+        self._zero = self._streams.host.moment
 
-    def host(self) -> float:
-        return self._streams.host.time_s
+    def host(self) -> Moment:
+        return self._streams.host.moment
 
     def here(self) -> Moment:
-        return max(self._streams.current.agent.time_s, self._streams.host.time_s)
+        return latest(self._streams.current.agent.moment, self.host())
 
     def main(self) -> Moment:
-        return max(self._streams.main.agent.time_s, self._streams.host.time_s)
+        return latest(self._streams.main.agent.moment, self.host())
+
+    def seconds(self, moment: object) -> float:
+        assert isinstance(moment, Moment)
+        return self._streams.seconds(moment) - self._streams.seconds(self._zero)
 
 
 class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
@@ -210,12 +216,13 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         memory_bytes: int,
         order: str,
         seed: int,
+        rates: Rates,
         *,
         sites: set[WaitSite],
         without: WaitSite | None,
         fused: bool = False,
     ) -> None:
-        super().__init__(memory_bytes, order, seed, fused=fused)
+        super().__init__(memory_bytes, order, seed, rates, fused=fused)
         self._sites, self._without = sites, without
         self.handoffs = Handoffs(self.streams)
         self.copies: list[CopyRecord] = []
@@ -225,7 +232,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         streams = self.streams
         before, event = Marker(), SimulatedEvent(self)
         streams.record(before)
-        with streams.on(streams.stream(f"the stream {name!r}")):
+        with streams.on(streams.stream(f"the stream {name!r}", urgent=True)):
             if after is not None:
                 after.wait()
             elif self.keeps_wait("aside"):
@@ -322,7 +329,9 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
     def access_on_host(self, tensor: Tensor, *, writes: bool) -> None:
         """Record that the host reads or writes `tensor` without a torch operator, such as for file I/O."""
         streams = self.streams
-        streams.add_time(streams.host, tensor.nbytes / simulation.HOST_BYTES_PER_S, is_launch=False)
+        resource = "bytes from files" if writes else "bytes to files"
+        streams.counts[resource] += tensor.nbytes
+        streams.add_time(streams.host, tensor.nbytes / streams.rates.disk_bytes_per_s, resource)
         if self.is_home_of(tensor):
             return  # temporary host memory that was not registered, because file I/O cannot access device memory
         what = f"{'a read from' if writes else 'a write to'} a file{_location()}"
@@ -331,7 +340,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
     def _record_on_host(self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Record the time and the accesses of an operator that the host executes."""
         streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
-        streams.add_time(streams.host, moved / simulation.HOST_BYTES_PER_S, is_launch=False)
+        streams.add_time(streams.host, moved / streams.rates.host_bytes_per_s, "")
         streams.access(streams.host, reads, writes, f"{info.name}{_location()}")
 
     def _is_like_one_of_the_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -351,17 +360,20 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         Args:
             mixed: whether the arguments are on both host and device.
         """
-        streams, agent = self.streams, self.streams.current.agent
+        streams, agent, rates = self.streams, self.streams.current.agent, self.streams.rates
         written = sum(tensor.nbytes for tensor in writes)
-        seconds = (written + sum(tensor.nbytes for tensor in reads)) / simulation.DEVICE_BYTES_PER_S
+        seconds = (written + sum(tensor.nbytes for tensor in reads)) / rates.device_bytes_per_s
+        resource = "kernels"
         if mixed:
             if info.name not in COPIES:
                 raise AssertionError(f"{info.name} has arguments both on the host and on the device{_location()}")
-            seconds = written / simulation.LINK_BYTES_PER_S
+            seconds = written / rates.link_bytes_per_s
             self.copies.append(CopyRecord(agent.name, any(not self.is_home_of(tensor) for tensor in writes), written))
-            streams.counts["bytes to the host" if self.copies[-1].to_host else "bytes from the host"] += written
+            resource = "bytes to the host" if self.copies[-1].to_host else "bytes from the host"
+            streams.counts[resource] += written
         streams.counts["launches"] += 1
-        streams.add_time(agent, max(seconds, flops / simulation.FLOPS_PER_S))
+        urgent = streams.current.urgent and resource == "kernels"
+        streams.add_time(agent, max(seconds, flops / rates.flops_per_s), resource, urgent=urgent)
         streams.access(agent, reads, writes, f"{info.name}{_location()}")
 
     def _execute(

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from zero.testing.simulated_time import START, Moment, latest
+
 VectorClock = dict[int, int]
 """Number of an agent -> number of its operations that happen before this point; 0 if the agent is missing."""
 
@@ -31,13 +33,13 @@ class Past(NamedTuple):
     Attributes:
         agent, epoch: the agent's number, and its own count of operations at that point.
         clock: the agent's vector clock at that point.
-        time_s: simulated time of that point, in seconds.
+        moment: that point in simulated time.
     """
 
     agent: int
     epoch: int
     clock: VectorClock
-    time_s: float
+    moment: Moment
 
 
 @dataclass(eq=False)
@@ -48,14 +50,14 @@ class Agent:
         number: the agent's index in vector clocks.
         name: the agent's name in messages.
         clock: vector clock of the operations that happen before the agent's next one.
-        time_s: simulated time at which all the agent's work so far is finished, in seconds.
+        moment: the moment at which all the agent's work so far is finished in simulated time.
         worked: the agent's own count of operations at its last access.
     """
 
     number: int
     name: str
     clock: VectorClock = field(default_factory=dict)
-    time_s: float = 0.0
+    moment: Moment = START
     worked: int = 0
     _past: Past | None = None
 
@@ -63,16 +65,16 @@ class Agent:
         """Return the past of the agent's next operation: all operations that happen before it."""
         if self._past is None:
             count = self._tick()
-            self._past = Past(self.number, count, dict(self.clock), 0.0)
-        return self._past._replace(time_s=self.time_s)
+            self._past = Past(self.number, count, dict(self.clock), self.moment)
+        return self._past._replace(moment=self.moment)
 
     def knows(self, past: Past) -> bool:
         """Return whether all of `past` happens before the agent's next operation."""
         return self.clock.get(past.agent, 0) >= past.epoch
 
     def join(self, past: Past) -> None:
-        """Order all of `past` before this agent's next operation, which then begins at `past.time_s` or later."""
-        self.time_s = max(self.time_s, past.time_s)
+        """Order all of `past` before this agent's next operation, which then begins at `past.moment` or later."""
+        self.moment = latest(self.moment, past.moment)
         if self.knows(past):
             return
         self._past = None

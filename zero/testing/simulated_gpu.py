@@ -23,6 +23,7 @@ from zero.platform.device import Device
 from zero.testing.handoffs import instrumentation
 from zero.testing.instrumented_gpu import InstrumentedGpu, SimulatedGpu, WaitSite
 from zero.testing.operators import WITHOUT_KERNEL
+from zero.testing.simulated_time import RATES, Rates
 from zero.testing.streams import thread
 
 
@@ -36,6 +37,7 @@ class Settings:
     seed: int
     without: WaitSite | None
     fused: bool
+    rates: Rates
 
     @property
     def is_instrumented(self) -> bool:
@@ -77,6 +79,7 @@ class Simulation:
                     chosen.memory_bytes,
                     chosen.order,
                     chosen.seed,
+                    chosen.rates,
                     sites=self.sites,
                     without=chosen.without,
                     fused=chosen.fused,
@@ -109,6 +112,7 @@ def simulated_gpu(
     seed: int = 0,
     without: WaitSite | None = None,
     fused: bool = False,
+    rates: Rates = RATES,
 ) -> AbstractContextManager[Simulation]:
     """Give each world that is made in the block a simulated GPU, also in `run_ranks` and `run_processes`.
 
@@ -122,6 +126,7 @@ def simulated_gpu(
         without: a wait to skip, for tests of the simulation itself.
         fused: run the Triton kernels of updates and sums, in the interpreter of Triton; else operators compute the
             same.
+        rates: the rates of the simulated clock.
 
     Returns:
         A context manager that yields the `Simulation`: its devices, and counts of launches, waits and copies.
@@ -130,7 +135,7 @@ def simulated_gpu(
         RaceError: there is a race. Usually raised by the operator that makes the second access; raised at the end of
             the block if memory was freed while it was in use.
     """
-    return _simulated(Settings(memory_bytes, races, order, seed, without, fused))
+    return _simulated(Settings(memory_bytes, races, order, seed, without, fused, rates))
 
 
 @contextmanager

@@ -5,11 +5,9 @@ launch itself runs at once, in program order; or, if it is on a side stream, as 
 at a random time before that. Until it runs, the memory that it will write is filled with NaN. So code that reads too
 early computes NaN, and code that overwrites too early computes wrong results.
 
-Time is simulated. The duration of an operation follows from its bytes or FLOPs, streams run in parallel, and each
-launch takes the host a few microseconds. So the overlap of operations is the same on every machine.
-
-Rates are those of a GPU divided by 1,000, and by 100,000 for FLOPs, because a test's tensors are smaller by such
-factors than tensors whose kernels take a GPU longer than their launches take the host.
+Time is simulated, see `simulated_time`. The duration of an operation follows from its bytes or FLOPs, streams run in
+parallel as far as they use different resources, and each launch takes the host a few microseconds. So the overlap of
+operations is the same on every machine.
 """
 
 import itertools
@@ -27,13 +25,7 @@ from torch import Tensor
 
 from zero.testing.operators import ByteRange, byte_range
 from zero.testing.races import Agent, History, Past, RaceError
-
-LAUNCH_S = 5e-6
-"""Seconds that one launch takes the host."""
-DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, HOST_BYTES_PER_S, NETWORK_BYTES_PER_S = 1e9, 5e7, 5e6, 1e8
-"""Bandwidths of the GPU's memory, of copies between GPU and host, of work on the host, and of collectives."""
-FLOPS_PER_S = 5e9
-"""Rate of matrix products on the GPU."""
+from zero.testing.simulated_time import RATES, Moment, Rates, SimulatedTime, latest
 
 _DEVICE_NUMBERS = itertools.count()
 
@@ -90,7 +82,7 @@ class Handoffs:
         """Order every `release(key)` so far before the next access to `memory`, but before no other access."""
         with self._streams.lock:
             for past in self._released.pop(key, ()):
-                self._streams.host.time_s = max(self._streams.host.time_s, past.time_s)
+                self._streams.host.moment = latest(self._streams.host.moment, past.moment)
                 self._streams.forget(memory, past)
 
     def ordered(self, keys: Sequence[Key], run: Callable[[], None]) -> None:
@@ -119,10 +111,13 @@ class Stream:
         launcher: the thread of the store for which the stream was made, or None.
         queue: launches that have not run.
         done: number of launches that have run.
+        urgent: whether its kernels interrupt those of other streams, as on a stream of high priority.
     """
 
-    def __init__(self, agent: Agent, launcher: Agent | None = None, *, is_network: bool = False) -> None:
-        self.agent, self.launcher, self.is_network = agent, launcher, is_network
+    def __init__(
+        self, agent: Agent, launcher: Agent | None = None, *, is_network: bool = False, urgent: bool = False
+    ) -> None:
+        self.agent, self.launcher, self.is_network, self.urgent = agent, launcher, is_network, urgent
         self.queue: list[_Launch] = []
         self.done = 0
 
@@ -174,12 +169,14 @@ class Streams:
         seed: seed of the random times of order "random".
 
     Attributes:
+        rates: the rates from which durations are computed.
         counts: numbers of launches, waits of the host and bytes copied each way.
         deferred_races: races found by a finalizer, which cannot raise an error. The next access raises the first one.
     """
 
-    def __init__(self, order: str, seed: int) -> None:
+    def __init__(self, order: str, seed: int, rates: Rates = RATES) -> None:
         self.lock = threading.RLock()
+        self.rates, self._time = rates, SimulatedTime()
         self._number = next(_DEVICE_NUMBERS)
         self.counts: Counter[str] = Counter()
         self.deferred_races: list[RaceError] = []
@@ -199,11 +196,11 @@ class Streams:
             self._agents.append(Agent(len(self._agents), name))
             return self._agents[-1]
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str, *, urgent: bool = False) -> Stream:
         """Return the stream of that name, which is made on first use."""
         with self.lock:
             if name not in self._named:
-                self._named[name] = Stream(self.agent(name))
+                self._named[name] = Stream(self.agent(name), urgent=urgent)
                 self._streams.append(self._named[name])
             return self._named[name]
 
@@ -216,7 +213,7 @@ class Streams:
         with self.lock:
             stream = Stream(self.agent(name), self.host)
             if name in self._named:
-                stream.agent.time_s = self._named[name].agent.time_s
+                stream.agent.moment = self._named[name].agent.moment
             self._named[name] = stream
             self._streams.append(stream)
             return stream
@@ -236,7 +233,7 @@ class Streams:
         with self.lock:
             before = self.host
             thread.agents[self._number] = self.agent(before.name)
-            self.host.time_s = before.time_s
+            self.host.moment = before.moment
 
     @property
     def host(self) -> Agent:
@@ -387,13 +384,18 @@ class Streams:
                     for launched in other.queue:
                         self._poison(launched)
 
-    def add_time(self, agent: Agent, seconds: float, *, is_launch: bool = True) -> None:
-        """Add `seconds` of work to the simulated time of `agent`, after a launch by the host if `is_launch`."""
+    def add_time(self, agent: Agent, seconds: float, resource: str, *, urgent: bool = False) -> None:
+        """Add an operation to the simulated time of `agent`, which is the host, or for which the host launches it."""
         with self.lock:
-            if is_launch:
-                self.host.time_s += LAUNCH_S
+            if agent is not self.host:
+                self.host.moment = self._time.operation(self.host.moment, self.rates.launch_s)
                 agent.join(self.host.now())
-            agent.time_s += seconds
+            agent.moment = self._time.operation(agent.moment, seconds, resource, urgent=urgent)
+
+    def seconds(self, moment: Moment) -> float:
+        """Return a moment of simulated time in seconds."""
+        with self.lock:
+            return self._time.seconds(moment)
 
     # -- private -------------------------------------------------------------------------------------------------------
 

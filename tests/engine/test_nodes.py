@@ -519,7 +519,7 @@ def copied(world: zero.World, accumulate: int, gather: str) -> tuple[float, int,
         state, _ = step(state, [torch.ones(2, 64, dtype=torch.bfloat16)] * accumulate)
         state.runtime.store.drain()
     counted = sum(copy.nbytes for copy in copies[before:])
-    return traffic(plan).of_step(accumulate).copy, counted, 2 * plan.units[0].trainable.S
+    return traffic(plan).of_step(accumulate).by_medium["copy"], counted, 2 * plan.units[0].trainable.S
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -51,7 +51,12 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def start(world: zero.World, width: int = 64, stage: int = 3, preset: str = "none", **settings):
     precision, moments = settings.pop("precision", "bf16"), settings.pop("moments", "fp32")
-    offload = zero.Offload(preset, path=str(settings.pop("path", ".")), page_bytes=settings.pop("page_bytes", None))
+    offload = zero.Offload(
+        preset,
+        path=str(settings.pop("path", ".")),
+        page_bytes=settings.pop("page_bytes", None),
+        compute=settings.pop("compute", "device"),
+    )
     with world.exclusive():
         model = stack(width, settings.pop("layers", 3))
     optimizer = zero.with_moments(zero.adamw(1e-2, clip=0.5), moments)
@@ -115,13 +120,14 @@ def test_what_crosses_between_host_and_gpu_is_what_the_plan_says(ranks, accumula
             state, _ = step(state, [rows(number, world, 64, plan.precision.compute) for _ in range(accumulate)])
             state.runtime.store.drain()
         state.runtime.store.close()
-        return world.compute.copied.nbytes - before, traffic(plan).of_step(accumulate).copy
+        return world.compute.copied.nbytes - before, traffic(plan).of_step(accumulate).by_medium["copy"]
 
     with simulated_gpu():
         for number, (stage, preset) in enumerate(product(range(4), PRESETS)):
             if preset == "infinity" and stage < 3:
                 continue
             how = {"stage": stage, "preset": preset, "precision": ("bf16", "fp32")[(number + stage + ranks) % 2]}
+            how["compute"] = ("device", "host")[(number + ranks) % 2]
             for moved, planned in run_ranks(ranks, lambda world, how=how: crossed(world, **how)):
                 assert moved == planned, how
                 assert (moved > 0) is (preset != "none")

@@ -147,7 +147,7 @@ def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
         assert run_ranks(1, run) == [(counted.host_bytes, 2 * counted.host_bytes)]
     taken = Activations(settings, model).planned(16, "cuda")
     plan = build_plan(settings, model, gpu(1).world, room=gpu(1).room, **taken)
-    assert traffic(plan).of_step(1).copy == 2 * counted.host_bytes
+    assert traffic(plan).of_step(1).by_medium["copy"] == 2 * counted.host_bytes
 
 
 def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_again(monkeypatch):
@@ -164,7 +164,7 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
     traced = Activations(with_activations(settings, "offload"), model).of(64, "cuda")
     told = []
     for share in (0.01, 0.4, 2.0):  # of all units' bytes that a copy engine moves in the time of forward
-        rates = replace(ROUND, copy_bytes=share * traced.host_bytes * ROUND.flops / traced.forward.flops)
+        rates = replace(ROUND, copy_out_bytes=share * traced.host_bytes * ROUND.flops / traced.forward.flops)
         monkeypatch.setattr(sys.modules[_choose_activations.__module__], "assumed", lambda *_, rates=rates: rates)
         chosen, reasons = _settled(settings, machine, model)
         words = Counter(chosen.zero.activations_by_pattern.values())
@@ -184,7 +184,7 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
 @pytest.fixture
 def fast_copies(monkeypatch):
     """Whatever is sent to the host hides beside forward."""
-    rates = replace(ROUND, copy_bytes=1e18)
+    rates = replace(ROUND, copy_out_bytes=1e18)
     monkeypatch.setattr(sys.modules[_choose_activations.__module__], "assumed", lambda *_: rates)
 
 
@@ -236,7 +236,7 @@ def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
         offload={"optimizer": "auto", "param": "auto", "grad": "auto"},
         zero_={"activations": "auto", "stage": 0},
     )
-    rates = replace(ROUND, copy_bytes=1e18 if copies == "fast" else 1.0)
+    rates = replace(ROUND, copy_out_bytes=1e18 if copies == "fast" else 1.0)
     monkeypatch.setattr(sys.modules[_choose_activations.__module__], "assumed", lambda *_: rates)
     model = model_of(settings)
     counted = Activations(settings, model)

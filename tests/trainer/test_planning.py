@@ -490,8 +490,11 @@ ROUND = Rates(
     attention_flops=1e9,
     memory_bytes=1e12,
     launch_s=0.0,
-    copy_bytes=1e9,
-    disk_bytes=1e6,
+    copy_in_bytes=1e9,
+    copy_out_bytes=1e9,
+    disk_read_bytes=5e5,
+    disk_write_bytes=5e5,
+    host_bytes=1e18,
     link_bytes=1e6,
     wire_bytes=1e6,
     update_numel=1e12,
@@ -507,16 +510,16 @@ def nvme_plan(update: str = "lazy") -> zero.Plan:
     return build_plan(settings, model_of(settings), machine.world, room=machine.room)
 
 
-def test_a_lazy_step_lasts_as_the_law_says():
-    """max(C_forward, O) + C_backward; serial C + O."""
+def test_a_serial_step_lasts_as_the_law_says():
+    """C + O; what a lazy one lasts is tested in `test_step_seconds`."""
     plans = {update: nvme_plan(update) for update in ("lazy", "serial")}
     pages = plans["lazy"].store_pages()
     on_disk_bytes = sum(spec.nbytes for page, spec in pages.items() if plans["lazy"].tier(page) == "nvme")
-    offload_s = 2 * on_disk_bytes / ROUND.disk_bytes  # read and written
+    offload_s = on_disk_bytes / ROUND.disk_read_bytes  # written at the same time and rate
     for forward_s, backward_s in ((offload_s / 2, offload_s), (2 * offload_s, 3 * offload_s)):
         work = Work(forward_s * ROUND.flops), Work(backward_s * ROUND.flops)
         seconds = {update: step_seconds(plan, ROUND, *work) for update, plan in plans.items()}
-        assert seconds["lazy"] == pytest.approx(max(forward_s, offload_s) + backward_s, rel=1e-3)
+        assert max(forward_s, offload_s) + backward_s < seconds["lazy"] < seconds["serial"]
         assert seconds["serial"] == pytest.approx(forward_s + backward_s + offload_s, rel=1e-3)
 
 
@@ -528,7 +531,7 @@ def test_ranks_move_what_the_stage_says(stage):
     moved = traffic(plan)
     half = sum(unit.trainable.P for unit in plan.units) * 4 / 2
     _, backward, forward = (4 / 2 * numel for numel in gathered_numel(plan, 3))
-    assert (moved.update.disk, moved.update.copy) == (0, 0)
+    assert moved.update == (0, 0, 0, 0, 0, 0)
     assert moved.forward.link == (forward if stage == 3 else 0)
     assert moved.first.link == {0: 0, 1: half, 2: half, 3: half - forward}[stage]
     assert moved.backward.link == {0: 0, 1: 0, 2: half, 3: backward + half}[stage]
@@ -578,7 +581,9 @@ def test_the_best_choice_is_the_fastest_that_fits_and_of_those_alike_what_moves_
 @pytest.mark.parametrize(("ranks", "level"), [(1, 0), (4, 1)])
 def test_where_everything_is_as_fast_the_star_is_where_the_concepts_page_says(ranks, level):
     settings = config(precision={"compute": "bf16"}, batch={"global": 32})
-    unbound = replace(ROUND, copy_bytes=1e18, disk_bytes=1e18, link_bytes=1e18)
+    unbound = replace(
+        ROUND, copy_in_bytes=1e18, copy_out_bytes=1e18, disk_read_bytes=1e18, disk_write_bytes=1e18, link_bytes=1e18
+    )
     winner = best(choices(settings, gpu(ranks), model_of(settings), unbound))
     assert winner is not None
     assert (winner.plan.stage.level, winner.preset) == (level, "none")
@@ -801,16 +806,17 @@ def test_recomputing_takes_longer_and_what_ranks_send_does_not_hide_on_a_cpu():
     machines = Machine(2, 2, "cpu", 0, TiB, TiB, paper=True), gpu(2)
     for machine, hides in zip(machines, (False, True), strict=True):
         plan = build_plan(settings.on(2), model, machine.world, room=machine.room)
-        sent = traffic(plan).of_step(1).link
+        moved, first = traffic(plan), plan.units[0].full_numel / sum(unit.full_numel for unit in plan.units)
+        exposed = first * (moved.first.link + moved.forward.link) if hides else moved.of_step(1).link
         with_s, without_s = (
             step_seconds(plan, replace(slow, link_bytes=link), kept.forward, kept.backward) for link in (1e6, 1e18)
         )
-        assert with_s - without_s == pytest.approx(0 if hides else sent / 1e6, abs=1e-3)
+        assert with_s - without_s == pytest.approx(exposed / 1e6, abs=1e-3)
 
 
 def test_what_comes_from_other_nodes_takes_its_own_time():
     """Where all else takes none: a gather by node is quicker than a straight one by the bytes that it saves."""
-    rates = replace(ROUND, copy_bytes=1e18, update_numel=1e18, memory_bytes=1e18, link_bytes=1e9, wire_bytes=1e6)
+    rates = replace(ROUND, update_numel=1e18, memory_bytes=1e18, link_bytes=1e9, wire_bytes=1e6)
     machine, took = Machine(16, 8, "cuda", TiB, TiB, TiB, paper=True), {}
     for way in ("world", "node"):
         settings = config(

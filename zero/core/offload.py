@@ -149,9 +149,10 @@ class Offload(Section):
         trades="memory that the system cannot take back against copies that run beside compute",
         example="false",
     )
-    compute: Literal["device", "host"] = key(
+    compute: Literal["device", "host", "auto"] = key(
         "device",
-        "processor that updates offloaded pages: device, or host (the CPU's kernel)",
+        "processor that updates offloaded pages: device, host (the CPU's kernel), or auto (the faster one, as a plan "
+        "predicts it; in a loop of your own the device)",
         trades="host moves gradients and parameters only, and computes on the slower processor",
         example="host",
     )

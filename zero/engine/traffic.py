@@ -15,12 +15,14 @@ from zero.store import PageKind
 
 
 class Load(NamedTuple):
-    """Bytes that one rank moves, by medium."""
+    """Bytes that one rank moves, by medium and direction."""
 
-    disk: float = 0
-    """Bytes read from or written to disk."""
-    copy: float = 0
-    """Bytes copied between host memory and a GPU."""
+    disk_read: float = 0
+    disk_write: float = 0
+    copy_in: float = 0
+    """Bytes copied from host memory to a GPU."""
+    copy_out: float = 0
+    """Bytes copied from a GPU to host memory."""
     link: float = 0
     """Bytes received from other ranks."""
     wire: float = 0
@@ -32,6 +34,17 @@ class Load(NamedTuple):
 
     def times(self, count: float) -> "Load":
         return Load(*(nbytes * count for nbytes in self))
+
+    @property
+    def back(self) -> "Load":
+        """The same bytes in the other direction."""
+        return Load(self.disk_write, self.disk_read, self.copy_out, self.copy_in)
+
+    @property
+    def by_medium(self) -> dict[str, float]:
+        """The bytes by medium, both directions together."""
+        disk, copy = self.disk_read + self.disk_write, self.copy_in + self.copy_out
+        return {"disk": disk, "copy": copy, "link": self.link, "wire": self.wire}
 
 
 class Traffic(NamedTuple):
@@ -47,12 +60,17 @@ class Traffic(NamedTuple):
     """Further bytes of the first forward: gathers of resident units, and of units that later forwards find gathered."""
     last: Load
     """Further bytes of the last backward: the reduction of local sums of microbatches, and the all-gather of sums."""
+    activations: Load
+    """Bytes of each microbatch's activations that are copied back in backward; forward copies them out."""
+    states: Load
+    """Bytes of the optimizer state that the update reads, and writes again. They can be read ahead."""
     offloaded_numel: int
     """The number of parameters that the store's threads update."""
 
     def of_step(self, microbatches: int) -> Load:
         """Return the bytes of a whole step with this number of microbatches."""
-        return self.update + (self.forward + self.backward).times(microbatches) + self.first + self.last
+        each = self.forward + self.backward + self.activations + self.activations.back
+        return self.update + each.times(microbatches) + self.first + self.last
 
 
 def traffic(plan: Plan) -> Traffic:
@@ -64,7 +82,7 @@ def traffic(plan: Plan) -> Traffic:
     # the kind whose pages are counted to get `offloaded_numel`: it has one page in each updated group
     counted = next((kind for kind in plan.state_kinds if kind != PageKind.PARAM), PageKind.PARAM)
     for page, spec in plan.store_pages().items():
-        moved = _moved(plan.tier(page), spec.nbytes, device_is_host)
+        moved = _read(plan.tier(page), spec.nbytes, device_is_host)
         by_kind["state" if plan.is_updated(page) else page.kind] += moved
         if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.SECONDARY):
             passing[page.unit] += moved
@@ -80,21 +98,45 @@ def traffic(plan: Plan) -> Traffic:
         last += _gather(plan, plan.grad_dtype.itemsize * trainable_numel)
     first, forward, backward = _gathers(plan, passing)
     count = plan.accumulate
-    single = grads.times(plan.first_grad_dtype.itemsize / plan.grad_dtype.itemsize)
     # The first microbatch writes its gradients. Each later one reads the sum so far and writes the new sum. After the
     # last one the gradients are reduced over ranks, and only the range that this rank updates is written.
-    summing = single.times(2) + grads.times(2 * count - 4) if count > 1 else Load()
-    arriving = (summing + updated_grads).times(1 / count)
-    kept = Load(copy=plan.host_activation_bytes)  # copied out in forward, back in backward
+    single = grads.times(plan.first_grad_dtype.itemsize / plan.grad_dtype.itemsize)
+    sums = single + grads.times(count - 2) if count > 1 else Load()
+    arriving = (sums + sums.back + updated_grads.back).times(1 / count)
     return Traffic(
-        # states are read and written, new parameters written, gradients read
-        update=states.times(2) + params.times(1 + (PageKind.PARAM in plan.state_kinds)) + updated_grads,
-        forward=forward + kept,
-        backward=backward + kept + arriving + (Load() if plan.local_sum else reduction),
+        update=_update(plan, states, params, updated_grads, offloaded_numel),
+        forward=forward,
+        backward=backward + arriving + (Load() if plan.local_sum else reduction),
         first=first,
         last=last,
+        activations=Load(copy_in=plan.host_activation_bytes),
+        states=_on_disk(states) if plan.offload.compute == "host" else states,
         offloaded_numel=offloaded_numel,
     )
+
+
+def _update(plan: Plan, states: Load, params: Load, grads: Load, offloaded_numel: int) -> Load:
+    """Return the bytes of the update: states and gradients are read, states and new parameters are written.
+
+    If the host updates, pages in host memory do not move, but gradients and parameters on the device do.
+
+    Args:
+        states, params, grads: the bytes that reading these pages once takes.
+    """
+    reads_params, on_host = plan.precision.master.reads_params, plan.offload.compute == "host"
+    read = states + grads + params.times(reads_params)
+    written = (states + params).back
+    if plan.world.compute.shares_memory or not on_host:
+        return read + written
+    grad_bytes = 0 if grads != Load() else offloaded_numel * plan.grad_dtype.itemsize
+    param_bytes = 0 if params != Load() else offloaded_numel * plan.precision.compute.itemsize
+    moved = Load(copy_in=param_bytes, copy_out=grad_bytes + param_bytes * reads_params)
+    return _on_disk(read) + _on_disk(written) + moved
+
+
+def _on_disk(load: Load) -> Load:
+    """Return the part of `load` between host memory and disk."""
+    return Load(load.disk_read, load.disk_write)
 
 
 def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]:
@@ -148,14 +190,15 @@ def _sum(plan: Plan, numel: int) -> Load:
         received = numel * sent_bytes * (size - 1) / size
         return Load(link=received, wire=received / local if nodes > 1 else 0)
     if not plan.sums_by_node:
-        return Load(*(numel * sent_bytes * others / size for others in (0, 0, size - 1, size - local)))
+        link, wire = (numel * sent_bytes * others / size for others in (size - 1, size - local))
+        return Load(link=link, wire=wire)
     back_bytes = torch.float32.itemsize if plan.sharers < size else 0  # each copy of the state gets the sum
     wire = numel * (plan.precision.reduce.itemsize + back_bytes) * (nodes - 1) / size
     return Load(link=numel * sent_bytes * (local - 1) / local + wire, wire=wire)
 
 
-def _moved(tier: Tier, nbytes: int, device_is_host: bool) -> Load:
-    """Return the bytes that moving one page once between its tier and the device takes."""
+def _read(tier: Tier, nbytes: int, device_is_host: bool) -> Load:
+    """Return the bytes that bringing one page from its tier to the device takes."""
     if tier == "device" or (tier == "host" and device_is_host):
         return Load()
-    return Load(disk=nbytes if tier == "nvme" else 0, copy=0 if device_is_host else nbytes)
+    return Load(disk_read=nbytes if tier == "nvme" else 0, copy_in=0 if device_is_host else nbytes)

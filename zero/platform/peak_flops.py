@@ -13,6 +13,7 @@ class Peak(NamedTuple):
     """The peaks, in 10^12 operations per second, of a GPU whose name has all of `words`; 0: not supported.
 
     Attributes:
+        share: share of `bf16` and the other peaks that the products of training are assumed to reach.
         gib: memory in GiB, of the largest variant that is common.
         memory: bandwidth of the memory in 10^12 bytes per second.
         pcie: generation of its PCIe, with 16 lanes.
@@ -25,6 +26,7 @@ class Peak(NamedTuple):
     gib: float
     memory: float
     pcie: int
+    share: float = 0.6
 
     def flops(self, dtype: str) -> float:
         """Return the peak operations per second, see `peak_flops`; 0: not supported."""
@@ -35,14 +37,14 @@ class Peak(NamedTuple):
 # The first entry that matches is used, so a variant precedes its base model.
 PEAKS = (
     Peak("B200", 2250, 2250, 75, 180, 8.0, 5),
-    Peak("H200 NVL", 835.5, 835.5, 60.3, 141, 4.8, 5),
-    Peak("H200", 989.4, 989.4, 66.9, 141, 4.8, 5),
-    Peak("GH200", 989.4, 989.4, 66.9, 96, 4.0, 5),
-    Peak("H100 PCIe", 756.5, 756.5, 51.2, 80, 2.0, 5),
-    Peak("H100 NVL", 835.5, 835.5, 60.3, 94, 3.9, 5),
-    Peak("H100", 989.4, 989.4, 66.9, 80, 3.35, 5),
-    Peak("H800 PCIe", 756.5, 756.5, 51.2, 80, 2.0, 5),
-    Peak("H800", 989.4, 989.4, 66.9, 80, 3.35, 5),
+    Peak("H200 NVL", 835.5, 835.5, 60.3, 141, 4.8, 5, share=0.55),
+    Peak("H200", 989.4, 989.4, 66.9, 141, 4.8, 5, share=0.55),
+    Peak("GH200", 989.4, 989.4, 66.9, 96, 4.0, 5, share=0.55),
+    Peak("H100 PCIe", 756.5, 756.5, 51.2, 80, 2.0, 5, share=0.55),
+    Peak("H100 NVL", 835.5, 835.5, 60.3, 94, 3.9, 5, share=0.55),
+    Peak("H100", 989.4, 989.4, 66.9, 80, 3.35, 5, share=0.55),
+    Peak("H800 PCIe", 756.5, 756.5, 51.2, 80, 2.0, 5, share=0.55),
+    Peak("H800", 989.4, 989.4, 66.9, 80, 3.35, 5, share=0.55),
     Peak("H20", 148, 148, 44, 96, 4.0, 5),
     Peak("A100", 312, 312, 19.5, 80, 2.04, 4),
     Peak("A800", 312, 312, 19.5, 80, 2.04, 4),
@@ -59,8 +61,8 @@ PEAKS = (
     Peak("RTX 4090", 165.2, 165.2, 82.6, 24, 1.008, 4),
     Peak("RTX 3090 Ti", 80, 80, 40, 24, 1.008, 4),
     Peak("RTX 3090", 71, 71, 35.6, 24, 0.936, 4),
-    Peak("MI325X", 1307.4, 1307.4, 163.4, 256, 6.0, 5),
-    Peak("MI300X", 1307.4, 1307.4, 163.4, 192, 5.3, 5),
+    Peak("MI325X", 1307.4, 1307.4, 163.4, 256, 6.0, 5, share=0.4),
+    Peak("MI300X", 1307.4, 1307.4, 163.4, 192, 5.3, 5, share=0.4),
     Peak("V100 PCIE", 0, 112, 14, 32, 0.9, 3),
     Peak("V100", 0, 125, 15.7, 32, 0.9, 3),
     Peak("T4", 0, 65, 8.1, 16, 0.32, 3),

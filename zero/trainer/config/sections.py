@@ -1,5 +1,6 @@
 """Sections of settings that only train.py has. `Config` checks conditions that involve several sections."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from zero.core.setting_types import (
     NonNegative,
     Place,
     Ranks,
+    Reads,
     Rows,
     Threads,
     Whole,
@@ -27,7 +29,14 @@ def _disk(value: object) -> int:
     return bytes_of(value) and memory_of(value)
 
 
+def _pcie(value: object) -> str:
+    if not re.fullmatch(r"[3-6]x(1|2|4|8|16)", str(value)):
+        raise ValueError
+    return str(value)
+
+
 Disk = Annotated[int | Literal["auto"], or_auto("a size such as 4TB", _disk)]
+PCIe = Annotated[str, Reads("a generation from 3 to 6 and lanes, such as 5x16", _pcie)]
 
 
 class Val(Section):
@@ -150,6 +159,17 @@ class Machine(Section):
     )
     gpu: Word | None = key(
         None, "model of the GPUs, such as H100, for their memory and rates; null: round rates", example="H100 mode=plan"
+    )
+    pcie: PCIe | None = key(
+        None,
+        "generation and lanes of the PCIe of each GPU, such as 5x16; null: those of plan.gpu, or what is measured here",
+        example="4x8 plan.gpu=H100 mode=plan",
+    )
+    disks: Rows | None = key(
+        None,
+        "drives of one node that share the pages; null: one, or the folders of offload.path on this machine",
+        unit="drives",
+        example="4 plan.gpu=H100 mode=plan",
     )
     device_memory: Memory = key(
         "auto",

@@ -17,15 +17,11 @@ from zero.settings.build import build_plan
 from zero.settings.step_sections import Batch
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.cost import Rates, step_seconds
+from zero.trainer.planning.cost import ALIKE, Rates, step_seconds
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.tracing import Traced
 
 STAGES = tuple(Stage(level) for level in range(4))
-
-ALIKE = 0.02
-"""Relative difference below which two predicted times count as equal. Then the bytes moved and the bytes held
-decide."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +60,8 @@ class Choice:
         """Settings to type for this choice."""
         _, micro, accumulate = self.config.batch.numbers()
         offload = () if self.preset == "config" else (f"offload={self.preset}",)
+        if self.config.offload.compute == "host":
+            offload = *offload, "offload.compute=host"
         batch = f"batch.micro={micro}", f"batch.accumulate={accumulate}"
         return f"zero.stage={self.plan.stage.level}", *offload, *batch
 
@@ -105,8 +103,8 @@ def choices(
 def best(candidates: Sequence[Choice]) -> Choice | None:
     """Return the fastest choice that fits; None if none does.
 
-    If predicted times are equal (see `ALIKE`), the choice that moves the fewest bytes is taken, then the one that holds
-    the fewest, then the lowest stage.
+    Of choices whose predicted times differ by less than `ALIKE`, the one that moves the fewest bytes is taken, then the
+    one that holds the fewest, then the lowest stage.
     """
     fitting = [choice for choice in candidates if choice.fits]
     if not fitting:
@@ -124,7 +122,17 @@ def nearest(candidates: Sequence[Choice]) -> Choice:
 def plan_choice(
     config: Config, preset: str, machine: Machine, model: nn.Module, rates: Rates, activations: Activations
 ) -> Choice:
-    """Return the choice for these settings with the largest microbatch that fits, or with the smallest if none does."""
+    """Return the choice for these settings with the largest microbatch that fits, or with the smallest if none does.
+
+    With `offload.compute=auto` the host updates all offloaded state if that is predicted to be faster, else the device.
+    """
+    if config.offload.compute == "auto":
+        on_device, on_host = (
+            plan_choice(with_compute(config, compute), preset, machine, model, rates, activations)
+            for compute in ("device", "host")
+        )
+        is_faster = on_host.seconds * (1 + ALIKE) < on_device.seconds
+        return on_host if on_host.fits and (is_faster or not on_device.fits) else on_device
     refusal, lacks = None, dict[str, int]()
     solved, plan = _largest_that_fits(config, machine, model, activations)
     rows = solved.batch.numbers()[1]
@@ -134,8 +142,8 @@ def plan_choice(
         lacks = _lacks(plan, solved, machine)
     traced = activations.of(rows, machine.device)
     seconds = step_seconds(plan, rates, traced.forward, traced.backward)
-    moved = traffic(plan).of_step(plan.accumulate)
-    moved_bytes = moved.disk + moved.copy + moved.link
+    moved = traffic(plan).of_step(plan.accumulate).by_medium
+    moved_bytes = moved["disk"] + moved["copy"] + moved["link"]
     return Choice(solved, preset, plan, refusal, lacks, seconds, moved_bytes)
 
 
@@ -177,6 +185,11 @@ def with_activations(config: Config, activations: str | Sequence[str]) -> Config
     """Return the same settings with another `zero.activations`."""
     value = activations if isinstance(activations, str) else tuple(activations)
     return config.model_copy(update={"zero": config.zero.model_copy(update={"activations": value})})
+
+
+def with_compute(config: Config, compute: str) -> Config:
+    """Return the same settings with another `offload.compute`."""
+    return config.model_copy(update={"offload": config.offload.model_copy(update={"compute": compute})})
 
 
 def planned(config: Config, model: nn.Module, world: World, room: Room | None, activations: Activations) -> Plan:

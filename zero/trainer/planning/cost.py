@@ -1,21 +1,30 @@
 """Estimate of the time of a step from a plan and rates, by arithmetic alone.
 
-A deferred update overlaps with the next forward. So a step with lazy updates takes max(C_forward, O) + C_backward,
-where C is the time to compute and O the time to move and update offloaded state. Gathers overlap with the compute of
-other units, and reductions overlap with backward. Updates of state on the device overlap with nothing. With several
-microbatches the first forward overlaps with the update, and at stages that keep parameters also with the gather; the
-last backward overlaps with the reduction of the summed gradients.
+A pass is a forward or a backward of a microbatch. In a pass the processor, each direction of PCIe and of the disks,
+host memory and the links work at the same time, so the slowest sets its time. The deferred update runs in the first
+forward: a unit computes only after its own update and gather, so the first unit's transfers and the last unit's compute
+are exposed (`beside`). Pages that are read ahead and written behind leave the first forward for later passes (`Ahead`).
 
-The estimate is for comparing settings. It leaves out the start of the first unit, differences between units, and that
-copies, disk and compute slow each other down.
+The estimate is for comparing settings. It spreads compute over units by their parameters, and leaves out that copies,
+disk and compute slow each other down. On a CPU, updates in memory and collectives overlap with nothing.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from zero.engine.plan import Plan
 from zero.engine.traffic import Load, traffic
 from zero.tracker.report.scale import duration_unit
 from zero.trainer.planning.tracing import Work
+
+ALIKE = 0.02
+"""Relative difference below which two predicted times count as equal."""
+
+UPDATE_BYTES = 30
+"""Bytes of memory that an update reads and writes per parameter, with fp32 master and moments."""
 
 
 def seconds_text(seconds: float) -> str:
@@ -34,8 +43,9 @@ class Rates:
         attention_flops: floating point operations in fused attention.
         memory_bytes: bytes read and written by all other operators.
         launch_s: seconds of overhead for each operator; not a rate.
-        copy_bytes: bytes copied between host memory and the device, both directions together.
-        disk_bytes: bytes read and written in turns, both together; this rank's share of its node's disk.
+        copy_in_bytes, copy_out_bytes: bytes copied from host memory to the device, and back.
+        disk_read_bytes, disk_write_bytes: bytes read while others are written; this rank's share of its node's disks.
+        host_bytes: bytes read and written in host memory; this rank's share of its node's.
         link_bytes, wire_bytes: bytes received in a collective from ranks of the same node, and of other nodes.
         update_numel, host_update_numel: parameters that the optimizer updates, on the device and by the host's threads.
         source: text about the origin of these numbers.
@@ -45,8 +55,11 @@ class Rates:
     attention_flops: float
     memory_bytes: float
     launch_s: float
-    copy_bytes: float
-    disk_bytes: float
+    copy_in_bytes: float
+    copy_out_bytes: float
+    disk_read_bytes: float
+    disk_write_bytes: float
+    host_bytes: float
     link_bytes: float
     wire_bytes: float
     update_numel: float
@@ -64,39 +77,165 @@ def compute_seconds(work: Work, rates: Rates) -> float:
     )
 
 
-def step_seconds(plan: Plan, rates: Rates, forward: Work, backward: Work) -> float:
-    """Return the predicted seconds of one step.
+class Ahead(NamedTuple):
+    """Bytes of slots whose pages are read before the update that needs them, and written behind it.
+
+    Attributes:
+        device_bytes: slots on the device, for pages of host memory and disks.
+        host_bytes: slots in host memory, for pages of disks.
+    """
+
+    device_bytes: float = 0
+    host_bytes: float = 0
+
+
+NOT_AHEAD = Ahead()
+
+
+def step_seconds(
+    plan: Plan, rates: Rates, forward: Work, backward: Work, *, ahead: Ahead = NOT_AHEAD, tokens: float = 1.0
+) -> float:
+    """Return the predicted seconds of one step, in the steady state of a run.
 
     Args:
         forward, backward: work of one microbatch; recomputation counts as backward.
+        ahead: slots for pages that are read ahead.
+        tokens: factor of the tokens of each microbatch, to see what more or fewer would take.
     """
-    moved, count, on_cpu = traffic(plan), plan.accumulate, plan.world.compute.shares_memory
-    numel = sum(plan.update_numel(unit) for unit in plan.units)
+    moved = traffic(plan)
     written_bytes = 2 * plan.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
-    forward_s = compute_seconds(forward, rates)
-    backward_s = compute_seconds(backward + Work(nbytes=written_bytes), rates)  # copies into flat tensors
-    hidden_numel = 0 if on_cpu else moved.offloaded_numel  # on a CPU these updates take cores away from compute
-    update_s = hidden_numel / (rates.host_update_numel if plan.offload.compute == "host" else rates.update_numel)
-    offload_s = max(_moving(moved.update, rates, on_cpu)[0], update_s)
-    in_place_s = max(0, numel - hidden_numel) / rates.update_numel
+    forward_s = compute_seconds(forward, rates) * tokens
+    # gradients are copied into flat tensors
+    backward_s = compute_seconds(backward, rates) * tokens + written_bytes / rates.memory_bytes
+    activations = moved.activations.times(tokens)
+    passes = [
+        (forward_s, moved.forward + activations.back),
+        (backward_s, moved.backward + activations),
+    ] * plan.accumulate
+    passes[0] = (forward_s, passes[0][1] + moved.first)
+    passes[-1] = (backward_s, passes[-1][1] + moved.last)
+    if plan.world.compute.shares_memory:  # its cores copy data for other ranks
+        passes = [(compute_s + _link_seconds(load, rates), load._replace(link=0, wire=0)) for compute_s, load in passes]
+    (first_s, first), *later = passes
+    later_s = sum(max(compute_s, *busy_seconds(load, rates).values()) for compute_s, load in later)
+    copied, on_disk = min(ahead.device_bytes, moved.states.copy_in), min(ahead.host_bytes, moved.states.disk_read)
+    early = Load(disk_read=on_disk, disk_write=on_disk, copy_in=copied, copy_out=copied)
 
-    def beside(compute_s: float, load: Load, others_s: float = 0.0) -> float:
-        hidden_s, exposed_s = _moving(load, rates, on_cpu)
-        return max(compute_s, hidden_s, others_s) + exposed_s
+    update_s, in_place_s = _update_seconds(plan, moved.offloaded_numel, rates)
+    moving_s = _added(busy_seconds(moved.update, rates), update_s)
+    if plan.update == "serial":
+        in_place_s, moving_s, early = in_place_s + max(moving_s.values()), {}, Load()
+    total_numel = sum(unit.full_numel for unit in plan.units) or 1
+    shares = [unit.full_numel / total_numel for unit in plan.units] or [1.0]
+    waits_s, early_s = _added(busy_seconds(first, rates), moving_s), busy_seconds(early, rates)
+    opening_s = max(beside(shares, wait_s, early_s.get(name, 0.0), first_s) for name, wait_s in waits_s.items())
+    whole = sum((load for _, load in passes), moved.update)
+    return max(opening_s + later_s + in_place_s, *busy_seconds(whole, rates).values())
 
-    late_s, serial_s = (offload_s, 0.0) if plan.update == "lazy" else (0.0, offload_s)
-    first_s = beside(forward_s, moved.forward + moved.first, late_s)
-    middle_s = (count - 1) * (beside(forward_s, moved.forward) + beside(backward_s, moved.backward))
-    last_s = beside(backward_s, moved.backward + moved.last)
-    return first_s + middle_s + last_s + serial_s + in_place_s
 
+def beside(shares: Sequence[float], moving_s: float, early_s: float, compute_s: float) -> float:
+    """Return the seconds of a pass whose units compute in turn, each after its own transfers.
 
-def _moving(load: Load, rates: Rates, on_cpu: bool) -> tuple[float, float]:
-    """Return the seconds of transfers that overlap with compute, and of those that do not.
-
-    Transfers by disk, copy and network run at the same time, so the slowest counts. On a CPU the cores themselves copy
-    data for other ranks, so that time does not overlap.
+    Args:
+        shares: each unit's share of the transfers and of the computation, in the order of the pass.
+        moving_s, compute_s: seconds of all transfers, and of all computation.
+        early_s: seconds of transfers that were done before the pass.
     """
-    disk_s, copy_s = load.disk / rates.disk_bytes, load.copy / rates.copy_bytes
-    link_s = (load.link - load.wire) / rates.link_bytes + load.wire / rates.wire_bytes
-    return (max(disk_s, copy_s), link_s) if on_cpu else (max(link_s, disk_s, copy_s), 0.0)
+    ends = accumulate(shares, initial=0.0)
+    return max(max(0.0, moving_s * end - early_s) + compute_s * (1 - begin) for begin, end in pairwise(ends))
+
+
+def busy_seconds(load: Load, rates: Rates) -> dict[str, float]:
+    """Return the seconds for which `load` keeps each medium busy, by its name in `LIMITS`."""
+    moved = load.copy_in + load.copy_out + load.disk_read + load.disk_write
+    return {
+        "PCIe in": load.copy_in / rates.copy_in_bytes,
+        "PCIe out": load.copy_out / rates.copy_out_bytes,
+        "disk reads": load.disk_read / rates.disk_read_bytes,
+        "disk writes": load.disk_write / rates.disk_write_bytes,
+        "host memory": moved / rates.host_bytes,
+        "links": _link_seconds(load, rates),
+    }
+
+
+LIMITS: Mapping[str, tuple[str, ...]] = {
+    "compute": ("flops", "attention_flops", "memory_bytes", "launch_s"),
+    "the update on the device": ("update_numel",),
+    "the update on the host": ("host_update_numel",),
+    "PCIe in": ("copy_in_bytes",),
+    "PCIe out": ("copy_out_bytes",),
+    "disk reads": ("disk_read_bytes",),
+    "disk writes": ("disk_write_bytes",),
+    "host memory": ("host_bytes",),
+    "links": ("link_bytes", "wire_bytes"),
+}
+"""Parts of a machine that may limit a step -> their fields in `Rates`."""
+
+HIDDEN = ("PCIe in", "PCIe out", "disk reads", "disk writes", "host memory", "links", "the update on the host")
+"""Parts of a machine that can work beside compute."""
+
+
+def limits(seconds: Callable[[Rates], float], rates: Rates) -> dict[str, float]:
+    """Return the share of a step that each part of the machine sets, the largest first; below 1 % is left out.
+
+    A share is the relative growth of the step over that of the part's times, for a part that is 1 % slower. The shares
+    add up to one, unless two parts set the same time.
+    """
+    before_s, growth = seconds(rates), 0.01
+    shares = {}
+    for name, fields in LIMITS.items():
+        times = {field: 1 + growth if field == "launch_s" else 1 / (1 + growth) for field in fields}
+        shares[name] = (seconds(_scaled(rates, times)) / before_s - 1) / growth
+    return {name: share for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.01}
+
+
+def break_even(seconds: Callable[[Rates, float], float], rates: Rates) -> float:
+    """Return the factor of a microbatch's tokens from which compute hides all transfers but for `ALIKE`.
+
+    1: it hides them already; infinity: no number of tokens below 2**20 times as many hides them.
+
+    Args:
+        seconds: the seconds of a step by rates and a factor of tokens.
+    """
+    unbound = _scaled(rates, {field: math.inf for name in HIDDEN for field in LIMITS[name]})
+
+    def hides(factor: float) -> bool:
+        return seconds(rates, factor) <= (1 + ALIKE) * seconds(unbound, factor)
+
+    if hides(1):
+        return 1.0
+    low, high = 0.0, 20.0  # of the logarithm
+    if not hides(2**high):
+        return math.inf
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if hides(2**middle) else (middle, high)
+    return 2.0**high
+
+
+def _scaled(rates: Rates, times: Mapping[str, float]) -> Rates:
+    """Return the rates with some of them multiplied, by their names."""
+    values: dict[str, Any] = {name: getattr(rates, name) * factor for name, factor in times.items()}
+    return replace(rates, **values)
+
+
+def _update_seconds(plan: Plan, offloaded_numel: int, rates: Rates) -> tuple[dict[str, float], float]:
+    """Return the seconds of updates beside the first forward, by part of the machine, and of those beside nothing."""
+    numel = sum(plan.update_numel(unit) for unit in plan.units)
+    if plan.world.compute.shares_memory:
+        return {}, numel / rates.update_numel
+    if plan.offload.compute != "host":
+        return {"the update on the device": numel / rates.update_numel}, 0.0
+    return {
+        "the update on the device": max(0, numel - offloaded_numel) / rates.update_numel,
+        "the update on the host": offloaded_numel / rates.host_update_numel,
+        "host memory": offloaded_numel * UPDATE_BYTES / rates.host_bytes,
+    }, 0.0
+
+
+def _added(seconds: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    return {name: seconds.get(name, 0.0) + others.get(name, 0.0) for name in {**seconds, **others}}
+
+
+def _link_seconds(load: Load, rates: Rates) -> float:
+    return (load.link - load.wire) / rates.link_bytes + load.wire / rates.wire_bytes

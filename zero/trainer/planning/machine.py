@@ -73,8 +73,8 @@ class Machine:
         A machine with a `plan.gpu` or `plan.device_memory` has GPUs.
 
         Raises:
-            ConfigError: `plan.gpu` is not known, or `launch.ranks` are the ranks of one machine, and this one has fewer
-                GPUs.
+            ConfigError: `plan.gpu` is not known, `plan.pcie` is set for a machine without GPUs, or `launch.ranks` are
+                the ranks of one machine, and this one has fewer GPUs.
         """
         plan, launched, gpu = config.plan, config.launch.ranks, described_gpu(config)
         on_paper = plan.device_memory != "auto" or gpu is not None
@@ -88,10 +88,14 @@ class Machine:
         ranks, per_node = (on_one_node, on_one_node) if plan.ranks == "auto" else (plan.ranks, NODE_RANKS)
         per_node = min(ranks, per_node if plan.ranks_per_node == "auto" else plan.ranks_per_node)
         device: Literal["cuda", "cpu"] = "cuda" if on_paper or on_gpus else "cpu"
+        if plan.pcie is not None and device == "cpu":
+            raise ConfigError(f"plan.pcie={plan.pcie} is for a machine with GPUs. Set plan.gpu as well.")
         device_bytes, host_bytes, disk_bytes = plan.device_memory, plan.host_memory, plan.disk
         if gpu is not None and device_bytes == "auto":
             device_bytes = int(gpu.gib * GiB)
-        paper = any(value != "auto" for value in (plan.ranks, device_bytes, host_bytes, disk_bytes))
+        paper = plan.pcie is not None or any(
+            value != "auto" for value in (plan.ranks, device_bytes, host_bytes, disk_bytes)
+        )
         if device_bytes == "auto":
             device_bytes = _usable_bytes(config, compute_device(torch.device(device)))
         if host_bytes == "auto":

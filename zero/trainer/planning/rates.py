@@ -1,5 +1,6 @@
 """Rates at which a machine computes and moves bytes: measured here, or assumed for a described machine."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,45 +28,58 @@ from zero.progress import Progress, reported, silent
 from zero.settings.build import build_optimizer, build_precision
 from zero.store import probe
 from zero.trainer.config import Config
-from zero.trainer.planning.cost import Rates
+from zero.trainer.planning.cost import UPDATE_BYTES, Rates
 from zero.trainer.planning.machine import Machine, described_gpu
 from zero.trainer.planning.tracing import Product, Traced
+
+CORES, CORE_UPDATE_NUMEL = 12, 2e8
+"""Cores that a described node has for each GPU, and the parameters that each of them updates per second."""
 
 GPU = Rates(
     flops=1.5e14,
     attention_flops=1.5e14,
     memory_bytes=2.5e12,
     launch_s=0.0,
-    copy_bytes=4e10,
-    disk_bytes=6e9,
+    copy_in_bytes=2.4e10,
+    copy_out_bytes=2.4e10,
+    disk_read_bytes=6.75e9,
+    disk_write_bytes=2.75e9,
+    host_bytes=3e11,
     link_bytes=1e11,
     wire_bytes=1e10,
     update_numel=4e10,
-    host_update_numel=1e9,
-    source="assumed for each GPU: 150 TFLOP/s (fp32 20, TF32 75), 40 GB/s to the host and back, 100 GB/s to other GPUs "
-    "(10 between nodes), and 6 GB/s of disk for each node",
+    host_update_numel=CORES * CORE_UPDATE_NUMEL,
+    source="",
 )
+"""Rates assumed for a GPU, and for a node with one drive of PCIe 4."""
+
 CPU = Rates(
     flops=5e10,
     attention_flops=2e10,
     memory_bytes=1e10,
     launch_s=1e-5,
-    copy_bytes=1e10,
-    disk_bytes=2e9,
+    copy_in_bytes=1e10,
+    copy_out_bytes=1e10,
+    disk_read_bytes=1e9,
+    disk_write_bytes=1e9,
+    host_bytes=math.inf,
     link_bytes=5e8,
     wire_bytes=1e8,
     update_numel=1e9,
     host_update_numel=1e9,
-    source="assumed for each rank: 50 GFLOP/s, 0.5 GB/s to other ranks (0.1 between nodes), and 2 GB/s of disk for "
-    "each node",
+    source="assumed for each rank: 50 GFLOP/s, 0.5 GB/s to other ranks (0.1 between nodes), and 1 GB/s read "
+    "from disk while as many are written for each node",
 )
 GPU_FP32_FLOPS, GPU_TF32_FLOPS = 2e13, 7.5e13
 
-PRODUCT_SHARE, MEMORY_SHARE = 0.6, 0.8
-"""Shares of a GPU's peaks that large matrix products, and elementwise operators, are assumed to reach."""
+MEMORY_SHARE = 0.8
+"""Share of the bandwidth of a GPU's memory that elementwise operators are assumed to reach."""
 
-PCIE_BYTES: Mapping[int, float] = {3: 12e9, 4: 24e9, 5: 48e9}
-"""Bytes per second in each direction by generation of PCIe with 16 lanes: three quarters of the nominal rate."""
+LANE_BYTES: Mapping[int, float] = {3: 0.75e9, 4: 1.5e9, 5: 3e9, 6: 6e9}
+"""Bytes per second in each direction of a lane by generation of PCIe: three quarters of the nominal rate."""
+
+OF_NODE = ("disk_read_bytes", "disk_write_bytes", "host_bytes")
+"""Rates that the ranks of a node share."""
 
 PROBE_FLOPS: Mapping[str, float] = {"cpu": 1e8, "cuda": 1e12}
 """Largest number of operations of a matrix product that is timed, for each thread of a CPU or for a GPU: about a
@@ -88,34 +102,58 @@ PROBE_GATHERS = 4
 
 
 def assumed(config: Config, machine: Machine) -> Rates:
-    """Return assumed rates: those of `plan.gpu` or round ones, and the measured rates of links if there are any.
+    """Return assumed rates: those of `plan.gpu` and `plan.pcie` or round ones, and measured rates of links if any.
 
     Raises:
         ConfigError: `plan.gpu` is not known, or does not compute in the dtype.
     """
-    rates = GPU if machine.device == "cuda" else CPU
-    rates = replace(rates, disk_bytes=rates.disk_bytes / machine.ranks_per_node)
+    if machine.device == "cpu":
+        return _of_rank(CPU, machine)
+    rates, name = GPU, "each GPU"
+    single = "fp32" if config.precision.matmul == "highest" else "tf32"
+    dtype = single if config.precision.compute == "fp32" else config.precision.compute
+    flops = {"fp32": GPU_FP32_FLOPS, "tf32": GPU_TF32_FLOPS}.get(dtype, rates.flops)
     if (gpu := described_gpu(config)) is not None:
-        single = "fp32" if config.precision.matmul == "highest" else "tf32"
-        flops = PRODUCT_SHARE * gpu.flops(single if config.precision.compute == "fp32" else config.precision.compute)
+        name, flops, memory = gpu.words, gpu.share * gpu.flops(dtype), MEMORY_SHARE * gpu.memory * 1e12
         if not flops:
-            raise ConfigError(
-                f"plan.gpu={gpu.words} does not compute in {config.precision.compute}. Set precision=fp16."
-            )
-        memory, copied = MEMORY_SHARE * gpu.memory * 1e12, 2 * PCIE_BYTES[gpu.pcie]
-        source = (
-            f"assumed for {gpu.words}: {flops / 1e12:.3g} TFLOP/s, {memory / 1e12:.3g} TB/s of its memory, "
-            f"{copied / 1e9:.3g} GB/s to the host and back, 100 GB/s to other GPUs (10 between nodes), and 6 GB/s of "
-            "disk for each node"
-        )
-        rates = replace(
-            rates, flops=flops, attention_flops=flops, memory_bytes=memory, copy_bytes=copied, source=source
-        )
-    elif machine.device == "cuda" and config.precision.compute == "fp32":
-        flops = GPU_FP32_FLOPS if config.precision.matmul == "highest" else GPU_TF32_FLOPS
-        rates = replace(rates, flops=flops, attention_flops=flops)
+            raise ConfigError(f"plan.gpu={name} does not compute in {dtype}. Set precision=fp16.")
+        rates = replace(rates, memory_bytes=memory, update_numel=memory / UPDATE_BYTES)
+    generation, lanes = map(int, (config.plan.pcie or f"{gpu.pcie if gpu else 4}x16").split("x"))
+    copied = lanes * LANE_BYTES[generation]
+    source = (
+        f"assumed for {name}: {flops / 1e12:.3g} TFLOP/s, {rates.memory_bytes / 1e12:.3g} TB/s of its memory, "
+        f"{copied / 1e9:.3g} GB/s to the host and as many back, 100 GB/s to other GPUs (10 between nodes), {CORES} "
+        f"cores; for each node {rates.host_bytes / 1e9:.0f} GB/s of host memory, and a disk that reads "
+        f"{rates.disk_read_bytes / 1e9:.3g} and writes {rates.disk_write_bytes / 1e9:.3g} GB/s"
+    )
+    rates = replace(
+        rates, flops=flops, attention_flops=flops, copy_in_bytes=copied, copy_out_bytes=copied, source=source
+    )
+    return _of_rank(rates, machine)
+
+
+def _of_rank(rates: Rates, machine: Machine) -> Rates:
+    """Return the rates with a rank's share of what its node has, and with the measured links."""
+    node = {name: getattr(rates, name) / machine.ranks_per_node for name in OF_NODE}
     links = {"link_bytes": rates.link_bytes, "wire_bytes": rates.wire_bytes} | machine.links
-    return replace(rates, link_bytes=links["link_bytes"], wire_bytes=links["wire_bytes"])
+    return replace(rates, **node, link_bytes=links["link_bytes"], wire_bytes=links["wire_bytes"])
+
+
+def with_drives(rates: Rates, config: Config, drives: int) -> Rates:
+    """Return the rates for the number of drives that `plan.disks` describes, if it does.
+
+    Args:
+        rates: those of `drives` drives.
+    """
+    if config.plan.disks is None:
+        return rates
+    share = config.plan.disks / drives
+    return replace(
+        rates,
+        disk_read_bytes=rates.disk_read_bytes * share,
+        disk_write_bytes=rates.disk_write_bytes * share,
+        source=f"{rates.source}; of the disk {share:g} times as much with plan.disks={config.plan.disks}",
+    )
 
 
 def between_ranks(world: World) -> dict[str, float]:
@@ -164,7 +202,7 @@ def measured(config: Config, machine: Machine, traced: Traced, *, disk: bool, pr
     device, rates = compute_device(here), assumed(config, machine)
     probes: dict[str, Callable[[], float]] = {}
     if disk:
-        probes["disk_bytes"] = lambda: _disk_bytes(config) / machine.ranks_per_node
+        probes["disk_read_bytes"] = lambda: _disk_bytes(config) / machine.ranks_per_node
     probes["flops"] = lambda: _flops(config, traced, device)
     if traced.attention is not None:
         probes["attention_flops"] = lambda: _attention_flops(config, traced, device)
@@ -173,23 +211,32 @@ def measured(config: Config, machine: Machine, traced: Traced, *, disk: bool, pr
     if device.shares_memory:
         probes["launch_s"] = lambda: _launch_s(device)
     else:
-        probes["copy_bytes"] = lambda: _copy_bytes(device)
+        probes["copy_in_bytes"] = lambda: _copy_bytes(device, to_host=False)
+        probes["copy_out_bytes"] = lambda: _copy_bytes(device, to_host=True)
+        probes["host_bytes"] = lambda: _host_bytes(device.host) / machine.ranks_per_node
         probes["host_update_numel"] = lambda: _update_numel(config, device.host)
     results = {name: probed() for name, probed in reported([*probes.items()], "probe", progress)}
     known = {"host_update_numel": results["update_numel"]} | {name: rate for name, rate in results.items() if rate > 0}
-    return replace(rates, **known, source=_source(known, rates, machine))
+    if "disk_read_bytes" in known:  # the probe reads and writes equally many bytes at the same time
+        known["disk_write_bytes"] = known["disk_read_bytes"]
+    return replace(rates, **known, source=_source(results, rates, machine))
 
 
-def _source(known: Mapping[str, float], rates: Rates, machine: Machine) -> str:
+def _source(results: Mapping[str, float], rates: Rates, machine: Machine) -> str:
     units = {
         "flops": (1e9, ",.0f", "GFLOP/s in products"),
         "attention_flops": (1e9, ",.0f", "GFLOP/s in attention"),
         "memory_bytes": (1e9, ",.1f", "GB/s elementwise"),
         "update_numel": (1e6, ",.0f", "million updates/s"),
-        "copy_bytes": (1e9, ".1f", "GB/s to the host and back"),
-        "disk_bytes": (1e9, ".1f", "GB/s of disk for each rank"),
+        "copy_in_bytes": (1e9, ".1f", "GB/s from the host"),
+        "copy_out_bytes": (1e9, ".1f", "GB/s to the host"),
+        "host_bytes": (1e9, ".1f", "GB/s of host memory for each rank"),
+        "host_update_numel": (1e6, ",.0f", "million updates/s by the host"),
+        "disk_read_bytes": (1e9, ".1f", "GB/s read from disk, while as many are written, for each rank"),
     }
-    parts = [f"{known[name] / unit:{digits}} {text}" for name, (unit, digits, text) in units.items() if name in known]
+    parts = [
+        f"{results[name] / unit:{digits}} {text}" for name, (unit, digits, text) in units.items() if results.get(name)
+    ]
     links = [f"{rates.link_bytes / 1e9:.3g} GB/s between ranks"] * (machine.ranks_per_node > 1)
     links += [f"{rates.wire_bytes / 1e9:.3g} GB/s between nodes"] * (machine.ranks > machine.ranks_per_node)
     if machine.links:
@@ -232,12 +279,10 @@ def _fastest_s(works: Sequence[Callable[[], object]], device: Device, limit_s: f
 
 
 def _disk_bytes(config: Config) -> float:
-    """Measure the bytes that the disk reads and writes per second; 0 if it did not answer in time."""
+    """Measure the bytes that the disks read per second while they write as many; 0 if none answered in time."""
     folders = folders_of(config.offload.paths)
     threads = max(1, thread_count(config.offload) // len(folders))
-    return 2 * sum(
-        probe(folder, size_bytes=PROBE_DISK_BYTES, threads=threads, limit_s=PROBE_DISK_S) for folder in folders
-    )
+    return sum(probe(folder, size_bytes=PROBE_DISK_BYTES, threads=threads, limit_s=PROBE_DISK_S) for folder in folders)
 
 
 def _flops(config: Config, traced: Traced, device: Device) -> float:
@@ -357,12 +402,14 @@ def _update_numel(config: Config, device: Device) -> float:
     return PROBE_NUMEL / sum(_fastest_s(works, device, PROBE_S["other"]))
 
 
-def _copy_bytes(device: Device) -> float:
+def _copy_bytes(device: Device, *, to_host: bool) -> float:
     with closing(Arena(PROBE_COPY_BYTES, device)) as arena:
         host, there = arena.take(PROBE_COPY_BYTES), device.zeros(PROBE_COPY_BYTES, torch.uint8)
+        work = partial(device.copy, *((host, there) if to_host else (there, host)))
+        return PROBE_COPY_BYTES / _fastest_s([work], device, PROBE_S["other"])[0]
 
-        def work() -> None:
-            device.copy(there, host)
-            device.copy(host, there)
 
-        return 2 * PROBE_COPY_BYTES / _fastest_s([work], device, PROBE_S["other"])[0]
+def _host_bytes(host: Device) -> float:
+    """Measure the bytes of host memory that are read and written per second in a copy by all threads."""
+    source, target = (host.zeros(PROBE_COPY_BYTES, torch.uint8) for _ in range(2))
+    return 2 * PROBE_COPY_BYTES / _fastest_s([lambda: target.copy_(source)], host, PROBE_S["other"])[0]

@@ -80,7 +80,7 @@ def _largest_offload(config: Config, machine: Machine, activations: Activations,
     def is_too_much(count: int) -> bool:
         settings = with_activations(config, [f"{name}:offload" for name in activations.site_names[:count]])
         traced = activations.resolved(settings).of(rows, machine.device)
-        copy_s, forward_s = traced.host_bytes / rates.copy_bytes, traced.forward.flops / rates.flops
+        copy_s, forward_s = traced.host_bytes / rates.copy_out_bytes, traced.forward.flops / rates.flops
         return copy_s > forward_s or traced.host_bytes > room_bytes
 
     return bisect_left(range(1, len(activations.site_names) + 1), True, key=is_too_much)

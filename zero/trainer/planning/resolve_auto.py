@@ -20,7 +20,17 @@ from zero.progress import Progress
 from zero.tracker import Tracker
 from zero.trainer.config import Config, read
 from zero.trainer.planning.activations import Activations
-from zero.trainer.planning.choices import STAGES, Choice, best, choices, largest, nearest, planned, with_activations
+from zero.trainer.planning.choices import (
+    STAGES,
+    Choice,
+    best,
+    choices,
+    largest,
+    nearest,
+    planned,
+    with_activations,
+    with_compute,
+)
 from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed, between_ranks, measured, with_disk_or_without
@@ -55,7 +65,9 @@ def resolve_auto(
     Raises:
         ConfigError: on every rank: nothing fits. The message has the numbers and the setting to change.
     """
-    settled = config.zero.stage != "auto" and config.zero.activations != "auto"
+    if world.compute.shares_memory and config.offload.compute == "auto":
+        config = with_compute(config, "device")
+    settled = "auto" not in (config.zero.stage, config.zero.activations, config.offload.compute)
     several_microbatches = config.batch.is_open and config.batch.solved(world.size).numbers()[1] > 1
     if settled and not several_microbatches:
         return Resolved(config.on(world.size), None)
@@ -120,9 +132,9 @@ def _choose(
     level = config.zero.stage
     rates, notes = None, list[str]()
     presets: tuple[str, ...] = ("config",)
-    if level == "auto":
+    if level == "auto" or config.offload.compute == "auto":
         traced = largest(config, machine, activations)
-        if config.offload.kinds == PRESETS["auto"]:
+        if level == "auto" and config.offload.kinds == PRESETS["auto"]:
             presets = ("none", "cpu", "nvme", "infinity", "auto")
             machine, rates, notes = with_disk_or_without(config, machine, traced, progress)
         else:

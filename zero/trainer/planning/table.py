@@ -2,11 +2,17 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+from torch import nn
 
 from zero.core import suggest
 from zero.core.placement import TIERS
 from zero.core.sizes import size_text
 from zero.engine.plan import KINDS, Plan
+from zero.errors import ConfigError
 from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import (
@@ -17,11 +23,13 @@ from zero.trainer.planning.choices import (
     largest,
     nearest,
     plan_choice,
+    planned,
     with_activations,
+    with_compute,
 )
-from zero.trainer.planning.cost import seconds_text
+from zero.trainer.planning.cost import ALIKE, Rates, break_even, limits, seconds_text, step_seconds
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.rates import assumed, with_disk_or_without
+from zero.trainer.planning.rates import assumed, with_disk_or_without, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
 from zero.trainer.task import build_task
 
@@ -57,6 +65,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     else:
         machine, rates, without = with_disk_or_without(config, machine, largest(config, machine, activations))
         notes += without
+    rates = with_drives(rates, config, 1 if machine.paper else len(config.offload.paths))
     candidates = choices(config, machine, model, rates, activations=activations)
     winner = best(candidates)
     if auto:
@@ -68,6 +77,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         notes[-1] += f". The answer assumes {sentence}"
     lines = [
         *_answer(winner, candidates, machine, overrides),
+        *(_limits(winner, machine, model, rates, activations) if winner else ()),
         "",
         *_sentence(
             f"{candidates[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
@@ -139,6 +149,59 @@ def _answer(
         yield f"  torchrun --nnodes {nodes} --nproc-per-node {machine.ranks_per_node} train.py {' '.join(keys)}"
     else:
         yield f"  python train.py launch.ranks={machine.ranks} {' '.join(keys)}"
+
+
+def _limits(
+    choice: Choice, machine: Machine, model: nn.Module, rates: Rates, activations: Activations
+) -> Iterator[str]:
+    """Yield the parts of the machine that limit the step, the tokens from which none but compute does, and settings
+    that would raise the tokens per second.
+    """
+    config = choice.config
+    drives = config.plan.disks or (1 if machine.paper else len(config.offload.paths))
+    rows, micro, _ = config.batch.numbers()
+    traced = activations.resolved(config).of(micro, machine.device)
+
+    def seconds(plan: Plan, rates: Rates, tokens: float = 1.0) -> float:
+        return step_seconds(plan, rates, traced.forward, traced.backward, tokens=tokens)
+
+    shares = limits(partial(seconds, choice.plan), rates)
+    text = "limits of the step: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    factor = break_even(lambda rates, tokens: seconds(choice.plan, rates, tokens), rates)
+    if factor > 1:
+        tokens = (
+            f"{_digits(factor * rows * config.model.seq):,} tokens a step, in as many microbatches"
+            if factor < inf
+            else "no number of tokens"
+        )
+        text += f". Compute hides all transfers from {tokens}"
+    yield from _sentence(text)
+
+    def gain(config: Config) -> float:
+        try:
+            plan = planned(config, model, machine.world, machine.room, activations)
+        except ConfigError:
+            return 0.0
+        return choice.seconds / seconds(plan, rates)
+
+    moments = config.optim.model_copy(update={"moments": "bf16"}) if config.optim.moments == "fp32" else config.optim
+    more = 1 + 1 / drives
+    faster = replace(
+        rates, disk_read_bytes=rates.disk_read_bytes * more, disk_write_bytes=rates.disk_write_bytes * more
+    )
+    gains = {
+        "twice the tokens in a microbatch": 2 * choice.seconds / seconds(choice.plan, rates, 2.0),
+        "optim.moments=bf16": gain(config.model_copy(update={"optim": moments})),
+        "offload.compute=host": gain(with_compute(config, "host")),
+        "another drive": choice.seconds / seconds(choice.plan, faster),
+    }
+    if worth := [f"{name} {times:.2f}" for name, times in gains.items() if times > 1 + ALIKE]:
+        yield from _sentence(f"times the tokens/s: {', '.join(worth)}")
+
+
+def _digits(value: float) -> int:
+    """Return `value` rounded to three significant digits."""
+    return int(float(f"{value:.3g}"))
 
 
 def _summary(candidates: Sequence[Choice], machine: Machine) -> Iterator[str]:

@@ -6,8 +6,10 @@
 
 A small GPT in bf16 recomputes its activations and clips in every step. Its simulated products take as long for each
 parameter as those of the large model on the GPU that is named (8 x tokens FLOPs for each parameter and step), and
-memory, links and disks have that GPU's rates. So the share depends on neither model's size.
+memory, links and disks have that GPU's rates. So the share depends on neither model's size. The plan of the large model
+says what share of the state fits in memory that is free on the GPU; the small model reads that share ahead.
 
+ahead       that share
 share       time of a step with nothing offloaded / time of the offloaded step
 limit       the same, if compute, each direction of copies and each direction of files were alone and without a gap
 bytes       bytes per parameter and step, copied from and to the host, read from and written to files
@@ -39,8 +41,9 @@ sys.path.insert(0, str(ROOT))
 
 
 class Gpu(NamedTuple):
-    """Rates of a GPU in a training step, of its PCIe link in each direction, and of one disk."""
+    """Memory of a GPU, and rates in a training step, of its PCIe link in each direction, and of one disk."""
 
+    memory_bytes: int
     flops_per_s: float
     device_bytes_per_s: float
     link_bytes_per_s: float
@@ -48,9 +51,13 @@ class Gpu(NamedTuple):
     disk_bytes_per_s: float = 6e9
 
 
-GPUS = {"h100-pcie5": Gpu(544e12, 3.35e12, 50e9, 400e9), "4090-pcie4": Gpu(99e12, 1.0e12, 25e9, 25e9)}
-MODELS = {"7B": 7e9}
-"""Parameters of the large models, to which seconds are scaled."""
+GPUS = {
+    "h100-pcie5": Gpu(80 * 2**30, 544e12, 3.35e12, 50e9, 400e9),
+    "4090-pcie4": Gpu(24 * 2**30, 99e12, 1.0e12, 25e9, 25e9),
+}
+MODELS = {"7B": "gpt_7b"}
+"""The large models, to which seconds are scaled: names of files in conf/model."""
+NUMELS = {"7B": 7e9}
 PRESETS = {
     "resident": {},
     "optimizer": {"optimizer": "cpu"},
@@ -64,8 +71,8 @@ WAYS = {
     "written": "bytes to files",
 }
 """Name in a row -> name in the counts of the simulation."""
-STEPS = 2
-"""Timed steps."""
+WARM, STEPS = 4, 4
+"""Steps until reads ahead and writes behind take turns as in a long run, and timed steps."""
 
 
 class Setting(NamedTuple):
@@ -108,8 +115,53 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def steps(world: "zero.World", small: Small, preset: str, moments: str, folder: str) -> Timed:
-    """Train, and time steps after an update."""
+def plan_of(
+    model: "torch.nn.Module", world: "zero.World", preset: str, moments: str, ahead: int | None, **settings: Any
+) -> "zero.Plan":
+    import zero
+
+    return zero.Plan(
+        model,
+        optimizer=zero.with_moments(zero.adamw(1e-4, clip=1e-6), moments),
+        precision="bf16",
+        activations="remat",
+        offload=zero.Offload(**PRESETS[preset], ahead=ahead, **settings.pop("offload")),
+        world=world,
+        **settings,
+    )
+
+
+def state_bytes(plan: "zero.Plan") -> int:
+    return sum(spec.nbytes for page, spec in plan.store_pages().items() if plan.is_updated(page))
+
+
+def ahead_share(setting: "Setting") -> float:
+    """Return the share of the large model's state that fits in free memory of the GPU, by its plan."""
+    import yaml
+
+    import zero
+    from zero.core.offload import Offload
+    from zero.core.placement import Room, usable_bytes
+    from zero.trainer.models import GPT, GPTConfig
+    from zero.trainer.planning import PaperWorld
+
+    sizes = yaml.safe_load((ROOT / "conf" / "model" / f"{MODELS[setting.model]}.yaml").read_text())
+    sizes.pop("name")
+    with zero.empty():
+        model = GPT(GPTConfig(**sizes))
+    # the input of each block, and a block's own tensors, counted as 34 inputs (Korthikanti et al. 2022, section 4.1)
+    activation_bytes = 2 * setting.tokens * sizes["width"] * (sizes["layers"] + 34)
+    world = PaperWorld(setting.ranks, local_size=setting.ranks, device="cuda")
+    memory_bytes = GPUS[setting.gpu].memory_bytes
+    room = Room(usable_bytes(Offload(), memory_bytes, memory_bytes), 2**40, 2**43)
+    plan = plan_of(
+        model, world, setting.preset, setting.moments, None, offload={}, room=room, activation_bytes=activation_bytes
+    )
+    return min(1.0, plan.staging_bytes / state_bytes(plan))
+
+
+def steps(world: "zero.World", small: Small, preset: str, moments: str, ahead: float, folder: str) -> Timed:
+    """Train, and time steps after an update; `ahead` is the share of the state that is read ahead."""
     import torch
 
     import zero
@@ -117,31 +169,29 @@ def steps(world: "zero.World", small: Small, preset: str, moments: str, folder: 
 
     with world.exclusive(), zero.empty():
         model = GPT(GPTConfig(vocab=64, seq=16, layers=small.layers, heads=2, width=small.width))
-    plan = zero.Plan(
-        model,
-        optimizer=zero.with_moments(zero.adamw(1e-4, clip=1e-6), moments),
-        precision="bf16",
-        activations="remat",
-        offload=zero.Offload(**PRESETS[preset], path=folder, page_bytes=small.page_bytes),
-        world=world,
-    )
+    offload = {"path": folder, "page_bytes": small.page_bytes}
+    plan = plan_of(model, world, preset, moments, 0, offload=offload)
+    plan = plan_of(model, world, preset, moments, int(ahead * state_bytes(plan)), offload=offload)
     store = zero.open_store(plan)
     state, step = zero.init(plan, store), zero.make_step(plan, loss_of)
     row = torch.zeros(1, 17, dtype=torch.int64)
-    state, _ = step(state, [row])  # follows no update
-    store.drain()
-    counts = world.compute.streams.counts
-    before = counts.copy()
-    state, _ = step(state, [row])  # the first one after an update, which had ended before
-    with zero.record(state) as timeline:
+    for _ in range(WARM):
+        state, _ = step(state, [row])
+    streams = world.compute.streams
+    begin, before = streams.main.agent.moment, streams.counts.copy()
+    for _ in range(STEPS):
+        state, metrics = step(state, [row])
+    end, moved = streams.main.agent.moment, streams.counts - before
+    with zero.record(state) as timeline:  # it waits for all copies at its begin
         for _ in range(STEPS):
-            state, metrics = step(state, [row])
+            state, _ = step(state, [row])
     store.drain()
-    nbytes = {way: (counts[name] - before[name]) / (1 + STEPS) for way, name in WAYS.items()}
     assert metrics.grad_norm > 1e-6, "a step that is not clipped"
     store.close()
     exposed = timeline.hidden()
-    return Timed(timeline.step_s / STEPS, nbytes, {row: exposed[row].exposed_s / STEPS for row in ROWS})
+    step_s = (streams.seconds(end) - streams.seconds(begin)) / STEPS
+    nbytes = {way: moved[name] / STEPS for way, name in WAYS.items()}
+    return Timed(step_s, nbytes, {row: exposed[row].exposed_s / STEPS for row in ROWS})
 
 
 def loss_of(model: "torch.nn.Module", row: "torch.Tensor") -> "torch.Tensor":
@@ -161,7 +211,8 @@ def timed(ranks: int, rates: "Rates", *args: Any) -> Timed:
 
 
 def rows(settings: list[Setting], small: Small) -> Iterator[dict[str, Any]]:
-    """Yield a row for each setting."""
+    """Yield a row for each setting; without a share if the large model does not fit on the GPU."""
+    from zero.core.placement import DoesNotFit
     from zero.testing.simulated_time import Rates
 
     flops: dict[int, float] = {}  # ranks -> FLOPs of a step of the simulated model
@@ -169,19 +220,25 @@ def rows(settings: list[Setting], small: Small) -> Iterator[dict[str, Any]]:
     numel = numel_of(small)
     for setting in settings:
         gpu, of_resident = GPUS[setting.gpu], setting._replace(preset="resident")
-        fast = Rates(1.0, gpu.device_bytes_per_s, *gpu[2:4], 1e10, gpu.disk_bytes_per_s, launch_s=0.0)
+        try:
+            ahead = ahead_share(setting)
+        except DoesNotFit as error:
+            yield setting._asdict() | {"share": None, "limit": None, "error": error.problem}
+            continue
+        fast = Rates(1.0, *gpu[2:5], 1e10, gpu.disk_bytes_per_s, launch_s=0.0)
         if setting.ranks not in flops:
-            flops[setting.ranks] = timed(setting.ranks, fast, small, "resident", "fp32").step_s
+            flops[setting.ranks] = timed(setting.ranks, fast, small, "resident", "fp32", 0.0).step_s
         products_s = 8 * setting.tokens * numel / gpu.flops_per_s
         rates = fast._replace(flops_per_s=flops[setting.ranks] / products_s)
         if of_resident not in resident:
-            resident[of_resident] = timed(setting.ranks, rates, small, "resident", setting.moments)
+            resident[of_resident] = timed(setting.ranks, rates, small, "resident", setting.moments, 0.0)
         plain_s = resident[of_resident].step_s
-        offloaded = timed(setting.ranks, rates, small, setting.preset, setting.moments)
+        offloaded = timed(setting.ranks, rates, small, setting.preset, setting.moments, ahead)
         copied_s = max(offloaded.nbytes["in"], offloaded.nbytes["out"]) / gpu.link_bytes_per_s
         disk_s = max(offloaded.nbytes["read"], offloaded.nbytes["written"]) / gpu.disk_bytes_per_s
-        scale = 1e3 * MODELS[setting.model] / numel
+        scale = 1e3 * NUMELS[setting.model] / numel
         yield setting._asdict() | {
+            "ahead": round(ahead, 2),
             "share": round(plain_s / offloaded.step_s, 3),
             "limit": round(plain_s / max(plain_s, copied_s, disk_s), 3),
             "step_ms": round(scale * offloaded.step_s),

@@ -13,10 +13,12 @@ import zero
 from tests.common.small import KiB
 from tests.trainer.test_planning import config, gpu, model_of
 from zero.core.placement import NO_LIMIT
+from zero.engine import page_table
 from zero.engine.traffic import traffic
 from zero.engine.unit import split
 from zero.errors import ConfigError
-from zero.testing import run_ranks, simulated_gpu, streams
+from zero.testing import run_ranks, simulated_gpu
+from zero.testing.simulated_time import RATES
 from zero.tracker import Tracker
 from zero.trainer.planning import Activations, Machine, plan_text, rates as probes, resolve_auto, trace
 from zero.trainer.planning.choices import plan_choice
@@ -115,10 +117,10 @@ def test_a_step_lasts_as_long_as_a_simulation_of_its_pages(tier, units, microbat
         expected_s = simulated_step_s(units, microbatches, 1.0, 2.0, in_s, out_s, slots)
         if tier == "cpu":
             rates = replace(FREE, copy_in_bytes=nbytes / in_s, copy_out_bytes=nbytes / out_s)
-            ahead = Ahead(device_bytes=share * nbytes)
+            ahead = Ahead(on_device=share)
         else:
             rates = replace(FREE, disk_read_bytes=nbytes / in_s, disk_write_bytes=nbytes / out_s)
-            ahead = Ahead(host_bytes=share * nbytes)
+            ahead = Ahead(on_host=share)
         step_s = step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=ahead)
         assert step_s == pytest.approx(expected_s, rel=0.1), (in_s, out_s, share)
 
@@ -129,8 +131,8 @@ def test_slots_for_a_whole_state_leave_the_slower_direction_or_compute(part):
     nbytes = traffic(plan).states.copy_in
     for moving_s in (2.0, 30.0):
         rates = replace(FREE, **{f"copy_{part}_bytes": nbytes / moving_s})
-        assert step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead(nbytes)) == pytest.approx(max(moving_s, 3.0))
-        assert step_seconds(plan, rates, Work(1.0), Work(2.0)) == pytest.approx(moving_s + 1 / 4 + 2)
+        assert step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead(1.0)) == pytest.approx(max(moving_s, 3.0))
+        assert step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead()) == pytest.approx(moving_s + 1 / 4 + 2)
 
 
 def test_the_shares_of_what_limits_a_step_are_its_parts():
@@ -138,7 +140,7 @@ def test_the_shares_of_what_limits_a_step_are_its_parts():
     plan = stack_plan(gpu(1).world, 4, 1, zero.Offload(optimizer="cpu"), stage=0, room=NO_LIMIT)
     nbytes = traffic(plan).states.copy_in
     rates = replace(FREE, copy_in_bytes=nbytes / 3.0, copy_out_bytes=nbytes / 1.5)
-    shares = limits(lambda rates: step_seconds(plan, rates, Work(1.0), Work(2.0)), rates)
+    shares = limits(lambda rates: step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead()), rates)
     assert shares == pytest.approx({"PCIe in": 3 / 5.25, "compute": 2.25 / 5.25})
     assert list(shares) == ["PCIe in", "compute"]
 
@@ -150,7 +152,7 @@ def test_a_break_even_is_where_compute_hides_what_moves_but_for_a_fiftieth(units
     rates = replace(FREE, copy_in_bytes=traffic(plan).states.copy_in / in_s)
 
     def seconds(rates: Rates, tokens: float) -> float:
-        return step_seconds(plan, rates, Work(1.0), Work(2.0), tokens=tokens)
+        return step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead(), tokens=tokens)
 
     factor = break_even(seconds, rates)
     # the first unit's share of the reads is exposed: in_s / units of 3 * factor
@@ -296,25 +298,26 @@ def test_a_plan_says_what_limits_its_step_and_what_would_move_that():
 @pytest.mark.parametrize("to_host", [False, True])
 def test_probes_of_copies_measure_each_direction(to_host, monkeypatch):
     def run(world: zero.World) -> tuple[float, int]:
-        monkeypatch.setattr("time.perf_counter", lambda: world.compute.streams.host.time_s)
+        monkeypatch.setattr(
+            "time.perf_counter", lambda: world.compute.streams.seconds(world.compute.streams.host.moment)
+        )
         rate = probes._copy_bytes(world.compute, to_host=to_host)
         return rate, sum(copy.nbytes for copy in world.compute.copies if copy.to_host != to_host)
 
     with simulated_gpu(races=True):
-        assert run_ranks(1, run) == [(pytest.approx(streams.LINK_BYTES_PER_S, rel=0.01), 0)]
+        assert run_ranks(1, run) == [(pytest.approx(RATES.link_bytes_per_s, rel=0.01), 0)]
 
 
 def test_the_probe_of_host_memory_counts_reads_and_writes(monkeypatch):
     def run(world: zero.World) -> float:
-        monkeypatch.setattr("time.perf_counter", lambda: world.compute.streams.host.time_s)
+        monkeypatch.setattr(
+            "time.perf_counter", lambda: world.compute.streams.seconds(world.compute.streams.host.moment)
+        )
         return probes._host_bytes(world.compute.host)
 
     with simulated_gpu(races=True):
-        assert run_ranks(1, run) == [pytest.approx(streams.HOST_BYTES_PER_S, rel=0.01)]
+        assert run_ranks(1, run) == [pytest.approx(RATES.host_bytes_per_s, rel=0.01)]
 
-
-AHEAD = Ahead()
-"""The slots of the engine in which pages are read ahead."""
 
 PLANS = [
     *product((4, 6, 8), ("none",), ("fp32", "bf16"), (1, 2), (128,)),
@@ -329,18 +332,19 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def offload_of(tier: str) -> zero.Offload:
-    return zero.Offload(tier, page_bytes=64 * KiB, threads=1)
+    return zero.Offload(tier, page_bytes=8 * KiB, ahead=256 * KiB)
 
 
-def third_step_s(world: zero.World, units: int, tier: str, moments: str, microbatches: int, rows: int) -> float:
-    """Return the seconds from the end of the second step to that of the third, on the clock of the simulation."""
+def last_step_s(world: zero.World, units: int, tier: str, moments: str, microbatches: int, rows: int) -> float:
+    """Return the mean seconds of two steps after others, on the clock of the simulation."""
     plan = stack_plan(world, units, microbatches, offload_of(tier), moments)
-    state, step, ends_s = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, mean_square), []
-    for _ in range(3):
+    state, step, ends = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, mean_square), []
+    for _ in range(6):
         state, _ = step(state, [torch.ones(rows, WIDTH, dtype=torch.bfloat16)] * microbatches)
-        ends_s.append(world.compute.streams.main.agent.time_s)
+        ends.append(world.compute.streams.main.agent.moment)
+    begin_s, end_s = (world.compute.streams.seconds(ends[number]) for number in (-3, -1))
     state.runtime.store.close()
-    return ends_s[-1] - ends_s[-2]
+    return (end_s - begin_s) / 2
 
 
 def simulated_rates(world: zero.World, moments: str) -> Rates:
@@ -348,8 +352,10 @@ def simulated_rates(world: zero.World, moments: str) -> Rates:
     settings = config(precision={"compute": "bf16"}, optim={"name": "adamw", "moments": moments})
     return replace(
         FREE,
-        flops=streams.FLOPS_PER_S,
-        memory_bytes=streams.DEVICE_BYTES_PER_S,
+        flops=RATES.flops_per_s,
+        memory_bytes=RATES.device_bytes_per_s,
+        copy_in_bytes=RATES.link_bytes_per_s,
+        copy_out_bytes=RATES.link_bytes_per_s,
         update_numel=probes._update_numel(settings, world.compute),
     )
 
@@ -361,7 +367,9 @@ def rates_by_moments():
         with simulated_gpu(races=True), pytest.MonkeyPatch.context() as patch:
 
             def run(world, moments=moments, patch=patch):
-                patch.setattr("time.perf_counter", lambda: world.compute.streams.host.time_s)
+                patch.setattr(
+                    "time.perf_counter", lambda: world.compute.streams.seconds(world.compute.streams.host.moment)
+                )
                 return simulated_rates(world, moments)
 
             [found[moments]] = run_ranks(1, run)
@@ -369,20 +377,15 @@ def rates_by_moments():
 
 
 @pytest.mark.parametrize(("units", "tier", "moments", "microbatches", "rows"), PLANS)
-def test_a_step_lasts_as_long_as_on_the_simulated_clock(units, tier, moments, microbatches, rows, rates_by_moments):
+def test_a_step_lasts_as_long_as_on_the_simulated_clock(
+    units, tier, moments, microbatches, rows, rates_by_moments, monkeypatch
+):
+    monkeypatch.setattr(page_table, "STAGED_BYTES", 32 * KiB)  # as small beside a unit as slots are on a GPU
     with simulated_gpu(races=True):
-        [lasted_s] = run_ranks(1, third_step_s, units, tier, moments, microbatches, rows)
+        [lasted_s] = run_ranks(1, last_step_s, units, tier, moments, microbatches, rows)
     plan = stack_plan(gpu(1).world, units, microbatches, offload_of(tier), moments, room=NO_LIMIT)
     model = stack(units)
     batch = torch.empty(rows, WIDTH, dtype=torch.bfloat16, device="meta")
     traced = trace(model, split(model, world_size=1), mean_square, batch, compute=torch.bfloat16)
-    # one thread moves the pages of an update, in both directions in turn
-    moved = traffic(plan).update
-    share = moved.copy_in / (moved.copy_in + moved.copy_out) if moved.copy_in else 1.0
-    rates = replace(
-        rates_by_moments[moments],
-        copy_in_bytes=streams.LINK_BYTES_PER_S * share,
-        copy_out_bytes=streams.LINK_BYTES_PER_S * (1 - share) if moved.copy_in else inf,
-    )
-    step_s = step_seconds(plan, rates, traced.forward, traced.backward, ahead=AHEAD)
+    step_s = step_seconds(plan, rates_by_moments[moments], traced.forward, traced.backward)
     assert step_s == pytest.approx(lasted_s, rel=0.1)

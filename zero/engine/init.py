@@ -91,7 +91,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
             Tiers(stores, plan.tier, release=arena.close),
             [arena.take(slot_bytes) for _ in range(plan.arena_slots)],
             threads=threads,
-            read_ahead=max(plan.arena_slots - threads, 0),
+            read_ahead=plan.read_ahead_slots,
             timeout_s=plan.world.timeout_s,
             prepare=device.prepare_thread,
         )

@@ -30,7 +30,7 @@ from zero.engine.arguments import type_text
 from zero.engine.compile import Backend, check_backend, described
 from zero.engine.facts import Facts, Reduction, Scope, sharers
 from zero.engine.page_table import PageTable
-from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages
+from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages, thread_count
 from zero.engine.takeover import refuse_taken
 from zero.engine.unit import Splitting, split
 from zero.errors import ConfigError, PlanError
@@ -245,6 +245,11 @@ class Plan(PageTable):
     def arena_bytes(self) -> int:
         """Bytes of the arena, the host memory through which pages are read and written."""
         return self.arena_slots and self.arena_slots * self.slot_bytes
+
+    @property
+    def read_ahead_slots(self) -> int:
+        """The number of arena slots for groups that are read before their update is submitted."""
+        return max(self.arena_slots - thread_count(self.offload), 0)
 
     @property
     def staging_bytes(self) -> int:

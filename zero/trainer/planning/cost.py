@@ -78,31 +78,33 @@ def compute_seconds(work: Work, rates: Rates) -> float:
 
 
 class Ahead(NamedTuple):
-    """Bytes of slots whose pages are read before the update that needs them, and written behind it.
+    """Shares of the state for which there are slots, so that it is read before the update and written behind it.
 
     Attributes:
-        device_bytes: slots on the device, for pages of host memory and disks.
-        host_bytes: slots in host memory, for pages of disks.
+        on_device: slots on the device, for pages of host memory.
+        on_host: slots in host memory, for pages of disks.
     """
 
-    device_bytes: float = 0
-    host_bytes: float = 0
+    on_device: float = 0.0
+    on_host: float = 0.0
 
-
-NOT_AHEAD = Ahead()
+    @staticmethod
+    def of(plan: Plan) -> "Ahead":
+        pages = max(sum(map(plan.update_numel, plan.units)) / plan.page_numel, 1)
+        return Ahead(min(plan.staging_slots * plan.staged_pages / pages, 1), min(plan.read_ahead_slots / pages, 1))
 
 
 def step_seconds(
-    plan: Plan, rates: Rates, forward: Work, backward: Work, *, ahead: Ahead = NOT_AHEAD, tokens: float = 1.0
+    plan: Plan, rates: Rates, forward: Work, backward: Work, *, ahead: Ahead | None = None, tokens: float = 1.0
 ) -> float:
     """Return the predicted seconds of one step, in the steady state of a run.
 
     Args:
         forward, backward: work of one microbatch; recomputation counts as backward.
-        ahead: slots for pages that are read ahead.
+        ahead: slots for pages that are read ahead; None: those of the plan.
         tokens: factor of the tokens of each microbatch, to see what more or fewer would take.
     """
-    moved = traffic(plan)
+    moved, ahead = traffic(plan), ahead or Ahead.of(plan)
     written_bytes = 2 * plan.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
     forward_s = compute_seconds(forward, rates) * tokens
     # gradients are copied into flat tensors
@@ -118,13 +120,15 @@ def step_seconds(
         passes = [(compute_s + _link_seconds(load, rates), load._replace(link=0, wire=0)) for compute_s, load in passes]
     (first_s, first), *later = passes
     later_s = sum(max(compute_s, *busy_seconds(load, rates).values()) for compute_s, load in later)
-    copied, on_disk = min(ahead.device_bytes, moved.states.copy_in), min(ahead.host_bytes, moved.states.disk_read)
+    copied, on_disk = ahead.on_device * moved.states.copy_in, ahead.on_host * moved.states.disk_read
     early = Load(disk_read=on_disk, disk_write=on_disk, copy_in=copied, copy_out=copied)
 
     update_s, in_place_s = _update_seconds(plan, moved.offloaded_numel, rates)
     moving_s = _added(busy_seconds(moved.update, rates), update_s)
     if plan.update == "serial":
         in_place_s, moving_s, early = in_place_s + max(moving_s.values()), {}, Load()
+    elif not plan.world.compute.shares_memory:  # a GPU's updates take turns with the kernels of the first forward
+        first_s, in_place_s = first_s + in_place_s, 0.0
     total_numel = sum(unit.full_numel for unit in plan.units) or 1
     shares = [unit.full_numel / total_numel for unit in plan.units] or [1.0]
     waits_s, early_s = _added(busy_seconds(first, rates), moving_s), busy_seconds(early, rates)
@@ -222,15 +226,12 @@ def _scaled(rates: Rates, times: Mapping[str, float]) -> Rates:
 def _update_seconds(plan: Plan, offloaded_numel: int, rates: Rates) -> tuple[dict[str, float], float]:
     """Return the seconds of updates beside the first forward, by part of the machine, and of those beside nothing."""
     numel = sum(plan.update_numel(unit) for unit in plan.units)
-    if plan.world.compute.shares_memory:
+    if plan.world.compute.shares_memory or plan.offload.compute != "host":
         return {}, numel / rates.update_numel
-    if plan.offload.compute != "host":
-        return {"the update on the device": numel / rates.update_numel}, 0.0
     return {
-        "the update on the device": max(0, numel - offloaded_numel) / rates.update_numel,
         "the update on the host": offloaded_numel / rates.host_update_numel,
         "host memory": offloaded_numel * UPDATE_BYTES / rates.host_bytes,
-    }, 0.0
+    }, max(0, numel - offloaded_numel) / rates.update_numel
 
 
 def _added(seconds: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:

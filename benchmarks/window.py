@@ -3,6 +3,7 @@
 
     benchmarks/window.py                                                     H100 and RTX 4090, 4k to 32k tokens
     benchmarks/window.py --gpus h100-pcie5 --tokens 8192 --moments bf16 --presets optimizer,cpu,nvme,infinity
+    benchmarks/window.py --models 7B,13B,34B,70B --presets cpu,nvme --planned        by the time model of plans alone
 
 A small GPT in bf16 recomputes its activations and clips in every step. Its simulated products take as long for each
 parameter as those of the large model on the GPU that is named (8 x tokens FLOPs for each parameter and step), and
@@ -10,6 +11,7 @@ memory, links and disks have that GPU's rates. So the share depends on neither m
 says what share of the state fits in memory that is free on the GPU; the small model reads that share ahead.
 
 ahead       that share
+planned_ms  time of a step of the large model by its plan, with the same rates
 share       time of a step with nothing offloaded / time of the offloaded step
 limit       the same, if compute, each direction of copies and each direction of files were alone and without a gap
 bytes       bytes per parameter and step, copied from and to the host, read from and written to files
@@ -55,9 +57,13 @@ GPUS = {
     "h100-pcie5": Gpu(80 * 2**30, 544e12, 3.35e12, 50e9, 400e9),
     "4090-pcie4": Gpu(24 * 2**30, 99e12, 1.0e12, 25e9, 25e9),
 }
-MODELS = {"7B": "gpt_7b"}
-"""The large models, to which seconds are scaled: names of files in conf/model."""
-NUMELS = {"7B": 7e9}
+MODELS = {
+    "7B": {"width": 4096, "layers": 32, "hidden": 11008},
+    "13B": {"width": 5120, "layers": 40, "hidden": 13824},
+    "34B": {"width": 8192, "layers": 48, "hidden": 22016},
+    "70B": {"width": 8192, "layers": 80, "hidden": 28672},
+}
+"""Sizes of the large models, to which seconds are scaled."""
 PRESETS = {
     "resident": {},
     "optimizer": {"optimizer": "cpu"},
@@ -105,6 +111,8 @@ class Small(NamedTuple):
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default=",".join(GPUS), help=f"of {', '.join(GPUS)}")
+    parser.add_argument("--models", default="7B", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--planned", action="store_true", help="plan and do not simulate")
     parser.add_argument("--presets", default="optimizer,cpu", help=f"of {', '.join(PRESETS)}")
     parser.add_argument("--moments", default="fp32,bf16", help="of fp32, bf16, 8bit")
     parser.add_argument("--tokens", default="4096,8192,16384,32768", help="of a rank in a step")
@@ -135,29 +143,60 @@ def state_bytes(plan: "zero.Plan") -> int:
     return sum(spec.nbytes for page, spec in plan.store_pages().items() if plan.is_updated(page))
 
 
-def ahead_share(setting: "Setting") -> float:
-    """Return the share of the large model's state that fits in free memory of the GPU, by its plan."""
-    import yaml
-
+def large_plan(setting: "Setting") -> "zero.Plan":
+    """Return the plan of the large model on the GPU, with room for any state in host memory and on disks."""
     import zero
     from zero.core.offload import Offload
     from zero.core.placement import Room, usable_bytes
     from zero.trainer.models import GPT, GPTConfig
     from zero.trainer.planning import PaperWorld
 
-    sizes = yaml.safe_load((ROOT / "conf" / "model" / f"{MODELS[setting.model]}.yaml").read_text())
-    sizes.pop("name")
+    sizes = MODELS[setting.model]
     with zero.empty():
-        model = GPT(GPTConfig(**sizes))
+        model = GPT(GPTConfig(vocab=32000, seq=4096, heads=32, tied=False, **sizes))
     # the input of each block, and a block's own tensors, counted as 34 inputs (Korthikanti et al. 2022, section 4.1)
     activation_bytes = 2 * setting.tokens * sizes["width"] * (sizes["layers"] + 34)
     world = PaperWorld(setting.ranks, local_size=setting.ranks, device="cuda")
     memory_bytes = GPUS[setting.gpu].memory_bytes
-    room = Room(usable_bytes(Offload(), memory_bytes, memory_bytes), 2**40, 2**43)
-    plan = plan_of(
+    room = Room(usable_bytes(Offload(), memory_bytes, memory_bytes), 2**41, 2**43)
+    return plan_of(
         model, world, setting.preset, setting.moments, None, offload={}, room=room, activation_bytes=activation_bytes
     )
-    return min(1.0, plan.staging_bytes / state_bytes(plan))
+
+
+def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
+    """Return the columns of the large model's plan."""
+    from zero.trainer.planning.cost import Ahead, Rates, step_seconds
+    from zero.trainer.planning.tracing import Work
+
+    gpu = GPUS[setting.gpu]
+    # an update reads and writes parameter, rest of the master and moments, and reads the gradient, as the norm does
+    update_bytes = 2 * (2 + 2 + {"fp32": 8, "bf16": 4, "8bit": 2.1}[setting.moments]) + 6
+    update_numel = gpu.device_bytes_per_s / update_bytes
+    rates = Rates(
+        flops=gpu.flops_per_s,
+        attention_flops=gpu.flops_per_s,
+        memory_bytes=gpu.device_bytes_per_s,
+        launch_s=0.0,
+        copy_in_bytes=gpu.link_bytes_per_s,
+        copy_out_bytes=gpu.link_bytes_per_s,
+        disk_read_bytes=gpu.disk_bytes_per_s,
+        disk_write_bytes=gpu.disk_bytes_per_s,
+        host_bytes=float("inf"),
+        link_bytes=gpu.network_bytes_per_s,
+        wire_bytes=gpu.network_bytes_per_s,
+        update_numel=update_numel,
+        host_update_numel=1.0,
+        source="data sheets",
+    )
+    products = 2 * setting.tokens * plan.numel
+    step_s = step_seconds(plan, rates, Work(products), Work(3 * products))
+    resident_s = 4 * products / gpu.flops_per_s + plan.numel / update_numel / setting.ranks
+    return {
+        "ahead": round(max(Ahead.of(plan)), 2),
+        "planned_ms": round(1e3 * step_s),
+        "planned_share": round(resident_s / step_s, 3),
+    }
 
 
 def steps(world: "zero.World", small: Small, preset: str, moments: str, ahead: float, folder: str) -> Timed:
@@ -210,20 +249,28 @@ def timed(ranks: int, rates: "Rates", *args: Any) -> Timed:
         return run_ranks(ranks, steps, *args, folder)[0]
 
 
-def rows(settings: list[Setting], small: Small) -> Iterator[dict[str, Any]]:
-    """Yield a row for each setting; without a share if the large model does not fit on the GPU."""
+def rows(settings: list[Setting], small: Small | None) -> Iterator[dict[str, Any]]:
+    """Yield a row for each setting; without a share if the large model does not fit on the GPU.
+
+    Args:
+        small: the model to simulate; None to plan only.
+    """
     from zero.core.placement import DoesNotFit
     from zero.testing.simulated_time import Rates
 
     flops: dict[int, float] = {}  # ranks -> FLOPs of a step of the simulated model
     resident: dict[tuple[Any, ...], Timed] = {}
-    numel = numel_of(small)
+    numel = numel_of(small) if small else 0
     for setting in settings:
         gpu, of_resident = GPUS[setting.gpu], setting._replace(preset="resident")
         try:
-            ahead = ahead_share(setting)
+            plan = large_plan(setting)
         except DoesNotFit as error:
-            yield setting._asdict() | {"share": None, "limit": None, "error": error.problem}
+            yield setting._asdict() | {"error": error.problem}
+            continue
+        row = setting._asdict() | planned(setting, plan)
+        if small is None:
+            yield row
             continue
         fast = Rates(1.0, *gpu[2:5], 1e10, gpu.disk_bytes_per_s, launch_s=0.0)
         if setting.ranks not in flops:
@@ -233,12 +280,11 @@ def rows(settings: list[Setting], small: Small) -> Iterator[dict[str, Any]]:
         if of_resident not in resident:
             resident[of_resident] = timed(setting.ranks, rates, small, "resident", setting.moments, 0.0)
         plain_s = resident[of_resident].step_s
-        offloaded = timed(setting.ranks, rates, small, setting.preset, setting.moments, ahead)
+        offloaded = timed(setting.ranks, rates, small, setting.preset, setting.moments, row["ahead"])
         copied_s = max(offloaded.nbytes["in"], offloaded.nbytes["out"]) / gpu.link_bytes_per_s
         disk_s = max(offloaded.nbytes["read"], offloaded.nbytes["written"]) / gpu.disk_bytes_per_s
-        scale = 1e3 * NUMELS[setting.model] / numel
-        yield setting._asdict() | {
-            "ahead": round(ahead, 2),
+        scale = 1e3 * plan.numel / numel
+        yield row | {
             "share": round(plain_s / offloaded.step_s, 3),
             "limit": round(plain_s / max(plain_s, copied_s, disk_s), 3),
             "step_ms": round(scale * offloaded.step_s),
@@ -258,12 +304,13 @@ def numel_of(small: Small) -> int:
 
 def main() -> None:
     options = arguments()
-    words = [options.gpus, ",".join(MODELS), options.presets, options.moments, options.tokens]
+    words = [options.gpus, options.models, options.presets, options.moments, options.tokens]
     settings = [
         Setting(gpu, model, preset, moments, int(tokens), options.ranks)
         for gpu, model, preset, moments, tokens in product(*(word.split(",") for word in words))
     ]
-    for row in rows(settings, Small(options.layers, options.width, options.page_bytes)):
+    small = None if options.planned else Small(options.layers, options.width, options.page_bytes)
+    for row in rows(settings, small):
         print(json.dumps(row), flush=True)
 
 

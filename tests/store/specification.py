@@ -73,6 +73,8 @@ class State(NamedTuple):
     """Modifications whose groups need a slot and a read."""
     ready: tuple[Turn, ...]
     """Modifications whose pages are in a slot, or in place."""
+    dirty: tuple[Turn, ...]
+    """Modifications whose work has ended, and whose pages are still to be written."""
     queued: tuple[int, ...]
     """Transfers that have not started."""
     running: frozenset[Action]
@@ -92,7 +94,7 @@ def start(*, slots: int, workers: int, read_ahead: int) -> State:
         workers: most actions under way at once.
         read_ahead: most groups in slots that no operation needs yet.
     """
-    return State(workers, read_ahead, tuple(range(slots)), (), {}, {}, (), (), (), frozenset())
+    return State(workers, read_ahead, tuple(range(slots)), (), {}, {}, (), (), (), (), frozenset())
 
 
 def advance(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
@@ -165,11 +167,10 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
     match action:
         case Read(group):
             return _arrived(state, group), ()
-        case Work(number, group, int(slot)):
-            write = Write(number, group, slot)
-            state = _hold(state, group, state.loaded[group]._replace(phase=Phase.WRITING))
-            return state._replace(running=state.running | {write}), (write,)
-        case Write(number, group, slot):
+        case Work(number, group, int(_)):
+            state = _hold(state, group, state.loaded[group]._replace(phase=Phase.DIRTY))
+            return state._replace(dirty=_with(state.dirty, _turn(state, number))), ()
+        case Write(number, group):
             copies = {one: _copy(state, _transfer_event(state, one)) for one in state.queued}
             waiting = frozenset(one for one, copy in copies.items() if copy is not None and copy.group == group)
             held = state.loaded[group]._replace(phase=Phase.LEAVING, waiting=waiting)
@@ -202,9 +203,7 @@ def _arrived(state: State, group: Group) -> State:
 
 def _start(state: State, actions: tuple[Action, ...]) -> tuple[State, tuple[Action, ...]]:
     for _ in range(state.workers - len(state.running)):
-        state, action = (
-            _next_move(state) or _next_work(state) or _next_read(state) or _next_ahead(state) or (state, None)
-        )
+        state, action = _next_move(state) or _next_work(state) or _next_way(state) or (state, None)
         if action is None:
             break
         state = state._replace(running=state.running | {action})
@@ -231,6 +230,23 @@ def _next_work(state: State) -> tuple[State, Action] | None:
         return state, Work(number, event.group, None)
     held = state.loaded[event.group]
     return _hold(state, event.group, held._replace(phase=Phase.WORKING)), Work(number, event.group, held.slot)
+
+
+def _next_way(state: State) -> tuple[State, Action] | None:
+    """A read or a write of a group: the way that fewer actions go now."""
+    reads = sum(isinstance(action, Read) for action in state.running)
+    writes = sum(isinstance(action, Write) for action in state.running)
+    read, write = _next_read(state) or _next_ahead(state), _next_write(state)
+    return read or write if reads <= writes else write or read
+
+
+def _next_write(state: State) -> tuple[State, Action] | None:
+    if not state.dirty:
+        return None
+    number = state.dirty[0][1]
+    group, state = _modify_event(state, number).group, state._replace(dirty=state.dirty[1:])
+    held = state.loaded[group]
+    return _hold(state, group, held._replace(phase=Phase.WRITING)), Write(number, group, held.slot)
 
 
 def _next_read(state: State) -> tuple[State, Action] | None:
@@ -260,14 +276,14 @@ def _next_ahead(state: State) -> tuple[State, Action] | None:
 def _give_up_one(state: State) -> State:
     """Free a slot whose group is clean: the one read ahead that is needed last.
 
-    If there is none, nothing runs and yet a modification cannot start, then all slots are held by groups that were read
-    ahead and whose own modifications must come after it: one of them is unloaded again.
+    If there is none, nothing runs or is to be written, and yet a modification cannot start, then all slots are held by
+    groups that were read ahead and whose own modifications must come after it: one of them is unloaded again.
     """
     ahead = _read_ahead_of(state)
     if ahead:
         return _release(state, {max(ahead, key=state.expected.index)})
     held = [turn for turn in state.ready if not _modify_event(state, turn[1]).in_place]
-    if state.running or not held:
+    if state.running or state.dirty or not held:
         return state
     state = state._replace(ready=_without(state.ready, held[-1]), unloaded=_with(state.unloaded, held[-1]))
     return _release(state, {_modify_event(state, held[-1][1]).group})
@@ -299,7 +315,7 @@ def _copy(state: State, event: Transfer) -> Copy | None:
     if event.writes or len(before) != 1 or not isinstance(before[0], Modify):
         return None
     held = state.loaded.get(before[0].group)
-    if held is None or held.phase is not Phase.WRITING:
+    if held is None or held.phase not in (Phase.DIRTY, Phase.WRITING):
         return None
     return Copy(event.number, event.page, before[0].group, held.slot)
 

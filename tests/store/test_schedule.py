@@ -5,7 +5,7 @@ page holds (the numbers of the operations that wrote it), what each slot holds, 
 """
 
 import gc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from functools import cache
 from itertools import zip_longest
@@ -101,6 +101,16 @@ SCENARIOS = [
             [(1, 2, 1), (2, 3, 1)],
         ),
         (
+            "reads and writes of groups take turns",
+            (due(A), due(B), due(C)),
+            [(3, 2, 0), (3, 3, 0)],
+        ),
+        (
+            "a slot that is to be written, beside one that waits for what has none",
+            (Expect((OVERLAPPING,)), due(C), due(WITH_GRADIENT), due(OVERLAPPING)),
+            [(2, 1, 1)],
+        ),
+        (
             "reads of what goes out",
             (due(WITH_GRADIENT), get("p"), due(WITH_GRADIENT), due(B)),
             [(1, 2, 1), (1, 3, 1), (2, 3, 1)],
@@ -178,6 +188,7 @@ class Node(NamedTuple):
             frozenset((number, operation.after) for number, operation in state.operations.items()),
             state.unloaded,
             state.ready,
+            state.dirty,
             state.queued,
             state.running,
             self.under_way,
@@ -205,8 +216,8 @@ class Node(NamedTuple):
 
     def vacated(self, slot: int) -> "Node":
         """What a slot held goes once it is written and nobody is to copy it."""
-        writes = any(isinstance(action, Write) and action.slot == slot for action in self.under_way)
-        if writes or slot in self.owed.values():
+        lies = self.memory.get(slot)
+        if lies is None or lies.worked in self.open or slot in self.owed.values():
             return self
         return self._replace(memory={other: lies for other, lies in self.memory.items() if other != slot})
 
@@ -221,8 +232,8 @@ class Node(NamedTuple):
         """The group's operation whose write is all that this read waits for."""
         mine = touched_by(self.open[number])
         earlier = [o for o, event in self.open.items() if o < number and mine.conflicts(touched_by(event))]
-        writing = [action.number for action in self.under_way if isinstance(action, Write)]
-        return earlier[0] if len(earlier) == 1 and earlier[0] in writing and not mine.writes else None
+        kept = [lies.worked for lies in self.memory.values()]
+        return earlier[0] if len(earlier) == 1 and earlier[0] in kept and not mine.writes else None
 
     def owing(self, write: Write) -> dict[int, int]:
         """The reads that wait for nothing but this write, which is about to end."""
@@ -325,7 +336,8 @@ def begun(node: Node, action: Any, event: Any) -> Node:
             check(held == node.seen_by(number, group.pages), "work sees what was written before")
         case Write(number, group, slot):
             check(memory[slot] == (group, memory[slot].held, number), "what is written was worked on")
-            check(slot not in in_use, "a slot has one owner")
+            owners = {other.slot for other in node.under_way if not isinstance(other, Move | Copy)}
+            check(slot not in owners, "a slot has one owner, beside those that copy from it")
         case Move(number, page, writes):
             check(node.open[number][:3] == (number, page, writes), "what was submitted")
             check(not node.has_started(number), "a transfer runs once")
@@ -376,8 +388,8 @@ def ended(node: Node, action: Any) -> Node:
 
 # -- laws --------------------------------------------------------------------------------------------------------------
 
-MOVE, WORK, READ, AHEAD = range(4)
-"""What is started first, if it can be."""
+MOVE, WORK, READ, AHEAD, WRITE = range(5)
+"""What is started first, if it can be; reads and writes take turns."""
 
 
 def startable(node: Node) -> list[tuple[Any, ...]]:
@@ -385,6 +397,7 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
     state, found = node.state, []
     ahead = [group for group, held in state.loaded.items() if held.number is None]
     idle = [group for group in ahead if state.loaded[group].phase is Phase.READY]
+    found += [(WRITE, *turn) for turn in unwritten(node)]
     for number, event in node.open.items():
         copies = isinstance(event, Transfer) and (node.writer_before(number) or number in node.owed)
         if node.has_started(number) or not (node.is_clear(number) or copies):
@@ -403,32 +416,53 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
     return found
 
 
+def unwritten(node: Node) -> list[tuple[tuple[int, ...], int]]:
+    """The turns of modifications in slots that nobody writes yet."""
+    writing = [action.slot for action in node.under_way if isinstance(action, Write)]
+    worked = [lies.worked for slot, lies in node.memory.items() if slot not in writing and lies.worked in node.open]
+    return [(node.open[number].priority, number) for number in worked]
+
+
 def is_untouched(node: Node, group: Group) -> bool:
     return all(touched_by(event).writes.isdisjoint(group.pages) for event in node.open.values())
 
 
 def check_order(after: Node, event: Any, actions: tuple[Any, ...]) -> None:
-    """The most urgent is started first, and no worker idles."""
-    if isinstance(event, Finished) and isinstance(event.action, Work) and event.action.slot is not None:
-        check(isinstance(actions[0], Write) and actions[0] == event.action, "the worker goes on to write")
-        actions = actions[1:]
+    """The most urgent is started first, ways take turns, and no worker idles."""
     urgent: list[tuple[Any, ...]] = []
+    written: list[tuple[Any, ...]] = []
+    rest = startable(after)
+    waiting = {
+        Read: any(first in (READ, AHEAD) for first, *_ in rest),
+        Write: any(first == WRITE for first, *_ in rest),
+    }
+    running = Counter(type(action) for action in after.under_way if action not in actions)
     for action in actions:
+        if isinstance(action, Read):
+            check(not waiting[Write] or running[Read] <= running[Write], "a write has its turn")
+        if isinstance(action, Write):
+            check(not waiting[Read] or running[Write] < running[Read], "a read has its turn")
+        if isinstance(action, Read | Write):
+            check(all(first not in (MOVE, WORK) for first, *_ in rest), "what others wait for is started first")
+        running[type(action)] += 1
         number = after.state.loaded[action.group].number if isinstance(action, Read) else action.number
         match action:
             case Move() | Copy() if number not in after.here:
                 urgent.append((MOVE, number))
             case Work():
                 urgent.append((WORK, after.open[number].priority, number))
+            case Write():
+                written.append((WRITE, after.open[number].priority, number))
             case Read() if number is not None:
                 urgent.append((READ, after.open[number].priority, number))
             case Read(group):
                 nearer = after.state.expected[: after.state.expected.index(group)]
                 check(all(other in after.state.loaded for other in nearer), "the nearest group is read first")
                 urgent.append((AHEAD,))
-    rest = startable(after)
-    check(urgent == sorted(urgent), "the most urgent is started first")
-    check(not urgent or not rest or max(urgent) <= min(rest), "what is started is more urgent than what is not")
+    check(urgent == sorted(urgent) and written == sorted(written), "the most urgent is started first")
+    for started, others in ((urgent, [turn for turn in rest if turn[0] != WRITE]), (written, rest)):
+        others = [turn for turn in others if (turn[0] == WRITE) is (started is written)]
+        check(not started or not others or max(started) <= min(others), "what is started is more urgent")
     check(not rest or len(at_workers(after)) == after.state.workers, "no worker idles while something can start")
 
 
@@ -456,8 +490,8 @@ def check_state(before: Node, after: Node, event: Any) -> None:
         if held.phase is not Phase.READY or group in state.loaded:
             continue
         check(
-            held.number is None or not before.under_way,
-            "a group that is to be modified keeps its slot while anything goes on",
+            held.number is None or not (before.under_way or unwritten(before)),
+            "a group that is to be modified keeps its slot while anything goes on or is to be written",
         )
         if held.number is None and group in state.expected and is_untouched(after, group):
             later = all(state.expected.index(other) < state.expected.index(group) for other in idle)
@@ -506,20 +540,23 @@ def test_every_order_of_events_keeps_the_laws(scenario: Scenario):
 MUTANTS = {
     "a change is not written": [
         (
-            "return state._replace(running=state.running | {write}), (write,)",
+            "return state._replace(dirty=_with(state.dirty, _turn(state, number))), ()",
             "return _end(_release(state, {group}), number), ()",
         )
     ],
     "a slot is free before its write has ended": [
         (
-            "state = _hold(state, group, state.loaded[group]._replace(phase=Phase.WRITING))",
-            "state = _release(state, {group})",
+            "return _hold(state, group, held._replace(phase=Phase.WRITING)), Write(number, group, held.slot)",
+            "return _release(state, {group}), Write(number, group, held.slot)",
         ),
         ("held = state.loaded[group]._replace(phase=Phase.LEAVING, waiting=waiting)", "pass"),
         ("return _end(_left(_hold(state, group, held), group), number), ()", "return _end(state, number), ()"),
     ],
     "an operation ends before its write": [
-        ("write = Write(number, group, slot)", "write, state = Write(number, group, slot), _end(state, number)"),
+        (
+            "return _hold(state, group, held._replace(phase=Phase.WRITING)), Write(number, group, held.slot)",
+            "return _end(_hold(state, group, held), number), Write(number, group, held.slot)",
+        ),
         (
             "return _end(_left(_hold(state, group, held), group), number), ()",
             "return _left(_hold(state, group, held), group), ()",
@@ -544,10 +581,16 @@ MUTANTS = {
     "what is needed first is given up": [("max(ahead, key=", "min(ahead, key=")],
     "a slot is taken while it is being read into": [(" and held.phase is Phase.READY}", "}")],
     "nothing is given up": [("state = state if state.free else _give_up_one(state)", "")],
-    "no last resort": [("if state.running or not held:", "if True:")],
-    "the last resort comes first": [("if state.running or not held:", "if not held:")],
+    "no last resort": [("if state.running or state.dirty or not held:", "if True:")],
+    "the last resort comes first": [("if state.running or state.dirty or not held:", "if state.dirty or not held:")],
+    "the last resort comes before a write": [
+        ("if state.running or state.dirty or not held:", "if state.running or not held:")
+    ],
     "work before transfers": [("_next_move(state) or _next_work(state)", "_next_work(state) or _next_move(state)")],
-    "reads before work": [("_next_work(state) or _next_read(state)", "_next_read(state) or _next_work(state)")],
+    "reads before work": [("_next_work(state) or _next_way(state)", "_next_way(state) or _next_work(state)")],
+    "reads before writes": [("return read or write if reads <= writes", "return read or write if True")],
+    "writes before reads": [("return read or write if reads <= writes", "return read or write if reads < writes")],
+    "the last is written first": [("number = state.dirty[0][1]", "number = state.dirty[-1][1]")],
     "read-ahead before reads": [("_next_read(state) or _next_ahead(state)", "_next_ahead(state) or _next_read(state)")],
     "a transfer stays queued": [("state._replace(queued=_without(state.queued, number)), action", "state, action")],
     "a slot is free while somebody copies from it": [("return state if copied or wanted", "return state if wanted")],
@@ -557,7 +600,9 @@ MUTANTS = {
     "what is written is read from the disk": [("(phase=Phase.LEAVING, waiting=waiting)", "(phase=Phase.LEAVING)")],
     "a read is of a slot that others are written from": [(" and copy.group == group", "")],
     "a slot that was copied from is never free": [("_end(_left(state, group), number), ()", "_end(state, number), ()")],
-    "a copy before the work": [("if held is None or held.phase is not Phase.WRITING:", "if held is None:")],
+    "a copy before the work": [
+        ("if held is None or held.phase not in (Phase.DIRTY, Phase.WRITING):", "if held is None:")
+    ],
     "a write as a copy": [("if event.writes or len(before)", "if len(before)")],
     "a copy overtakes": [("len(before) != 1", "not before")],
     "no copies": [("action = _copy(state, event) or (", "action = (")],

@@ -2,17 +2,18 @@
 
 Memory has a few **slots**. A **group** of pages is in a store, and is loaded into a slot to be modified:
 
-    unloaded -> READING -> READY -> WORKING -> WRITING -> unloaded
+    unloaded -> READING -> READY -> WORKING -> DIRTY -> WRITING -> unloaded
 
 A caller submits the modification of a group. A caller can also announce groups; such a group is read ahead and waits in
-phase READY. It is not modified yet, so its slot can be reused without a write. Beside groups there are **transfers**:
-reads and writes of single pages.
+phase READY. It is not modified yet, so its slot can be reused without a write. A modified group waits in phase DIRTY
+for its write. While there are both, as many groups are read as written, so that disks work in both directions. Beside
+groups there are **transfers**: reads and writes of single pages.
 
 A modification or a transfer is an **operation** from its submission to its end. Operations on one page, of which at
-least one writes, run in the order of submission. A page that a group is writing back is still in its slot, so a read
-that waits for this write copies from the slot instead, and the slot stays until the copy ends, even if the write ends
-first. Read-ahead is no operation: it never starts on a page that an operation writes, and a write that is submitted
-makes pages that were read ahead stale.
+least one writes, run in the order of submission. A page that a group writes back, or will, is still in its slot, so a
+read that waits for this write copies from the slot instead, and the slot stays until the copy ends, even if the write
+ends first. Read-ahead is no operation: it never starts on a page that an operation writes, and a write that is
+submitted makes pages that were read ahead stale.
 
 `tests/store/specification.py` defines the right actions as one pure function, (state, event) -> (state, actions), and
 `tests/store/test_schedule.py` checks it for every order of events. `indexed_schedule` makes the same decisions for many
@@ -54,6 +55,7 @@ class Phase(Enum):
     READING = "reading"
     READY = "ready"
     WORKING = "working"
+    DIRTY = "dirty"
     WRITING = "writing"
     LEAVING = "leaving"
     """Written, but a read still copies from the slot, or will."""
@@ -109,7 +111,7 @@ class Work(NamedTuple):
 
 
 class Write(NamedTuple):
-    """The write of the group's `pages` and `out`, by the worker that did the work."""
+    """The write of the group's `pages` and `out`."""
 
     number: int
     group: Group

@@ -66,7 +66,7 @@ class _Held:
 
 
 class _Queue:
-    """Operations in one of the three queues where they wait to be started.
+    """Operations in one of the four queues where they wait to be started.
 
     An operation that waits for other operations is only in `members`. `push` adds it to the heap when it waits for
     none.
@@ -116,7 +116,7 @@ class Schedule:
         self._ahead_with: dict[Page, list[Group]] = {}
         self._operations: dict[int, _Operation] = {}
         self._touching: dict[Page, tuple[tuple[int, bool], ...]] = {}  # page -> (operation, whether it writes the page)
-        self._unloaded, self._ready, self._queued = _Queue(), _Queue(), _Queue()
+        self._unloaded, self._ready, self._dirty, self._queued = _Queue(), _Queue(), _Queue(), _Queue()
         self.running: set[Action] = set()
 
     @property
@@ -135,10 +135,9 @@ class Schedule:
             case Transfer():
                 self._transfer(event, actions)
             case Finished(action):
-                self._finished(action, actions)
+                self._finished(action)
         for _ in range(self._workers - len(self.running)):
-            moving = self._queued.take(self._move) or self._ready.take(self._work)
-            following = moving or self._next_read() or self._next_ahead()
+            following = self._queued.take(self._move) or self._ready.take(self._work) or self._next_way()
             if following is None:
                 break
             self.running.add(following)
@@ -203,16 +202,14 @@ class Schedule:
                 else:
                     self._release(group)
 
-    def _finished(self, action: Action, actions: list[Action]) -> None:
+    def _finished(self, action: Action) -> None:
         self.running.discard(action)
         match action:
             case Read(group):
                 self._arrived(group)
-            case Work(number, group, int(slot)):
-                self._loaded[group].phase = Phase.WRITING
-                write = Write(number, group, slot)
-                self.running.add(write)
-                actions.append(write)
+            case Work(number, group, int(_)):
+                self._loaded[group].phase = Phase.DIRTY
+                self._wait_in(self._dirty, number)
                 for later in self._operations[number].before:
                     if later in self._operations:
                         self._may_copy(later)
@@ -279,6 +276,19 @@ class Schedule:
         held.phase = Phase.WORKING
         return Work(number, event.group, held.slot)
 
+    def _next_way(self) -> Action | None:
+        """Return a read or a write of a group: the way that fewer running actions go, or a read if they are equal."""
+        reads = sum(isinstance(action, Read) for action in self.running)
+        writes = sum(isinstance(action, Write) for action in self.running)
+        if reads <= writes:
+            return self._next_read() or self._next_ahead() or self._dirty.take(self._write)
+        return self._dirty.take(self._write) or self._next_read() or self._next_ahead()
+
+    def _write(self, number: int) -> Action:
+        group = self._modify_of(number).group
+        self._loaded[group].phase = Phase.WRITING
+        return Write(number, group, self._loaded[group].slot)
+
     def _next_read(self) -> Action | None:
         return self._unloaded.take(self._load) if self._unloaded.members and self._has_slot() else None
 
@@ -302,7 +312,9 @@ class Schedule:
         """Return whether a slot is free, or `_give_up_one` can free one."""
         if self._free or any(held.phase is Phase.READY for held in self._ahead.values()):
             return True
-        return not self.running and any(held.number in self._ready.members for held in self._loaded.values())
+        if self.running or self._dirty.members:
+            return False
+        return any(held.number in self._ready.members for held in self._loaded.values())
 
     def _give_up_one(self) -> None:
         """Free the slot of the group read ahead, in phase READY, that is needed last.
@@ -352,7 +364,7 @@ class Schedule:
         if not isinstance(before, Modify):
             return None
         held = self._loaded.get(before.group)
-        return before.group if held is not None and held.phase is Phase.WRITING else None
+        return before.group if held is not None and held.phase in (Phase.DIRTY, Phase.WRITING) else None
 
     def _can_start(self, number: int) -> bool:
         """Return whether all conflicting operations have ended and no page that this one writes is being read ahead."""

@@ -3,15 +3,22 @@
 
     benchmarks/checkpoint.py --path /mnt/nvme              the 340M GPT, offload=nvme
     benchmarks/checkpoint.py --path /mnt/nvme --layers 2   a quick run
+    benchmarks/checkpoint.py --beside --offload none       steps with and without an asynchronous save, as a JSON line
 
 A save reads every page of the state, hashes it and writes it. The copy is `cp` of a file of the same size that is not
 in the page cache, and fsync. Each round makes a save, a save without hashes and a copy; medians are compared. Peaks are
 the process's resident memory according to the kernel, before and after the first save.
+
+With `--beside`, each round makes steps without a save, then starts an asynchronous save and makes steps until it is
+written. `stop_s` is the time by which the save delays training until the end of its first step.
 """
 
 import argparse
 import contextlib
+import json
+import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,6 +40,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--offload", default="nvme")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", action="store_true", help="measure training beside asynchronous saves")
+    parser.add_argument("--saves", help="folder of those saves, such as one on another disk; default: --path")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each of the 2 rows of a step")
     return parser.parse_args()
 
 
@@ -61,11 +72,53 @@ def unhashed():
     from zero.checkpoint import hashes, shard
 
     real = shard.hash_block
-    shard.hash_block = lambda block: hashes.BlockHash(b"\0" * 32, (0,) * -(-len(block) // hashes.SPAN_BYTES))
+    shard.hash_block = lambda block: hashes.FileHash(
+        len(block), bytes(hashes.DIGEST_BYTES), bytes(hashes.CRC_BYTES * -(-len(block) // hashes.SPAN_BYTES))
+    )
     try:
         yield
     finally:
         shard.hash_block = real
+
+
+def beside(state: "zero.State", step: "zero.StepFunction", rows: object, root: Path, rounds: int) -> dict[str, object]:
+    """Measure steps beside asynchronous saves; returns medians over all rounds."""
+    from zero.checkpoint import Saving
+
+    plain, first, later, call, whole = [], [], [], [], []
+    for _ in range(rounds):
+
+        def timed() -> float:
+            nonlocal state
+            begin_s = time.perf_counter()
+            state, _ = step(state, [rows])
+            return time.perf_counter() - begin_s
+
+        plain += [timed() for _ in range(6)]
+        begin_s = time.perf_counter()
+        saving = Saving(state, root, behind=True)
+        call.append(time.perf_counter() - begin_s)
+        first.append(timed())
+        while not saving.is_written:
+            duration_s = timed()
+            if not saving.is_written:
+                later.append(duration_s)
+        whole.append(time.perf_counter() - begin_s)
+        saving.finish()
+        state, _ = step(state, [rows])  # the first one after a save is not measured
+    plain_s, later_s = statistics.median(plain), statistics.median(later or [math.nan])
+    return {
+        "step_s": round(plain_s, 4),
+        "step_beside_a_save_s": round(later_s, 4),
+        "ratio": round(later_s / plain_s, 3),
+        "steps": [len(plain), len(later)],
+        "quartiles_s": [
+            [round(part, 4) for part in statistics.quantiles(each)] for each in (plain, later) if len(each) > 1
+        ],
+        "stop_s": round(statistics.median(a + b for a, b in zip(call, first, strict=True)) - plain_s, 4),
+        "call_s": round(statistics.median(call), 4),
+        "save_s": round(statistics.median(whole), 3),
+    }
 
 
 def main() -> int:
@@ -75,8 +128,8 @@ def main() -> int:
     from zero.platform.device import host_peak_bytes
     from zero.trainer.models import GPT, GPTConfig, loss
 
-    torch.set_num_threads(2)
-    sizes = GPTConfig(width=options.width, layers=options.layers, heads=12, seq=512, vocab=256, mlp="gelu")
+    torch.set_num_threads(options.threads)
+    sizes = GPTConfig(width=options.width, layers=options.layers, heads=12, seq=options.tokens, vocab=256, mlp="gelu")
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=options.path) as top:
         world = zero.World.from_env()
         with zero.empty():
@@ -88,11 +141,20 @@ def main() -> int:
             precision="bf16",
             offload=zero.Offload(options.offload, path=options.path),
         )
-        rows = torch.randint(0, 256, (2, 513))
+        rows = torch.randint(0, 256, (2, options.tokens + 1))
         with contextlib.closing(zero.open_store(plan)) as store:
             state, step = zero.init(plan, store), zero.make_step(plan, loss)
             for _ in range(3):
                 state, _ = step(state, [rows])
+            if options.beside:
+                saves = tempfile.mkdtemp(prefix="bench_checkpoint_", dir=options.saves or top)
+                try:
+                    figures = beside(state, step, rows, Path(saves, "root"), options.rounds)
+                finally:
+                    shutil.rmtree(saves)
+                settings = {"offload": options.offload, "threads": options.threads, "parameters": plan.numel}
+                print(json.dumps(settings | figures))
+                return 0
             training = host_peak_bytes()
             path = zero.save(state, Path(top, "first"))
             peak = host_peak_bytes()

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 
 import zero
 from tests.common.small import Setting, Small, adamw_in_8bit, adamw_in_bf16, in_bf16, slice_of, small_batch, small_loss
+from tests.conftest import LONG_S
 from zero.checkpoint import Root, Saving, Tensors, load, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.manifest import from_text, held
 from zero.checkpoint.save import check_shared, version
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.engine.full import digest, full_state_dict
+from zero.engine.runtime import Runtime
 from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, StaleStateError
 from zero.platform.safetensors_files import NAMES, offsets
@@ -519,6 +522,34 @@ def test_whatever_goes_wrong_while_one_rank_writes_all_ranks_hear_of(behind: boo
     said = "rank 1: MemoryError: no memory for a block and more"
     assert run_ranks(2, go) == [said, said]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("setting", CELLS, ids=lambda cell: f"{cell.stage}-{cell.offload[0][1]}")
+def test_a_save_behind_has_the_bytes_of_its_step_though_it_copies_while_the_next_one_runs(
+    setting, tmp_path: Path, monkeypatch
+):
+    """The thread copies only when training asks for the end of the copies, before its next update."""
+    asked = threading.Event()
+    real, wait = ShardWriter.write, Runtime.await_copies
+    monkeypatch.setattr(Runtime, "await_copies", lambda runtime: (runtime.copying and asked.set(), wait(runtime)))
+
+    def write(writer, view):
+        assert writer._behind is None or writer._given == 0 or asked.wait(LONG_S)
+        real(writer, view)
+
+    monkeypatch.setattr(ShardWriter, "write", write)
+    world = zero.World.from_env()
+    with opened(world, setting) as (state, step):
+        for number in range(2):
+            state, _ = trained(world, state, step, [number])
+            wanted = save(state, tmp_path / "waited for")
+            asked.clear()
+            saving = Saving(state, tmp_path / "behind", behind=True)
+            state, _ = trained(world, state, step, [number + 1])
+            assert asked.is_set()
+            path = saving.finish()
+            [name] = [file.name for file in wanted.glob("*.safetensors")]
+            assert (path / name).read_bytes() == (wanted / name).read_bytes()
 
 
 class SlowDisk(Disk):

@@ -72,7 +72,7 @@ def write_files(root: Root, tmp: Path, step: int, version: int) -> str:
             writers.enter_context(ShardWriter(root.disk, tmp / file_name(rank, WORLD), PARTS)) for rank in range(WORLD)
         ]
         for rank, writer in enumerate(ranks):
-            writer.write(memoryview(content(step, version, rank)))
+            writer.write(memoryview(bytearray(content(step, version, rank))))
         files = [root.write_index(tmp, rank, WORLD, Index(writer.finish(), None)) for rank, writer in enumerate(ranks)]
         return to_text(manifest(step, files))
 

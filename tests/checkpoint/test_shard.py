@@ -45,7 +45,7 @@ def bytes_part(nbytes: int, key: str = "a") -> Part:
 
 def write(path: Path, parts: list[Part], data: bytes, disk: Disk | None = None) -> FileHash:
     with ShardWriter(disk or Disk(), path, parts) as writer:
-        writer.write(memoryview(data))
+        writer.write(memoryview(bytearray(data)))
         return writer.finish()
 
 
@@ -161,7 +161,7 @@ def test_however_the_data_is_cut_the_file_and_its_hash_are_the_same(tmp_path):
             while done < nbytes:
                 count = min(rng.randint(0, most), nbytes - done)
                 piece = bytearray(data[done : done + count])
-                writer.write(memoryview(piece))
+                writer.write(memoryview(bytearray(piece)))
                 piece[:] = bytes(count)  # it was taken, so it may be reused
                 done += count
             found = writer.finish()
@@ -229,7 +229,7 @@ def test_memory_is_bounded_however_large_the_file_is(path):
     before = resident_bytes("VmRSS")
     with ShardWriter(Disk(), path, [part]) as writer:
         for _ in range(pages):
-            writer.write(memoryview(page))
+            writer.write(memoryview(bytearray(page)))
         found = writer.finish()
     with ShardReader(Disk(), path, found, [part]) as reader:
         verify(reader, found)
@@ -461,7 +461,7 @@ def test_a_full_disk_says_where_and_what_to_do(path):
 def test_a_failed_fsync_is_final(path):
     disk = FaultyDisk(fail(errno.EIO), at=1, on=True, only="fsync")
     with ShardWriter(disk, path, [bytes_part(1)]) as writer:
-        writer.write(memoryview(b"1"))
+        writer.write(memoryview(bytearray(b"1")))
         with pytest.raises(CheckpointError, match=r"EIO .* while synchronising"):
             writer.finish()
     assert [name for name, _ in disk.calls].count("fsync") == 1
@@ -484,7 +484,7 @@ def test_a_descriptor_is_not_closed_under_a_transfer(path):
 
     disk = SlowDisk()
     with ShardWriter(disk, path, [bytes_part(20 * MIB)]) as writer:
-        writer.write(memoryview(bytes(17 * MIB)))
+        writer.write(memoryview(bytearray(17 * MIB)))
         assert started.wait(10)
     assert closed.is_set()
     assert early

@@ -4,6 +4,7 @@ That the checks find what they are for is shown by taking every wait of the libr
 """
 
 import ast
+import hashlib
 import itertools
 import re
 import threading
@@ -18,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import zero
-from zero.checkpoint import load, open_checkpoint, save
+from zero.checkpoint import Saving, load, open_checkpoint, save
 from zero.deepspeed.zero import safe_get_full_grad
 from zero.engine import saved_tensors
 from zero.engine.full import digest
@@ -251,6 +252,28 @@ def train_and_save(world: zero.World, path: Path, **given) -> str:
     return closed(state)
 
 
+def train_while_saving(world: zero.World, path: Path, *, edit: bool = False, **given) -> str:
+    """Saves that training does not wait for hold the state of their step; returns the digests of their files, too."""
+    with world.exclusive():
+        torch.manual_seed(0)
+    state, step = start(world, path, **given)
+    savings = []
+    for number in range(STEPS):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+        if edit:
+            with zero.gathered(state, ["2.up.bias"], modify=True) as full:
+                savings.append(Saving(state, path / f"behind {given} {world.size}", behind=True))
+                full["2.up.bias"].add_(0.25)
+        else:
+            savings.append(Saving(state, path / f"behind {given} {world.size}", behind=True))
+    told = closed(state)
+    hashes = [hashlib.sha256() for _ in savings]
+    for saving, checksum in zip(savings, hashes, strict=True):
+        for file in sorted(saving.finish().glob("*.safetensors")):
+            checksum.update(file.read_bytes())
+    return " ".join([told, *(checksum.hexdigest() for checksum in hashes)])
+
+
 def train_and_edit(world: zero.World, path: Path, **given) -> str:
     """Parameters are read and changed between steps, and a step is given up in the middle."""
     state, step = start(world, path, **given)
@@ -422,6 +445,12 @@ SCENARIOS: dict[str, partial[str]] = {
     "saved, nvme": scenario(train_and_save, preset="nvme"),
     "saved, cpu": scenario(train_and_save, preset="cpu"),
     "saved at stage 1": scenario(train_and_save, stage=1),
+    **{f"saved behind, {preset}": scenario(train_while_saving, preset=preset) for preset in ("cpu", "infinity")},
+    "saved behind at stage 1": scenario(train_while_saving, stage=1),
+    "saved behind, whole master": scenario(
+        train_while_saving, preset="nvme", precision=zero.Precision("bf16", master="whole")
+    ),
+    "saved behind an edit": scenario(train_while_saving, edit=True),
     "edited at stage 1": scenario(train_and_edit, stage=1),
     "edited": scenario(train_and_edit, preset="infinity"),
     "edited at stage 0": scenario(train_and_edit, stage=0),
@@ -582,6 +611,7 @@ OTHERS = {
         ),
         "the end of a file",
     ),
+    "zero/checkpoint/save.py:Saving._await_copies": "`Runtime.await_copies`, which is in the list, calls it",
     "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
     "zero/trainer/planning/rates.py": "a probe's time is taken when all is done",
     "zero/engine/step.py:Step._reduce": "the reducer, whose waits are in the list",
@@ -592,6 +622,7 @@ OTHERS = {
 """Files, or functions, with calls that are named like waits, and why they are none of the list."""
 
 NEEDED: dict[str, dict[str, str]] = {
+    "checkpoint/save.py:_arrived copied.finish": {"finish": "saved at stage 1"},
     "checkpoint/save.py:_arrived ticket.wait": {"ticket": "saved, nvme"},
     "deepspeed/initialization.py:_broadcast_buffers world.broadcast().wait": {"collective": "a loop of one's own"},
     "deepspeed/initialization.py:_values_of_rank_0.fill world.broadcast().wait": {"collective": "a loop of one's own"},
@@ -629,6 +660,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/reduce.py:Reducer._drain handle.wait": {"collective": "forgotten"},
     "engine/reduce.py:Reducer._drain self._done.wait": {"wait": "forgotten, of many"},
     "engine/residency.py:Residency._start self._device.aside": {"aside": "stage 1"},
+    "engine/runtime.py:Runtime.await_copies self.copying[-1].wait": {"ticket": "saved behind at stage 1"},
     "engine/runtime.py:Runtime.finish_step self.store.drain": {"drain": "serial"},
     "engine/runtime.py:Runtime.make_updates self.plan.world.compute.join": {"join": "saved, cpu"},
     "engine/saved_tensors.py:OnHost._fetch home.left.wait": {"wait": "activations on the host"},

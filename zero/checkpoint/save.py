@@ -1,8 +1,11 @@
 """Save a state: every rank writes its file, page by page, and its index; rank 0 publishes all files together.
 
 Deferred updates are applied first, so a checkpoint holds the parameters that the next forward would use. Only a few
-pages are read before the writer needs them, so a state larger than memory passes through a few buffers. With `behind`,
-the state is copied first, and a thread writes the copy during the next steps.
+pages are read before the writer needs them, so a state larger than memory passes through a few buffers. A GPU copies to
+these on a stream of its own.
+
+With `behind`, a thread copies the state during the next forward and backward, which only read it. Before the state
+changes, training waits for the end of the copies. The thread then hashes and writes them.
 
 Ranks exchange their results before any of them returns. So a save succeeds on all ranks, or it fails on all ranks and
 its files are removed.
@@ -19,8 +22,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -30,27 +33,30 @@ import torch
 from torch import Tensor, nn
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, check, flats
-from zero.checkpoint.manifest import FORMAT, File, Flat, Held, Index, Manifest, file_name, held, to_text
+from zero.checkpoint.manifest import FORMAT, File, Index, Manifest, file_name, held, to_text
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
 from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
+from zero.core.sizes import round_up
 from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_type
 from zero.engine.plan import Plan
+from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.engine.unit_state import UnitState
 from zero.errors import CheckpointError, if_it_fails, with_class
-from zero.platform.device import work_alone
+from zero.platform.device import PASSED, Arena, Event
 from zero.platform.files import memory_of, naming
+from zero.platform.handle import Done, Handle, Then
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
-from zero.store import Page, Ticket
+from zero.store import Page
 
-AHEAD = 8
-"""Number of pages that are read from the store before the writer needs them."""
+AHEAD = 5
+"""Number of pages of a kind that are read before the writer needs them: a few more than the store's threads."""
 
 MEET_S = 1.0
 """Seconds between two collectives of `join`, in which ranks report whether their threads are still running."""
@@ -106,7 +112,13 @@ def version() -> str | None:
 
 def snapshot_bytes(plan: Plan) -> int:
     """Return the bytes of host memory that `Saving(behind=True)` needs to copy this rank's part of the state."""
-    return sum(piece.part.nbytes for piece in held(flats(plan, buffers_of(plan.model)), plan.world.rank))
+    copies = sum(piece.part.nbytes for piece in held(flats(plan, buffers_of(plan.model)), plan.world.rank))
+    return copies + plan.model_buffer_bytes + staging_bytes(plan)
+
+
+def staging_bytes(plan: Plan) -> int:
+    """Return the bytes of host memory through which a save reads pages, pinned if there is a GPU."""
+    return 2 * (AHEAD + 1) * round_up(plan.page_numel * torch.float32.itemsize)
 
 
 class Saving:
@@ -114,8 +126,8 @@ class Saving:
 
     Args:
         state, root, facts, progress: as in `save`.
-        behind: copy this rank's part of the state to host memory, and let a thread write the copy during the next
-            steps.
+        behind: let a thread copy this rank's part of the state to host memory during the next step, and write it
+            during later ones.
 
     Raises:
         CheckpointError: the folder could not be made, or a checkpoint cannot store the dtype of a buffer.
@@ -138,7 +150,8 @@ class Saving:
         state.runtime.settle()
         plan, buffers = state.plan, buffers_of(state.model)
         self._world, self._root = plan.world, root
-        self._threads: list[threading.Thread] = []
+        self._runtime, self._threads = state.runtime, list[threading.Thread]()
+        self._copied, self._stopped = threading.Event(), threading.Event()
         self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
         self._world.at(f"step {state.tried}, save")
         dynamic, ties = plan.precision.scale.static is None, tied_names(plan.model)
@@ -157,15 +170,11 @@ class Saving:
         self._folder = Path(by_rank_0(self._world, lambda: str(root.begin(state.tried))))
         with if_it_fails(self.abandon):
             self._random = random_state()
-            values = _all_values(state, buffers, self._manifest.flats, self._held)
+            self._buffers = {name: _on_host(buffer) for name, buffer in buffers.items()}  # a forward may change them
             if behind:
-                with self._reporting():
-                    copies = [tensor.clone() for tensor in values]
-                    # No `stop` is needed, because the writer's thread pool rejects blocks once the interpreter ends.
-                    self._threads = [Beside(partial(self._write_behind, copies), name="saving")]
-                    self._threads[0].start()
+                self._start()
             else:
-                self._write(values, progress)
+                self._write(progress)
 
     @property
     def is_written(self) -> bool:
@@ -193,23 +202,69 @@ class Saving:
         manifest = self._manifest._replace(files=files, finite=all(report["finite"] for report in reports))
         return self._root.publish(self._folder, manifest.step, to_text(manifest))
 
-    def _write_behind(self, copies: list[Tensor]) -> None:
-        work_alone()
-        self._write(copies, silent)
+    def _start(self) -> None:
+        self._threads = [Beside(self._write_behind, name="saving", stop=self._stopped.set)]
+        self._threads[0].start()
+        self._runtime.copying.append(Then(self._await_copies))
 
-    def _write(self, values: Iterable[Tensor], progress: Progress) -> None:
-        rank, world = self._world.rank, self._world.size
+    def _write_behind(self) -> None:
+        self._world.compute.prepare_thread()
+        try:
+            self._write(silent, behind=self._check_stopped)
+        finally:
+            self._end_copies()
+
+    def _await_copies(self) -> None:
+        self._copied.wait()
+
+    def _end_copies(self) -> None:
+        self._copied.set()
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise CheckpointError("the script ended before the checkpoint was written. Call finish() before.")
+
+    def _write(self, progress: Progress, *, behind: Callable[[], None] | None = None) -> None:
+        rank, world, plan = self._world.rank, self._world.size, self._runtime.plan
         parts = [piece.part for piece in self._held]
+        path = self._folder / file_name(rank, world)
         finite, done, total = True, 0, sum(part.nbytes for part in parts)
-        with self._reporting(), ShardWriter(self._root.disk, self._folder / file_name(rank, world), parts) as writer:
-            for tensor in values:
-                finite = finite and _is_finite(tensor)
-                writer.write(memory_of(tensor))
-                done += tensor.nbytes
-                progress("saving", done, total)
+        with self._reporting(), ShardWriter(self._root.disk, path, parts, behind=behind) as writer:
+            with (
+                closing(Arena(staging_bytes(plan), plan.world.compute, pin=plan.offload.pin)) as staging,
+                plan.world.compute.paging("saving", after=PASSED),
+            ):
+                for tensor in self._values(staging.take(staging.nbytes).chunk(2 * (AHEAD + 1))):
+                    if behind is not None:
+                        behind()
+                    finite = finite and _is_finite(tensor)
+                    writer.write(memory_of(tensor))
+                    done += tensor.nbytes
+                    progress("saving", done, total)
+            if behind is not None:
+                self._end_copies()
             index = Index(writer.finish(), self._random)
             file = self._root.write_index(self._folder, rank, world, index)
             self._report = {"file": file, "finite": finite}
+
+    def _values(self, staging: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the pieces of this rank's file in order, as contiguous CPU tensors; each is valid until the next one.
+
+        Args:
+            staging: host memory for pages, 1-D uint8.
+        """
+        units, flats = self._runtime.units, self._manifest.flats
+        for (number, kind), group in itertools.groupby(self._held, key=lambda piece: (piece.flat, piece.kind)):
+            if kind == BUFFER:
+                yield from (self._buffers[piece.slot.name] for piece in group)
+                continue
+            layout = flats[number].layout
+            start, stop = flats[number].share(self._world.rank)
+            for origin, page in _pages(self._runtime, units[number % len(units)], kind, start, stop, staging):
+                first, last = max(origin, start), min(origin + page.numel(), stop)
+                for part in layout.pieces(first, last):
+                    begin = first - origin + part.start_in_range
+                    yield page[begin : begin + part.slot_stop - part.slot_start]
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -307,30 +362,23 @@ def check_shared(world: World, root: Path) -> None:
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def _all_values(
-    state: State, buffers: Mapping[str, Tensor], flats: Sequence[Flat], pieces: Iterable[Held]
-) -> Iterator[Tensor]:
-    """Yield the pieces of this rank's file in order, as contiguous CPU tensors; each is valid until the next one."""
-    units = state.runtime.units
-    for (number, kind), group in itertools.groupby(pieces, key=lambda piece: (piece.flat, piece.kind)):
-        if kind == BUFFER:
-            for piece in group:
-                yield buffers[piece.slot.name].detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-            continue
-        layout = flats[number].layout
-        start, stop = flats[number].share(state.plan.world.rank)
-        for origin, page in _pages(state, units[number % len(units)], kind, start, stop):
-            first, last = max(origin, start), min(origin + page.numel(), stop)
-            for part in layout.pieces(first, last):
-                begin = first - origin + part.start_in_range
-                yield page[begin : begin + part.slot_stop - part.slot_start]
-
-
-def _pages(state: State, unit: UnitState, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+def _pages(
+    runtime: Runtime, unit: UnitState, kind: str, start: int, stop: int, staging: Sequence[Tensor]
+) -> Iterator[tuple[int, Tensor]]:
     """Yield (first element, values) of each page of this rank that overlaps elements [start, stop) of a unit's flat."""
-    plan, master = state.plan, state.plan.precision.master
-    read = partial(_kept, state, unit, start, stop)
-    params = partial(read, "param", plan.precision.compute, unit.own_params(full_update=plan.full_update))
+    plan, master = runtime.plan, runtime.plan.precision.master
+    read = partial(_kept, runtime, unit, start, stop, staging[AHEAD + 1 :])
+    params = partial(
+        _kept,
+        runtime,
+        unit,
+        start,
+        stop,
+        staging[: AHEAD + 1],
+        "param",
+        plan.precision.compute,
+        unit.own_params(full_update=plan.full_update),
+    )
     if kind == FROZEN:
         yield from read("frozen", plan.precision.compute, unit.frozen_S)
     elif kind != PARAMETER:
@@ -346,10 +394,11 @@ def _pages(state: State, unit: UnitState, kind: str, start: int, stop: int) -> I
 
 
 def _kept(
-    state: State,
+    runtime: Runtime,
     unit: UnitState,
     start: int,
     stop: int,
+    staging: Sequence[Tensor],
     kind: str,
     dtype: torch.dtype,
     in_memory: Tensor | None = None,
@@ -359,7 +408,7 @@ def _kept(
     Args:
         in_memory: this rank's part of the flat; None: the pages are read from the store.
     """
-    plan, host = state.plan, state.plan.world.compute.host
+    plan, device = runtime.plan, runtime.plan.world.compute
     layout = unit.spec.frozen if kind == "frozen" else unit.spec.trainable
     origin, end = (0, layout.P) if plan.full_update and kind != "frozen" else layout.shard(plan.rank)
     wanted = [
@@ -367,26 +416,34 @@ def _kept(
         for number, (a, b) in enumerate(pages(end - origin, plan.page_numel))
         if origin + a < stop and origin + b > start
     ]
-    if in_memory is not None:
-        for _, a, b in wanted:
-            yield origin + a, host.bring(in_memory[a:b].detach())
-        return
-    sizes = [plan.kept.numel(kind, b - a) for _, a, b in wanted]
-    largest = max(sizes)
-    room = [host.zeros(largest, dtype) for _ in sizes[: AHEAD + 1]]
-    waiting: deque[tuple[int, Tensor, Ticket]] = deque()
-    for place, ((number, a, _), numel) in enumerate(zip(wanted, sizes, strict=True)):
-        if len(waiting) == len(room):
+    waiting: deque[tuple[int, Tensor, Handle, Event]] = deque()
+    for place, (number, a, b) in enumerate(wanted):
+        if in_memory is not None and device.shares_memory:
+            yield origin + a, in_memory[a:b].detach()
+            continue
+        if len(waiting) == len(staging):
             yield _arrived(*waiting.popleft())
-        page = room[place % len(room)][:numel]
-        waiting.append((origin + a, page, state.runtime.store.read(Page(unit.index, kind, number), page)))
+        numel = plan.kept.numel(kind, b - a)
+        page = staging[place % len(staging)][: numel * dtype.itemsize].view(dtype)
+        if in_memory is None:
+            ticket: Handle = runtime.store.read(Page(unit.index, kind, number), page)
+        else:
+            device.copy(page, in_memory[a:b].detach())
+            ticket = Done()
+        waiting.append((origin + a, page, ticket, device.mark()))
     while waiting:
         yield _arrived(*waiting.popleft())
 
 
-def _arrived(origin: int, page: Tensor, ticket: Ticket) -> tuple[int, Tensor]:
+def _arrived(origin: int, page: Tensor, ticket: Handle, copied: Event) -> tuple[int, Tensor]:
     ticket.wait()
+    copied.finish()
     return origin, page
+
+
+def _on_host(buffer: Tensor) -> Tensor:
+    """Return a copy of a buffer in host memory, 1-D and contiguous."""
+    return buffer.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous().view(-1)
 
 
 def random_state() -> dict[str, Any]:

@@ -10,11 +10,13 @@ else from the cache, and because on a fast disk copying into the cache takes as 
 """
 
 import contextlib
+import ctypes
 import errno
 import mmap
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
@@ -73,20 +75,24 @@ class ShardWriter(_OpenFile):
     Args:
         path: the new file, which must not exist.
         parts: the tensors of the file, in this order.
+        behind: a function that `finish` calls before each block; with it, all blocks stay in memory until `finish`
+            hashes and writes them in its own thread. None: threads write blocks as soon as they are full.
 
     Raises:
         CheckpointError: from any method, if a file call fails; the writer is then closed.
     """
 
-    def __init__(self, disk: Disk, path: Path, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, disk: Disk, path: Path, parts: Sequence[Part], *, behind: Callable[[], None] | None = None
+    ) -> None:
         self._disk = disk
         self._path = path
+        self._behind = behind
         begin = header(parts)
         self._nbytes = len(begin) + sum(part.nbytes for part in parts)
         self._given = 0
         self._block: mmap.mmap | None = None  # aligned, and the system gets the memory back at once
-        self._free: list[mmap.mmap] = []
-        self._running: deque[tuple[mmap.mmap, Future[FileHash]]] = deque()
+        self._running: deque[tuple[mmap.mmap, Callable[[], FileHash]]] = deque()
         self._hashes: list[FileHash] = []
         with naming(path, "making it"):
             self._fd = disk.create(path)
@@ -96,10 +102,10 @@ class ShardWriter(_OpenFile):
             with contextlib.suppress(OSError):  # without direct I/O, writes go through the page cache
                 disk.direct(self._fd, True)
                 self._direct = True
-            self.write(memoryview(begin))
+            self.write(memoryview(bytearray(begin)))
 
     def write(self, view: memoryview) -> None:
-        """Append the bytes of a contiguous view of any format and length.
+        """Append the bytes of a contiguous, writable view of any format and length.
 
         The bytes are copied, so the caller may overwrite the memory of `view` at once.
         """
@@ -109,12 +115,14 @@ class ShardWriter(_OpenFile):
                 block = self._block = self._block or self._next_block()
                 filled = self._given % BLOCK_BYTES
                 count = min(len(octets) - done, BLOCK_BYTES - filled)
-                block[filled : filled + count] = octets[done : done + count]
+                run = ctypes.c_char * count
+                # releases the GIL, which an assignment to a slice would hold
+                ctypes.memmove(run.from_buffer(block, filled), run.from_buffer(octets, done), count)
                 done += count
                 self._given += count
                 if filled + count == BLOCK_BYTES:
-                    work = self._threads.submit(self._settle, block, BLOCK_BYTES, self._given)
-                    self._running.append((block, work))
+                    work = partial(self._settle, block, BLOCK_BYTES, self._given)
+                    self._running.append((block, self._threads.submit(work).result if self._behind is None else work))
                     self._block = None
 
     def finish(self) -> FileHash:
@@ -127,6 +135,8 @@ class ShardWriter(_OpenFile):
             if self._given != self._nbytes:
                 raise CheckpointError(f"{self._path}: {self._given} bytes were passed, but the file has {self._nbytes}")
             while self._running:
+                if self._behind is not None:
+                    self._behind()
                 self._collect()
             if self._block is not None:  # after all others, because an end that is not aligned turns direct I/O off
                 self._hashes.append(self._settle(self._block, self._given % BLOCK_BYTES, self._given))
@@ -147,22 +157,21 @@ class ShardWriter(_OpenFile):
     def _release(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._running.clear()
-        self._free.clear()
         self._block = None
 
     def _next_block(self) -> mmap.mmap:
-        if len(self._running) > THREADS:
-            self._collect()
-        return self._free.pop() if self._free else mmap.mmap(-1, BLOCK_BYTES)
+        if self._behind is None and len(self._running) > THREADS:
+            return self._collect()
+        return mmap.mmap(-1, BLOCK_BYTES)
 
-    def _collect(self) -> None:
-        """Wait until the oldest block is written, keep its hashes, and make its memory available again."""
-        block, future = self._running.popleft()
-        self._hashes.append(future.result())
-        self._free.append(block)
+    def _collect(self) -> mmap.mmap:
+        """Keep the hashes of the oldest block when it is written, and return the block."""
+        block, result = self._running.popleft()
+        self._hashes.append(result())
+        return block
 
     def _settle(self, block: mmap.mmap, nbytes: int, end: int) -> FileHash:
-        """Hash and write the first `nbytes` of a block, which end at byte `end` of the file. Runs in a pool thread."""
+        """Hash and write the first `nbytes` of a block, which end at byte `end` of the file."""
         with memoryview(block) as whole, whole[:nbytes] as view:
             hashes = hash_block(view)
             with naming(self._path, f"writing at offset {end - nbytes}"):

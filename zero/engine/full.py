@@ -419,6 +419,7 @@ def _write_flat(
     state: State, unit: UnitState, layout: Layout, slots: Sequence[Slot], edits: Mapping[str, Tensor], kind: str
 ) -> None:
     """Write edits of parameters or moments through a `FlatWriter`, with the rest of the flat unchanged."""
+    state.runtime.await_copies()
     flat = _flat(state, unit, layout, kind)
     for slot in slots:
         slot.of(flat).copy_(edits[slot.name])

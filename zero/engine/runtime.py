@@ -13,6 +13,7 @@ from zero.engine.takeover import Takeover
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
+from zero.platform.handle import Handle
 from zero.platform.timeline import Tape
 from zero.store import PrefetchStore
 
@@ -28,6 +29,7 @@ class Runtime:
         tape: the recorder of timelines.
         open_edits: one function for each open block of `zero.gathered` with `modify`, which writes its edits so far.
             Collective.
+        copying: handles of saves that still copy the state in threads of their own.
     """
 
     plan: Plan
@@ -43,6 +45,7 @@ class Runtime:
     log: CollectiveLog
     tape: Tape
     open_edits: list[Callable[[], None]] = field(default_factory=list)
+    copying: list[Handle] = field(default_factory=list)
 
     def gather_changed(self) -> None:
         """Start to gather all resident units that have changed. Collective.
@@ -66,11 +69,18 @@ class Runtime:
         self.make_updates()
         self.store.drain()
 
+    def await_copies(self) -> None:
+        """Wait until saves have copied the state. Call it before parameters, masters or moments change."""
+        while self.copying:
+            self.copying[-1].wait()  # removed only afterwards, so that it is waited for again after an interrupt
+            self.copying.pop()
+
     def settle(self) -> None:
         """Write open edits of `zero.gathered`, apply all deferred updates, and wait for the device. Collective.
 
         Call it before reading or writing pages or parameters outside of a step.
         """
+        self.await_copies()
         for write in self.open_edits:
             write()
         self.make_updates()

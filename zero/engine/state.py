@@ -118,6 +118,7 @@ class State:
         runtime = self.machinery_
         if runtime.takeover.is_over:
             return
+        runtime.await_copies()
         values, reason = self._values()
         for unit in runtime.units:
             unit.resident = unit.shard_S = unit.frozen_S = unit.grad = None

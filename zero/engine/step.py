@@ -301,6 +301,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper) -> None:
     First wait for the last updates and gathers of units that this step did not use, because nothing else has waited for
     them: these updates read numbers that `Updater.decide` frees, and the gathers read shards that this update writes.
     """
+    runtime.await_copies()
     runtime.gatherer.residency.land()
     for unit in runtime.units:
         unit.await_grad_readers()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero.checkpoint import Saving
 from zero.distributed.world import Handle, Transport, World
 from zero.platform.device import Device
 from zero.platform.handle import Then
@@ -88,6 +89,10 @@ def instrumentation() -> Iterator[None]:
         (WorkerPool, "leave", _leave),
         (PrefetchStore, "_carry_out", _carry_out),
         (PrefetchStore, "_copy", _copy),
+        (Saving, "_start", _start),
+        (Saving, "_write_behind", _write_behind),
+        (Saving, "_end_copies", _end_copies),
+        (Saving, "_await_copies", _await_copies),
         (World, "__enter__", _enter),
         (World, "__exit__", _exit),
     ]
@@ -120,8 +125,15 @@ def _run(workers: WorkerPool, original: Any) -> None:
     Otherwise torch would remove it after the thread's last line of Python. Python's exit waits only for that line, so
     the process could be killed by a signal.
     """
-    try:
+    with _leaving():
         original(workers)
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Remove the thread's dispatch mode at the end of the block."""
+    try:
+        yield
     finally:
         mode = thread.mode
         _detach_thread()
@@ -193,6 +205,38 @@ def _copy(store: PrefetchStore, original: Any, page: Page, tensor: Tensor, write
         with untraced():
             return original(store, page, tensor, writes)
     return original(store, page, tensor, writes)
+
+
+# -- a save in a thread of its own -------------------------------------------------------------------------------------
+
+
+def _start(saving: Saving, original: Any) -> None:
+    if thread.gpu is not None:
+        thread.gpu.handoffs.release((id(saving), "start"))
+    original(saving)
+
+
+def _write_behind(saving: Saving, original: Any) -> None:
+    gpu = saving._world.compute
+    if not isinstance(gpu, InstrumentedDevice):
+        original(saving)
+        return
+    with _leaving():
+        gpu.attach_thread()
+        gpu.handoffs.acquire((id(saving), "start"))
+        original(saving)
+
+
+def _end_copies(saving: Saving, original: Any) -> None:
+    if thread.gpu is not None:
+        thread.gpu.handoffs.release((id(saving), "copies"))
+    original(saving)
+
+
+def _await_copies(saving: Saving, original: Any) -> None:
+    original(saving)
+    if thread.gpu is not None and thread.gpu.keeps_wait("ticket"):
+        thread.gpu.handoffs.acquire((id(saving), "copies"))
 
 
 # -- the other ranks ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ in the page cache, and fsync. Each round makes a save, a save without hashes and
 the process's resident memory according to the kernel, before and after the first save.
 
 With `--beside`, each round makes steps without a save, then starts an asynchronous save and makes steps until it is
-written. `stop_s` is the time by which the save delays training until the end of its first step.
+written. Pairs are medians of steps without and beside a save. `step_cpu_s` is the CPU time of the training thread,
+which other programs on the machine hardly change. `stop_s` is the delay until the end of the first step after the
+save's start; `call_s` is the part of it in the call.
 """
 
 import argparse
@@ -88,36 +90,39 @@ def beside(state: "zero.State", step: "zero.StepFunction", rows: object, root: P
     plain, first, later, call, whole = [], [], [], [], []
     for _ in range(rounds):
 
-        def timed() -> float:
+        def timed() -> tuple[float, float]:
+            """Make a step; returns its seconds and the CPU seconds of this thread."""
             nonlocal state
-            begin_s = time.perf_counter()
+            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
             state, _ = step(state, [rows])
-            return time.perf_counter() - begin_s
+            return time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
 
         plain += [timed() for _ in range(6)]
         begin_s = time.perf_counter()
         saving = Saving(state, root, behind=True)
         call.append(time.perf_counter() - begin_s)
-        first.append(timed())
+        first.append(timed()[0])
         while not saving.is_written:
-            duration_s = timed()
+            duration = timed()
             if not saving.is_written:
-                later.append(duration_s)
+                later.append(duration)
         whole.append(time.perf_counter() - begin_s)
         saving.finish()
         state, _ = step(state, [rows])  # the first one after a save is not measured
-    plain_s, later_s = statistics.median(plain), statistics.median(later or [math.nan])
+    (plain_s, plain_cpu_s), (later_s, later_cpu_s) = (
+        [statistics.median(part) for part in zip(*(steps or [(math.nan, math.nan)]), strict=True)]
+        for steps in (plain, later)
+    )
     return {
-        "step_s": round(plain_s, 4),
-        "step_beside_a_save_s": round(later_s, 4),
-        "ratio": round(later_s / plain_s, 3),
         "steps": [len(plain), len(later)],
-        "quartiles_s": [
-            [round(part, 4) for part in statistics.quantiles(each)] for each in (plain, later) if len(each) > 1
-        ],
+        "step_s": [round(plain_s, 4), round(later_s, 4)],
+        "ratio": round(later_s / plain_s, 3),
+        "step_cpu_s": [round(plain_cpu_s, 4), round(later_cpu_s, 4)],
+        "cpu_ratio": round(later_cpu_s / plain_cpu_s, 3),
         "stop_s": round(statistics.median(a + b for a, b in zip(call, first, strict=True)) - plain_s, 4),
         "call_s": round(statistics.median(call), 4),
         "save_s": round(statistics.median(whole), 3),
+        "load": round(os.getloadavg()[0], 1),
     }
 
 

@@ -185,7 +185,8 @@ class PrefetchStore(Store):
 
     def _transfer(self, page: Page, tensor: Tensor, *, writes: bool) -> Ticket:
         check_matching(page, *self._sizes[page], tensor)
-        self._versions[page] += writes
+        if writes:
+            self._versions[page] += 1
         event = Transfer(0, page, writes)
         if self._inner.in_place(page) is None:
             return self._workers.submit(event, partial(self._move, page, tensor, writes))

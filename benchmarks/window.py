@@ -169,7 +169,7 @@ def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
     from zero.trainer.planning.cost import Ahead, Rates, step_seconds
     from zero.trainer.planning.tracing import Work
 
-    gpu = GPUS[setting.gpu]
+    gpu, ahead = GPUS[setting.gpu], Ahead.of(plan)
     # an update reads and writes parameter, rest of the master and moments, and reads the gradient, as the norm does
     update_bytes = 2 * (2 + 2 + {"fp32": 8, "bf16": 4, "8bit": 2.1}[setting.moments]) + 6
     update_numel = gpu.device_bytes_per_s / update_bytes
@@ -193,7 +193,7 @@ def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
     step_s = step_seconds(plan, rates, Work(products), Work(3 * products))
     resident_s = 4 * products / gpu.flops_per_s + plan.numel / update_numel / setting.ranks
     return {
-        "ahead": round(max(Ahead.of(plan)), 2),
+        "ahead": round(ahead.on_host if setting.preset in ("nvme", "infinity") else ahead.on_device, 2),
         "planned_ms": round(1e3 * step_s),
         "planned_share": round(resident_s / step_s, 3),
     }

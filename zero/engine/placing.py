@@ -105,12 +105,14 @@ def place_pages(
     for page, spec in table.store_pages().items():
         if table.is_updated(page):
             sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
-    streams = any(table.is_offloaded(tier) for tier in (optimizer_tier, table.param_tier, table.grad_tier))
-    full = min(_arena_slots(table, offload, room), max(len(groups), table.copied_pages())) if streams else 0
+    lowest = {optimizer_tier, table.param_tier, table.grad_tier}
+    full = min(_arena_slots(table, offload, room), max(len(groups), table.copied_pages())) if "nvme" in lowest else 0
     fewest = min(offload.threads or THREADS, full) if offload.ahead is None else full
     stages = offload.compute == "device" and not table.device_is_host and offload.optimizer != "nvme"
     parts = sum(-(-table.updated_pages(unit) // table.staged_pages) for unit in table.units)
-    staged = min(STAGED + (offload.ahead or 0) // table.staging_slot_bytes, parts) if streams and stages else 0
+    staged = (
+        min(STAGED + (offload.ahead or 0) // table.staging_slot_bytes, parts) if stages and lowest != {"device"} else 0
+    )
     device_bytes = budget_bytes(offload.device_budget, room.device)
 
     def placed(arena_slots: int, staging_slots: int) -> Placement:

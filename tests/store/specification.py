@@ -73,8 +73,8 @@ class State(NamedTuple):
     """Modifications whose groups need a slot and a read."""
     ready: tuple[Turn, ...]
     """Modifications whose pages are in a slot, or in place."""
-    dirty: tuple[Turn, ...]
-    """Modifications whose work has ended, and whose pages are still to be written."""
+    dirty: tuple[int, ...]
+    """Modifications whose work has ended, and whose pages are still to be written, in the order of submission."""
     queued: tuple[int, ...]
     """Transfers that have not started."""
     running: frozenset[Action]
@@ -169,7 +169,7 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
             return _arrived(state, group), ()
         case Work(number, group, int(_)):
             state = _hold(state, group, state.loaded[group]._replace(phase=Phase.DIRTY))
-            return state._replace(dirty=_with(state.dirty, _turn(state, number))), ()
+            return state._replace(dirty=tuple(sorted((*state.dirty, number)))), ()
         case Write(number, group):
             copies = {one: _copy(state, _transfer_event(state, one)) for one in state.queued}
             waiting = frozenset(one for one, copy in copies.items() if copy is not None and copy.group == group)
@@ -243,7 +243,7 @@ def _next_way(state: State) -> tuple[State, Action] | None:
 def _next_write(state: State) -> tuple[State, Action] | None:
     if not state.dirty:
         return None
-    number = state.dirty[0][1]
+    number = state.dirty[0]
     group, state = _modify_event(state, number).group, state._replace(dirty=state.dirty[1:])
     held = state.loaded[group]
     return _hold(state, group, held._replace(phase=Phase.WRITING)), Write(number, group, held.slot)

@@ -6,8 +6,8 @@ Memory has a few **slots**. A **group** of pages is in a store, and is loaded in
 
 A caller submits the modification of a group. A caller can also announce groups; such a group is read ahead and waits in
 phase READY. It is not modified yet, so its slot can be reused without a write. A modified group waits in phase DIRTY
-for its write. While there are both, as many groups are read as written, so that disks work in both directions. Beside
-groups there are **transfers**: reads and writes of single pages.
+for its write, first the one that was submitted first. While there are both, as many groups are read as written, so that
+disks work in both directions. Beside groups there are **transfers**: reads and writes of single pages.
 
 A modification or a transfer is an **operation** from its submission to its end. Operations on one page, of which at
 least one writes, run in the order of submission. A page that a group writes back, or will, is still in its slot, so a

@@ -209,6 +209,7 @@ class Schedule:
                 self._arrived(group)
             case Work(number, group, int(_)):
                 self._loaded[group].phase = Phase.DIRTY
+                self._operations[number].turn = (), number  # a write of an earlier step comes first
                 self._wait_in(self._dirty, number)
                 for later in self._operations[number].before:
                     if later in self._operations:

@@ -159,11 +159,9 @@ def test_a_unit_is_one_copy_and_no_page_is_asked_of_the_schedule(page_bytes, cop
         assert not asked
 
 
-def gathers_and_forwards(
-    world: zero.World, preset: str, tiers: tuple[tuple[str, str], ...], stage: int
-) -> list[list[str]]:
+def gathers_and_forwards(world: zero.World, tiers: tuple[tuple[str, str], ...]) -> list[list[str]]:
     """What starts in a forward that finds updates that wait, and in an evaluation after another one, in order."""
-    state = start(world, preset, tiers=tiers, stage=stage)
+    state = start(world, "cpu", tiers=tiers)
     told: list[str] = []
     of_gathers = state.runtime.routes._gather_world
     gather = of_gathers.gather
@@ -197,22 +195,18 @@ def gathers_and_forwards(
 ON_A_DISK = (("optimizer", "nvme"),)
 
 
-@pytest.mark.parametrize(
-    ("preset", "tiers", "stage"),
-    [("cpu", (), 3), ("cpu", ON_A_DISK, 3), ("none", ON_A_DISK, 3), ("none", ON_A_DISK, 1)],
-)
-def test_ranks_gather_ahead_also_after_an_update(preset, tiers, stage):
+@pytest.mark.parametrize("tiers", [(), ON_A_DISK])
+def test_ranks_gather_ahead_also_after_an_update(tiers):
     """At once where no thread of the store has a part in the update; else when the unit before is launched."""
     with simulated_gpu(order="late"):
-        for first, second in run_ranks(2, gathers_and_forwards, preset, tiers, stage):
+        for first, second in run_ranks(2, gathers_and_forwards, tiers):
             for before, unit in pairwise(range(4)):
                 assert first.index(f"gather {unit}") < first.index(f"end {before}")
                 assert (first.index(f"gather {unit}") < first.index(f"forward {before}")) is (not tiers)
             assert [one for one in first if "gather" in one] == [f"gather {unit}" for unit in range(4)]
-            if stage == 3:
-                assert second.index("gather 1") < second.index("forward 0")
-                assert second.index("gather 3") < second.index("forward 2")
-                assert sorted(second) == sorted(first)
+            assert second.index("gather 1") < second.index("forward 0")
+            assert second.index("gather 3") < second.index("forward 2")
+            assert sorted(second) == sorted(first)
 
 
 # -- what the timeline of a step shows ---------------------------------------------------------------------------------

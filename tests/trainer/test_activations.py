@@ -233,7 +233,7 @@ def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
         model=DEEP | {"width": 512, "layers": 4},
         precision={"compute": "bf16"},
         batch={"global": 12, "micro": 12},
-        offload={"optimizer": "auto", "param": "auto", "grad": "auto"},
+        offload={"optimizer": "auto", "param": "auto", "grad": "auto", "compute": "host"},  # without slots on a GPU
         zero_={"activations": "auto", "stage": 0},
     )
     rates = replace(ROUND, copy_out_bytes=1e18 if copies == "fast" else 1.0)

@@ -13,7 +13,7 @@ import zero
 from tests.common.small import KiB
 from tests.trainer.test_planning import config, gpu, model_of
 from zero.core.placement import NO_LIMIT
-from zero.engine import page_table
+from zero.engine import placing
 from zero.engine.traffic import traffic
 from zero.engine.unit import split
 from zero.errors import ConfigError
@@ -380,7 +380,7 @@ def rates_by_moments():
 def test_a_step_lasts_as_long_as_on_the_simulated_clock(
     units, tier, moments, microbatches, rows, rates_by_moments, monkeypatch
 ):
-    monkeypatch.setattr(page_table, "STAGED_BYTES", 32 * KiB)  # as small beside a unit as slots are on a GPU
+    monkeypatch.setattr(placing, "STAGED_BYTES", 32 * KiB)  # as small beside a unit as slots are on a GPU
     with simulated_gpu(races=True):
         [lasted_s] = run_ranks(1, last_step_s, units, tier, moments, microbatches, rows)
     plan = stack_plan(gpu(1).world, units, microbatches, offload_of(tier), moments, room=NO_LIMIT)

@@ -208,8 +208,8 @@ class Saving:
         self._runtime.copying.append(Then(self._await_copies))
 
     def _write_behind(self) -> None:
-        self._world.compute.prepare_thread()
         try:
+            self._world.compute.prepare_thread()
             self._write(silent, behind=self._check_stopped)
         finally:
             self._end_copies()
@@ -230,19 +230,17 @@ class Saving:
         path = self._folder / file_name(rank, world)
         finite, done, total = True, 0, sum(part.nbytes for part in parts)
         with self._reporting(), ShardWriter(self._root.disk, path, parts, behind=behind) as writer:
-            with (
-                closing(Arena(staging_bytes(plan), plan.world.compute, pin=plan.offload.pin)) as staging,
-                plan.world.compute.paging("saving", after=PASSED),
-            ):
-                for tensor in self._values(staging.take(staging.nbytes).chunk(2 * (AHEAD + 1))):
-                    if behind is not None:
-                        behind()
-                    finite = finite and _is_finite(tensor)
-                    writer.write(memory_of(tensor))
-                    done += tensor.nbytes
-                    progress("saving", done, total)
-            if behind is not None:
-                self._end_copies()
+            with closing(Arena(staging_bytes(plan), plan.world.compute, pin=plan.offload.pin)) as staging:
+                with plan.world.compute.paging("saving", after=PASSED):
+                    for tensor in self._values(staging.take(staging.nbytes).chunk(2 * (AHEAD + 1))):
+                        if behind is not None:
+                            behind()
+                        finite = finite and _is_finite(tensor)
+                        writer.write(memory_of(tensor))
+                        done += tensor.nbytes
+                        progress("saving", done, total)
+                if behind is not None:
+                    self._end_copies()  # before the arena waits for the device
             index = Index(writer.finish(), self._random)
             file = self._root.write_index(self._folder, rank, world, index)
             self._report = {"file": file, "finite": finite}

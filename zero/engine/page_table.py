@@ -15,13 +15,10 @@ import torch
 from zero.core.kept import Kept
 from zero.core.layout import pages
 from zero.core.placement import Tier
-from zero.core.sizes import MiB, round_up
+from zero.core.sizes import round_up
 from zero.engine.facts import Facts
 from zero.engine.unit import UnitSpec
 from zero.store import Page, PageKind
-
-STAGED_BYTES = 128 * MiB
-"""Bytes of a slot on a GPU for pages of host memory. PCIe moves them in several ms, so launches take little of it."""
 
 
 class PageSpec(NamedTuple):
@@ -149,16 +146,6 @@ class PageTable(Facts):
         group = sum(round_up(dtypes[kind].itemsize * self.kept.numel(kind, numel)) for kind in kinds)
         moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != PageKind.SECONDARY)
         return max([group, *moving])
-
-    @property
-    def staged_pages(self) -> int:
-        """The number of pages of each kind for which a slot of `zero.engine.staging` has room."""
-        return max(1, min(STAGED_BYTES // max(self.slot_bytes, 1), max(map(self.updated_pages, self.units))))
-
-    @property
-    def staging_slot_bytes(self) -> int:
-        """Bytes of a slot of `zero.engine.staging`."""
-        return self.staged_pages * self.slot_bytes
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:
         """Return the bytes that a page takes on a tier."""

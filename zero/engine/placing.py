@@ -4,7 +4,8 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
 from zero.core.offload import Offload
@@ -28,7 +29,16 @@ THREADS, READ_AHEAD = 4, 2
 read ahead. A thread moves a page at a time, and reaches a part of a fast drive's rate."""
 
 STAGED = 3
-"""Fewest slots of `zero.engine.staging`: a group that arrives, one that is updated, and one that leaves."""
+"""Slots of `zero.engine.staging` without reading ahead: for a part that arrives, one in work, and one that leaves."""
+
+STAGED_BYTES = 128 * MiB
+"""Most bytes of such a slot, unless one group of pages takes more.
+
+PCIe moves them in several ms, so launches take little of that time.
+"""
+
+AHEAD_SHARE = 0.9
+"""The share of a GPU's free memory for reading ahead; the rest is for fragments of torch's allocator."""
 
 
 class Placed(NamedTuple):
@@ -36,6 +46,8 @@ class Placed(NamedTuple):
 
     arena_slots: int
     staging_slots: int
+    staged_pages: int
+    """The number of pages of each kind for which a slot of `zero.engine.staging` has room."""
     placement: Placement
 
 
@@ -105,15 +117,10 @@ def place_pages(
     for page, spec in table.store_pages().items():
         if table.is_updated(page):
             sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
-    lowest = {optimizer_tier, table.param_tier, table.grad_tier}
-    full = min(_arena_slots(table, offload, room), max(len(groups), table.copied_pages())) if "nvme" in lowest else 0
-    fewest = min(offload.threads or THREADS, full) if offload.ahead is None else full
-    stages = offload.compute == "device" and not table.device_is_host and offload.optimizer != "nvme"
-    parts = sum(-(-table.updated_pages(unit) // table.staged_pages) for unit in table.units)
-    staged = (
-        min(STAGED + (offload.ahead or 0) // table.staging_slot_bytes, parts) if stages and lowest != {"device"} else 0
-    )
     device_bytes = budget_bytes(offload.device_budget, room.device)
+    pages_each = max(map(table.updated_pages, table.units), default=0)
+    staged_pages = max(1, min(STAGED_BYTES // max(table.slot_bytes, 1), pages_each))
+    staged_bytes = max(staged_pages * table.slot_bytes, 1)
 
     def placed(arena_slots: int, staging_slots: int) -> Placement:
         return place(
@@ -125,7 +132,7 @@ def place_pages(
             resorts=_resorts(table),
             parameters_sharded=table.stage.parameters,
             device_fixed_bytes=sum(table.buffer_bytes().values())
-            + (staging_slots and staging_slots * table.staging_slot_bytes)
+            + (staging_slots and staging_slots * staged_bytes)
             + table.secondary_bytes("device")
             + buffer_bytes,
             host_fixed_bytes=(arena_slots and arena_slots * table.slot_bytes)
@@ -137,21 +144,55 @@ def place_pages(
             device_is_host=table.device_is_host,
         )
 
-    for slots in (full, fewest):
+    error: ConfigError | None = None
+    for slots, staging_slots in _choices(table, offload, room, (offload.ahead or 0) // staged_bytes):
         try:
-            placement = placed(slots, 0)
-            if not staged or "host" not in (placement.grad, placement.param, *placement.optimizer.values()):
-                return Placed(slots, 0, placement)
-            placement = placed(slots, staged)
-        except ConfigError:
-            if slots == fewest:
-                raise
+            placement = placed(slots, staging_slots)
+        except ConfigError as too_small:
+            error = too_small
             continue
-        if offload.ahead is None and activation_bytes:
-            free_bytes = device_bytes - placement.bytes["device"]
-            staged = min(staged + free_bytes // table.staging_slot_bytes, parts)
-        return Placed(slots, staged, placement)
-    raise AssertionError
+        parts = -(-_staged_groups(table, offload, placement) // staged_pages)
+        on_disk = "nvme" in (placement.param, placement.grad, *placement.optimizer.values())
+        if (on_disk and not slots and (groups or table.copied_pages())) or (parts and not staging_slots):
+            continue  # a slower tier than was hoped for, which needs slots
+        if parts and offload.ahead is None and activation_bytes:
+            spare_bytes = 3 * 4 * max(unit.trainable.P for unit in table.units)  # to read a whole unit in fp32
+            free_bytes = int(AHEAD_SHARE * (device_bytes - placement.bytes["device"])) - spare_bytes
+            staging_slots += max(free_bytes, 0) // staged_bytes
+        return Placed(slots, min(staging_slots, parts), staged_pages, placement)
+    assert error is not None
+    raise error
+
+
+def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of slots (of the arena, of staging) to try, the best first.
+
+    Args:
+        ahead: the number of slots of staging for `offload.ahead`.
+    """
+    arena, staging = [0], [0]
+    optimizer, param, grad = offload.kinds
+    if "nvme" in lowest_tiers(offload):
+        full = min(_arena_slots(table, offload, room), max(_group_count(table), table.copied_pages()))
+        arena += [full, min(offload.threads or THREADS, full) if offload.ahead is None else full]
+    can_stage = offload.compute != "host" and not table.device_is_host and "nvme" not in (param, grad)
+    if can_stage and (optimizer != "nvme" or not table.kept.dtypes) and {*offload.kinds} != {"none"}:
+        staging += [STAGED + ahead, 1]
+    yield from product(dict.fromkeys(arena), staging)
+
+
+def _group_count(table: PageTable) -> int:
+    return sum(map(table.updated_pages, table.units))
+
+
+def _staged_groups(table: PageTable, offload: Offload, placement: Placement) -> int:
+    """Return the number of groups that a GPU updates and that have pages in host memory, and none on a disk."""
+    if offload.compute == "host" or table.device_is_host or "nvme" in (placement.param, placement.grad):
+        return 0
+    tiers = [tier for tier in placement.optimizer.values() if tier != "nvme"]
+    if not table.kept.dtypes:  # the optimizer keeps nothing
+        tiers = ["device"] * _group_count(table)
+    return len(tiers) if "host" in (placement.param, placement.grad, *tiers) else 0
 
 
 def _least_slots(offload: Offload) -> int:
@@ -160,11 +201,12 @@ def _least_slots(offload: Offload) -> int:
 
 def _arena_slots(table: PageTable, offload: Offload, room: Room) -> int:
     if offload.ahead is not None:
-        return thread_count(offload) + offload.ahead // table.slot_bytes
+        return thread_count(offload) + offload.ahead // max(table.slot_bytes, 1)
     if table.device_is_host:  # host memory is what offloading to a disk saves
         return _least_slots(offload)
     return max(
-        _least_slots(offload), int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // table.slot_bytes
+        _least_slots(offload),
+        int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // max(table.slot_bytes, 1),
     )
 
 

@@ -98,6 +98,7 @@ class Plan(PageTable):
         placement: the tier of parameters, of gradients, and of every page of master and moments.
         arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
         staging_slots: the number of slots on a GPU through which pages in host memory are updated.
+        staged_pages: the number of pages of each kind for which such a slot has room.
 
     Raises:
         PlanError: a setting has an unknown value or contradicts another one; or the model cannot be split, or an
@@ -213,12 +214,12 @@ class Plan(PageTable):
         )
         table = PageTable(**vars(facts), page_numel=page_bytes // 4)
         try:
-            self.arena_slots, self.staging_slots, self.placement = place(table)
+            self.arena_slots, self.staging_slots, self.staged_pages, self.placement = place(table)
         except ConfigError:
             if gather != "auto" or not table.keeps_secondary:
                 raise
             table = replace(table, secondary=None)
-            self.arena_slots, self.staging_slots, self.placement = place(table)
+            self.arena_slots, self.staging_slots, self.staged_pages, self.placement = place(table)
         placed = replace(table, param_tier=self.placement.param, grad_tier=self.placement.grad)
         super().__init__(**vars(placed))
 
@@ -252,8 +253,13 @@ class Plan(PageTable):
         return max(self.arena_slots - thread_count(self.offload), 0)
 
     @property
+    def staging_slot_bytes(self) -> int:
+        """Bytes of a slot on a GPU through which pages in host memory are updated."""
+        return self.staged_pages * self.slot_bytes
+
+    @property
     def staging_bytes(self) -> int:
-        """Bytes of the slots on a GPU through which pages in host memory are updated."""
+        """Bytes of all these slots."""
         return self.staging_slots and self.staging_slots * self.staging_slot_bytes
 
     @property

@@ -33,8 +33,8 @@ class Residency:
 
     Args:
         updater: applies a unit's deferred update before the gather. If parameters are offloaded, the update may still
-            run while the unit is gathered, because `fetch` reads each page after its update. Else a unit whose update
-            waits for the store's threads is requested ahead when the work of the unit before is launched.
+            run while the unit is gathered, because `fetch` reads each page after its update. Else a unit is gathered
+            ahead only if its update does not wait for the store's threads.
         fetch: starts to fill a buffer with a unit, see `zero.engine.fetch`.
         advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
         log: records every collective, to compare ranks.
@@ -62,7 +62,6 @@ class Residency:
         sizes, own_sizes = plan.shared_buffer_sizes(), plan.own_buffer_sizes()
         self.pool = None if plan.resident else Pool(sizes, plan.precision.compute, self._device, own_sizes)
         self._later: list[tuple[UnitState, Later]] = []  # requested ahead, and not started
-        self._postponed: list[UnitState] = []  # to be requested ahead, after a wait for the store's threads
         self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
         self._keeps = plan.keeps_secondary
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
@@ -78,7 +77,6 @@ class Residency:
     def end(self) -> None:
         """End the pass: wait for gathers ahead that were not used, and release their buffers."""
         self._later.clear()
-        self._postponed.clear()
         for buffer in self._resident if self.pool is None else [*self.pool.buffers]:
             if buffer.ahead:
                 buffer.land()
@@ -91,7 +89,6 @@ class Residency:
         for order in self._orders.values():
             order.forget()
         self._later.clear()
-        self._postponed.clear()
         for unit in self._units:
             unit.secondary_versions = -1, -1  # the gather that fills them may be lost
         for buffer in self._resident:
@@ -108,7 +105,6 @@ class Residency:
         upcoming = self._orders[training].visit(unit.index, self._prefetch)
         self._request(unit)
         self.buffer(unit).pins += 1
-        self._postponed.clear()
         for index in upcoming:
             self._request_ahead(self._units[index])
         return self._arrive(unit)
@@ -120,8 +116,6 @@ class Residency:
         program on all ranks.
         """
         self._launch_ahead()
-        if self._postponed:
-            self._request_with_room(self._postponed.pop(0))
         if self._later:
             for handle in self._forget_later(self._later[0][0]):
                 handle.start()
@@ -230,14 +224,8 @@ class Residency:
 
     def _request_ahead(self, unit: UnitState) -> None:
         tickets = [ticket for changed in self._starting(unit) for ticket in changed.tickets]
-        if self._hand_off is None and not self._is_over(tickets):  # a wait here would delay the current unit
-            if not self._alone:
-                self._postponed.append(unit)
-            return
-        self._request_with_room(unit)
-
-    def _request_with_room(self, unit: UnitState) -> None:
-        """Request a unit ahead, if there is a buffer for it."""
+        if self._hand_off is None and not self._is_over(tickets):
+            return  # waiting for the store's threads here would delay the current unit
         if self._find(unit) is not None or (self.pool is not None and self.pool.has_room_for(unit.index)):
             self._request(unit)
             self.buffer(unit).ahead = True

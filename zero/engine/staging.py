@@ -71,10 +71,14 @@ class Staging:
         return sum(memory.nbytes for memory in self._memory)
 
     def expect(self, parts: list[Part]) -> None:
-        """Start to copy in the parts that will be updated next, again and again in this order."""
+        """Start to copy in the parts that will be updated next, again and again in this order.
+
+        They are always the same parts.
+        """
         if [part.groups for part in parts] != [part.groups for part in self._order]:
-            self._drop()
-            self._order, self._next = parts, 0
+            self._order = parts
+            missing = (place for place, part in enumerate(parts) if part.groups[0] not in self._staged)
+            self._next = next(missing, 0)
         self._read_ahead()
 
     @contextmanager

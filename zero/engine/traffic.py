@@ -65,7 +65,7 @@ class Traffic(NamedTuple):
     states: Load
     """Bytes of the optimizer state that the update reads, and writes again. They can be read ahead."""
     offloaded_numel: int
-    """The number of parameters that the store's threads update."""
+    """The number of parameters whose master or moments are offloaded."""
 
     def of_step(self, microbatches: int) -> Load:
         """Return the bytes of a whole step with this number of microbatches."""

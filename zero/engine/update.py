@@ -1,11 +1,11 @@
 """The optimizer's update of a unit, deferred until before the unit's next gather; offloaded state is updated by pages.
 
 The end of a step computes the norm, captures every number that the update needs by value (`Hyper`), and defers each
-unit's update. State on the device is updated by `apply_deferred`, just before the unit is next gathered. Updates of
-offloaded state are queued for the store's threads immediately, in the order in which units will be gathered. The
-threads read, update and write page by page while the forward of earlier units computes, and `apply_deferred` waits for
-the remaining pages. The order changes no bit, because an update is elementwise and reads only its page, its gradient
-and `Hyper`.
+unit's update. State on the device is updated by `apply_deferred`, just before the unit is next gathered. If a GPU
+updates pages of host memory, these pass through `Staging`, a unit ahead. Updates of other offloaded state are queued
+for the store's threads immediately, in the order in which units will be gathered. The threads read, update and write
+page by page while the forward of earlier units computes, and `apply_deferred` waits for the remaining pages. The order
+changes no bit, because an update is elementwise and reads only its page, its gradient and `Hyper`.
 
 On a CPU a page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its
 moments and cast to the compute dtype before the next piece begins. On a GPU one kernel does all this for a piece, and
@@ -205,7 +205,7 @@ class Updater:
     def launch_ahead(self) -> None:
         """Launch the staged parts of the next deferred update, so that its pages travel before the unit is gathered."""
         for unit in self._coming:
-            if unit.deferred is not None and unit.updated is None:
+            if unit.deferred is not None and unit.updated is None and not unit.interrupted:
                 self._launch_staged(unit, unit.deferred)
                 return
 
@@ -217,13 +217,14 @@ class Updater:
                 "from the last checkpoint."
             )
         assert unit.deferred is not None
-        hyper, unit.interrupted = unit.deferred, True
+        hyper = unit.deferred
+        if unit.updated is None:
+            self._launch_staged(unit, hyper)
+        unit.interrupted = True  # from here to `_applied`
         pieces = [self._piece(unit, part, part.lent) for part in unit.parts if part.on_device]
         if pieces:
             with self._tape.doing("update", unit.spec.name):
                 self._update_pieces(unit, hyper, self._device, pieces)
-        if unit.updated is None:
-            self._launch_staged(unit, hyper)
         if unit.updated is not None:
             unit.updated.wait()
 
@@ -232,10 +233,10 @@ class Updater:
         staged = [part for part in unit.parts if part.staged]
         if not staged:
             return
-        unit.interrupted = True
         with self._device.aside("updates", after=PASSED), self._tape.streaming("update", unit.spec.name):
             for part in staged:
                 with self._staging.opened(part, unit.grad_ready) as tensors:
+                    unit.interrupted = True
                     self._update_pieces(unit, hyper, self._device, [self._piece(unit, part, tensors)])
         unit.updated, unit.interrupted = self._staging.updated, False
         unit.grad_readers.append(unit.updated)

@@ -1,0 +1,96 @@
+"""Pages of host memory that a GPU updates: parts without a slot, interrupts, and pages that were written otherwise."""
+
+from functools import partial
+
+import pytest
+
+import zero
+from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, train_small, wide
+from zero.core.placement import DoesNotFit
+from zero.engine.full import full_state_dict
+from zero.engine.unit_state import UnitState
+from zero.engine.update import Updater
+from zero.testing import run_ranks, simulated_gpu
+
+PLAIN = Setting(precision="bf16", clip=0.5, page_bytes=4 * KiB)
+
+
+@pytest.mark.parametrize("preset", ["cpu", "nvme"])
+def test_an_optimizer_without_state_leaves_nothing_on_the_disk(preset):
+    """In fp32 its pages are parameters and gradients, which are in host memory with either preset."""
+    setting = PLAIN.but(precision="fp32", optimizer=partial(zero.sgd, momentum=0.0), weight_decay=0.0)
+    with simulated_gpu():
+        expected = run_ranks(1, train_small, setting)
+        assert run_ranks(1, train_small, setting.but(offload=(("preset", preset),))) == expected
+
+
+def interrupted(world: zero.World, setting: Setting, interrupt: bool) -> tuple[dict[str, float], bool]:
+    """Train; in the third step, a unit's update breaks off once, between its staged parts and those on the device."""
+    plan = setting.plan(world, wide)
+    state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, small_loss)
+    mixed = [unit for unit in state.runtime.units if {part.on_device for part in unit.parts} == {True, False}]
+    broken: list[UnitState] = []
+    launch = Updater._launch_staged
+
+    def breaking(updater: Updater, unit: UnitState, hyper: object) -> None:
+        launch(updater, unit, hyper)  # type: ignore[arg-type]
+        if number == 2 and unit in mixed and not broken:
+            broken.append(unit)
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if interrupt:
+            patch.setattr(Updater, "launch_ahead", lambda _: None)
+            patch.setattr(Updater, "_launch_staged", breaking)
+        for number in range(4):
+            while True:
+                try:
+                    state, _ = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+                    break
+                except KeyboardInterrupt:
+                    continue
+    kinds = ("param", *plan.optimizer.moments)  # and no buffers, which count forwards
+    told = {
+        f"{kind} {name}": value.sum().item() for kind in kinds for name, value in full_state_dict(state, kind).items()
+    }
+    state.runtime.store.close()
+    return told, bool(broken)
+
+
+def test_an_update_that_breaks_off_is_made_once():
+    """Of units with some pages on the device and others in host memory, after Ctrl-C between the two."""
+    with simulated_gpu():
+        [(expected, _)] = run_ranks(1, interrupted, PLAIN, False)
+        for budget in range(200 * KiB, 900 * KiB, 25 * KiB):
+            setting = PLAIN.but(offload=(("preset", "auto"), ("device_budget", budget)))  # type: ignore[arg-type]
+            try:
+                [(found, broken)] = run_ranks(1, interrupted, setting, True)
+            except DoesNotFit:
+                continue  # too small for the buffers
+            assert found == expected
+            if broken:
+                return
+    pytest.fail("no budget splits a unit")
+
+
+def edited(world: zero.World, setting: Setting) -> dict[str, float]:
+    """Between steps, a parameter and a moment of the first unit are changed, whose pages have been read ahead."""
+    state, step = setting.start(world, wide)
+    for number in range(4):
+        state, _ = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+        for kind in ("param", "mu"):
+            name, value = next(iter(full_state_dict(state, kind).items()))
+            zero.set_full(state, name, value + 1.0, kind)
+    told = {
+        f"{kind} {name}": value.sum().item()
+        for kind in ("param", "mu")
+        for name, value in full_state_dict(state, kind).items()
+    }
+    state.runtime.store.close()
+    return told
+
+
+def test_pages_that_are_written_between_steps_are_copied_again():
+    with simulated_gpu():
+        expected = run_ranks(1, edited, PLAIN)
+        assert run_ranks(1, edited, PLAIN.but(offload=(("preset", "cpu"),))) == expected

@@ -7,7 +7,7 @@ import pytest
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, train_small, wide
 from zero.core.placement import DoesNotFit
-from zero.engine.full import full_state_dict
+from zero.engine.full import digest, full_state_dict
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.testing import run_ranks, simulated_gpu
@@ -94,3 +94,26 @@ def test_pages_that_are_written_between_steps_are_copied_again():
     with simulated_gpu():
         expected = run_ranks(1, edited, PLAIN)
         assert run_ranks(1, edited, PLAIN.but(offload=(("preset", "cpu"),))) == expected
+
+
+@pytest.mark.parametrize("ahead", [0, 64 * 1024 * KiB])
+def test_what_has_a_slot_of_its_own_is_not_copied_in_again(ahead):
+    """A slot has the values that were copied back from it. Gradients come in, and parameters for their gathers."""
+
+    def counted(world: zero.World) -> tuple[str, int, int]:
+        setting = PLAIN.but(offload=(("preset", "none"), ("optimizer", "cpu")), ahead=ahead, page_bytes=8 * KiB)
+        state, step = setting.start(world, wide)
+        for number in range(3):
+            before = world.compute.copied.nbytes
+            state, _ = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+            state.runtime.settle()
+        moved = world.compute.copied.nbytes - before
+        told = digest(state), moved, sum(spec.nbytes for spec in state.plan.store_pages().values())
+        state.runtime.store.close()
+        return told
+
+    with simulated_gpu():
+        [(found, moved, nbytes)] = run_ranks(1, counted)
+        [(expected, _)] = run_ranks(1, train_small, PLAIN.but(offload=()), 3, wide)
+    assert found == expected
+    assert moved == (2 * nbytes if ahead == 0 else nbytes)

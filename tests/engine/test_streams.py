@@ -670,7 +670,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/saved_tensors.py:OnHost.find home.ready.wait": {"wait": "activations on the host"},
     "engine/staging.py:Staging._complete ready.wait": {"wait": "cpu"},
     "engine/staging.py:Staging._complete self._device.aside": {"wait": "cpu"},
-    "engine/staging.py:Staging._read_ahead self._device.aside": {"wait": "cpu"},
+    "engine/staging.py:Staging._read self._device.aside": {"wait": "cpu"},
     "engine/staging.py:Staging._send before.wait": {"wait": "cpu"},
     "engine/staging.py:Staging._send self._device.aside": {"aside": "cpu"},
     "engine/staging.py:Staging.opened self._complete().wait": {"wait": "cpu"},

@@ -203,7 +203,7 @@ def _arrived(state: State, group: Group) -> State:
 
 def _start(state: State, actions: tuple[Action, ...]) -> tuple[State, tuple[Action, ...]]:
     for _ in range(state.workers - len(state.running)):
-        state, action = _next_move(state) or _next_work(state) or _next_way(state) or (state, None)
+        state, action = _next_move(state) or _next_work(state) or _next_read_or_write(state) or (state, None)
         if action is None:
             break
         state = state._replace(running=state.running | {action})
@@ -232,7 +232,7 @@ def _next_work(state: State) -> tuple[State, Action] | None:
     return _hold(state, event.group, held._replace(phase=Phase.WORKING)), Work(number, event.group, held.slot)
 
 
-def _next_way(state: State) -> tuple[State, Action] | None:
+def _next_read_or_write(state: State) -> tuple[State, Action] | None:
     """A read or a write of a group: the way that fewer actions go now."""
     reads = sum(isinstance(action, Read) for action in state.running)
     writes = sum(isinstance(action, Write) for action in state.running)

@@ -586,7 +586,9 @@ MUTANTS = {
         ("if state.running or state.dirty or not held:", "if state.running or not held:")
     ],
     "work before transfers": [("_next_move(state) or _next_work(state)", "_next_work(state) or _next_move(state)")],
-    "reads before work": [("_next_work(state) or _next_way(state)", "_next_way(state) or _next_work(state)")],
+    "reads before work": [
+        ("_next_work(state) or _next_read_or_write(state)", "_next_read_or_write(state) or _next_work(state)")
+    ],
     "reads before writes": [("return read or write if reads <= writes", "return read or write if True")],
     "writes before reads": [("return read or write if reads <= writes", "return read or write if reads < writes")],
     "the last is written first": [("number = state.dirty[0]", "number = state.dirty[-1]")],

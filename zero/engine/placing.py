@@ -151,7 +151,7 @@ def place_pages(
         except ConfigError as too_small:
             error = too_small
             continue
-        parts = -(-_staged_groups(table, offload, placement) // staged_pages)
+        parts = _staged_parts(table, offload, placement, staged_pages)
         on_disk = "nvme" in (placement.param, placement.grad, *placement.optimizer.values())
         if (on_disk and not slots and (groups or table.copied_pages())) or (parts and not staging_slots):
             continue  # a slower tier than was hoped for, which needs slots
@@ -185,14 +185,15 @@ def _group_count(table: PageTable) -> int:
     return sum(map(table.updated_pages, table.units))
 
 
-def _staged_groups(table: PageTable, offload: Offload, placement: Placement) -> int:
-    """Return the number of groups that a GPU updates and that have pages in host memory, and none on a disk."""
+def _staged_parts(table: PageTable, offload: Offload, placement: Placement, staged_pages: int) -> int:
+    """Return the number of parts that a GPU updates and that have pages in host memory, and none on a disk."""
     if offload.compute == "host" or table.device_is_host or "nvme" in (placement.param, placement.grad):
         return 0
-    tiers = [tier for tier in placement.optimizer.values() if tier != "nvme"]
-    if not table.kept.dtypes:  # the optimizer keeps nothing
-        tiers = ["device"] * _group_count(table)
-    return len(tiers) if "host" in (placement.param, placement.grad, *tiers) else 0
+    keeps = bool(table.kept.dtypes)  # else no page is where `placement.optimizer` says
+    counts = Counter(unit for (unit, _), tier in placement.optimizer.items() if tier != "nvme" or not keeps)
+    if "host" not in (placement.param, placement.grad, *(placement.optimizer.values() if keeps else ())):
+        return 0
+    return sum(-(-count // staged_pages) for count in counts.values())
 
 
 def _least_slots(offload: Offload) -> int:

@@ -137,7 +137,7 @@ class Schedule:
             case Finished(action):
                 self._finished(action)
         for _ in range(self._workers - len(self.running)):
-            following = self._queued.take(self._move) or self._ready.take(self._work) or self._next_way()
+            following = self._queued.take(self._move) or self._ready.take(self._work) or self._next_read_or_write()
             if following is None:
                 break
             self.running.add(following)
@@ -277,7 +277,7 @@ class Schedule:
         held.phase = Phase.WORKING
         return Work(number, event.group, held.slot)
 
-    def _next_way(self) -> Action | None:
+    def _next_read_or_write(self) -> Action | None:
         """Return a read or a write of a group: the way that fewer running actions go, or a read if they are equal."""
         reads = sum(isinstance(action, Read) for action in self.running)
         writes = sum(isinstance(action, Write) for action in self.running)

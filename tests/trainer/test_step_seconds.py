@@ -61,6 +61,13 @@ def stack_plan(
     )  # fmt: skip
 
 
+def paged_plan(units: int, microbatches: int, offload: zero.Offload) -> zero.Plan:
+    """A plan whose pages all move, although there are so few that each could have a slot."""
+    plan = stack_plan(gpu(1).world, units, microbatches, offload, stage=0, room=NO_LIMIT)
+    plan.keeps_staged = False
+    return plan
+
+
 # Against a simulation of events
 
 PAGES = 16
@@ -108,7 +115,7 @@ def simulated_step_s(
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_a_step_lasts_as_long_as_a_simulation_of_its_pages(tier, units, microbatches):
     offload = zero.Offload(optimizer=tier)
-    plan = stack_plan(gpu(1).world, units, microbatches, offload, stage=0, room=NO_LIMIT)
+    plan = paged_plan(units, microbatches, offload)
     states = traffic(plan).states
     nbytes = states.disk_read or states.copy_in
     assert nbytes > 8 * sum(unit.trainable.P for unit in plan.units)
@@ -127,7 +134,7 @@ def test_a_step_lasts_as_long_as_a_simulation_of_its_pages(tier, units, microbat
 
 @pytest.mark.parametrize("part", ["in", "out"])
 def test_slots_for_a_whole_state_leave_the_slower_direction_or_compute(part):
-    plan = stack_plan(gpu(1).world, 4, 1, zero.Offload(optimizer="cpu"), stage=0, room=NO_LIMIT)
+    plan = paged_plan(4, 1, zero.Offload(optimizer="cpu"))
     nbytes = traffic(plan).states.copy_in
     for moving_s in (2.0, 30.0):
         rates = replace(FREE, **{f"copy_{part}_bytes": nbytes / moving_s})
@@ -137,7 +144,7 @@ def test_slots_for_a_whole_state_leave_the_slower_direction_or_compute(part):
 
 def test_the_shares_of_what_limits_a_step_are_its_parts():
     """Reads of 3 s, then the forward of the last unit and the backward. Writes of half as long set nothing."""
-    plan = stack_plan(gpu(1).world, 4, 1, zero.Offload(optimizer="cpu"), stage=0, room=NO_LIMIT)
+    plan = paged_plan(4, 1, zero.Offload(optimizer="cpu"))
     nbytes = traffic(plan).states.copy_in
     rates = replace(FREE, copy_in_bytes=nbytes / 3.0, copy_out_bytes=nbytes / 1.5)
     shares = limits(lambda rates: step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead()), rates)
@@ -148,7 +155,7 @@ def test_the_shares_of_what_limits_a_step_are_its_parts():
 @pytest.mark.parametrize(("units", "in_s"), [(1, 3.0), (4, 3.0), (4, 0.01)])
 def test_a_break_even_is_where_compute_hides_what_moves_but_for_a_fiftieth(units, in_s):
     """Reads take as long as `in_s` forwards. A unit that has nothing before it hides nothing, however long it takes."""
-    plan = stack_plan(gpu(1).world, units, 1, zero.Offload(optimizer="cpu"), stage=0, room=NO_LIMIT)
+    plan = paged_plan(units, 1, zero.Offload(optimizer="cpu"))
     rates = replace(FREE, copy_in_bytes=traffic(plan).states.copy_in / in_s)
 
     def seconds(rates: Rates, tokens: float) -> float:
@@ -160,7 +167,7 @@ def test_a_break_even_is_where_compute_hides_what_moves_but_for_a_fiftieth(units
 
 
 def test_no_number_of_tokens_hides_a_disk_that_stands_still():
-    plan = stack_plan(gpu(1).world, 2, 1, zero.Offload(optimizer="cpu"), stage=0, room=NO_LIMIT)
+    plan = paged_plan(2, 1, zero.Offload(optimizer="cpu"))
     rates = replace(FREE, copy_out_bytes=1e-9)
     assert break_even(lambda rates, n: step_seconds(plan, rates, Work(1.0), Work(2.0), tokens=n), rates) == inf
 
@@ -223,11 +230,12 @@ def test_an_h100_computes_seven_billion_parameters_at_the_rate_of_its_products()
 
 
 @pytest.mark.parametrize(("fast", "compute"), [("copy_in_bytes", "device"), ("host_update_numel", "host")])
-def test_auto_updates_where_a_step_is_shorter(fast, compute):
+def test_auto_updates_where_a_step_is_shorter(fast, compute, monkeypatch):
+    monkeypatch.setattr(placing, "STAGED", 1)  # so that pages move
     settings = config(
         zero_={"stage": 3},
         precision={"compute": "bf16"},
-        offload={"optimizer": "cpu", "grad": "cpu", "compute": "auto"},
+        offload={"optimizer": "cpu", "grad": "cpu", "compute": "auto", "ahead": 0},
     )
     model, machine = model_of(settings), gpu(1)
     rates = replace(FREE, flops=1e15, attention_flops=1e15, copy_in_bytes=1e6, host_update_numel=1e4)
@@ -247,7 +255,7 @@ def test_auto_updates_where_a_step_is_shorter(fast, compute):
 
 
 def test_auto_is_the_device_where_nothing_is_offloaded():
-    settings = config(offload={"compute": "auto"})
+    settings = config(offload={"compute": "auto", "ahead": 0})
     model, machine = model_of(settings), gpu(1)
     choice = plan_choice(settings, "config", machine, model, assumed(settings, machine), Activations(settings, model))
     assert choice.config.offload.compute == "device"
@@ -255,7 +263,8 @@ def test_auto_is_the_device_where_nothing_is_offloaded():
 
 @pytest.mark.parametrize(("fast", "compute"), [("copy_in_bytes", "device"), ("host_update_numel", "host")])
 def test_a_run_takes_the_processor_that_its_measured_rates_favour(fast, compute, monkeypatch):
-    settings = config(zero_={"stage": 3}, offload={"optimizer": "cpu", "compute": "auto"})
+    monkeypatch.setattr(placing, "STAGED", 1)  # so that pages move
+    settings = config(zero_={"stage": 3}, offload={"optimizer": "cpu", "compute": "auto", "ahead": 0})
     rates = replace(FREE, flops=1e15, attention_flops=1e15, copy_in_bytes=1e6, host_update_numel=1e4)
     monkeypatch.setattr(
         sys.modules[resolve_auto.__module__], "measured", lambda *_, **__: replace(rates, **{fast: 1e12})
@@ -268,7 +277,7 @@ def test_a_run_takes_the_processor_that_its_measured_rates_favour(fast, compute,
 
 def test_a_run_on_a_cpu_measures_nothing_to_choose_its_processor(monkeypatch):
     monkeypatch.setattr(sys.modules[resolve_auto.__module__], "measured", lambda *_, **__: pytest.fail("measured"))
-    settings = config(batch={"global": 1}, offload={"compute": "auto"})
+    settings = config(batch={"global": 1}, offload={"compute": "auto", "ahead": 0})
     resolved = resolve_auto(settings, model_of(settings), zero.World.from_env(device="cpu"), Tracker())
     assert (resolved.config.offload.compute, resolved.step_s) == ("device", None)
 

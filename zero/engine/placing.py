@@ -48,6 +48,8 @@ class Placed(NamedTuple):
     staging_slots: int
     staged_pages: int
     """The number of pages of each kind for which a slot of `zero.engine.staging` has room."""
+    keeps_staged: bool
+    """Whether there is a slot of staging for each part, so that slots keep their parts; False beside a disk."""
     placement: Placement
 
 
@@ -159,7 +161,8 @@ def place_pages(
             spare_bytes = 3 * 4 * max(unit.trainable.P for unit in table.units)  # to read a whole unit in fp32
             free_bytes = int(AHEAD_SHARE * (device_bytes - placement.bytes["device"])) - spare_bytes
             staging_slots += max(free_bytes, 0) // staged_bytes
-        return Placed(slots, min(staging_slots, parts), staged_pages, placement)
+        keeps = 0 < parts <= staging_slots and "nvme" not in placement.optimizer.values()
+        return Placed(slots, min(staging_slots, parts), staged_pages, keeps, placement)
     assert error is not None
     raise error
 

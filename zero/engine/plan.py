@@ -99,6 +99,7 @@ class Plan(PageTable):
         arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
         staging_slots: the number of slots on a GPU through which pages in host memory are updated.
         staged_pages: the number of pages of each kind for which such a slot has room.
+        keeps_staged: whether each of these pages has a slot of its own, so that only gradients are copied in.
 
     Raises:
         PlanError: a setting has an unknown value or contradicts another one; or the model cannot be split, or an
@@ -214,14 +215,20 @@ class Plan(PageTable):
         )
         table = PageTable(**vars(facts), page_numel=page_bytes // 4)
         try:
-            self.arena_slots, self.staging_slots, self.staged_pages, self.placement = place(table)
+            placed = place(table)
         except ConfigError:
             if gather != "auto" or not table.keeps_secondary:
                 raise
             table = replace(table, secondary=None)
-            self.arena_slots, self.staging_slots, self.staged_pages, self.placement = place(table)
-        placed = replace(table, param_tier=self.placement.param, grad_tier=self.placement.grad)
-        super().__init__(**vars(placed))
+            placed = place(table)
+        self.placement, self.arena_slots, self.staging_slots = (
+            placed.placement,
+            placed.arena_slots,
+            placed.staging_slots,
+        )
+        self.staged_pages, self.keeps_staged = placed.staged_pages, placed.keeps_staged
+        table = replace(table, param_tier=self.placement.param, grad_tier=self.placement.grad)
+        super().__init__(**vars(table))
 
     def tier(self, page: Page) -> Tier:
         """Return the tier of a page."""

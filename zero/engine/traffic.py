@@ -118,13 +118,15 @@ def traffic(plan: Plan) -> Traffic:
 def _update(plan: Plan, states: Load, params: Load, grads: Load, offloaded_numel: int) -> Load:
     """Return the bytes of the update: states and gradients are read, states and new parameters are written.
 
+    States that have slots of their own on a GPU are not read.
+
     If the host updates, pages in host memory do not move, but gradients and parameters on the device do.
 
     Args:
         states, params, grads: the bytes that reading these pages once takes.
     """
     reads_params, on_host = plan.precision.master.reads_params, plan.offload.compute == "host"
-    read = states + grads + params.times(reads_params)
+    read = grads if plan.keeps_staged else states + grads + params.times(reads_params)
     written = (states + params).back
     if plan.world.compute.shares_memory or not on_host:
         return read + written

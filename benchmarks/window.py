@@ -70,7 +70,7 @@ PRESETS = {
     **{name: {"preset": name} for name in ("cpu", "nvme", "infinity")},
 }
 ROWS = ("update", "gather", "reduce", "page in", "page out")
-WAYS = {
+DIRECTIONS = {
     "in": "bytes from the host",
     "out": "bytes to the host",
     "read": "bytes from files",
@@ -93,7 +93,7 @@ class Setting(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A step on the simulated clock: its seconds, bytes by `WAYS`, and exposed seconds by row; all for one rank."""
+    """A step on the simulated clock, for one rank: its seconds, bytes by `DIRECTIONS`, and exposed seconds by row."""
 
     step_s: float
     nbytes: dict[str, float]
@@ -229,7 +229,7 @@ def steps(world: "zero.World", small: Small, preset: str, moments: str, ahead: f
     store.close()
     exposed = timeline.hidden()
     step_s = (streams.seconds(end) - streams.seconds(begin)) / STEPS
-    nbytes = {way: moved[name] / STEPS for way, name in WAYS.items()}
+    nbytes = {direction: moved[name] / STEPS for direction, name in DIRECTIONS.items()}
     return Timed(step_s, nbytes, {row: exposed[row].exposed_s / STEPS for row in ROWS})
 
 
@@ -288,8 +288,8 @@ def rows(settings: list[Setting], small: Small | None) -> Iterator[dict[str, Any
             "share": round(plain_s / offloaded.step_s, 3),
             "limit": round(plain_s / max(plain_s, copied_s, disk_s), 3),
             "step_ms": round(scale * offloaded.step_s),
-            "bytes": {way: round(nbytes / numel, 1) for way, nbytes in offloaded.nbytes.items()},
-            "exposed_ms": {row: round(scale * seconds) for row, seconds in offloaded.exposed_s.items()},
+            "bytes": {direction: round(nbytes / numel, 1) for direction, nbytes in offloaded.nbytes.items()},
+            "exposed_ms": {kind: round(scale * seconds) for kind, seconds in offloaded.exposed_s.items()},
         }
 
 

@@ -14,7 +14,7 @@ from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.planning.cost import step_seconds
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.rates import measured
+from zero.trainer.planning.probes import measured
 from zero.trainer.planning.tracing import Traced
 
 

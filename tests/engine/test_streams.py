@@ -613,7 +613,7 @@ OTHERS = {
     ),
     "zero/checkpoint/save.py:Saving._await_copies": "`Runtime.await_copies`, which is in the list, calls it",
     "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
-    "zero/trainer/planning/rates.py": "a probe's time is taken when all is done",
+    "zero/trainer/planning/probes.py": "a probe's time is taken when all is done",
     "zero/engine/step.py:Step._reduce": "the reducer, whose waits are in the list",
     "zero/deepspeed/engine.py": "a step, whose waits are in the list",
     "zero/store/prefetch.py:PrefetchStore.drain": "passes waits on",
@@ -622,8 +622,8 @@ OTHERS = {
 """Files, or functions, with calls that are named like waits, and why they are none of the list."""
 
 NEEDED: dict[str, dict[str, str]] = {
-    "checkpoint/save.py:_arrived copied.finish": {"finish": "saved at stage 1"},
-    "checkpoint/save.py:_arrived ticket.wait": {"ticket": "saved, nvme"},
+    "checkpoint/pieces.py:_arrived copied.finish": {"finish": "saved at stage 1"},
+    "checkpoint/pieces.py:_arrived ticket.wait": {"ticket": "saved, nvme"},
     "deepspeed/initialization.py:_broadcast_buffers world.broadcast().wait": {"collective": "a loop of one's own"},
     "deepspeed/initialization.py:_values_of_rank_0.fill world.broadcast().wait": {"collective": "a loop of one's own"},
     "distributed/routes.py:_TwoHalves.go_on handle.wait": {"collective": "two nodes"},

@@ -160,7 +160,7 @@ def test_a_unit_is_one_copy_and_no_page_is_asked_of_the_schedule(page_bytes, cop
 
 
 def gathers_and_forwards(world: zero.World, tiers: tuple[tuple[str, str], ...]) -> list[list[str]]:
-    """What starts in a forward that finds updates that wait, and in an evaluation after another one, in order."""
+    """Return the order of gathers and forwards: of a forward with pending updates, then of a second evaluation."""
     state = start(world, "cpu", tiers=tiers)
     told: list[str] = []
     of_gathers = state.runtime.routes._gather_world
@@ -181,15 +181,15 @@ def gathers_and_forwards(world: zero.World, tiers: tuple[tuple[str, str], ...]) 
             x = layer(x)
             told.append(f"end {number}")
 
-    forward, found = zero.make_forward(state.plan, through), []
+    forward, orders = zero.make_forward(state.plan, through), []
     under_way = zero.Step(state)
     under_way.microbatch()
     for run in (partial(through, state.model), partial(forward, state), partial(forward, state)):
         told.clear()
         run(ones())
-        found.append([one for one in told if one.split()[0] in ("gather", "forward", "end")])
+        orders.append([event for event in told if event.split()[0] in ("gather", "forward", "end")])
     under_way.abandon()
-    return found[::2]
+    return orders[::2]
 
 
 ON_A_DISK = (("optimizer", "nvme"),)
@@ -203,7 +203,7 @@ def test_ranks_gather_ahead_also_after_an_update(tiers):
             for before, unit in pairwise(range(4)):
                 assert first.index(f"gather {unit}") < first.index(f"end {before}")
                 assert (first.index(f"gather {unit}") < first.index(f"forward {before}")) is (not tiers)
-            assert [one for one in first if "gather" in one] == [f"gather {unit}" for unit in range(4)]
+            assert [event for event in first if "gather" in event] == [f"gather {unit}" for unit in range(4)]
             assert second.index("gather 1") < second.index("forward 0")
             assert second.index("gather 3") < second.index("forward 2")
             assert sorted(second) == sorted(first)

@@ -389,7 +389,7 @@ def ended(node: Node, action: Any) -> Node:
 # -- laws --------------------------------------------------------------------------------------------------------------
 
 MOVE, WORK, READ, AHEAD, WRITE = range(5)
-"""What is started first, if it can be; reads and writes take turns."""
+"""Actions that can start, the most urgent first; reads and writes take turns."""
 
 
 def startable(node: Node) -> list[tuple[Any, ...]]:

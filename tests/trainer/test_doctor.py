@@ -201,9 +201,9 @@ def test_threads_are_doubled_until_the_rate_of_each_disk_stops_growing(tmp_path,
     rates, asked = {4: 2e9, 8: 3.9e9, 16: 6e9, 32: 6.5e9}, []
     monkeypatch.setattr(doctor, "probe", lambda folder, *, threads: asked.append(threads) or rates[threads])
     config = {"offload": {"path": [str(tmp_path), "."], "threads": threads}}
-    found = found_on(tmp_path, config=config)["disk rate"]
-    assert (found.state, found.advice.partition(",")[0]) == (state, advice)
-    assert "6.00 GB/s read beside 6.00 GB/s written, by 16 threads" in found.finding
+    check = found_on(tmp_path, config=config)["disk rate"]
+    assert (check.state, check.advice.partition(",")[0]) == (state, advice)
+    assert "6.00 GB/s read beside 6.00 GB/s written, by 16 threads" in check.finding
     assert asked == [4, 8, 16, 32] * 2
 
 

@@ -43,7 +43,7 @@ from zero.trainer.planning import (
     against_measured,
     choices,
     measured,
-    rates as probes,
+    probes,
     resolve_auto,
     trace,
 )

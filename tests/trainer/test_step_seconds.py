@@ -20,7 +20,7 @@ from zero.errors import ConfigError
 from zero.testing import run_ranks, simulated_gpu
 from zero.testing.simulated_time import RATES
 from zero.tracker import Tracker
-from zero.trainer.planning import Activations, Machine, plan_text, rates as probes, resolve_auto, trace
+from zero.trainer.planning import Activations, Machine, plan_text, probes, resolve_auto, trace
 from zero.trainer.planning.choices import plan_choice
 from zero.trainer.planning.cost import Ahead, Rates, break_even, limits, step_seconds
 from zero.trainer.planning.rates import assumed, with_drives
@@ -371,7 +371,7 @@ def simulated_rates(world: zero.World, moments: str) -> Rates:
 
 @pytest.fixture(scope="module")
 def rates_by_moments():
-    found = {}
+    rates = {}
     for moments in ("fp32", "bf16"):
         with simulated_gpu(races=True), pytest.MonkeyPatch.context() as patch:
 
@@ -381,8 +381,8 @@ def rates_by_moments():
                 )
                 return simulated_rates(world, moments)
 
-            [found[moments]] = run_ranks(1, run)
-    return found
+            [rates[moments]] = run_ranks(1, run)
+    return rates
 
 
 @pytest.mark.parametrize(("units", "tier", "moments", "microbatches", "rows"), PLANS)

@@ -13,7 +13,6 @@ its files are removed.
 Source: Mohan et al. 2021, "CheckFreq", for the list of values that a checkpoint needs.
 """
 
-import itertools
 import json
 import math
 import platform
@@ -21,10 +20,8 @@ import random
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,31 +29,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, check, flats
+from zero.checkpoint.contents import check, flats
 from zero.checkpoint.manifest import FORMAT, File, Index, Manifest, file_name, held, to_text
+from zero.checkpoint.pieces import on_host, staging_bytes, values_of
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
-from zero.core.layout import pages
 from zero.core.loss_scale import LossScale
-from zero.core.sizes import round_up
 from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_type
 from zero.engine.plan import Plan
-from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
-from zero.engine.unit_state import UnitState
 from zero.errors import CheckpointError, if_it_fails, with_class
-from zero.platform.device import PASSED, Arena, Event
+from zero.platform.device import PASSED, Arena
 from zero.platform.files import memory_of, naming
-from zero.platform.handle import Done, Handle, Then
+from zero.platform.handle import Then
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
-from zero.store import Page
-
-AHEAD = 5
-"""Number of pages of a kind that are read before the writer needs them: a few more than the store's threads."""
 
 MEET_S = 1.0
 """Seconds between two collectives of `join`, in which ranks report whether their threads are still running."""
@@ -116,11 +106,6 @@ def snapshot_bytes(plan: Plan) -> int:
     return copies + plan.model_buffer_bytes + staging_bytes(plan)
 
 
-def staging_bytes(plan: Plan) -> int:
-    """Return the bytes of host memory through which a save reads pages, pinned if there is a GPU."""
-    return 2 * (AHEAD + 1) * round_up(plan.page_numel * torch.float32.itemsize)
-
-
 class Saving:
     """A save in progress, which `finish` ends. Constructing it is collective.
 
@@ -170,7 +155,7 @@ class Saving:
         self._folder = Path(by_rank_0(self._world, lambda: str(root.begin(state.tried))))
         with if_it_fails(self.abandon):
             self._random = random_state()
-            self._buffers = {name: _on_host(buffer) for name, buffer in buffers.items()}  # a forward may change them
+            self._buffers = {name: on_host(buffer) for name, buffer in buffers.items()}  # a forward may change them
             if behind:
                 self._start()
             else:
@@ -231,8 +216,9 @@ class Saving:
         finite, done, total = True, 0, sum(part.nbytes for part in parts)
         with self._reporting(), ShardWriter(self._root.disk, path, parts, behind=behind) as writer:
             with closing(Arena(staging_bytes(plan), plan.world.compute, pin=plan.offload.pin)) as staging:
+                memory = staging.take(staging.nbytes)
                 with plan.world.compute.paging("saving", after=PASSED):
-                    for tensor in self._values(staging.take(staging.nbytes).chunk(2 * (AHEAD + 1))):
+                    for tensor in values_of(self._held, self._manifest.flats, self._buffers, self._runtime, memory):
                         if behind is not None:
                             behind()
                         finite = finite and _is_finite(tensor)
@@ -244,25 +230,6 @@ class Saving:
             index = Index(writer.finish(), self._random)
             file = self._root.write_index(self._folder, rank, world, index)
             self._report = {"file": file, "finite": finite}
-
-    def _values(self, staging: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the pieces of this rank's file in order, as contiguous CPU tensors; each is valid until the next one.
-
-        Args:
-            staging: host memory for pages, 1-D uint8.
-        """
-        units, flats = self._runtime.units, self._manifest.flats
-        for (number, kind), group in itertools.groupby(self._held, key=lambda piece: (piece.flat, piece.kind)):
-            if kind == BUFFER:
-                yield from (self._buffers[piece.slot.name] for piece in group)
-                continue
-            layout = flats[number].layout
-            start, stop = flats[number].share(self._world.rank)
-            for origin, page in _pages(self._runtime, units[number % len(units)], kind, start, stop, staging):
-                first, last = max(origin, start), min(origin + page.numel(), stop)
-                for part in layout.pieces(first, last):
-                    begin = first - origin + part.start_in_range
-                    yield page[begin : begin + part.slot_stop - part.slot_start]
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -358,90 +325,6 @@ def check_shared(world: World, root: Path) -> None:
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
-
-
-def _pages(
-    runtime: Runtime, unit: UnitState, kind: str, start: int, stop: int, staging: Sequence[Tensor]
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first element, values) of each page of this rank that overlaps elements [start, stop) of a unit's flat."""
-    plan, master = runtime.plan, runtime.plan.precision.master
-    read = partial(_kept, runtime, unit, start, stop, staging[AHEAD + 1 :])
-    params = partial(
-        _kept,
-        runtime,
-        unit,
-        start,
-        stop,
-        staging[: AHEAD + 1],
-        "param",
-        plan.precision.compute,
-        unit.own_params(full_update=plan.full_update),
-    )
-    if kind == FROZEN:
-        yield from read("frozen", plan.precision.compute, unit.frozen_S)
-    elif kind != PARAMETER:
-        form = plan.optimizer.form(kind)
-        for origin, page in read(kind, form.dtype):
-            yield origin, form.values_of(page)
-    elif master.kind is None:
-        yield from params()
-    else:
-        params_read = params() if master.reads_params else itertools.repeat((0, torch.empty(0)))
-        for (origin, kept_K), (_, param_K) in zip(read(master.kind, master.dtype), params_read, strict=False):
-            yield origin, master.of(param_K, kept_K)
-
-
-def _kept(
-    runtime: Runtime,
-    unit: UnitState,
-    start: int,
-    stop: int,
-    staging: Sequence[Tensor],
-    kind: str,
-    dtype: torch.dtype,
-    in_memory: Tensor | None = None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first element, contents) of each page of one kind that overlaps elements [start, stop) of a unit's flat.
-
-    Args:
-        in_memory: this rank's part of the flat; None: the pages are read from the store.
-    """
-    plan, device = runtime.plan, runtime.plan.world.compute
-    layout = unit.spec.frozen if kind == "frozen" else unit.spec.trainable
-    origin, end = (0, layout.P) if plan.full_update and kind != "frozen" else layout.shard(plan.rank)
-    wanted = [
-        (number, a, b)
-        for number, (a, b) in enumerate(pages(end - origin, plan.page_numel))
-        if origin + a < stop and origin + b > start
-    ]
-    waiting: deque[tuple[int, Tensor, Handle, Event]] = deque()
-    for place, (number, a, b) in enumerate(wanted):
-        if in_memory is not None and device.shares_memory:
-            yield origin + a, in_memory[a:b].detach()
-            continue
-        if len(waiting) == len(staging):
-            yield _arrived(*waiting.popleft())
-        numel = plan.kept.numel(kind, b - a)
-        page = staging[place % len(staging)][: numel * dtype.itemsize].view(dtype)
-        if in_memory is None:
-            ticket: Handle = runtime.store.read(Page(unit.index, kind, number), page)
-        else:
-            device.copy(page, in_memory[a:b].detach())
-            ticket = Done()
-        waiting.append((origin + a, page, ticket, device.mark()))
-    while waiting:
-        yield _arrived(*waiting.popleft())
-
-
-def _arrived(origin: int, page: Tensor, ticket: Handle, copied: Event) -> tuple[int, Tensor]:
-    ticket.wait()
-    copied.finish()
-    return origin, page
-
-
-def _on_host(buffer: Tensor) -> Tensor:
-    """Return a copy of a buffer in host memory, 1-D and contiguous."""
-    return buffer.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous().view(-1)
 
 
 def random_state() -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -124,32 +125,29 @@ def place_pages(
     staged_pages = max(1, min(STAGED_BYTES // max(table.slot_bytes, 1), pages_each))
     staged_bytes = max(staged_pages * table.slot_bytes, 1)
 
-    def placed(arena_slots: int, staging_slots: int) -> Placement:
-        return place(
-            offload,
-            [(*group, sizes[group]) for group in groups],
-            param_bytes=table.param_bytes(),
-            grad_bytes=table.most_grad_bytes(),
-            activation_bytes=activation_bytes,
-            resorts=_resorts(table),
-            parameters_sharded=table.stage.parameters,
-            device_fixed_bytes=sum(table.buffer_bytes().values())
-            + (staging_slots and staging_slots * staged_bytes)
-            + table.secondary_bytes("device")
-            + buffer_bytes,
-            host_fixed_bytes=(arena_slots and arena_slots * table.slot_bytes)
-            + table.secondary_bytes("host")
-            + host_activation_bytes,
-            device_bytes=device_bytes,
-            host_bytes=budget_bytes(offload.host_budget, room.host),
-            disk_bytes=room.disk,
-            device_is_host=table.device_is_host,
-        )
-
+    placed = partial(
+        place,
+        offload,
+        [(*group, sizes[group]) for group in groups],
+        param_bytes=table.param_bytes(),
+        grad_bytes=table.most_grad_bytes(),
+        activation_bytes=activation_bytes,
+        resorts=_resorts(table),
+        parameters_sharded=table.stage.parameters,
+        device_bytes=device_bytes,
+        host_bytes=budget_bytes(offload.host_budget, room.host),
+        disk_bytes=room.disk,
+        device_is_host=table.device_is_host,
+    )
+    on_device = sum(table.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes
+    on_host = table.secondary_bytes("host") + host_activation_bytes
     error: ConfigError | None = None
     for slots, staging_slots in _choices(table, offload, room, (offload.ahead or 0) // staged_bytes):
         try:
-            placement = placed(slots, staging_slots)
+            placement = placed(
+                device_fixed_bytes=on_device + (staging_slots and staging_slots * staged_bytes),
+                host_fixed_bytes=on_host + (slots and slots * table.slot_bytes),
+            )
         except ConfigError as too_small:
             error = too_small
             continue
@@ -193,10 +191,10 @@ def _staged_parts(table: PageTable, offload: Offload, placement: Placement, stag
     if offload.compute == "host" or table.device_is_host or "nvme" in (placement.param, placement.grad):
         return 0
     keeps = bool(table.kept.dtypes)  # else no page is where `placement.optimizer` says
-    counts = Counter(unit for (unit, _), tier in placement.optimizer.items() if tier != "nvme" or not keeps)
     if "host" not in (placement.param, placement.grad, *(placement.optimizer.values() if keeps else ())):
         return 0
-    return sum(-(-count // staged_pages) for count in counts.values())
+    groups = [group for group, tier in placement.optimizer.items() if tier != "nvme" or not keeps]
+    return len({(unit, number // staged_pages) for unit, number in groups})
 
 
 def _least_slots(offload: Offload) -> int:

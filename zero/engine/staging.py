@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from zero.core.sizes import round_up
-from zero.engine.unit_state import Part
+from zero.engine.parts import Part
 from zero.platform.device import PASSED, Device, Event
 from zero.store import Group, PageKind, PrefetchStore
 

@@ -2,47 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero.core.optim import Hyper
+from zero.engine.parts import Part
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.pool import Buffer
 from zero.engine.unit import UnitSpec
 from zero.engine.unit_step import UnitStep
 from zero.platform.device import PASSED, Event
 from zero.platform.handle import Handle
-from zero.store import Group, Page, Ticket
-
-
-class Part(NamedTuple):
-    """A range of the elements that this rank updates of a unit, with the groups of pages that hold its state.
-
-    A group has the pages of one number, one of each kind. Neighbouring groups in memory are one part.
-    """
-
-    start: int
-    stop: int
-    groups: tuple[Group, ...]
-    staged: bool
-    """Whether a GPU updates it and its pages are in host memory, see `zero.engine.staging`."""
-    lent: tuple[Tensor, ...] | None = None
-    """The pages in memory, those of one kind as one tensor, in the order of `Group.all`; None if the store's threads
-    update the part."""
-    tables: tuple[Tensor, ...] = ()
-    """`zero.core.fused.tables` for the kernel that updates the part; empty without a kernel."""
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the training thread updates the pages in place."""
-        return self.lent is not None and not self.staged
-
-    @property
-    def pages(self) -> tuple[Page, ...]:
-        """The pages that the update reads and writes."""
-        return tuple(page for group in self.groups for page in group.pages)
+from zero.store import Ticket
 
 
 @dataclass(eq=False, slots=True)

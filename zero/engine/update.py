@@ -27,19 +27,20 @@ from torch import Tensor
 
 from zero.core.fused import numbers, optimizer_of, signed, tables
 from zero.core.kept import Kept
-from zero.core.layout import Layout, pages
+from zero.core.layout import Layout
 from zero.core.master import cut_as, in_fp32
 from zero.core.moments import permutation
 from zero.core.optim import Hyper
 from zero.core.updates import PageBatch, Settings, on_device
 from zero.engine.gradient import Gradients
+from zero.engine.parts import Part, parts_of
 from zero.engine.plan import Plan
 from zero.engine.staging import Staging
-from zero.engine.unit_state import Part, UnitState
+from zero.engine.unit_state import UnitState
 from zero.errors import StaleStateError
 from zero.platform.device import PASSED, Device, Event
 from zero.platform.timeline import Tape
-from zero.store import Group, Page, PageKind, PrefetchStore, Ticket
+from zero.store import PageKind, PrefetchStore, Ticket
 
 GPU_GROUPS = 4
 """The most groups of pages that a GPU updates at a time, because each has a copy in device memory. Copies to and from
@@ -81,7 +82,8 @@ class Updater:
         self._kept.prepare(self._where.device)
         self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
         for unit in units:
-            unit.parts = tuple(part._replace(tables=self._tables_of(unit, part)) for part in self._parts_of(unit))
+            parts = parts_of(plan, store, unit.spec, self._where)
+            unit.parts = tuple(part._replace(tables=self._tables_of(unit, part)) for part in parts)
         self._limit = nullcontext() if self._where.shares_memory else threading.Semaphore(GPU_GROUPS)
         self._order = list(units)  # of the coming updates
         self._visited: list[UnitState] = []
@@ -267,11 +269,7 @@ class Updater:
         param_K = paged.pop(PageKind.PARAM, None if params is None else params[start:stop])
         grad_K = paged.pop(PageKind.GRAD, None if grad is None else grad[start:stop])
         kept = cast(list[Tensor], [*paged.values()])
-        return Piece(self._first(unit, part), cast(Tensor, param_K), kept, cast(Tensor, grad_K), part.tables)
-
-    def _first(self, unit: UnitState, part: Part) -> int:
-        """Return the index of the first element of a part in the unit's trainable flat."""
-        return part.start + (0 if self._full_update else unit.spec.trainable.shard(self._rank)[0])
+        return Piece(part.first, cast(Tensor, param_K), kept, cast(Tensor, grad_K), part.tables)
 
     def _update_offloaded(self, unit: UnitState, hyper: Hyper, piece: Piece) -> None:
         """Update one part on the device that the plan chose, and copy tensors of other devices there and back."""
@@ -320,60 +318,12 @@ class Updater:
             now = hyper.groups[number]
             self._transform.update(PageBatch(masters, grads, tuple(moments), now, hyper.divisor, hyper.numbers))
 
-    # -- where things are ----------------------------------------------------------------------------------------------
-
-    def _parts_of(self, unit: UnitState) -> list[Part]:
-        plan, index = self._plan, unit.index
-        parts = []
-        for number, (start, stop) in enumerate(pages(plan.update_numel(unit.spec), plan.page_numel)):
-            group = Group(
-                index,
-                number,
-                tuple(Page(index, kind, number) for kind in plan.state_kinds),
-                (Page(index, PageKind.GRAD, number),) if plan.grads_offloaded else (),
-                tuple(Page(index, kind, number) for kind in plan.written_kinds),
-            )
-            lent = [self._store.in_place(page) for page in group.all]
-            in_memory = all(page_K is not None for page_K in lent)
-            on_device = len(group.all) == len(group.pages) and all(
-                page_K is not None and self._device.is_home_of(page_K) for page_K in lent
-            )
-            staged = in_memory and not on_device and not self._where.shares_memory
-            directly = cast(tuple[Tensor, ...], tuple(lent)) if on_device or staged else None
-            parts.append(Part(start, stop, (group,), staged, directly))
-        runs = groupby(parts, lambda part: (part.staged, part.lent is None))
-        return [
-            joined for (staged, _), run in runs for joined in self._joined([*run], plan.staged_pages if staged else 0)
-        ]
-
-    def _joined(self, parts: list[Part], limit: int) -> list[Part]:
-        """Return parts that follow each other as one if their pages are adjacent in memory; else `parts`.
-
-        Args:
-            limit: the most groups of pages of a part; 0: no limit.
-        """
-        if parts[0].lent is None:
-            return parts
-        if limit and len(parts) > limit:
-            return [
-                joined
-                for first in range(0, len(parts), limit)
-                for joined in self._joined(parts[first : first + limit], 0)
-            ]
-        groups = [group for part in parts for group in part.groups]
-        views = [self._store.in_place_views(pages) for pages in zip(*(group.all for group in groups), strict=True)]
-        if any(len(adjacent) > 1 for adjacent in views):
-            return parts
-        lent = tuple(view for [view] in views)
-        return [parts[0]._replace(stop=parts[-1].stop, groups=tuple(groups), lent=lent)]
-
     def _tables_of(self, unit: UnitState, part: Part) -> tuple[Tensor, ...]:
         """Return the tables of a part for the kernel, on the device that updates it; none without a kernel."""
         device = self._device if part.on_device else self._where
         if self._fused is None or not device.tile_numel:
             return ()
-        first = self._first(unit, part)
-        made = tables(unit.spec.trainable, first, first + part.stop - part.start, device.tile_numel)
+        made = tables(unit.spec.trainable, part.first, part.first + part.stop - part.start, device.tile_numel)
         return tuple(device.upload(table) for table in made)
 
     def _expect(self) -> None:
@@ -381,10 +331,10 @@ class Updater:
         for place, unit in enumerate(self._order):
             unit.place = place
         parts = [part for unit in self._order for part in unit.parts if not part.on_device]
-        self._staging.expect([part for part in parts if part.staged])
-        self._coming = iter([unit for unit in self._order if any(part.staged for part in unit.parts)])
-        groups = [group for part in parts if not part.staged for group in part.groups]
-        if groups:
+        if staged := [part for part in parts if part.staged]:
+            self._staging.expect(staged)
+            self._coming = iter([unit for unit in self._order if any(part.staged for part in unit.parts)])
+        if groups := [group for part in parts if not part.staged for group in part.groups]:
             self._store.expect(groups)
 
     def _training(self, unit: UnitState) -> list[tuple[int, int]]:

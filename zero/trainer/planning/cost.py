@@ -175,6 +175,9 @@ LIMITS: Mapping[str, tuple[str, ...]] = {
 }
 """Parts of a machine that may limit a step -> their fields in `Rates`."""
 
+DISK_RATES = (*LIMITS["disk reads"], *LIMITS["disk writes"])
+"""The fields in `Rates` of a node's disks."""
+
 HIDDEN = ("PCIe in", "PCIe out", "disk reads", "disk writes", "host memory", "links", "the update on the host")
 """Parts of a machine that can work beside compute."""
 
@@ -189,7 +192,7 @@ def limits(seconds: Callable[[Rates], float], rates: Rates) -> dict[str, float]:
     shares = {}
     for name, fields in LIMITS.items():
         times = {field: 1 + growth if field == "launch_s" else 1 / (1 + growth) for field in fields}
-        shares[name] = (seconds(_scaled(rates, times)) / before_s - 1) / growth
+        shares[name] = (seconds(scaled(rates, times)) / before_s - 1) / growth
     return {name: share for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.01}
 
 
@@ -201,7 +204,7 @@ def break_even(seconds: Callable[[Rates, float], float], rates: Rates) -> float:
     Args:
         seconds: the seconds of a step by rates and a factor of tokens.
     """
-    unbound = _scaled(rates, {field: math.inf for name in HIDDEN for field in LIMITS[name]})
+    unbound = scaled(rates, {field: math.inf for name in HIDDEN for field in LIMITS[name]})
 
     def hides(factor: float) -> bool:
         return seconds(rates, factor) <= (1 + ALIKE) * seconds(unbound, factor)
@@ -217,7 +220,7 @@ def break_even(seconds: Callable[[Rates, float], float], rates: Rates) -> float:
     return 2.0**high
 
 
-def _scaled(rates: Rates, times: Mapping[str, float]) -> Rates:
+def scaled(rates: Rates, times: Mapping[str, float]) -> Rates:
     """Return the rates with some of them multiplied, by their names."""
     values: dict[str, Any] = {name: getattr(rates, name) * factor for name, factor in times.items()}
     return replace(rates, **values)

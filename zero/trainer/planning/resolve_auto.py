@@ -33,7 +33,8 @@ from zero.trainer.planning.choices import (
 )
 from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.rates import assumed, between_ranks, measured, with_disk_or_without
+from zero.trainer.planning.probes import between_ranks, measured, with_disk_or_without
+from zero.trainer.planning.rates import assumed
 from zero.trainer.planning.resolve_activations import resolve_activations
 
 

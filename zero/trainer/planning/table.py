@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -27,9 +26,19 @@ from zero.trainer.planning.choices import (
     with_activations,
     with_compute,
 )
-from zero.trainer.planning.cost import ALIKE, Rates, break_even, limits, seconds_text, step_seconds
+from zero.trainer.planning.cost import (
+    ALIKE,
+    DISK_RATES,
+    Rates,
+    break_even,
+    limits,
+    scaled,
+    seconds_text,
+    step_seconds,
+)
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.rates import assumed, with_disk_or_without, with_drives
+from zero.trainer.planning.probes import with_disk_or_without
+from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
 from zero.trainer.task import build_task
 
@@ -185,10 +194,7 @@ def _limits(
         return choice.seconds / seconds(plan, rates)
 
     moments = config.optim.model_copy(update={"moments": "bf16"}) if config.optim.moments == "fp32" else config.optim
-    more = 1 + 1 / drives
-    faster = replace(
-        rates, disk_read_bytes=rates.disk_read_bytes * more, disk_write_bytes=rates.disk_write_bytes * more
-    )
+    faster = scaled(rates, dict.fromkeys(DISK_RATES, 1 + 1 / drives))
     gains = {
         "twice the tokens in a microbatch": 2 * choice.seconds / seconds(choice.plan, rates, 2.0),
         "optim.moments=bf16": gain(config.model_copy(update={"optim": moments})),

@@ -1,6 +1,7 @@
 """Pages of host memory that a GPU updates: parts without a slot, interrupts, and pages that were written otherwise."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from zero.core.placement import DoesNotFit
 from zero.engine.full import digest, full_state_dict
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
+from zero.errors import StaleStateError
 from zero.testing import run_ranks, simulated_gpu
 
 PLAIN = Setting(precision="bf16", clip=0.5, page_bytes=4 * KiB)
@@ -71,6 +73,47 @@ def test_an_update_that_breaks_off_is_made_once():
             if broken:
                 return
     pytest.fail("no budget splits a unit")
+
+
+def broken_off(world: zero.World, call: int) -> dict[str, float] | None:
+    """Train; in the third step, the update of the part number `call` breaks off, and the step is made again.
+
+    Return None if the state cannot be used afterwards.
+    """
+    plan = PLAIN.but(offload=(("preset", "cpu"),)).plan(world, wide)
+    state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, small_loss)
+    update, calls = Updater._update_pieces, 0
+
+    def breaking(*args: Any) -> None:
+        nonlocal calls
+        calls += number == 2
+        if number == 2 and calls == call:
+            raise KeyboardInterrupt
+        update(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Updater, "_update_pieces", breaking)
+        for number in range(4):
+            batches = slice_of(small_batch(number, 6 * world.size), world, 1)
+            try:
+                state, _ = step(state, batches)
+            except KeyboardInterrupt:
+                try:
+                    state, _ = step(state, batches)
+                except StaleStateError:
+                    return None
+    told = {name: value.sum().item() for name, value in full_state_dict(state, "param").items()}
+    state.runtime.store.close()
+    return told
+
+
+def test_a_launch_that_broke_off_is_not_made_again():
+    """Parts before it would be updated twice."""
+    with simulated_gpu():
+        [expected] = run_ranks(1, broken_off, 0)
+        ends = [run_ranks(1, broken_off, call)[0] for call in range(1, 40)]
+    assert all(end in (None, expected) for end in ends)
+    assert None in ends
 
 
 def edited(world: zero.World, setting: Setting) -> dict[str, float]:

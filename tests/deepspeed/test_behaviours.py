@@ -8,7 +8,6 @@ fp32 has, so the order of addition does not matter.
 import contextlib
 import functools
 import itertools
-import os
 import tempfile
 from collections import namedtuple
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from tests.common.held import open_files
 from tests.deepspeed import harness
 from tests.engine.test_gather import live_tensors
 from zero.testing import run_ranks
@@ -327,8 +327,9 @@ def test_empty_groups_and_ranks_that_own_nothing(stage, tier):
 
 
 @pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (3, "nvme")])
-def test_memory_returns_when_an_engine_is_destroyed(stage, tier):
+def test_memory_returns_when_an_engine_is_destroyed(stage, tier, tmp_path, monkeypatch):
     """Tensors and descriptors; whole views are gone before."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def run(world):
         with engine_of(world, stage=stage, tier=tier) as engine:
@@ -338,7 +339,7 @@ def test_memory_returns_when_an_engine_is_destroyed(stage, tier):
 
     def held():
         run_ranks(2, run)
-        return *live_tensors(), len(os.listdir("/proc/self/fd"))
+        return *live_tensors(), len(open_files(tmp_path))
 
     held()  # what torch keeps for itself is there from now on
     before, after = held(), held()

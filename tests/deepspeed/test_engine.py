@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
+from tests.common.held import open_files
 from tests.conftest import LONG_S
 from tests.deepspeed.harness import (
     ROWS,
@@ -972,7 +973,6 @@ def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path
     passed = TORCH["AdamW"](model)
     collect()  # what other tests have left
     before = set(threading.enumerate())
-    files = len(os.listdir("/proc/self/fd"))
     disk = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     settings = config(zero_optimization=disk, steps_per_print=1)
     engine, *_ = zero.initialize(
@@ -981,11 +981,11 @@ def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path
     train(engine, 0)
     workers = set(threading.enumerate()) - before
     assert workers
-    assert len(os.listdir("/proc/self/fd")) > files
+    assert open_files(tmp_path)
     del engine, _
     collect()
     assert not any(thread.is_alive() for thread in workers)
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert not open_files(tmp_path)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"] == RUNNING
     assert passed.param_groups, "it may outlive the engine"
 

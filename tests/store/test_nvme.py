@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.common.held import open_files
 from tests.conftest import LONG_S
 from tests.faults.disks import Call, FaultyFiles, drop, fail, flip, misplace, short
 from zero.errors import RankFailedError, StoreError
@@ -42,10 +43,6 @@ def noise(numel: int, seed: int) -> Tensor:
 
 def same(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-
-def open_descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
 
 
 def aligned_buffers() -> int:
@@ -208,7 +205,7 @@ DISKS = {
     ("name", "disk"), [(name, [*DISKS][number % len(DISKS)]) for number, name in enumerate(FAULTS)]
 )
 def test_the_nth_call_fails(tmp_path, name, disk):
-    descriptors, buffers = open_descriptors(), aligned_buffers()
+    buffers = aligned_buffers()
     with whatever_is_warned():
         undisturbed = FaultyFiles(**DISKS[disk])
         assert live(tmp_path, undisturbed) == 0
@@ -219,7 +216,7 @@ def test_the_nth_call_fails(tmp_path, name, disk):
                 live(tmp_path, files)
                 assert not files.held, f"call {at} failing leaves a descriptor open"
     gc.collect()
-    assert (open_descriptors(), aligned_buffers()) == (descriptors, buffers)
+    assert (open_files(tmp_path), aligned_buffers()) == ([], buffers)
     assert not any(path.stat().st_size for path in tmp_path.iterdir())  # a name stays if it cannot be unlinked
 
 
@@ -356,11 +353,10 @@ def test_a_bad_folder_is_refused_in_one_line(tmp_path, use, name):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     folder, cause = BAD_FOLDERS[name]
-    descriptors = open_descriptors()
     with pytest.raises(StoreError, match=cause) as refused:
         use(tmp_path / folder)
     one_line(refused.value, re.compile("offload.path"))
-    assert open_descriptors() == descriptors
+    assert not open_files(tmp_path)
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENOSPC])
@@ -422,7 +418,6 @@ def test_a_real_short_write_at_the_limit_of_a_files_size(tmp_path):
 
 def opens_a_thousand_pages(world, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    before = len(open_descriptors())
     store = NvmeStore(folder, capacity_bytes=1000 * 4096)
     pages = [Page(0, "mu", number) for number in range(1000)]
     for page in pages:
@@ -432,10 +427,10 @@ def opens_a_thousand_pages(world, folder: Path) -> None:
     for page in pages:
         store.read(page, into)
         assert (into == page.number).all()
-    assert len(open_descriptors()) == before + 1
+    assert len(open_files(folder)) == 1
     store.close()
-    assert len(open_descriptors()) == before
-    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(65 - before)]
+    assert not open_files(folder)
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(65 - len(os.listdir("/proc/self/fd")))]
     assert "EMFILE" in refusal_of(NvmeStore, folder)
     for descriptor in taken:
         os.close(descriptor)

@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import pytest
 import yaml
 
 import train
+from tests.common.held import live_threads, open_files
 from tests.conftest import LONG_S
 from zero.errors import MachineError, NumericsError, Preempted, RankFailedError
 from zero.platform.run_files import hold
@@ -191,10 +191,6 @@ def test_a_run_can_be_repeated_from_its_settings(here, capsys):
     assert summary.val_loss == again[-1]["val/loss"]
 
 
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_offload_changes_where_state_sleeps_and_nothing_else(here, monkeypatch):
     """Every preset at the stages that have it: the losses of a run without, and nothing left open or on disk."""
     monkeypatch.chdir(here)
@@ -204,10 +200,10 @@ def test_offload_changes_where_state_sleeps_and_nothing_else(here, monkeypatch):
     for stage, names in presets.items():
         losses = {}
         for name in names:
-            before = _descriptors(), threading.active_count()
+            before = open_files(here), live_threads()
             run = [f"zero.stage={stage}", f"offload={name}", "offload.path=disk", f"hydra.run.dir={stage}-{name}"]
             assert train.main([*quiet, *run]) == 0
-            assert (_descriptors(), threading.active_count()) == before, name
+            assert (open_files(here), live_threads()) == before, name
             assert not list((here / "disk").iterdir()), name
             table, summary = rows(here / f"{stage}-{name}"), summary_of(here / f"{stage}-{name}")
             assert all(tuple(row) == ROW for row in table)
@@ -227,10 +223,10 @@ def test_a_run_that_fails_closes_its_store_too(here, monkeypatch, capsys):
         raise OSError(5, "the data went away")
 
     monkeypatch.setattr("zero.trainer.loop.validation_loss", broken)
-    before = _descriptors(), threading.active_count()
+    before = open_files(here), live_threads()
     assert train.main([*TINY, "sample.tokens=0", "launch.malloc=default", "offload=infinity"]) == 1
     assert "the data went away" in capsys.readouterr().err
-    assert (_descriptors(), threading.active_count()) == before
+    assert (open_files(here), live_threads()) == before
 
 
 @pytest.mark.process

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from tests.common.held import open_files
 from tests.conftest import LONG_S
 from zero.errors import ConfigError, MachineError
 from zero.trainer.data import check_data, open_data
@@ -321,8 +322,7 @@ def test_a_token_file_that_is_cut_short_is_one_line_that_names_it(tmp_path, held
 
 
 def test_a_token_file_is_closed_with_its_data(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
     data = open_data(TokensConfig(path=write_tokens(tmp_path / "t.bin", [1] * 2000, 2), vocab=2), SEQ, seed=0)
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(open_files(tmp_path)) == 1
     del data
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files(tmp_path)

@@ -13,6 +13,7 @@ from torch import Tensor
 from zero.checkpoint.manifest import ITEM_BYTES, Flat
 from zero.core.layout import Layout
 from zero.engine.plan import Plan
+from zero.engine.unit import UnitSpec
 from zero.errors import CheckpointError
 
 PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
@@ -24,11 +25,14 @@ def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
     If each node has a copy of the state, each node writes an equal part of it.
     """
     copies = plan.world.size // plan.sharers
-    kinds = {PARAMETER: torch.float32} | {kind: plan.optimizer.form(kind).saved for kind in plan.optimizer.moments}
-    trainable = {kind: dtype_name(dtype) for kind, dtype in kinds.items()}
     frozen = {FROZEN: dtype_name(plan.precision.compute)}
+
+    def trainable(unit: UnitSpec) -> dict[str, str]:
+        kinds = {PARAMETER: torch.float32} | {kind: plan.optimizer.form(kind).saved for kind in unit.moments}
+        return {kind: dtype_name(dtype) for kind, dtype in kinds.items()}
+
     return (
-        *(Flat(trainable, unit.trainable, copies) for unit in plan.units),
+        *(Flat(trainable(unit), unit.trainable, copies) for unit in plan.units),
         *(Flat(frozen, unit.frozen, copies) for unit in plan.units),
         *(lone(name, BUFFER, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()),
     )

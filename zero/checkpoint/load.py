@@ -216,7 +216,7 @@ def _words(key: Key) -> str:
 
 def _untouched(plan: Plan, kept: set[Key]) -> set[Key]:
     """Return the keys of all flats in which every tensor is kept; such a flat is neither read nor written."""
-    flats = [(unit.trainable, kind) for unit in plan.units for kind in (PARAMETER, *plan.optimizer.moments)]
+    flats = [(unit.trainable, kind) for unit in plan.units for kind in (PARAMETER, *unit.moments)]
     flats += [(unit.frozen, FROZEN) for unit in plan.units]
     by_flat = [{(slot.name, kind) for slot in layout.slots} for layout, kind in flats]
     return {key for keys in by_flat if keys <= kept for key in keys}
@@ -240,7 +240,7 @@ def _fill(
             return current[key].view(-1)[start:stop] if key in current else files.read(entries[key], start, stop)
 
         for unit in reported(state.runtime.units, "loading", progress):
-            for kind in (PARAMETER, *plan.optimizer.moments, FROZEN):
+            for kind in (PARAMETER, *unit.spec.moments, FROZEN):
                 layout = unit.spec.frozen if kind == FROZEN else unit.spec.trainable
                 if any((slot.name, kind) in untouched for slot in layout.slots):
                     continue

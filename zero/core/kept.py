@@ -1,16 +1,42 @@
 """Storage formats of a run's master and moments: an update decodes them to fp32 and encodes the results."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero.core.layout import Piece
+from zero.core.layout import Layout, Piece, Slot
 from zero.core.master import Master
 from zero.core.moments import Moments, permutation
-from zero.core.optim import Transform
+from zero.core.updates import Update
+
+
+class Pass(NamedTuple):
+    """What an update does with all elements of a unit, page by page. Muon takes two passes, other optimizers one."""
+
+    update: Update
+    kept: "Kept"
+    reads_grad: bool = True
+    """False: its gradients are the orthogonal directions of Muon."""
+    updates_params: bool = True
+    """False: it writes directions of Muon in their place."""
+    factor: Callable[[Slot], float] | None = None
+    """The factor of the learning rate for each parameter; None: 1."""
+
+    @property
+    def reads_params(self) -> bool:
+        """Whether parameters, if it updates them, are read, and not only written."""
+        return self.updates_params and self.kept.master.reads_params
+
+    def segments(self, layout: Layout, start: int, stop: int) -> list[tuple[int, int, tuple[int, float]]]:
+        """Split [start, stop) of a flat where the group or the factor changes: (start, stop, (group, factor))."""
+        factor = self.factor
+        if factor is None:
+            return [(a, b, (group, 1.0)) for a, b, group in layout.segments(start, stop)]
+        return [(a, b, (slot.group, factor(slot))) for slot, a, b in layout.extents(start, stop)]
 
 
 class Kept:
@@ -18,17 +44,16 @@ class Kept:
 
     Args:
         master: the storage format of the master.
-        optimizer: names the moments and their storage formats.
+        moments: the storage format of each moment, by name.
     """
 
-    def __init__(self, master: Master, optimizer: Transform) -> None:
-        self._master = master
-        self._moments: dict[str, Moments] = {kind: optimizer.form(kind) for kind in optimizer.moments}
+    def __init__(self, master: Master, moments: Mapping[str, Moments]) -> None:
+        self.master, self._moments = master, moments
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtypes of pages by kind of state: the stored part of the master, if there is one, and each moment."""
-        master = {} if self._master.kind is None else {self._master.kind: self._master.dtype}
+        master = {} if self.master.kind is None else {self.master.kind: self.master.dtype}
         return master | {kind: form.dtype for kind, form in self._moments.items()}
 
     def numel(self, kind: str, count: int) -> int:
@@ -63,8 +88,8 @@ class Kept:
         """
         by_kind = dict(zip(self.dtypes, zip(*kept, strict=True), strict=True))
         with ExitStack() as stack:
-            pages = by_kind.pop(str(self._master.kind), ())
-            opened = [stack.enter_context(self._master.opened(params, pages))]
+            pages = by_kind.pop(str(self.master.kind), ())
+            opened = [stack.enter_context(self.master.opened(params, pages))]
             for kind, form in self._moments.items():
                 opened.append(stack.enter_context(form.opened(by_kind[kind], places, f"{step}/{kind}")))
             yield opened

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from zero.core.groups import (
     require,
     settings_at,
 )
+from zero.core.layout import Layout
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
+from zero.core.muon import EXCLUDED, Adjust, Matrices, Muon
 from zero.core.updates import NO_NUMBERS, Numbers, Settings, Update
 from zero.errors import ConfigError
 
@@ -51,13 +53,13 @@ class Hyper(NamedTuple):
 
 
 FP32_MOMENTS = Moments()
-SQUARES = "nu"
-"""The name of the moment that is a mean or a sum of squared gradients, in every optimizer that has one."""
+MOMENTUM, SQUARES = "mu", "nu"
+"""The moments that are a mean of gradients, and a mean or a sum of their squares, in every optimizer that has them."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
+    """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion`, `adagrad` or `muon`.
 
     Moments start as zeros, except those in `copies`, which start as copies of the parameters.
 
@@ -80,6 +82,8 @@ class Transform:
     given_groups: tuple[Group, ...] = ()
     kept: Moments = FP32_MOMENTS
     """The storage format of moments between updates; moments in `copies` are always stored in fp32."""
+    muon: Muon | None = None
+    """The parameters that Muon updates; `update` is for the others. None: Muon updates none."""
 
     def __post_init__(self) -> None:
         if self.clip is not None:
@@ -91,6 +95,18 @@ class Transform:
             return FP32_MOMENTS
         return self.kept.of_squares() if moment == SQUARES else self.kept
 
+    def orthogonalizes(self, group: int) -> bool:
+        """Return whether Muon updates the parameters of a group."""
+        return self.muon is not None and group < self.muon.groups
+
+    def matrices_of(self, layout: Layout, group: int) -> tuple[Matrices, ...]:
+        """Return the batches of matrices of a flat of one group's parameters; empty if Muon does not update them."""
+        return tuple(self.muon.batches(layout)) if self.muon is not None and self.orthogonalizes(group) else ()
+
+    def moments_of(self, group: int) -> tuple[str, ...]:
+        """Return the moments of the parameters of a group."""
+        return (MOMENTUM, *self.copies) if self.orthogonalizes(group) else self.moments
+
     def check_groups(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that every group, and every name and pattern in it, matches a parameter.
 
@@ -98,8 +114,10 @@ class Transform:
             shapes: name -> shape of all parameters.
 
         Raises:
-            ConfigError: a group, or a name or pattern in it, matches no parameter.
+            ConfigError: a group, or a name or pattern in it, matches no parameter, or `blocks` of Muon does not fit.
         """
+        if self.muon is not None and (problem := self.muon.problem(shapes)):
+            raise ConfigError(problem)
         for number, group in enumerate(self.given_groups):
             problem = group.problem(shapes)
             if problem:
@@ -120,7 +138,7 @@ class Transform:
     def fields(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks, as name -> text."""
         return {
-            "optim": f"{self.name} clip={self.clip}",
+            "optim": f"{self.name} clip={self.clip} {self.muon or ''}".rstrip(),
             "optim settings": f"{self.constants} {[tuple(group(1)[1:]) for group in self.groups]}",
             "optim.lr": str([group(1).lr for group in self.groups]),
             "optim.moments": str(self.kept),
@@ -244,6 +262,68 @@ def adagrad(
     constants = _checked("lr_decay", lr_decay), _checked("eps", eps)
     update = partial(updates.adagrad, lr_decay, eps)
     return _transform("adagrad", ("nu",), update, constants, lr, {}, weight_decay, clip, decay, groups)
+
+
+def muon(
+    lr: Number,
+    *,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    weight_decay: Number = 0.1,
+    adjust: Adjust = "original",
+    blocks: Mapping[str, int] | None = None,
+    exclude: Sequence[str] = EXCLUDED,
+    adamw_lr: Number | None = None,
+    beta1: Number = 0.9,
+    beta2: Number = 0.95,
+    eps: float = 1e-8,
+    clip: float | None = None,
+    decay: Mask = decay_matrices,
+    groups: Sequence[Group] = (),
+) -> Transform:
+    """Make Muon for matrices, as `torch.optim.Muon`, and AdamW for all other parameters.
+
+    Its one moment per matrix is a momentum, whose matrices are orthogonalized in bf16 before they are subtracted, see
+    `zero.core.muon`. Other arguments as in `adamw`.
+
+    Args:
+        lr: learning rate of the matrices.
+        momentum: decay of the momentum, 0 or more and less than 1; a number or a function of the step.
+        nesterov: use Nesterov momentum.
+        adjust: factor of the learning rate for a matrix: "original", the root of rows / columns if that is above 1; or
+            "match_rms_adamw", 0.2 times the root of the larger one, with which AdamW's learning rates fit.
+        blocks: number of matrices in a parameter, one below the other, by patterns of names, such as {"*.qkv.weight":
+            3}. Parameters of 3 and more dimensions that no pattern matches go to AdamW.
+        exclude: patterns of the names of matrices that AdamW updates, such as embeddings.
+        adamw_lr: learning rate of AdamW; None: `lr`.
+        beta1, beta2, eps: settings of AdamW.
+        groups: as in `adamw`, but their `betas` are None.
+
+    Raises:
+        ConfigError: a setting is not a number or is out of range, or a number of matrices is not 1 or more.
+    """
+    if adjust not in get_args(Adjust):
+        raise ConfigError(f"optim.adjust={adjust}: must be one of {', '.join(get_args(Adjust))}")
+    for pattern, count in (blocks or {}).items():
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"optim.blocks: {pattern!r} has {count!r} matrices, but must have 1 or more")
+    if any(group.now()["betas"] is not None for group in as_tuple(groups)):
+        raise ConfigError("optim.groups have betas, but Muon and AdamW have different ones. Set lr or weight_decay.")
+    shared: dict[str, Any] = {"weight_decay": weight_decay, "clip": clip, "decay": decay, "groups": groups}
+    rest = adamw(lr if adamw_lr is None else adamw_lr, beta1=beta1, beta2=beta2, eps=eps, **shared)
+    matrices = _transform("muon", (MOMENTUM,), rest.update, (), lr, {"momentum": momentum}, **shared)
+    chosen = Muon(len(matrices.groups), nesterov, adjust, tuple((blocks or {}).items()), tuple(exclude))
+
+    def group(name: str, shape: tuple[int, ...]) -> int:
+        return matrices.group(name, shape) if chosen.takes(name, shape) else chosen.groups + rest.group(name, shape)
+
+    return replace(
+        rest,
+        name="muon",
+        groups=(*matrices.groups, *rest.groups),
+        group=group,
+        muon=chosen,
+    )
 
 
 def with_ema(transform: Transform, decay: float = 0.999) -> Transform:

@@ -46,6 +46,7 @@ class PageBatch(NamedTuple):
         moments: for each moment a list as long as `params`, updated in place.
         divisor: gradients are divided by it.
         numbers: device tensors of the step and the divisor, if they exist already.
+        factor: factor of the learning rate for matrices of one shape, see `zero.core.muon`.
     """
 
     params: Tensors
@@ -54,6 +55,7 @@ class PageBatch(NamedTuple):
     settings: Settings
     divisor: float
     numbers: Numbers = NO_NUMBERS
+    factor: float = 1.0
 
     def scalar(self, value: float) -> Tensor:
         made = self.numbers.get(float(value))

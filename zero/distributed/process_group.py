@@ -175,14 +175,27 @@ class ProcessGroup:
 
         return Then(wait, (out, into))
 
-    def start(self, collective: Callable[..., Any], out: Tensor, source: Tensor, op: str, order: str) -> Handle:
-        """Start a collective of the backend, in the part named `order`."""
-        self._begin(op, out, order)
-        if not out.numel():
+    def start(
+        self,
+        collective: Callable[..., Any],
+        out: Tensor,
+        source: Tensor,
+        op: str,
+        order: str,
+        whole: Tensor | None = None,
+    ) -> Handle:
+        """Start a collective of the backend, in the part named `order`.
+
+        Args:
+            whole: a tensor whose size and dtype must be the same on every rank; None: `out`.
+        """
+        whole = out if whole is None else whole
+        self._begin(op, whole, order)
+        if not whole.numel():
             return Done()
         group = self._parts[order] if order else self._group
         work = self._try(op, None, partial(collective, out, source, group=group, async_op=True))
-        waited = Wait(order, self._numbers[order], signature_of(op, out), self._others)
+        waited = Wait(order, self._numbers[order], signature_of(op, whole), self._others)
 
         def wait() -> None:  # blocks the host on a CPU only
             with self._stalls.watching(waited):
@@ -276,6 +289,13 @@ def all_gather(out: Tensor, source: Tensor, **keywords: Any) -> Any:
 
 def all_to_all(out: Tensor, source: Tensor, **keywords: Any) -> Any:
     return dist.all_to_all_single(out.view(torch.uint8), source.view(torch.uint8), **keywords)
+
+
+def all_to_all_uneven(
+    out: Tensor, source: Tensor, *, sent: Sequence[int], received: Sequence[int], **keywords: Any
+) -> Any:
+    """Send the next `sent[r]` elements of `source` to each rank r of the group, and receive `received[r]` from it."""
+    return dist.all_to_all_single(out, source, list(received), list(sent), **keywords)
 
 
 def broadcast(flat: Tensor, _: Tensor, *, source: int, **keywords: Any) -> Any:

@@ -21,6 +21,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from zero.distributed.process_group import (
     all_gather,
     all_gather_rows,
     all_to_all,
+    all_to_all_uneven,
     broadcast,
     default_group,
     open_group_of_one,
@@ -252,6 +254,25 @@ class World(contextlib.AbstractContextManager["World"]):
         self._count(full_P.nbytes // self.size, gather=False, ring=native)
         return self._timed(Then(add, (full_P, received, sum_S)))
 
+    def reshard(
+        self, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], *, what: str = ""
+    ) -> Handle:
+        """Start to cut a flat tensor between the ranks in another way (an all-to-all with parts of uneven sizes).
+
+        Args:
+            source: elements [before[rank], before[rank + 1]) of the flat tensor.
+            into: receives its elements [after[rank], after[rank + 1]).
+            before, after: W + 1 ascending indices from 0 to the size of the flat tensor.
+            what: names the subject in error messages.
+        """
+        op, rank = _label("reshard", what), self.rank
+        _check(op, source, before[rank + 1] - before[rank], source.dtype)
+        _check(op, into, after[rank + 1] - after[rank], source.dtype)
+        for r, numel in enumerate(_common(after, before, rank)):
+            self._moved["reduce_bytes"] += (r != rank) * numel * source.itemsize
+            self._moved["wire_bytes"] += (r // self.local_size != rank // self.local_size) * numel * source.itemsize
+        return self._timed(self._reshard(source, into, before, after, op))
+
     def all_reduce(self, values: Tensor, *, what: str = "") -> Handle:
         """Start to replace `values` (contiguous, any shape, small) by their sum over ranks, added in rank order.
 
@@ -384,6 +405,10 @@ class World(contextlib.AbstractContextManager["World"]):
         """Start sending chunk r of `full_P` to rank r, where it becomes chunk `rank` of `recv_P`."""
 
     @abstractmethod
+    def _reshard(self, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str) -> Handle:
+        """Start to exchange parts of `source` and `into`, see `reshard`."""
+
+    @abstractmethod
     def _sum(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
         """Start a reduce-scatter of `full_P` into `recv_S` by the backend."""
 
@@ -409,6 +434,10 @@ class SoloWorld(World):
         return Done()
 
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
+        return Done()
+
+    def _reshard(self, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str) -> Handle:
+        into.copy_(source)
         return Done()
 
     def _sum(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
@@ -442,6 +471,17 @@ class Transport(World):
         chunks, slots = full_P.view(self.size, -1).unbind(), recv_P.view(self.size, -1).unbind()
         others = self._others()
         return self._messages(op, full_P, {r: chunks[r] for r in others}, {r: slots[r] for r in others})
+
+    def _reshard(self, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str) -> Handle:
+        sent, received = _common(before, after, self.rank), _common(after, before, self.rank)
+        alike = source.new_empty(1)  # parts differ between ranks, and may be empty
+        if self._by_collective(source):
+            collective = partial(all_to_all_uneven, sent=sent, received=received)
+            return self._processes.start(collective, into, source, op, self._name, alike)
+        out, slots = source.split(sent), into.split(received)
+        slots[self.rank].copy_(out[self.rank])
+        to, of = ({r: parts[r] for r in self._others() if parts[r].numel()} for parts in (out, slots))
+        return self._messages(op, alike, to, of)
 
     def _sum(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
         return self._processes.start(reduce_scatter, recv_S, full_P, op, self._name)
@@ -544,6 +584,11 @@ def _check(op: str, tensor: Tensor, numel: int, dtype: torch.dtype, *, flat: boo
 def _rows(full_P: Tensor, count: int) -> tuple[Tensor, ...]:
     """Return each rank's shard in a full tensor, as views."""
     return (full_P.view(count, -1) if full_P.dim() == 1 else full_P).unbind()
+
+
+def _common(a: Sequence[int], b: Sequence[int], rank: int) -> list[int]:
+    """Return how many indices of range `rank` of the cuts `a` are in each range of the cuts `b`."""
+    return [max(0, min(a[rank + 1], stop) - max(a[rank], start)) for start, stop in pairwise(b)]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

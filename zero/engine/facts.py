@@ -7,11 +7,13 @@ the number of elements of one rank's shard of it, see `Layout`.
 from collections import Counter
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import pairwise
 from typing import Literal
 
 import torch
 
 from zero.core.layout import Layout
+from zero.core.muon import owners
 from zero.core.optim import Transform
 from zero.core.placement import Tier
 from zero.core.precision import Precision
@@ -187,6 +189,28 @@ class Facts:
     def update_numel(self, unit: UnitSpec) -> int:
         """Return the number of elements of the unit's master, and of each moment, on this rank."""
         return unit.trainable.P if self.full_update else unit.trainable.S
+
+    def owners(self, unit: UnitSpec) -> tuple[int, ...]:
+        """Return where each rank's whole matrices begin in the flat of a unit that Muon updates, and its end."""
+        return owners(unit.matrices, unit.trainable)
+
+    @property
+    def muon_numels(self) -> tuple[int, int, int] | tuple[()]:
+        """The elements of device memory for a unit's directions, a rank's whole matrices, and products of them.
+
+        They are largest over units, and over ranks, because all ranks must place pages alike; empty without Muon.
+        """
+        units = [unit for unit in self.units if unit.matrices]
+        if not units:
+            return ()
+        ranges = [b - a for unit in units if not self.full_update for a, b in pairwise(self.owners(unit))]
+        scratch = max(batch.scratch_numel for unit in units for batch in unit.matrices)
+        return max(map(self.update_numel, units)), max(ranges, default=0), scratch
+
+    @property
+    def muon_scratch_dtype(self) -> torch.dtype:
+        """The dtype in which matrices are multiplied: fp32 on a CPU, which may lack units for bf16."""
+        return torch.float32 if self.device_is_host else torch.bfloat16
 
     def secondary_numel(self, layout: Layout) -> int:
         """Return the number of elements of this rank's secondary shard of a flat tensor; 0 if none is kept.

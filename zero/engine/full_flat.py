@@ -39,7 +39,9 @@ def full_tensors(
 
 def layouts_of(unit: UnitSpec, kind: str) -> tuple[Layout, ...]:
     """Return the layouts that have values of this kind: frozen parameters have neither gradients nor moments."""
-    return unit.layouts if kind in ("param", "compute") else (unit.trainable,)
+    if kind in ("param", "compute"):
+        return unit.layouts
+    return (unit.trainable,) if kind in ("grad", *unit.moments) else ()
 
 
 @torch.no_grad()

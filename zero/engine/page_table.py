@@ -5,15 +5,17 @@ gradients. Each secondary shard (copies of shards of other nodes) is a single pa
 of the trainable flat, number 1 of the frozen one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from zero.core.kept import Kept
+from zero.core.kept import Kept, Pass
 from zero.core.layout import pages
+from zero.core.master import Master
+from zero.core.optim import MOMENTUM
 from zero.core.placement import Tier
 from zero.core.sizes import round_up
 from zero.engine.facts import Facts
@@ -47,22 +49,43 @@ class PageTable(Facts):
 
     page_numel: int
 
-    @property
-    def state_kinds(self) -> tuple[str, ...]:
-        """The kinds of pages that an update reads and writes; it uses one page of each kind, with the same number."""
-        master = self.precision.master
-        params = (PageKind.PARAM,) if self.params_offloaded and master.reads_params else ()
-        return (*params, *self.kept.dtypes)
+    def passes(self, unit: UnitSpec) -> tuple[Pass, ...]:
+        """Return the passes of a unit's update over its pages: two if Muon updates it, with whole matrices between."""
+        return self._muon_passes if unit.matrices else (self._pass,)
 
-    @property
-    def written_kinds(self) -> tuple[str, ...]:
-        """The kinds of pages that an update writes without reading."""
-        return (PageKind.PARAM,) if self.params_offloaded and not self.precision.master.reads_params else ()
+    def state_kinds(self, now: Pass) -> tuple[str, ...]:
+        """Return the kinds of pages that a pass reads and writes; it uses one page of each, with the same number."""
+        params = (PageKind.PARAM,) if self.params_offloaded and now.reads_params else ()
+        return (*params, *now.kept.dtypes)
+
+    def written_kinds(self, now: Pass) -> tuple[str, ...]:
+        """Return the kinds of pages that a pass writes without reading."""
+        return (PageKind.PARAM,) if self.params_offloaded and now.updates_params and not now.reads_params else ()
+
+    def read_kinds(self, now: Pass) -> tuple[str, ...]:
+        """Return the kinds of pages that a pass only reads."""
+        return (PageKind.GRAD,) if self.grads_offloaded and now.reads_grad else ()
 
     @cached_property
     def kept(self) -> Kept:
-        """The dtypes and formats of the master's and the moments' pages."""
-        return Kept(self.precision.master, self.optimizer)
+        """The dtypes and formats of the master's and of all moments' pages."""
+        return self._pass.kept
+
+    @cached_property
+    def _pass(self) -> Pass:
+        return Pass(self.optimizer.update, self._kept_of(self.precision.master, self.optimizer.moments))
+
+    @cached_property
+    def _muon_passes(self) -> tuple[Pass, Pass]:
+        master, muon = self.precision.master, self.optimizer.muon
+        assert muon is not None
+        return (
+            Pass(muon.mix, self._kept_of(Master(), (MOMENTUM,)), updates_params=False),
+            Pass(muon.descend, self._kept_of(master, self.optimizer.copies), reads_grad=False, factor=muon.factor),
+        )
+
+    def _kept_of(self, master: Master, moments: Sequence[str]) -> Kept:
+        return Kept(master, {moment: self.optimizer.form(moment) for moment in moments})
 
     @property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
@@ -112,7 +135,8 @@ class PageTable(Facts):
         return {page: spec for unit in self.units for page, spec in self._pages_of(unit)}
 
     def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
-        ranges = {kind: self.cut(self.update_numel(unit)) for kind in self.state_kinds}
+        cuts, passes = self.cut(self.update_numel(unit)), self.passes(unit)
+        ranges = {kind: cuts for now in passes for kind in self.state_kinds(now)}
         dtypes = dict(self.kept.dtypes)
         if self.grads_offloaded and unit.trainable.slots:
             for kind, dtype in self.grad_dtypes.items():
@@ -142,10 +166,15 @@ class PageTable(Facts):
         """Bytes of a slot of the arena: all pages of one number that an update needs, each rounded up to blocks."""
         numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
         dtypes = self.kept.dtypes | {PageKind.GRAD: self.grad_dtype, PageKind.PARAM: self.precision.compute}
-        kinds = (*self.state_kinds, *(PageKind.GRAD,) * self.grads_offloaded, *self.written_kinds)
-        group = sum(round_up(dtypes[kind].itemsize * self.kept.numel(kind, numel)) for kind in kinds)
+        groups = [
+            sum(round_up(dtypes[kind].itemsize * self.kept.numel(kind, numel)) for kind in kinds)
+            for kinds in {self._group_kinds(now) for unit in self.units for now in self.passes(unit)}
+        ]
         moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != PageKind.SECONDARY)
-        return max([group, *moving])
+        return max([*groups, *moving])
+
+    def _group_kinds(self, now: Pass) -> tuple[str, ...]:
+        return *self.state_kinds(now), *self.read_kinds(now), *self.written_kinds(now)
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:
         """Return the bytes that a page takes on a tier."""
@@ -194,7 +223,9 @@ class PageTable(Facts):
             "node sums": (self.partial_sizes(), torch.float32),
             "gradient buffers": (self.grad_buffer_sizes(), self.grad_dtype),
         }
-        return {kind: dtype.itemsize * sum(sizes) for kind, (sizes, dtype) in kinds.items()}
+        held = {kind: dtype.itemsize * sum(sizes) for kind, (sizes, dtype) in kinds.items()}
+        *flats, scratch = self.muon_numels or (0,)
+        return held | {"matrices": 2 * sum(flats) + self.muon_scratch_dtype.itemsize * scratch}
 
     def secondary_bytes(self, tier: Tier) -> int:
         """Return the bytes of this rank's secondary shards on a tier."""

@@ -8,11 +8,12 @@ from typing import NamedTuple, cast
 
 from torch import Tensor
 
+from zero.core.kept import Pass
 from zero.core.layout import pages
 from zero.engine.plan import Plan
 from zero.engine.unit import UnitSpec
 from zero.platform.device import Device
-from zero.store import Group, Page, PageKind, PrefetchStore
+from zero.store import Group, Page, PrefetchStore
 
 
 class Part(NamedTuple):
@@ -31,6 +32,8 @@ class Part(NamedTuple):
     lent: tuple[Tensor, ...] | None
     """The pages in memory, those of one kind as one tensor, in the order of `Group.all`; None if the store's threads
     update the part."""
+    turn: int = 0
+    """The index of the pass, see `PageTable.passes`."""
     tables: tuple[Tensor, ...] = ()
     """`zero.core.fused.tables` for the kernel that updates the part; empty without a kernel."""
 
@@ -46,20 +49,28 @@ class Part(NamedTuple):
 
 
 def parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device) -> list[Part]:
-    """Return the parts of the elements that this rank updates of a unit, in their order.
+    """Return the parts of the elements that this rank updates of a unit, pass by pass in their order.
 
     Args:
         where: the device that updates offloaded state.
     """
+    return [
+        part._replace(turn=turn)
+        for turn, now in enumerate(plan.passes(unit))
+        for part in _parts_of(plan, store, unit, where, now)
+    ]
+
+
+def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device, now: Pass) -> list[Part]:
     device, shard_start = plan.world.compute, 0 if plan.full_update else unit.trainable.shard(plan.rank)[0]
     parts = []
     for number, (start, stop) in enumerate(pages(plan.update_numel(unit), plan.page_numel)):
         group = Group(
             unit.index,
             number,
-            tuple(Page(unit.index, kind, number) for kind in plan.state_kinds),
-            (Page(unit.index, PageKind.GRAD, number),) if plan.grads_offloaded else (),
-            tuple(Page(unit.index, kind, number) for kind in plan.written_kinds),
+            tuple(Page(unit.index, kind, number) for kind in plan.state_kinds(now)),
+            tuple(Page(unit.index, kind, number) for kind in plan.read_kinds(now)),
+            tuple(Page(unit.index, kind, number) for kind in plan.written_kinds(now)),
         )
         lent = [store.in_place(page) for page in group.all]
         in_memory = all(page_K is not None for page_K in lent)

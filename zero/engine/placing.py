@@ -183,7 +183,7 @@ def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iter
 
 
 def _group_count(table: PageTable) -> int:
-    return sum(map(table.updated_pages, table.units))
+    return sum(table.updated_pages(unit) * len(table.passes(unit)) for unit in table.units)
 
 
 def _staged_parts(table: PageTable, offload: Offload, placement: Placement, staged_pages: int) -> int:
@@ -194,7 +194,8 @@ def _staged_parts(table: PageTable, offload: Offload, placement: Placement, stag
     if "host" not in (placement.param, placement.grad, *(placement.optimizer.values() if keeps else ())):
         return 0
     groups = [group for group, tier in placement.optimizer.items() if tier != "nvme" or not keeps]
-    return len({(unit, number // staged_pages) for unit, number in groups})
+    parts = {(unit, number // staged_pages) for unit, number in groups}
+    return sum(len(table.passes(table.units[unit])) for unit, _ in parts)
 
 
 def _least_slots(offload: Offload) -> int:

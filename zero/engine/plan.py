@@ -41,9 +41,9 @@ Update = Literal["lazy", "serial"]
 
 KINDS = (
     *("parameters", "gathered units", "secondary shards", "gradients", "gradient flats", "node sums"),
-    *("gradient buffers", "master", "moments", "buffers", "activations", "staging", "arena"),
+    *("gradient buffers", "matrices", "master", "moments", "buffers", "activations", "staging", "arena"),
 )
-SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "activations", "staging", "arena")
+SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "matrices", "activations", "staging", "arena")
 """Kinds that `Plan.bytes` leaves out if they have no bytes. If nothing is trained it leaves out every empty kind."""
 
 
@@ -166,7 +166,7 @@ class Plan(PageTable):
             model,
             world_size=sharers(world, shard),
             class_names=_names(units),
-            group=optimizer.group,
+            optimizer=optimizer,
             bucket_numel=bucket // precision.compute.itemsize,
         )
         self.activations = activations_of(splitting, by_pattern)
@@ -192,7 +192,7 @@ class Plan(PageTable):
             optimizer=optimizer,
             accumulate=accumulate,
             prefetch=prefetch,
-            kept_units=_matching(splitting, keep),
+            kept_units=_matching(splitting, keep) | {unit.index for unit in splitting.units if unit.shared},
             param_tier=param_tier,
             grad_tier=grad_tier,
             gather="world" if gather == "world" or uneven else "node",

@@ -102,7 +102,8 @@ class Residency:
         Args:
             training: whether backward will follow, or is running. Evaluations have a separate visit order.
         """
-        upcoming = self._orders[training].visit(unit.index, self._prefetch)
+        # the shared unit stays gathered, so its visits predict nothing
+        upcoming = () if unit.spec.shared else self._orders[training].visit(unit.index, self._prefetch)
         self._request(unit)
         self.buffer(unit).pins += 1
         for index in upcoming:

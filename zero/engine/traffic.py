@@ -80,7 +80,10 @@ def traffic(plan: Plan) -> Traffic:
     offloaded_numel, updated_grads = 0, Load()
     device_is_host = plan.world.compute.shares_memory
     # the kind whose pages are counted to get `offloaded_numel`: it has one page in each updated group
-    counted = next((kind for kind in plan.state_kinds if kind != PageKind.PARAM), PageKind.PARAM)
+    counted = {
+        unit.index: next((kind for kind in plan.state_kinds(plan.passes(unit)[0]) if kind != PageKind.PARAM), "param")
+        for unit in plan.units
+    }
     for page, spec in plan.store_pages().items():
         moved = _read(plan.tier(page), spec.nbytes, device_is_host)
         by_kind["state" if plan.is_updated(page) else page.kind] += moved
@@ -88,8 +91,8 @@ def traffic(plan: Plan) -> Traffic:
             passing[page.unit] += moved
         if page.kind == PageKind.GRAD and page.number < plan.updated_pages(plan.units[page.unit]):
             updated_grads += moved
-        if page.kind == counted and moved != Load():  # a page may take more than one element for each parameter
-            offloaded_numel += spec.numel * VECTOR // plan.kept.numel(counted, VECTOR)
+        if page.kind == counted[page.unit] and moved != Load():  # it may take more than one element for each parameter
+            offloaded_numel += spec.numel * VECTOR // plan.kept.numel(page.kind, VECTOR)
     states, params, grads = by_kind["state"], by_kind[PageKind.PARAM], by_kind[PageKind.GRAD]
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     reduction = _sum(plan, trainable_numel)

@@ -12,7 +12,7 @@ containing module that owns parameters directly is itself a site. Alternatively 
 The user's model is not changed: a `Splitting` consists of names and sizes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,12 +20,17 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from zero.core.layout import Layout
+from zero.core.muon import Matrices
+from zero.core.optim import Transform
 from zero.core.suggest import meant
 from zero.engine.unsupported import check_model
 from zero.errors import PlanError
 
 AUTO = "auto"
 """The word that stands for the default policy in a list of class names."""
+
+SHARED, SHARED_NUMEL = "(vectors)", 2**16
+"""The name of the unit of norms and biases beside matrices that Muon updates, and the most elements of each."""
 
 ROOT = "(root)"
 """The name of the model itself as a site and as a unit."""
@@ -37,6 +42,8 @@ class UnitSpec:
 
     Attributes:
         lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
+        moments: what the optimizer keeps of the trainable ones.
+        matrices: the trainable ones in batches, if Muon updates them, see `zero.core.muon`; else empty.
     """
 
     index: int
@@ -44,6 +51,13 @@ class UnitSpec:
     trainable: Layout
     frozen: Layout
     lookup: bool = False
+    moments: tuple[str, ...] = ()
+    matrices: tuple[Matrices, ...] = ()
+
+    @property
+    def shared(self) -> bool:
+        """Whether many sites need it; it stays gathered from the first of them to the last."""
+        return self.name == SHARED
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
@@ -117,8 +131,8 @@ class Owner:
 class Splitting:
     """The units, sites and owners of a model.
 
-    `depth` is the largest number of units in use at the same time, minus one. It exceeds 0 if sites are nested, or a
-    site needs several units.
+    `depth` is the largest number of units in use at the same time, the shared one not counted, minus one. It exceeds 0
+    if sites are nested, or a site needs several units.
     """
 
     units: tuple[UnitSpec, ...]
@@ -163,7 +177,7 @@ def split(
     *,
     world_size: int,
     class_names: Sequence[str] | None = None,
-    group: Callable[[str, tuple[int, ...]], int] = lambda name, shape: 0,
+    optimizer: Transform | None = None,
     bucket_numel: int = 0,
 ) -> Splitting:
     """Return the units and sites of `model`. Its parameters may be on any device, including meta.
@@ -173,7 +187,8 @@ def split(
         class_names: classes whose instances are sites; None for the default policy of this module's docstring. If
             "auto" is one of the names, the default policy is used, but instances of the other classes are sites as a
             whole.
-        group: a function from parameter name and shape to the number of its optimizer group.
+        optimizer: chooses the group of each parameter. Those that Muon updates get units of their own; None: all
+            parameters are in group 0.
         bucket_numel: units that follow each other are merged while their parameters have at most this many elements.
 
     Raises:
@@ -185,12 +200,13 @@ def split(
     if not visited:
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
     lookups = _lookups(model, visited)
-    parameters: dict[str, list[_Visited]] = {}  # by the name of their unit
     into = _merged(visited.values(), lookups, bucket_numel)
-    for parameter in visited.values():
-        parameters.setdefault(into[parameter.unit], []).append(parameter)
+    names = _by_optimizer({key: into[parameter.unit] for key, parameter in visited.items()}, visited, optimizer)
+    parameters: dict[str, list[_Visited]] = {}  # by the name of their unit
+    for key, name in names.items():
+        parameters.setdefault(name, []).append(visited[key])
     units = tuple(
-        _unit(index, name, owned, world_size, group, lookup=name in lookups)
+        _unit(index, name, owned, world_size, optimizer, lookup=name in lookups)
         for index, (name, owned) in enumerate(parameters.items())
     )
     where = {
@@ -204,7 +220,7 @@ def split(
         for path, wanted in needs.items()
     )
     places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
-    return Splitting(units, sites, places, _depth(sites))
+    return Splitting(units, sites, places, _depth(sites, {unit.index for unit in units if unit.shared}))
 
 
 def _unit(
@@ -212,7 +228,7 @@ def _unit(
     name: str,
     parameters: Sequence[_Visited],
     world_size: int,
-    group: Callable[[str, tuple[int, ...]], int],
+    optimizer: Transform | None,
     *,
     lookup: bool,
 ) -> UnitSpec:
@@ -222,10 +238,39 @@ def _unit(
             for full_name, parameter, _ in parameters
             if parameter.requires_grad is trainable
         }
-        groups = {full_name: group(full_name, shape) for full_name, shape in shapes.items()}
+        groups = {name: optimizer.group(name, shape) for name, shape in shapes.items()} if optimizer else {}
         return Layout.of(shapes, world_size=world_size, groups=groups)
 
-    return UnitSpec(index, name or ROOT, layout(True), layout(False), lookup)
+    trainable, frozen = layout(True), layout(False)
+    if optimizer is None or not trainable.slots:
+        return UnitSpec(index, name or ROOT, trainable, frozen, lookup)
+    group = trainable.slots[0].group
+    moments, matrices = optimizer.moments_of(group), optimizer.matrices_of(trainable, group)
+    return UnitSpec(index, name or ROOT, trainable, frozen, lookup, moments, matrices)
+
+
+def _by_optimizer(
+    names: dict[int, str], visited: Mapping[int, _Visited], optimizer: Transform | None
+) -> dict[int, str]:
+    """Return the names of units, by parameter id, with units of their own for the parameters that Muon updates.
+
+    Small other parameters beside these all share one unit, so that they take one gather and one reduction.
+    """
+
+    def is_matrix(parameter: nn.Parameter, name: str) -> bool:
+        group = optimizer.group(name, tuple(parameter.shape)) if optimizer else 0
+        return optimizer is not None and parameter.requires_grad and optimizer.orthogonalizes(group)
+
+    matrices = {key for key, (name, parameter, _) in visited.items() if is_matrix(parameter, name)}
+    mixed = {names[key] for key in matrices}
+    small = {
+        key
+        for key, (_, parameter, _) in visited.items()
+        if names[key] in mixed and key not in matrices and parameter.numel() <= SHARED_NUMEL
+    }
+    also = {name for key, name in names.items() if key not in matrices | small}
+    apart = {key: f"{names[key] or ROOT} matrices" for key in matrices if names[key] in also}
+    return names | apart | dict.fromkeys(small, SHARED)
 
 
 def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:
@@ -291,8 +336,8 @@ def _walk(
     return visited, needs, owners
 
 
-def _depth(sites: Sequence[Site]) -> int:
-    units_of = {site.path: site.units for site in sites}
+def _depth(sites: Sequence[Site], shared: set[int]) -> int:
+    units_of = {site.path: set(site.units) - shared for site in sites}
 
     def gathered_inside(path: str) -> set[int]:
         names = path.split(".")

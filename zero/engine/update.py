@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from zero.core.fused import numbers, optimizer_of, signed, tables
-from zero.core.kept import Kept
+from zero.core.kept import Kept, Pass
 from zero.core.layout import Layout
 from zero.core.master import cut_as, in_fp32
 from zero.core.moments import permutation
 from zero.core.optim import Hyper
 from zero.core.updates import PageBatch, Settings, on_device
 from zero.engine.gradient import Gradients
+from zero.engine.orthogonalize import Orthogonalizer
 from zero.engine.parts import Part, parts_of
 from zero.engine.plan import Plan
 from zero.engine.staging import Staging
@@ -76,10 +77,10 @@ class Updater:
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._tape = plan.world.compute, gradients, tape
-        self._rank, self._full_update, self._master = plan.rank, plan.full_update, plan.precision.master
+        self._rank, self._full_update = plan.rank, plan.full_update
         self._where = self._device.host if plan.offload.compute == "host" else self._device
-        self._kept = plan.kept
-        self._kept.prepare(self._where.device)
+        plan.kept.prepare(self._where.device)
+        self._orthogonalizer, self._readers = Orthogonalizer(plan), list[Ticket]()
         self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
         for unit in units:
             parts = parts_of(plan, store, unit.spec, self._where)
@@ -138,19 +139,27 @@ class Updater:
         return self._decided
 
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
-        """Defer the update of `unit` to its next gather; queue its offloaded parts for the store's threads now."""
+        """Defer the update of `unit` to its next gather; queue its offloaded parts for the store's threads now.
+
+        Parts of Muon wait for that gather, because the ranks exchange directions, which they must do in one order.
+        """
         unit.deferred = hyper
         if all(part.on_device for part in unit.parts):
             return
         with self._device.aside("updates") as unit.grad_ready:  # includes the gradient's copy on a side stream
             unit.step.left.wait()
-        unit.tickets = [
+        if not unit.spec.matrices:
+            unit.tickets = self._queue(unit, hyper, unit.parts, unit.grad_ready)
+
+    def _queue(self, unit: UnitState, hyper: Hyper, parts: Sequence[Part], after: Event) -> list[Ticket]:
+        """Have the store's threads update those parts whose pages are not in memory."""
+        return [
             self._store.modify(
                 group,
-                partial(self._update_in_thread, unit, hyper, part, unit.grad_ready),
-                (unit.place, group.number),
+                partial(self._update_in_thread, unit, hyper, part, after),
+                (unit.place, part.turn, group.number),
             )
-            for part in unit.parts
+            for part in parts
             if part.lent is None
             for group in part.groups
         ]
@@ -182,8 +191,7 @@ class Updater:
         Raises:
             StaleStateError: the update was interrupted before.
         """
-        tickets = unit.tickets
-        self._update_on_streams(unit)
+        tickets = self._update_on_streams(unit)
         self._applied(unit, resident=False)
         return tickets
 
@@ -200,7 +208,8 @@ class Updater:
             return
         for ticket in unit.tickets:
             ticket.wait()
-        self._update_on_streams(unit)
+        for ticket in self._update_on_streams(unit):
+            ticket.wait()
         self._applied(unit, resident=self._full_update)
 
     @torch.no_grad()
@@ -208,39 +217,75 @@ class Updater:
         """Launch the staged parts of the next deferred update, so that its pages travel before the unit is gathered."""
         for unit in self._coming:
             if unit.deferred is not None and unit.updated is None and not unit.interrupted:
-                self._launch_staged(unit, unit.deferred)
+                self._launch_staged(unit, unit.deferred, unit.parts, PASSED)
                 return
 
-    def _update_on_streams(self, unit: UnitState) -> None:
-        """Launch the deferred update except for the parts that the store's threads update, for the current stream."""
+    def _update_on_streams(self, unit: UnitState) -> list[Ticket]:
+        """Launch the deferred update for the current stream; return the tickets of what the store's threads update."""
         if unit.interrupted:
             raise StaleStateError(
                 f"the update of {unit.spec.name} was interrupted half-way, so this state cannot be used. Start again "
                 "from the last checkpoint."
             )
         assert unit.deferred is not None
-        hyper = unit.deferred
+        if unit.spec.matrices:
+            return self._update_matrices(unit, unit.deferred)
         if unit.updated is None:
-            self._launch_staged(unit, hyper)
+            self._launch_staged(unit, unit.deferred, unit.parts, PASSED)
         unit.interrupted = True  # from here to `_applied`
-        pieces = [self._piece(unit, part, part.lent) for part in unit.parts if part.on_device]
-        if pieces:
-            with self._tape.doing("update", unit.spec.name):
-                self._update_pieces(unit, hyper, self._device, pieces)
+        self._launch_here(unit, unit.deferred, unit.parts)
         if unit.updated is not None:
             unit.updated.wait()
+        return unit.tickets
 
-    def _launch_staged(self, unit: UnitState, hyper: Hyper) -> None:
-        """Launch the update of the staged parts on a stream of its own, unless there are none."""
-        staged = [part for part in unit.parts if part.staged]
+    def _update_matrices(self, unit: UnitState, hyper: Hyper) -> list[Ticket]:
+        """Launch the update of a unit whose directions are orthogonalized, for the current stream. Collective.
+
+        The host waits for the momentum that the store's threads update.
+
+        Returns:
+            The tickets of the parameters that they update.
+        """
+        unit.interrupted = True
+        unit.grad_ready.wait()
+        for ticket in self._readers:  # they read the directions of another unit
+            ticket.wait()
+        for turn in range(2):
+            parts = [part for part in unit.parts if part.turn == turn]
+            self._readers = self._queue(unit, hyper, parts, self._device.mark())
+            self._launch_here(unit, hyper, parts)
+            self._launch_staged(unit, hyper, parts, None)
+            if turn == 0:
+                for ticket in self._readers:
+                    ticket.wait()
+            if unit.updated is not None:
+                unit.updated.wait()
+            if turn == 0:
+                self._orthogonalizer.run(unit.spec)
+        return self._readers
+
+    def _launch_here(self, unit: UnitState, hyper: Hyper, parts: Sequence[Part]) -> None:
+        """Launch the update of the parts on the device on the current stream."""
+        pieces = [self._piece(unit, part, part.lent) for part in parts if part.on_device]
+        if pieces:
+            with self._tape.doing("update", unit.spec.name):
+                self._update_pieces(unit, hyper, self._device, pieces, parts[0].turn)
+
+    def _launch_staged(self, unit: UnitState, hyper: Hyper, parts: Sequence[Part], after: Event | None) -> None:
+        """Launch the update of the staged parts, unless there are none, on a stream of its own.
+
+        Args:
+            after: the event for which that stream waits; None: all work of the current stream so far.
+        """
+        staged = [part for part in parts if part.staged]
         if not staged:
             return
-        with self._device.aside("updates", after=PASSED), self._tape.streaming("update", unit.spec.name):
+        with self._device.aside("updates", after=after), self._tape.streaming("update", unit.spec.name):
             for part in staged:
                 with self._staging.opened(part, unit.grad_ready) as tensors:
                     unit.interrupted = True
-                    self._update_pieces(unit, hyper, self._device, [self._piece(unit, part, tensors)])
-        unit.updated, unit.interrupted = self._staging.updated, False
+                    self._update_pieces(unit, hyper, self._device, [self._piece(unit, part, tensors)], part.turn)
+        unit.updated, unit.interrupted = self._staging.updated, bool(unit.spec.matrices)
         unit.grad_readers.append(unit.updated)
 
     def _applied(self, unit: UnitState, *, resident: bool) -> None:
@@ -257,66 +302,71 @@ class Updater:
         """Update one part on a thread of the store; `tensors` are its pages in memory, in the order of `Group.all`."""
         name, now = threading.current_thread().name, self._where.shares_memory
         with self._limit, self._device.paging(name, after, now=now), self._tape.streaming("update", unit.spec.name):
-            self._update_offloaded(unit, hyper, self._piece(unit, part, tensors))
+            self._update_offloaded(unit, hyper, self._piece(unit, part, tensors), part.turn)
 
     def _piece(self, unit: UnitState, part: Part, tensors: Sequence[Tensor] | None) -> Piece:
         """Return the piece for a whole part: `tensors` for its pages, and tensors of the unit for the rest."""
         assert tensors is not None
-        start, stop = part.start, part.stop
+        start, stop, now = part.start, part.stop, self._plan.passes(unit.spec)[part.turn]
         paged = {page.kind: page_K for page, page_K in zip(part.groups[0].all, tensors, strict=True)}
-        params = unit.own_params(full_update=self._full_update)
-        grad = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._rank)
+        directions = self._orthogonalizer.directions(unit.spec) if unit.spec.matrices else None
+        params = unit.own_params(full_update=self._full_update) if now.updates_params else directions
+        own = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._rank)
+        grad = own if now.reads_grad else directions
         param_K = paged.pop(PageKind.PARAM, None if params is None else params[start:stop])
         grad_K = paged.pop(PageKind.GRAD, None if grad is None else grad[start:stop])
         kept = cast(list[Tensor], [*paged.values()])
         return Piece(part.first, cast(Tensor, param_K), kept, cast(Tensor, grad_K), part.tables)
 
-    def _update_offloaded(self, unit: UnitState, hyper: Hyper, piece: Piece) -> None:
+    def _update_offloaded(self, unit: UnitState, hyper: Hyper, piece: Piece, turn: int) -> None:
         """Update one part on the device that the plan chose, and copy tensors of other devices there and back."""
         where, param_K = self._where, piece.param_K
         there = [where.bring(page_K) for page_K in piece.kept]
-        param_there = where.bring(param_K) if self._master.reads_params else where.room_for(param_K)
-        grad_there = where.bring(piece.grad_K)
-        self._update_pieces(unit, hyper, where, [piece._replace(param_K=param_there, kept=there, grad_K=grad_there)])
+        reads = self._plan.passes(unit.spec)[turn].reads_params
+        param_there = where.bring(param_K) if reads else where.room_for(param_K)
+        brought = piece._replace(param_K=param_there, kept=there, grad_K=where.bring(piece.grad_K))
+        self._update_pieces(unit, hyper, where, [brought], turn)
         for page_K, changed_K in zip((param_K, *piece.kept), (param_there, *there), strict=True):
             if changed_K is not page_K:
                 where.copy(page_K, changed_K)
 
-    def _update_pieces(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece]) -> None:
+    def _update_pieces(
+        self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece], turn: int = 0
+    ) -> None:
         """Update pieces on the device `where`: by a kernel for each, or in batches of at most its `piece_numel`."""
-        layout = unit.spec.trainable
+        layout, now = unit.spec.trainable, self._plan.passes(unit.spec)[turn]
         if self._fused is not None and where.tile_numel:
             for piece in pieces:
-                run_kernel(self._fused, self._kept, hyper, where, piece)
+                run_kernel(self._fused, now.kept, hyper, where, piece)
             return
         for batch in _batches(pieces, where.piece_numel):
             ranges = [(piece.first, piece.first + piece.grad_K.numel()) for piece in batch]
-            places = [layout.pieces(*bounds) for bounds in ranges] if self._kept.draws else []
+            places = [layout.pieces(*bounds) for bounds in ranges] if now.kept.draws else []
             params, kept = [piece.param_K for piece in batch], [piece.kept for piece in batch]
-            with self._kept.opened(params, kept, places, hyper.step) as tensors:
-                self._transform_all(layout, hyper, batch, tensors)
+            with now.kept.opened(params, kept, places, hyper.step) as tensors:
+                self._transform_all(now, layout, hyper, batch, tensors)
 
     def _transform_all(
-        self, layout: Layout, hyper: Hyper, pieces: Sequence[Piece], tensors: Sequence[Sequence[Tensor]]
+        self, now: Pass, layout: Layout, hyper: Hyper, pieces: Sequence[Piece], tensors: Sequence[Sequence[Tensor]]
     ) -> None:
         """Update the masters and moments of some pieces, group by group.
 
         Args:
             tensors: first the masters, then each moment, as one fp32 tensor for each piece.
         """
-        grouped: dict[int, list[list[Tensor]]] = {}  # group number -> gradients, masters, moments
+        grouped: dict[tuple[int, float], list[list[Tensor]]] = {}  # (group, factor) -> gradients, masters, moments
         gradients = [piece.grad_K for piece in pieces]
         if gradients[0].dtype != torch.float32:
             gradients = cut_as(gradients, in_fp32(gradients))
         for piece, *state in zip(pieces, gradients, *tensors, strict=True):
-            for a, b, number in layout.segments(piece.first, piece.first + piece.grad_K.numel()):
-                if hyper.groups[number].trains:
-                    lists = grouped.setdefault(number, [[] for _ in state])
+            for a, b, key in now.segments(layout, piece.first, piece.first + piece.grad_K.numel()):
+                if hyper.groups[key[0]].trains:
+                    lists = grouped.setdefault(key, [[] for _ in state])
                     for parts, tensor in zip(lists, state, strict=True):
                         parts.append(tensor[a - piece.first : b - piece.first])
-        for number, (grads, masters, *moments) in grouped.items():
-            now = hyper.groups[number]
-            self._transform.update(PageBatch(masters, grads, tuple(moments), now, hyper.divisor, hyper.numbers))
+        for (number, factor), (grads, masters, *moments) in grouped.items():
+            settings = hyper.groups[number]
+            now.update(PageBatch(masters, grads, tuple(moments), settings, hyper.divisor, hyper.numbers, factor))
 
     def _tables_of(self, unit: UnitState, part: Part) -> tuple[Tensor, ...]:
         """Return the tables of a part for the kernel, on the device that updates it; none without a kernel."""
@@ -333,7 +383,8 @@ class Updater:
         parts = [part for unit in self._order for part in unit.parts if not part.on_device]
         if staged := [part for part in parts if part.staged]:
             self._staging.expect(staged)
-            self._coming = iter([unit for unit in self._order if any(part.staged for part in unit.parts)])
+            coming = [unit for unit in self._order if any(part.staged for part in unit.parts)]
+            self._coming = iter([unit for unit in coming if not unit.spec.matrices])
         if groups := [group for part in parts if not part.staged for group in part.groups]:
             self._store.expect(groups)
 

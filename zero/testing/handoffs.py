@@ -274,6 +274,14 @@ def _exchange(world: World, original: Any, full_P: Tensor, recv_P: Tensor, op: s
     return _collective(world, op, full_P, recv_P, lambda into: original(world, full_P, into, op))
 
 
+def _reshard(
+    world: World, original: Any, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str
+) -> Handle:
+    if not _is_traced(world, into):
+        return original(world, source, into, before, after, op)
+    return _collective(world, op, source, into, lambda late: original(world, source, late, before, after, op))
+
+
 def _broadcast(world: World, original: Any, flat: Tensor, source: int, op: str) -> Handle:
     if not _is_traced(world, flat) or world.rank == source:
         return original(world, flat, source, op)
@@ -283,6 +291,7 @@ def _broadcast(world: World, original: Any, flat: Tensor, source: int, op: str) 
 COLLECTIVES: dict[str, Callable[..., Any]] = {
     "_gather": _gather,
     "_exchange": _exchange,
+    "_reshard": _reshard,
     "_sum": _exchange,
     "_broadcast": _broadcast,
 }

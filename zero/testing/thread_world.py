@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ class _Buffers(NamedTuple):
 
     source: Tensor
     target: Tensor
+    alike: Tensor | None = None
+    """A tensor whose shape and dtype are the same on all ranks; None: `target`."""
 
 
 _Move = Callable[[list[_Buffers]], None]
@@ -68,7 +71,7 @@ class _Shared:
             self.raise_failure(rank, op)
             self.last_op[rank] = op
             collective = self.collectives.setdefault(number, _Collective())
-            collective.signatures[rank] = signature_of(op, buffers.target)
+            collective.signatures[rank] = signature_of(op, buffers.target if buffers.alike is None else buffers.alike)
             collective.buffers[rank] = buffers
             if len(set(collective.signatures.values())) > 1:
                 different = WorldError(f"the ranks run different operations: {by_rank(collective.signatures)}")
@@ -194,6 +197,10 @@ class ThreadWorld(World):
     def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
         return self._start(op, _Buffers(full_P, recv_P), _move_exchange)
 
+    def _reshard(self, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str) -> Handle:
+        move = partial(_move_parts, before=before, after=after)
+        return self._start(op, _Buffers(source, into, alike=source.new_empty(1)), move)
+
     def _sum(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
         return self._start(op, _Buffers(full_P, recv_S), _move_sum)
 
@@ -208,24 +215,32 @@ class ThreadWorld(World):
 
 
 def _move_gather(buffers: list[_Buffers]) -> None:
-    for _, full_P in buffers:
+    for _, full_P, _ in buffers:
         rows = full_P if full_P.dim() == 2 else full_P.view(len(buffers), -1)
-        for (shard_S, _), slot_S in zip(buffers, rows, strict=True):
+        for (shard_S, *_), slot_S in zip(buffers, rows, strict=True):
             if shard_S.data_ptr() != slot_S.data_ptr():
                 slot_S.copy_(shard_S)
 
 
 def _move_exchange(buffers: list[_Buffers]) -> None:
     size = len(buffers)
-    for r, (_, recv_P) in enumerate(buffers):
-        for (full_P, _), slot_S in zip(buffers, recv_P.view(size, -1), strict=True):
+    for r, (_, recv_P, _) in enumerate(buffers):
+        for (full_P, *_), slot_S in zip(buffers, recv_P.view(size, -1), strict=True):
             slot_S.copy_(full_P.view(size, -1)[r])
+
+
+def _move_parts(buffers: list[_Buffers], *, before: Sequence[int], after: Sequence[int]) -> None:
+    for (source, _, _), first in zip(buffers, before, strict=False):
+        for (_, into, _), start in zip(buffers, after, strict=False):
+            a, b = max(first, start), min(first + source.numel(), start + into.numel())
+            if a < b:
+                into[a - start : b - start].copy_(source[a - first : b - first])
 
 
 def _move_sum(buffers: list[_Buffers]) -> None:
     """Add around a ring, as backends do: the sum for rank r begins with the chunk of rank r + 1."""
     size = len(buffers)
-    for r, (_, recv_S) in enumerate(buffers):
+    for r, (_, recv_S, _) in enumerate(buffers):
         chunks = [buffers[(r + k) % size].source.view(size, -1)[r] for k in range(1, size + 1)]
         recv_S.copy_(chunks[0])
         for chunk in chunks[1:]:
@@ -233,7 +248,7 @@ def _move_sum(buffers: list[_Buffers]) -> None:
 
 
 def _move_broadcast(buffers: list[_Buffers], source: int) -> None:
-    for r, (_, flat) in enumerate(buffers):
+    for r, (_, flat, _) in enumerate(buffers):
         if r != source:
             flat.copy_(buffers[source].source)
 

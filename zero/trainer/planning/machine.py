@@ -30,7 +30,7 @@ class PaperWorld(World):
     def _refuse(self, *arguments: Any, **_: Any) -> Handle:
         raise WorldError(f"{arguments[-1]}: a world on paper has no other ranks")
 
-    _gather = _exchange = _sum = _broadcast = _refuse
+    _gather = _exchange = _reshard = _sum = _broadcast = _refuse
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,187 @@
+"""Muon: a momentum whose matrices are orthogonalized before it is subtracted from the parameters.
+
+An update has three parts. `mix` updates the momentum and writes directions, and `descend` subtracts them; both are
+elementwise, so they work on any cut of a flat tensor. Between them `orthogonalize` needs whole matrices.
+
+It takes a matrix U S V^T to about U V^T: singular values from 0.7 to 1.2, by five steps of a polynomial of degree 5 in
+products of bf16. Matrices of one parameter are multiplied in one batch. A batch depends on nothing but the parameter,
+because libraries of matrix products promise no equal bits for batches of other sizes.
+
+Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
+Scalable for LLM Training", section 2.2 for the factor that matches AdamW's step; `torch.optim.Muon`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import sqrt
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.core.layout import Layout, Slot
+from zero.core.updates import PageBatch
+
+COEFFICIENTS = 3.4445, -4.775, 2.0315
+"""Of x, x^3 and x^5. They raise small singular values fast rather than converge to 1."""
+ITERATIONS = 5
+EPS = 1e-7
+"""Least norm of a matrix by which it is divided."""
+BATCH_NUMEL = 2**24
+"""Elements of a batch of matrices, unless one matrix has more. A batch is on one rank, so this limits the imbalance."""
+EXCLUDED = "*embed*", "*wte*", "*wpe*", "*head*", "*classifier*", "*score*"
+"""Patterns of the names of embeddings and output layers, which AdamW updates."""
+
+Adjust = Literal["original", "match_rms_adamw"]
+
+
+class Matrices(NamedTuple):
+    """A batch of matrices of one parameter: `number` of (rows, columns), one after another from `start` in a flat."""
+
+    start: int
+    number: int
+    rows: int
+    columns: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.number * self.rows * self.columns
+
+    @property
+    def scratch_numel(self) -> int:
+        """Elements of the scratch memory of `orthogonalize`."""
+        low, high = sorted((self.rows, self.columns))
+        return 2 * self.number * (low * high + low * low)
+
+    @property
+    def flops(self) -> int:
+        low, high = sorted((self.rows, self.columns))
+        return 2 * ITERATIONS * self.number * (2 * low * low * high + low**3)
+
+
+@dataclass(frozen=True)
+class Muon:
+    """The parameters that Muon updates, and its settings.
+
+    Attributes:
+        groups: the number of optimizer groups whose parameters are matrices; they come before the others.
+        nesterov: whether a direction looks ahead along the momentum.
+        adjust: the factor of the learning rate for a matrix: "original", the root of rows / columns if that is above 1;
+            or "match_rms_adamw", 0.2 times the root of the larger one.
+        blocks: pattern of a parameter's name -> the number of matrices that it has, one below the other.
+        exclude: patterns of the names of matrices that AdamW updates.
+    """
+
+    groups: int
+    nesterov: bool
+    adjust: Adjust
+    blocks: tuple[tuple[str, int], ...]
+    exclude: tuple[str, ...]
+
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether Muon updates a parameter: a matrix, or several by `blocks`, whose name is not in `exclude`."""
+        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+            return False
+        return len(shape) == 2 or (len(shape) > 2 and self._count(name) is not None)
+
+    def problem(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Return a message if `blocks` does not fit the model's parameters; None: it does."""
+        for pattern, count in self.blocks:
+            taken = [name for name in shapes if fnmatchcase(name, pattern)]
+            if not taken:
+                return f"optim.blocks: no parameter matches {pattern!r}"
+            for name in taken:
+                rows = torch.Size(shapes[name][:-1]).numel()
+                if len(shapes[name]) < 2 or rows % count:
+                    return f"optim.blocks: {name} has shape {shapes[name]}, which is not {count} matrices of equal rows"
+        return None
+
+    def factor(self, slot: Slot) -> float:
+        """Return the factor of the learning rate for a parameter."""
+        _, rows, columns = self._shape(slot)
+        return sqrt(max(1, rows / columns)) if self.adjust == "original" else 0.2 * sqrt(max(rows, columns))
+
+    def batches(self, layout: Layout) -> list[Matrices]:
+        """Return the batches of a flat of parameters that Muon updates, in order; they do not depend on the ranks."""
+        batches = []
+        for slot in layout.slots:
+            count, rows, columns = self._shape(slot)
+            numel = rows * columns
+            most = max(1, BATCH_NUMEL // max(numel, 1))
+            batches += [
+                Matrices(slot.offset + first * numel, min(most, count - first), rows, columns)
+                for first in range(0, count if numel else 0, most)
+            ]
+        return batches
+
+    def mix(self, batch: PageBatch) -> None:
+        """Update the momentum, and write directions to `batch.params` in their dtype, bf16."""
+        grads, (mus,), (momentum,) = batch.grads, batch.moments, batch.settings.betas
+        batch.divide_grads()
+        torch._foreach_mul_(grads, 1 - momentum)
+        torch._foreach_mul_(mus, momentum)
+        torch._foreach_add_(mus, grads)
+        if self.nesterov:
+            torch._foreach_add_(grads, torch._foreach_mul(mus, momentum))
+        torch._foreach_copy_(batch.params, grads if self.nesterov else mus)
+
+    def descend(self, batch: PageBatch) -> None:
+        """Subtract `batch.grads`, the orthogonal directions, from the parameters after these have decayed."""
+        now = batch.settings
+        if now.weight_decay:
+            torch._foreach_mul_(batch.params, 1 - now.lr * now.weight_decay)
+        torch._foreach_mul_(batch.grads, now.lr * batch.factor)
+        torch._foreach_sub_(batch.params, batch.grads)
+
+    def _count(self, name: str) -> int | None:
+        return next((count for pattern, count in self.blocks if fnmatchcase(name, pattern)), None)
+
+    def _shape(self, slot: Slot) -> tuple[int, int, int]:
+        count = self._count(slot.name) or 1
+        *leading, columns = slot.shape
+        return count, torch.Size(leading).numel() // count, columns
+
+
+def orthogonalize(matrices_BMN: Tensor, scratch: Tensor) -> None:
+    """Replace each matrix by its orthogonal factor, about, in place.
+
+    Args:
+        matrices_BMN: (batch, rows, columns) bf16.
+        scratch: (`Matrices.scratch_numel`,), bf16; or fp32, in which each result is rounded to bf16: products of bf16
+            are slow on CPUs without units for it.
+    """
+    a, b, c = COEFFICIENTS
+    wide = matrices_BMN if matrices_BMN.shape[1] <= matrices_BMN.shape[2] else matrices_BMN.mT
+    count, low, high = wide.shape
+    sizes = [count * low * high] * 2 + [count * low * low] * 2
+    x, y, gram, square = scratch[: sum(sizes)].split(sizes)
+    x, y = x.view(wide.shape), y.view(wide.shape)
+    gram, square = gram.view(count, low, low), square.view(count, low, low)
+    x.copy_(wide)
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x.div_(_rounded(norms).clamp_(min=EPS))
+    _rounded(x)
+    for _ in range(ITERATIONS):
+        _rounded(torch.bmm(x, x.mT, out=gram))
+        _rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=square))
+        _rounded(torch.baddbmm(x, square, x, beta=a, out=y))
+        x, y = y, x
+    wide.copy_(x)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """Round to bf16 in place; values of bf16 stay as they are."""
+    return values if values.dtype == torch.bfloat16 else values.copy_(values.bfloat16())
+
+
+def owners(batches: Sequence[Matrices], layout: Layout) -> tuple[int, ...]:
+    """Return where each rank's part of a flat begins, and the end, if no batch is on two ranks: W + 1 ascending cuts.
+
+    A batch is on the rank whose shard has its middle, so most of it is there already.
+    """
+    cuts = [0]
+    for rank in range(1, layout.world_size):
+        inside = (batch.start for batch in batches if batch.start + batch.stop >= 2 * rank * layout.S)
+        cuts.append(next(inside, layout.P))
+    return (*cuts, layout.P)

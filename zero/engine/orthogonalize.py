@@ -1,0 +1,52 @@
+"""Orthogonalize the directions of a unit that Muon updates, each matrix on one rank.
+
+The ranks have equal parts of the flat directions. Most matrices lie on one rank already; those that are cut, and the
+rest of them, travel to the rank that has their middle, and back, in bf16. If each rank has all directions, nothing
+travels, and each rank works on all matrices. The batches, and so the bits, are the same.
+"""
+
+import torch
+from torch import Tensor
+
+from zero.core.muon import orthogonalize
+from zero.distributed.routes import within_node
+from zero.engine.plan import Plan
+from zero.engine.unit import UnitSpec
+
+
+class Orthogonalizer:
+    """Device memory for the directions of one unit at a time, and the exchange of whole matrices."""
+
+    def __init__(self, plan: Plan) -> None:
+        world, device = plan.world, plan.world.compute
+        self._plan = plan
+        if plan.muon_numels:
+            local = plan.sharers < world.size
+            self._world = within_node(world, "update") if local else world.part(range(world.size), "update")
+            directions, owned, scratch = plan.muon_numels
+            self._directions, self._owned = (device.zeros(numel, torch.bfloat16) for numel in (directions, owned))
+            self._scratch = device.zeros(scratch, plan.muon_scratch_dtype)
+
+    def directions(self, unit: UnitSpec) -> Tensor:
+        """Return the directions of the elements that this rank updates of a unit, (P,) or (S,) bf16."""
+        return self._directions[: self._plan.update_numel(unit)]
+
+    def run(self, unit: UnitSpec) -> None:
+        """Replace the directions by orthogonal ones, on the current stream. Collective."""
+        directions = self.directions(unit)
+        if self._plan.full_update:
+            self._orthogonalize(unit, directions, 0)
+            return
+        even, cuts = [unit.trainable.S * rank for rank in range(self._world.size + 1)], self._plan.owners(unit)
+        first, last = cuts[self._world.rank : self._world.rank + 2]
+        owned, what = self._owned[: last - first], f"directions of {unit.name}"
+        self._world.reshard(directions, owned, even, cuts, what=what).wait()
+        self._orthogonalize(unit, owned, first)
+        self._world.reshard(owned, directions, cuts, even, what=what).wait()
+
+    def _orthogonalize(self, unit: UnitSpec, flat: Tensor, first: int) -> None:
+        """Orthogonalize the matrices that lie in `flat`, which begins at element `first` of the unit's flat."""
+        for batch in unit.matrices:
+            if first <= batch.start < first + flat.numel():
+                matrices = flat[batch.start - first : batch.stop - first]
+                orthogonalize(matrices.view(batch.number, batch.rows, batch.columns), self._scratch)

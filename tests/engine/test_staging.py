@@ -34,8 +34,8 @@ def interrupted(world: zero.World, setting: Setting, interrupt: bool) -> tuple[d
     broken: list[UnitState] = []
     launch = Updater._launch_staged
 
-    def breaking(updater: Updater, unit: UnitState, hyper: object) -> None:
-        launch(updater, unit, hyper)  # type: ignore[arg-type]
+    def breaking(updater: Updater, unit: UnitState, *how: Any) -> None:
+        launch(updater, unit, *how)
         if number == 2 and unit in mixed and not broken:
             broken.append(unit)
             raise KeyboardInterrupt

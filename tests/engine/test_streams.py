@@ -146,6 +146,16 @@ class Skipping(nn.Sequential):
         return x
 
 
+class Bare(nn.Sequential):
+    """Blocks of matrices only, so that no other parameter's gradient is the last."""
+
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__(*blocks)
+        for block in blocks:
+            block.norm = nn.Identity()
+            block.up.bias = block.down.bias = None
+
+
 SKIPS = ((3,), (2,), (3,), (2, 3), (), (3,), (0,))
 """Blocks that each step leaves out: heads in turn, the last ones, none, the last after all were used, the first."""
 
@@ -416,6 +426,8 @@ def scenario(run: Callable[..., str] = train, **given) -> partial[str]:
     return partial(run, **given)
 
 
+MUON = zero.muon(1e-2, clip=0.5, momentum=0.5)
+
 SCENARIOS: dict[str, partial[str]] = {
     **{f"stage {stage}": scenario(stage=stage) for stage in range(4)},
     **{f"stage {stage}, two microbatches": scenario(stage=stage, accumulate=2) for stage in range(4)},
@@ -440,6 +452,11 @@ SCENARIOS: dict[str, partial[str]] = {
     "moments in 8 bits": scenario(preset="nvme", optimizer=zero.with_moments(zero.adamw(1e-2, clip=0.5), "8bit")),
     "moments in bf16, on the host": scenario(preset="cpu", optimizer=zero.with_moments(zero.adamw(1e-2, clip=0.5))),
     "whole master": scenario(preset="nvme", precision=zero.Precision("bf16", master="whole")),
+    **{f"muon at stage {stage}": scenario(stage=stage, optimizer=MUON) for stage in (0, 1, 3)},
+    **{f"muon, {preset}": scenario(preset=preset, optimizer=MUON) for preset in ("cpu", "nvme", "infinity")},
+    "muon, updated by the host": scenario(preset="cpu", compute="host", optimizer=MUON),
+    "muon, matrices only, updated by the host": scenario(preset="cpu", compute="host", optimizer=MUON, kind=Bare),
+    "muon, interrupted": scenario(train_interrupted, preset="cpu", optimizer=MUON),
     "activations on the host": scenario(activations="offload", count=64),
     "recomputed": scenario(activations="remat", preset="cpu"),
     "saved, nvme": scenario(train_and_save, preset="nvme"),
@@ -686,6 +703,13 @@ NEEDED: dict[str, dict[str, str]] = {
         "finish": "cpu, updated by the host",
         "paging": "nvme",
     },
+    "engine/orthogonalize.py:Orthogonalizer.run self._world.reshard().wait": {"collective": "muon at stage 1"},
+    "engine/update.py:Updater._launch_staged self._device.aside": {"aside": "muon, cpu"},
+    "engine/update.py:Updater._update_matrices ticket.wait": {"ticket": "muon, nvme"},
+    "engine/update.py:Updater._update_matrices unit.grad_ready.wait": {
+        "wait": "muon, matrices only, updated by the host"
+    },
+    "engine/update.py:Updater._update_matrices unit.updated.wait": {"wait": "muon, cpu"},
     "engine/update.py:Updater._update_on_streams unit.updated.wait": {"wait": "cpu at stage 1"},
     "engine/update.py:Updater.apply_deferred ticket.wait": {"ticket": "nvme at stage 1"},
     "engine/update.py:Updater.schedule_update self._device.aside": {"aside": "cpu"},

@@ -191,7 +191,8 @@ class Updater:
         Raises:
             StaleStateError: the update was interrupted before.
         """
-        tickets = self._update_on_streams(unit)
+        self._update_on_streams(unit)
+        tickets = unit.tickets
         self._applied(unit, resident=False)
         return tickets
 
@@ -206,10 +207,12 @@ class Updater:
         """
         if unit.deferred is None:
             return
+        if unit.spec.matrices:  # nothing is queued yet
+            self._update_on_streams(unit)
         for ticket in unit.tickets:
             ticket.wait()
-        for ticket in self._update_on_streams(unit):
-            ticket.wait()
+        if not unit.spec.matrices:
+            self._update_on_streams(unit)
         self._applied(unit, resident=self._full_update)
 
     @torch.no_grad()
@@ -220,8 +223,8 @@ class Updater:
                 self._launch_staged(unit, unit.deferred, unit.parts, PASSED)
                 return
 
-    def _update_on_streams(self, unit: UnitState) -> list[Ticket]:
-        """Launch the deferred update for the current stream; return the tickets of what the store's threads update."""
+    def _update_on_streams(self, unit: UnitState) -> None:
+        """Launch the deferred update except for the parts that the store's threads update, for the current stream."""
         if unit.interrupted:
             raise StaleStateError(
                 f"the update of {unit.spec.name} was interrupted half-way, so this state cannot be used. Start again "
@@ -229,40 +232,34 @@ class Updater:
             )
         assert unit.deferred is not None
         if unit.spec.matrices:
-            return self._update_matrices(unit, unit.deferred)
+            self._update_matrices(unit, unit.deferred)
+            return
         if unit.updated is None:
             self._launch_staged(unit, unit.deferred, unit.parts, PASSED)
         unit.interrupted = True  # from here to `_applied`
         self._launch_here(unit, unit.deferred, unit.parts)
         if unit.updated is not None:
             unit.updated.wait()
-        return unit.tickets
 
-    def _update_matrices(self, unit: UnitState, hyper: Hyper) -> list[Ticket]:
+    def _update_matrices(self, unit: UnitState, hyper: Hyper) -> None:
         """Launch the update of a unit whose directions are orthogonalized, for the current stream. Collective.
 
-        The host waits for the momentum that the store's threads update.
-
-        Returns:
-            The tickets of the parameters that they update.
+        The host waits for the momentum that the store's threads update; then they get the parameters.
         """
         unit.interrupted = True
         unit.grad_ready.wait()
-        for ticket in self._readers:  # they read the directions of another unit
-            ticket.wait()
         for turn in range(2):
             parts = [part for part in unit.parts if part.turn == turn]
+            for ticket in self._readers:  # of the directions of the unit before, or writers of this one's
+                ticket.wait()
+            if turn == 1:
+                self._orthogonalizer.run(unit.spec)
             self._readers = self._queue(unit, hyper, parts, self._device.mark())
             self._launch_here(unit, hyper, parts)
             self._launch_staged(unit, hyper, parts, None)
-            if turn == 0:
-                for ticket in self._readers:
-                    ticket.wait()
             if unit.updated is not None:
                 unit.updated.wait()
-            if turn == 0:
-                self._orthogonalizer.run(unit.spec)
-        return self._readers
+        unit.tickets = self._readers
 
     def _launch_here(self, unit: UnitState, hyper: Hyper, parts: Sequence[Part]) -> None:
         """Launch the update of the parts on the device on the current stream."""

@@ -56,7 +56,8 @@ class State:
     """Parameters with master and moments in their formats, and the two ways to update them."""
 
     def __init__(self, transform: Transform, precision: Precision, params: Tensor, moments: list[Tensor]) -> None:
-        self.transform, self.master, self.kept = transform, precision.master, Kept(precision.master, transform)
+        self.transform, self.master = transform, precision.master
+        self.kept = Kept(precision.master, transform.forms(transform.moments))
         self.param = zero.core.master.rounded(params, precision.compute)
         self.forms = [transform.form(kind) for kind in transform.moments]
         master = [] if self.master.kind is None else [self.master.page_of(params).clone()]

@@ -15,7 +15,7 @@ from zero.core.updates import Update
 
 
 class Pass(NamedTuple):
-    """What an update does with all elements of a unit, page by page. Muon takes two passes, other optimizers one."""
+    """One pass of an update over all elements of a unit, page by page. Muon takes two, other optimizers one."""
 
     update: Update
     kept: "Kept"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import Layout, Slot
-from zero.core.updates import PageBatch
+from zero.core.updates import PageBatch, average
 
 COEFFICIENTS = 3.4445, -4.775, 2.0315
 """Of x, x^3 and x^5. They raise small singular values fast rather than converge to 1."""
@@ -78,6 +78,8 @@ class Muon:
     adjust: Adjust
     blocks: tuple[tuple[str, int], ...]
     exclude: tuple[str, ...]
+    ema: float | None = None
+    """The decay of the running mean of the parameters, see `with_ema`."""
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether Muon updates a parameter: a matrix, or several by `blocks`, whose name is not in `exclude`."""
@@ -133,6 +135,8 @@ class Muon:
             torch._foreach_mul_(batch.params, 1 - now.lr * now.weight_decay)
         torch._foreach_mul_(batch.grads, now.lr * batch.factor)
         torch._foreach_sub_(batch.params, batch.grads)
+        if self.ema is not None:
+            average(self.ema, batch.moments[-1], batch.params)
 
     def _count(self, name: str) -> int | None:
         return next((count for pattern, count in self.blocks if fnmatchcase(name, pattern)), None)

@@ -5,7 +5,7 @@ pages of parameters and moments in place. It knows nothing of ranks, stores or f
 step are passed by value in `Hyper`, so an update may run long after the step that decided it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -94,6 +94,10 @@ class Transform:
         if moment in self.copies:
             return FP32_MOMENTS
         return self.kept.of_squares() if moment == SQUARES else self.kept
+
+    def forms(self, moments: Iterable[str]) -> dict[str, Moments]:
+        """Return the storage formats of moments, by name."""
+        return {moment: self.form(moment) for moment in moments}
 
     def orthogonalizes(self, group: int) -> bool:
         """Return whether Muon updates the parameters of a group."""
@@ -313,17 +317,8 @@ def muon(
     rest = adamw(lr if adamw_lr is None else adamw_lr, beta1=beta1, beta2=beta2, eps=eps, **shared)
     matrices = _transform("muon", (MOMENTUM,), rest.update, (), lr, {"momentum": momentum}, **shared)
     chosen = Muon(len(matrices.groups), nesterov, adjust, tuple((blocks or {}).items()), tuple(exclude))
-
-    def group(name: str, shape: tuple[int, ...]) -> int:
-        return matrices.group(name, shape) if chosen.takes(name, shape) else chosen.groups + rest.group(name, shape)
-
-    return replace(
-        rest,
-        name="muon",
-        groups=(*matrices.groups, *rest.groups),
-        group=group,
-        muon=chosen,
-    )
+    group = partial(_group_of, chosen, matrices.group, rest.group)
+    return replace(rest, name="muon", groups=(*matrices.groups, *rest.groups), group=group, muon=chosen)
 
 
 def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
@@ -345,6 +340,7 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
         moments=(*transform.moments, "ema"),
         copies=(*transform.copies, "ema"),
         update=partial(updates.ema, transform.update, decay),
+        muon=transform.muon and replace(transform.muon, ema=decay),
         constants=(*transform.constants, decay),
     )
 
@@ -402,6 +398,13 @@ def _transform(
     )
     group_of = partial(number_of, groups, decay)
     return Transform(name, moments, update, constants, settings, group_of, clip, given_groups=groups)
+
+
+GroupOf = Callable[[str, tuple[int, ...]], int]
+
+
+def _group_of(muon: Muon, matrices: GroupOf, rest: GroupOf, name: str, shape: tuple[int, ...]) -> int:
+    return matrices(name, shape) if muon.takes(name, shape) else muon.groups + rest(name, shape)
 
 
 def _checked(key: str, value: float) -> float:

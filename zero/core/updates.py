@@ -144,8 +144,13 @@ def adagrad(lr_decay: float, eps: float, batch: PageBatch) -> None:
 def ema(update: Update, decay: float, batch: PageBatch) -> None:
     *moments, means = batch.moments
     update(batch._replace(moments=tuple(moments)))
+    average(decay, means, batch.params)
+
+
+def average(decay: float, means: Tensors, params: Tensors) -> None:
+    """Take the parameters into their running means."""
     torch._foreach_mul_(means, decay)
-    torch._foreach_add_(means, torch._foreach_mul(batch.params, 1 - decay))
+    torch._foreach_add_(means, torch._foreach_mul(params, 1 - decay))
 
 
 def on_device(value: float, device: torch.device) -> Tensor:

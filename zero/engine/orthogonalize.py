@@ -19,10 +19,11 @@ class Orthogonalizer:
 
     def __init__(self, plan: Plan) -> None:
         world, device = plan.world, plan.world.compute
-        self._plan = plan
+        self._plan, self._world = plan, world
         if plan.muon_numels:
-            local = plan.sharers < world.size
-            self._world = within_node(world, "update") if local else world.part(range(world.size), "update")
+            if not plan.full_update:  # an order of operations of its own, beside gathers and sums
+                local = plan.sharers < world.size
+                self._world = within_node(world, "update") if local else world.part(range(world.size), "update")
             directions, owned, scratch = plan.muon_numels
             self._directions, self._owned = (device.zeros(numel, torch.bfloat16) for numel in (directions, owned))
             self._scratch = device.zeros(scratch, plan.muon_scratch_dtype)

@@ -5,7 +5,7 @@ gradients. Each secondary shard (copies of shards of other nodes) is a single pa
 of the trainable flat, number 1 of the frozen one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -73,19 +73,18 @@ class PageTable(Facts):
 
     @cached_property
     def _pass(self) -> Pass:
-        return Pass(self.optimizer.update, self._kept_of(self.precision.master, self.optimizer.moments))
+        optimizer = self.optimizer
+        return Pass(optimizer.update, Kept(self.precision.master, optimizer.forms(optimizer.moments)))
 
     @cached_property
     def _muon_passes(self) -> tuple[Pass, Pass]:
-        master, muon = self.precision.master, self.optimizer.muon
+        optimizer, muon = self.optimizer, self.optimizer.muon
         assert muon is not None
+        momentum, rest = (optimizer.forms(moments) for moments in ((MOMENTUM,), optimizer.copies))
         return (
-            Pass(muon.mix, self._kept_of(Master(), (MOMENTUM,)), updates_params=False),
-            Pass(muon.descend, self._kept_of(master, self.optimizer.copies), reads_grad=False, factor=muon.factor),
+            Pass(muon.mix, Kept(Master(), momentum), updates_params=False),
+            Pass(muon.descend, Kept(self.precision.master, rest), reads_grad=False, factor=muon.factor),
         )
-
-    def _kept_of(self, master: Master, moments: Sequence[str]) -> Kept:
-        return Kept(master, {moment: self.optimizer.form(moment) for moment in moments})
 
     @property
     def grad_dtypes(self) -> dict[str, torch.dtype]:

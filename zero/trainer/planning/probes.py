@@ -271,8 +271,8 @@ def _launch_s(device: Device) -> float:
 def _update_numel(config: Config, device: Device) -> float:
     """Measure the parameters updated per second, including the norm of their gradient, in pieces as in the engine."""
     optimizer, precision = build_optimizer(config), build_precision(config)
-    forms = {moment: optimizer.form(moment) for moment in optimizer.moments}
-    now, kept = optimizer.groups[-1](1)._replace(lr=0.0, weight_decay=0.0), Kept(precision.master, forms)
+    now = optimizer.groups[-1](1)._replace(lr=0.0, weight_decay=0.0)  # the last group is not Muon's
+    kept = Kept(precision.master, optimizer.forms(optimizer.moments))
     grad = torch.zeros(PROBE_NUMEL, device=device.device)
     param = torch.zeros(PROBE_NUMEL, dtype=precision.compute, device=device.device)
     state = [device.zeros(kept.numel(kind, PROBE_NUMEL), dtype) for kind, dtype in kept.dtypes.items()]

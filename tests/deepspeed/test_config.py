@@ -147,6 +147,8 @@ def test_parameters_for_host_memory_stay_on_the_device_below_stage_3_and_a_line_
         ({"type": "lion", "params": {"betas": [0.5, 0.6]}}, ("lion", 1e-3, 0.0, 0.5, 0.6)),
         ({"type": "Lion"}, ("lion", 1e-3, 0.0, 0.9, 0.999)),
         ({"type": "Adagrad"}, ("adagrad", 1e-2, 0.0, None, None)),
+        ({"type": "Muon"}, ("muon", 0.02, 0.0, 0.9, 0.95)),
+        ({"type": "Muon", "params": {"lr": 0.01, "muon_lr": 0.05}}, ("muon", 0.05, 0.0, 0.9, 0.95)),
         ({"type": "SGD", "params": {"lr": 2e-1, "weight_decay": 0.1}}, ("sgd", 0.2, 0.1, None, None)),
     ],
 )
@@ -339,7 +341,7 @@ MISTAKES = [
     (of(optimizer={"type": "Adamw", "params": {"learning_rate": 1}}), "optimizer.params.learning_rate is not"),
     (of(optimizer={"kind": "AdamW"}), "optimizer.kind is not a setting"),
     (of(optimizer={"type": "AdmW"}), "optimizer.type=AdmW does not exist here. Did you mean AdamW?"),
-    (of(optimizer={"type": "Muon"}), "does not exist here. Choose from Adam, AdamW, Lion, Adagrad, SGD"),
+    (of(optimizer={"type": "OneBitAdam"}), "does not exist here. Choose from Adam, AdamW, Lion, Adagrad, SGD, Muon"),
     (of(optimizer={"type": "SGD", "params": {"betas": [0.9, 0.99]}}), "optimizer.params.betas is not a setting"),
     (scheduled("WarmupLR", warmup_steps=5), "Did you mean scheduler.params.warmup_num_steps?"),
     # no value of this kind

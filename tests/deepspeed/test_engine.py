@@ -1231,3 +1231,45 @@ def test_a_script_of_the_documents_runs_with_its_own_json(name: str, tmp_path: P
     if name == "stage2_fp16_cpu":
         assert engine.get_lr() == [1e-3], "torch's own, not the config's"
     engine.destroy()
+
+
+# Muon
+
+MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}
+
+
+@STAGES
+def test_muon_of_a_config_is_that_of_the_library(stage: int, tmp_path: Path):
+    """With DeepSpeed's rule: all matrices but embeddings and the language model's head."""
+    optimizer = zero.muon(
+        0.02, momentum=0.9, adamw_lr=1e-3, weight_decay=0.1, eps=1e-10, exclude=(), decay=lambda name, shape: True
+    )
+
+    def own(world):
+        plan = zero.Plan(net(), world=world, stage=stage, optimizer=optimizer)
+        state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, lambda model, part: model(part))
+        losses = []
+        for number in range(3):
+            state, metrics = step(state, [rows(number, world)])
+            losses.append(metrics.loss)
+        return losses, zero.full_state_dict(state)
+
+    disk = {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    expected = run_ranks(2, own)
+    found = run_ranks(2, lambda world: trained(world, model=net, optimizer=MUON, zero_optimization=disk))
+    for (losses, values), (wanted_losses, wanted) in zip(found, expected, strict=True):
+        assert losses == wanted_losses
+        same(values, wanted)
+
+
+def test_groups_of_muon_are_read_at_every_update():
+    with engine_of(optimizer=MUON) as engine:
+        matrices, others = engine.optimizer.param_groups
+        assert (matrices["use_muon"], others["use_muon"]) == (True, False)
+        assert (matrices["lr"], matrices["momentum"], others["lr"], others["betas"]) == (0.02, 0.9, 1e-3, (0.9, 0.95))
+        before = zero.full_state_dict(engine)
+        matrices["lr"] = 0.0
+        train(engine, 0)
+        after = zero.full_state_dict(engine)
+    for name, value in net().named_parameters():
+        assert torch.equal(before[name], after[name]) is (value.ndim == 2), name

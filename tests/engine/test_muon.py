@@ -326,7 +326,6 @@ def test_the_launches_of_an_update_do_not_grow_with_its_pages_or_matrices():
         ({"blocks": {"*.qkv.bias": 3}}, r"blocks.0.qkv.bias has shape \(60,\), which is not 3 matrices"),
         ({"blocks": {"*.qkv.weight": 0}}, r"'\*.qkv.weight' has 0 matrices, but must have 1 or more"),
         ({"adjust": "none"}, "optim.adjust=none: must be one of original, match_rms_adamw"),
-        ({"groups": [zero.Group(["*"], betas=(0.9,))]}, "optim.groups have betas"),
     ],
 )
 def test_bad_settings_are_one_line(given, message):

@@ -106,11 +106,20 @@ def number_of(groups: tuple[Group, ...], decay: Mask, name: str, shape: tuple[in
     return int(decay(name, shape))
 
 
-def settings_at(group: Group, default: Group, betas: tuple[str, ...], decays: bool, where: str, step: int) -> Settings:
+def settings_at(
+    group: Group,
+    default: Group,
+    betas: tuple[str, ...],
+    others: tuple[int, ...],
+    decays: bool,
+    where: str,
+    step: int,
+) -> Settings:
     """Return the settings of a group at `step`; a setting that the group does not have is taken from `default`.
 
     Args:
         betas: the names of the optimizer's betas.
+        others: numbers of betas that the group may have for another optimizer; then `default` has this one's.
         decays: True: the settings of parameters that decay. False: the same with a weight decay of 0.
         where: prefix of a setting's name in messages, such as "groups[0].".
 
@@ -122,6 +131,8 @@ def settings_at(group: Group, default: Group, betas: tuple[str, ...], decays: bo
     def at(key: str, value: Any) -> float:
         return float(check_setting(key, value(step) if callable(value) else value, f"{where}{key} at step {step}"))
 
+    if len(values["betas"]) in others:
+        values["betas"] = default.betas
     if len(values["betas"]) != len(betas):
         wanted = f"the betas ({', '.join(betas)})" if betas else "no betas"
         raise ConfigError(f"optim.{where}betas={values['betas']}: this optimizer has {wanted}")

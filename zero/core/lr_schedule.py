@@ -27,6 +27,11 @@ Schedule = Callable[[int], float]
 Curve = Literal["linear", "log"]
 
 
+def scaled(schedule: Schedule, factor: float) -> Schedule:
+    """Make a schedule that is `factor` times another one."""
+    return _Scaled(schedule, factor)
+
+
 def linear_warmup(lr: float, warmup: int, *, start: float | None = None, curve: Curve = "linear") -> Schedule:
     """Make a schedule that rises to `lr` over `warmup` steps and stays there. With a `warmup` of 0 it is constant.
 
@@ -157,6 +162,15 @@ class CycledMomentum:
         if step == 1 and self.first is not None:
             return self.first
         return self.cycle.between(self.high, self.low, step) * (1 + self.decay_rate * self.cycle.decays(step))
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    schedule: Schedule
+    factor: float
+
+    def __call__(self, step: int) -> float:
+        return self.factor * self.schedule(step)
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ def muon(
         exclude: patterns of the names of matrices that AdamW updates, such as embeddings.
         adamw_lr: learning rate of AdamW; None: `lr`.
         beta1, beta2, eps: settings of AdamW.
-        groups: as in `adamw`, but their `betas` are None.
+        groups: as in `adamw`; one beta is Muon's momentum, two are AdamW's.
 
     Raises:
         ConfigError: a setting is not a number or is out of range, or a number of matrices is not 1 or more.
@@ -311,11 +311,11 @@ def muon(
     for pattern, count in (blocks or {}).items():
         if type(count) is not int or count < 1:
             raise ConfigError(f"optim.blocks: {pattern!r} has {count!r} matrices, but must have 1 or more")
-    if any(group.now()["betas"] is not None for group in as_tuple(groups)):
-        raise ConfigError("optim.groups have betas, but Muon and AdamW have different ones. Set lr or weight_decay.")
     shared: dict[str, Any] = {"weight_decay": weight_decay, "clip": clip, "decay": decay, "groups": groups}
-    rest = adamw(lr if adamw_lr is None else adamw_lr, beta1=beta1, beta2=beta2, eps=eps, **shared)
-    matrices = _transform("muon", (MOMENTUM,), rest.update, (), lr, {"momentum": momentum}, **shared)
+    betas, update = {"beta1": beta1, "beta2": beta2}, partial(updates.adam, torch._fused_adamw_, _checked("eps", eps))
+    rest_lr = lr if adamw_lr is None else adamw_lr
+    rest = _transform("adamw", (MOMENTUM, SQUARES), update, (eps,), rest_lr, betas, **shared, others=(1,))
+    matrices = _transform("muon", (MOMENTUM,), update, (), lr, {"momentum": momentum}, **shared, others=(2,))
     chosen = Muon(len(matrices.groups), nesterov, adjust, tuple((blocks or {}).items()), tuple(exclude))
     group = partial(_group_of, chosen, matrices.group, rest.group)
     return replace(rest, name="muon", groups=(*matrices.groups, *rest.groups), group=group, muon=chosen)
@@ -377,6 +377,7 @@ def _transform(
     clip: float | None,
     decay: Mask,
     groups: Sequence[Group],
+    others: tuple[int, ...] = (),
 ) -> Transform:
     """Make a transform with two numbers for each group i: 2 i without weight decay and 2 i + 1 with it.
 
@@ -392,7 +393,7 @@ def _transform(
         if not callable(value):
             check_setting(key, value)
     settings = tuple(
-        partial(settings_at, group, default, tuple(betas), decays, f"groups[{i - 1}]." if i else "")
+        partial(settings_at, group, default, tuple(betas), others, decays, f"groups[{i - 1}]." if i else "")
         for i, group in enumerate((default, *groups))
         for decays in (False, True)
     )

@@ -15,7 +15,18 @@ from zero.core import schema, suggest
 from zero.core.batch import solve_batch
 from zero.core.schema import Section
 from zero.core.stage import Stage
-from zero.deepspeed.config_keys import AdamW, Keys, Lion, OneCycle, Rise, Schedule, Warmup, WarmupCosine, WarmupDecay
+from zero.deepspeed.config_keys import (
+    AdamW,
+    Keys,
+    Lion,
+    Muon,
+    OneCycle,
+    Rise,
+    Schedule,
+    Warmup,
+    WarmupCosine,
+    WarmupDecay,
+)
 from zero.deepspeed.config_source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
 from zero.settings import Settings
@@ -206,7 +217,15 @@ def _optim(config: CheckedConfig, schedule: bool) -> dict[str, Any]:
             settings["name"] = "adam"
         elif optimizer.torch_adam and "weight_decay" not in optimizer.model_fields_set:
             settings["weight_decay"] = 0.01  # the default of torch.optim.AdamW
+    if isinstance(optimizer, Muon):
+        settings |= {"exclude": ["*embed*", "*lm_head*"], "adamw_lr": optimizer.adam_lr}
+        if optimizer.muon_lr is not None:
+            settings["lr"] = optimizer.muon_lr
+        if optimizer.adam_lr is None:
+            settings["adamw_lr"] = optimizer.lr if "lr" in optimizer.model_fields_set else 3e-4
     of_schedule = _optim_of_schedule(config)
+    if "lr" in of_schedule and schedule:
+        settings.pop("adamw_lr", None)  # DeepSpeed's schedulers give all groups one rate
     return settings | of_schedule if schedule else settings
 
 

@@ -189,6 +189,20 @@ class AdamW(Lion):
     amsgrad: Literal[False] = means("only false", False)
 
 
+class Muon(Lion):
+    """Keys of Muon, which updates matrices, and of the AdamW beside it."""
+
+    name: ClassVar[str] = "muon"
+
+    lr: Rate = to("optim.lr", 0.02)
+    betas: Betas = means("`optim.beta1`, `optim.beta2`, of AdamW", (0.9, 0.95))
+    eps: NonNegative = to("optim.eps", 1e-10)
+    momentum: Fraction = to("optim.momentum", 0.95)
+    muon_lr: Rate | None = means("`optim.lr`; wins over `lr`", None)
+    adam_lr: Rate | None = means("`optim.adamw_lr`; without it `lr`, or 3e-4", None)
+    ns_method: Literal["gram", "standard"] = means("ignored: two ways to the same iteration", "gram")
+
+
 class Adagrad(Optimizer):
     """Keys of Adagrad."""
 
@@ -208,7 +222,7 @@ class Sgd(Optimizer):
 
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    "Adam": AdamW, "AdamW": AdamW, "Lion": Lion, "Adagrad": Adagrad, "SGD": Sgd
+    "Adam": AdamW, "AdamW": AdamW, "Lion": Lion, "Adagrad": Adagrad, "SGD": Sgd, "Muon": Muon
 }  # fmt: skip
 """Value of `optimizer.type` -> class of its keys. A config may write it in upper or lower case."""
 

@@ -221,7 +221,7 @@ def _optimizer(
     trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
     listed = list(trainable if parameters is None else parameters)
     if passed is None:
-        return None, Optimizer.of_config(config, listed)
+        return None, Optimizer.of_config(config, listed, model)
     return _optimizer(passed(listed), None, model, config, translation)
 
 

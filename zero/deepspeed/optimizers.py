@@ -4,6 +4,7 @@
 the script passed a torch optimizer, both share the same group dicts, so a scheduler of either has effect.
 """
 
+import glob
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from zero.core.optim import Transform
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_optimizer
+from zero.settings.optimizers import Muon
 
 NO_STATE_DICT = (
     "the optimizer's state dict: moments are sharded over ranks. Call engine.save_checkpoint(folder) and "
@@ -49,6 +51,7 @@ KINDS = {
     "sgd": _Kind(optim.sgd, ("nesterov",), {**_PLAIN, "dampening": 0}),
     "adagrad": _Kind(optim.adagrad, ("eps", "lr_decay"), {**_PLAIN, "initial_accumulator_value": 0}),
     "lion": _Kind(optim.lion, (), {}),
+    "muon": _Kind(optim.muon, ("nesterov", "eps"), {}),
 }
 TORCH = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad"}
 
@@ -89,9 +92,12 @@ class Optimizer(torch.optim.Optimizer):
         return made
 
     @classmethod
-    def of_config(cls, config: Settings, parameters: Iterable[Any]) -> "Optimizer":
-        """Make the optimizer that a config names, for parameters or groups of them."""
+    def of_config(cls, config: Settings, parameters: Iterable[Any], model: nn.Module) -> "Optimizer":
+        """Make the optimizer that a config names, for parameters of `model` or groups of them."""
         chosen = config.optim
+        if isinstance(chosen, Muon):
+            defaults = chosen.model_dump(include={"weight_decay", "nesterov", "eps"})
+            return cls(_by_muon(chosen, build_optimizer(config), parameters, names_of(model)), defaults, chosen.name)
         defaults = chosen.model_dump(include={"lr", "weight_decay", "momentum", "nesterov", "eps"})
         if chosen.name == "adagrad":
             defaults["lr_decay"] = 0.0
@@ -231,7 +237,32 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
         frozen = {names[id(parameter)]: parameter for parameter in group["params"] if not parameter.requires_grad}
         groups.append(optim.Group(frozenset(held), live=group, trains=partial(_trains, held, frozen)))
     shared = {key: first[key] for key in kind.keys}
+    if optimizer.kind == "muon":
+        others = (group for group in optimizer.param_groups if not group.get("use_muon"))
+        shared["exclude"] = [glob.escape(names[id(parameter)]) for group in others for parameter in group["params"]]
     return kind.make(lambda step: float(first["lr"]), clip=clip, groups=groups, **shared)
+
+
+def _by_muon(
+    chosen: Muon, transform: Transform, parameters: Iterable[Any], names: Mapping[int, str]
+) -> list[ParamGroup]:
+    """Return the groups of parameters, each in two: those that Muon updates, and those for AdamW."""
+    given = [*parameters]
+    groups = [group if isinstance(group, dict) else {"params": given} for group in given]
+    groups = groups if given and isinstance(given[0], dict) else groups[:1]
+    rate = chosen.lr if chosen.adamw_lr is None else chosen.adamw_lr
+    kinds: dict[bool, ParamGroup] = {
+        True: {"lr": chosen.lr, "momentum": chosen.momentum},
+        False: {"lr": rate, "betas": (chosen.beta1, chosen.beta2)},
+    }
+    made = []
+    for group in groups:
+        parts: dict[bool, list[Tensor]] = {True: [], False: []}
+        for parameter in group["params"]:
+            name = names.get(id(parameter), "")
+            parts[transform.orthogonalizes(transform.group(name, tuple(parameter.shape)))].append(parameter)
+        made += [kinds[uses] | group | {"params": held, "use_muon": uses} for uses, held in parts.items() if held]
+    return made
 
 
 def _check_group(number: int, group: ParamGroup, first: ParamGroup, kind: _Kind) -> None:

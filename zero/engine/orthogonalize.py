@@ -15,11 +15,15 @@ from zero.engine.unit import UnitSpec
 
 
 class Orthogonalizer:
-    """Device memory for the directions of one unit at a time, and the exchange of whole matrices."""
+    """Device memory for the directions of one unit at a time, and the exchange of whole matrices.
+
+    Attributes:
+        allocated_bytes: the size of that memory; 0 if the plan has no matrices.
+    """
 
     def __init__(self, plan: Plan) -> None:
         world, device = plan.world, plan.world.compute
-        self._plan, self._world = plan, world
+        self._plan, self._world, self.allocated_bytes = plan, world, 0
         if plan.muon_numels:
             if not plan.full_update:  # an order of operations of its own, beside gathers and sums
                 local = plan.sharers < world.size
@@ -27,6 +31,7 @@ class Orthogonalizer:
             directions, owned, scratch = plan.muon_numels
             self._directions, self._owned = (device.zeros(numel, torch.bfloat16) for numel in (directions, owned))
             self._scratch = device.zeros(scratch, plan.muon_scratch_dtype)
+            self.allocated_bytes = sum(held.nbytes for held in (self._directions, self._owned, self._scratch))
 
     def directions(self, unit: UnitSpec) -> Tensor:
         """Return the directions of the elements that this rank updates of a unit, (P,) or (S,) bf16."""

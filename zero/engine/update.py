@@ -99,6 +99,10 @@ class Updater:
     def staging_bytes(self) -> int:
         return self._staging.allocated_bytes
 
+    @property
+    def matrix_bytes(self) -> int:
+        return self._orthogonalizer.allocated_bytes
+
     # -- what a step decides -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

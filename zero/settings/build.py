@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from zero.core import lr_schedule, optim
-from zero.core.lr_schedule import Schedule
+from zero.core.lr_schedule import Schedule, scaled
 from zero.core.optim import Transform
 from zero.core.precision import Precision
 from zero.core.stage import Stage
@@ -13,7 +13,7 @@ from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.settings import Settings
-from zero.settings.optimizers import SGD, Adagrad, AdamW, Lion
+from zero.settings.optimizers import SGD, Adagrad, AdamW, Lion, Muon
 from zero.settings.schedule import Decay, LrRange, OneCycle, Warmup, WarmupLinear
 
 
@@ -73,6 +73,11 @@ def _build_transform(config: Settings) -> Transform:
     if isinstance(chosen, SGD):
         return optim.sgd(lr, momentum=cycled or chosen.momentum, nesterov=chosen.nesterov, **shared)
     betas: dict[str, Any] = {"beta1": cycled or chosen.beta1, "beta2": chosen.beta2}
+    if isinstance(chosen, Muon):
+        rest = None if chosen.adamw_lr is None else scaled(lr, chosen.adamw_lr / chosen.lr)
+        given = chosen.model_dump(include={"nesterov", "adjust", "exclude", "beta1", "beta2", "eps"})
+        blocks, momentum = chosen.blocks_by_pattern, cycled or chosen.momentum
+        return optim.muon(lr, momentum=momentum, blocks=blocks, adamw_lr=rest, **given, **shared)
     if isinstance(chosen, Lion):
         return optim.lion(lr, **betas, **shared)
     make = optim.adamw if isinstance(chosen, AdamW) else optim.adam

@@ -4,8 +4,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from zero.core.muon import EXCLUDED, Adjust
 from zero.core.schema import Section
-from zero.core.setting_types import Fraction, NonNegative, Positive, Rate, key
+from zero.core.setting_types import Fraction, Names, NonNegative, Positive, Rate, key
 from zero.errors import ConfigError
 
 
@@ -82,6 +83,51 @@ class Lion(_Optim):
     beta2: Fraction = key(0.99, "memory of the gradient, per step", example="0.98")
 
 
+class Muon(_Optim):
+    """Matrices move along an orthogonalized momentum, all else by AdamW."""
+
+    name: Literal["muon"] = key("muon", "kind of optimizer")
+    lr: Rate = key(0.02, "peak learning rate of matrices; the schedule scales it", example="0.01")
+    weight_decay: NonNegative = key(0.1, "pull towards zero, per step and unit of learning rate", example="0.01")
+    momentum: Fraction = key(0.95, "memory of a matrix's gradient, per step", example="0.9")
+    nesterov: bool = key(True, "whether to look ahead along the momentum", example="false")
+    adjust: Adjust = key(
+        "original",
+        "factor of the learning rate of a matrix: original, the root of rows / columns if above 1; match_rms_adamw, "
+        "0.2 times the root of the larger, with which AdamW's rates fit",
+        example="match_rms_adamw optim.lr=1e-3",
+    )
+    blocks: Names = key(
+        (),
+        "matrices in one parameter, one below the other: patterns of names, each with a number",
+        example="[*.qkv.weight:3]",
+    )
+    exclude: Names = key(
+        EXCLUDED,
+        "matrices that AdamW updates, by patterns of their names: embeddings and output layers",
+        example="[*embed*,*head*,*router*]",
+    )
+    adamw_lr: Rate | None = key(
+        None, "peak learning rate of AdamW; the schedule scales it; null: optim.lr", example="3e-4"
+    )
+    beta1: Fraction = key(0.9, "AdamW: memory of the gradient's mean, per step", example="0.8")
+    beta2: Fraction = key(0.95, "AdamW: memory of the gradient's square, per step", example="0.999")
+    eps: Positive = key(1e-8, "AdamW: added to the root of the second moment", example="1e-6")
+
+    @model_validator(mode="after")
+    def _blocks_have_numbers(self) -> Self:
+        for entry in self.blocks:
+            pattern, _, number = entry.rpartition(":")
+            if not (pattern and number.isdecimal() and int(number)):
+                raise ConfigError(f"optim.blocks={entry}: must be a pattern and a number, such as *.qkv.weight:3")
+        return self
+
+    @property
+    def blocks_by_pattern(self) -> dict[str, int]:
+        """Pattern of a parameter's name -> the number of matrices in it."""
+        return {pattern: int(number) for pattern, _, number in (entry.rpartition(":") for entry in self.blocks)}
+
+
 class Adagrad(_Optim):
     """Steps shrink with the sum of all squared gradients; decay is added to the gradient."""
 
@@ -90,4 +136,4 @@ class Adagrad(_Optim):
     eps: Positive = key(1e-10, "added to the root of the sum of squares", example="1e-8")
 
 
-Optim = Annotated[AdamW | Adam | SGD | Lion | Adagrad, Field(discriminator="name")]
+Optim = Annotated[AdamW | Adam | SGD | Lion | Adagrad | Muon, Field(discriminator="name")]

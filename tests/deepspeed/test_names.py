@@ -59,6 +59,7 @@ NAMES = {
     "zero.deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
     "zero.deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "zero.deepspeed.ops.lion": "DeepSpeedCPULion FusedLion",
+    "zero.deepspeed.ops.muon": "MuonWithAuxAdam",
     "zero.deepspeed.runtime.dataloader": "RepeatingLoader",
     "zero.deepspeed.runtime.engine": "DeepSpeedEngine",
     "zero.deepspeed.runtime.lr_schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
@@ -93,6 +94,10 @@ def test_names_are_attributes_of_the_package():
         import_module("zero.ops.adam")
 
 
+def by_dimensions(parameters):
+    return [{"params": [p for p in parameters if (p.ndim == 2) is uses], "use_muon": uses} for uses in (True, False)]
+
+
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
@@ -102,6 +107,7 @@ def test_names_are_attributes_of_the_package():
         (lambda p: deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(p), "adagrad"),
         (lambda p: deepspeed.ops.lion.FusedLion(p), "lion"),
         (lambda p: deepspeed.ops.lion.DeepSpeedCPULion(p), "lion"),
+        (lambda p: deepspeed.ops.muon.MuonWithAuxAdam(by_dimensions(p)), "muon"),
         (lambda p: Fast(p), "adamw"),
         (lambda p: MyLion(p, lr=0.1), "lion"),
     ],

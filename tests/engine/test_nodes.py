@@ -454,7 +454,8 @@ def planned_and_counted(world: zero.World, how: dict[str, Any]) -> list[tuple[fl
         model.layers[number].weight.requires_grad_(number % 3 == 0)
         model.layers[number].bias.requires_grad_(number % 3 < 2)
     offload = zero.Offload(str(how.get("offload", "none")), path=tempfile.gettempdir())
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, **{**how, "offload": offload})  # type: ignore[arg-type]
+    how = {"optimizer": zero.adamw(1e-3), **how, "offload": offload}
+    plan = zero.Plan(model, world=world, **how)
     state = zero.init(plan, zero.open_store(plan))
     step = zero.make_step(plan, lambda model, x: model(x).square().mean())
     before = world.traffic
@@ -491,6 +492,8 @@ BETWEEN = [
         (3, 2, {"gather": "auto", "offload": "infinity"}),
         (3, 2, {"gather": "world", "keep": ["layers.1", "layers.4"]}),
         (3, 1, {"gather": "node", "keep": ["*"]}),
+        *((stage, 1, {"gather": "world", "optimizer": zero.muon(1e-3)}) for stage in (1, 3)),
+        (3, 2, {"shard": "node", "optimizer": zero.muon(1e-3)}),
         (3, 1, {"gather": "node", "frozen": True}),
         (3, 2, {"gather": "node", "frozen": True, "offload": "infinity"}),
     ],

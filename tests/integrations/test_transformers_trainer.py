@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import zero  # noqa: E402
+from zero.deepspeed.ops.muon import MuonWithAuxAdam  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
 from zero.integrations.transformers import Trainer, ZeroTrainerMixin  # noqa: E402
 from zero.testing import run_processes  # noqa: E402
@@ -165,6 +166,35 @@ def test_a_passed_optimizer_and_scheduler_are_used(tmp_path):
     plain, ours = run(None), run({"stage": 1})
     assert told(ours) == pytest.approx(told(plain), rel=CLOSE)
     assert told(ours, "learning_rate") == told(plain, "learning_rate") == [1e-2, 5e-3, 2.5e-3]
+
+
+def test_muon_trains_the_matrices_at_every_stage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(settings):
+        model = gpt2()
+        blocks = [value for value in model.transformer.h.parameters() if value.ndim == 2]
+        others = [value for value in model.parameters() if all(value is not other for other in blocks)]
+        groups = [{"params": blocks, "use_muon": True}, {"params": others, "use_muon": False, "lr": 1e-2}]
+        args, optimizer = arguments(tmp_path, max_steps=4), MuonWithAuxAdam(groups)
+        made = Trainer(
+            model=model,
+            args=args,
+            train_dataset=rows(),
+            eval_dataset=rows()[:6],
+            optimizers=(optimizer, None),
+            zero=settings,
+        )
+        made.train()
+        return made
+
+    made, other = run({"stage": 3}), run({"stage": 3, "offload": "nvme"})
+    assert told(made) == told(other)
+    assert same(values(made), values(other))
+    assert told(made)[-1] < told(made)[0]
+    matrices = {name for name, value in made.model.named_parameters() if ".h." in name and value.ndim == 2}
+    assert matrices
+    assert set(zero.full_state_dict(made.engine, "nu")) == set(values(made)) - matrices
 
 
 def test_callbacks_see_gradients_before_the_step_and_steps_after_it(tmp_path):

@@ -862,8 +862,14 @@ CASES = [
 """Every size, stage, preset and precision with every other."""
 
 
-@pytest.mark.parametrize(("size", "stage", "preset", "precision"), CASES)
-def test_the_plan_is_what_is_allocated(size, stage, preset, precision, tmp_path, request):
+@pytest.mark.parametrize(
+    ("size", "stage", "preset", "precision", "optimizer"),
+    [
+        *((*case, zero.adamw) for case in CASES),
+        *((*case, zero.muon) for case in ((1, 0, "nvme", "bf16"), (2, 1, "cpu", "fp16"), (2, 3, "infinity", "fp32"))),
+    ],
+)
+def test_the_plan_is_what_is_allocated(size, stage, preset, precision, optimizer, tmp_path, request):
     """Counted by looking at every tensor alive and at the nameless file, which know nothing of plans."""
     with zero.empty():
         models = [GPT(GPTConfig(**{**TINY, "width": 128})) for _ in range(size)]
@@ -873,7 +879,7 @@ def test_the_plan_is_what_is_allocated(size, stage, preset, precision, tmp_path,
     def run(world: zero.World) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         plan = zero.Plan(
             models[world.rank],
-            optimizer=zero.adamw(1e-3, clip=1.0),
+            optimizer=optimizer(1e-3, clip=1.0),
             world=world,
             stage=stage,
             precision=precision,

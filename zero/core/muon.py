@@ -33,6 +33,9 @@ BATCH_NUMEL = 2**24
 EXCLUDED = "*embed*", "*wte*", "*wpe*", "*head*", "*classifier*", "*score*"
 """Patterns of the names of embeddings and output layers, which AdamW updates."""
 
+ROUNDED_NUMEL = 2**20
+"""Elements that are rounded at a time, because each takes a temporary tensor."""
+
 Adjust = Literal["original", "match_rms_adamw"]
 
 
@@ -175,8 +178,11 @@ def orthogonalize(matrices_BMN: Tensor, scratch: Tensor) -> None:
 
 
 def _rounded(values: Tensor) -> Tensor:
-    """Round to bf16 in place; values of bf16 stay as they are."""
-    return values if values.dtype == torch.bfloat16 else values.copy_(values.bfloat16())
+    """Round contiguous values to bf16 in place; values of bf16 stay as they are."""
+    if values.dtype != torch.bfloat16:
+        for part in values.view(-1).split(ROUNDED_NUMEL):
+            part.copy_(part.bfloat16())
+    return values
 
 
 def owners(batches: Sequence[Matrices], layout: Layout) -> tuple[int, ...]:

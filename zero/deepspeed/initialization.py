@@ -212,10 +212,9 @@ def _optimizer(
     passed: AnyOptimizer, parameters: Iterable[Any] | None, model: nn.Module, config: Settings, translation: Translation
 ) -> tuple[torch.optim.Optimizer | None, Optimizer]:
     """Return the torch optimizer that was passed, or None, and an `Optimizer` with its groups or of the config."""
-    if isinstance(passed, Optimizer):
-        return None, passed
     if isinstance(passed, torch.optim.Optimizer):
-        return passed, Optimizer.of(passed)
+        made = Optimizer.of(passed)
+        return None if made is passed else passed, made
     if passed is None and translation.keys.optimizer.type is None:
         return None, Optimizer.of_nothing()
     trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)

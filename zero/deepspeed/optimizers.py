@@ -76,12 +76,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @classmethod
     def of(cls, passed: torch.optim.Optimizer) -> "Optimizer":
-        """Make an optimizer with the groups of `passed`, whose dicts are shared.
+        """Make an optimizer with the groups of `passed`, whose dicts are shared; return `passed` if it is one.
 
         Raises:
             ConfigError: the class has no counterpart here, is a subclass with its own `step`, or the optimizer has made
                 steps.
         """
+        if isinstance(passed, Optimizer):
+            return passed
         kind, name = _kind_of(passed), type(passed).__qualname__
         if any(float(state.get("step", 1)) for state in passed.state.values()):  # Adagrad has it from the start
             raise ConfigError(f"optimizer={name} has made steps, and its moments would be lost. Pass a new one.")

@@ -268,7 +268,7 @@ class World(contextlib.AbstractContextManager["World"]):
         op, rank = _label("reshard", what), self.rank
         _check(op, source, before[rank + 1] - before[rank], source.dtype)
         _check(op, into, after[rank + 1] - after[rank], source.dtype)
-        for r, numel in enumerate(_common(after, before, rank)):
+        for r, numel in enumerate(common_numels(after, before, rank)):
             self._moved["reduce_bytes"] += (r != rank) * numel * source.itemsize
             self._moved["wire_bytes"] += (r // self.local_size != rank // self.local_size) * numel * source.itemsize
         return self._timed(self._reshard(source, into, before, after, op))
@@ -473,7 +473,7 @@ class Transport(World):
         return self._messages(op, full_P, {r: chunks[r] for r in others}, {r: slots[r] for r in others})
 
     def _reshard(self, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str) -> Handle:
-        sent, received = _common(before, after, self.rank), _common(after, before, self.rank)
+        sent, received = common_numels(before, after, self.rank), common_numels(after, before, self.rank)
         alike = source.new_empty(1)  # parts differ between ranks, and may be empty
         if self._by_collective(source):
             collective = partial(all_to_all_uneven, sent=sent, received=received)
@@ -586,7 +586,7 @@ def _rows(full_P: Tensor, count: int) -> tuple[Tensor, ...]:
     return (full_P.view(count, -1) if full_P.dim() == 1 else full_P).unbind()
 
 
-def _common(a: Sequence[int], b: Sequence[int], rank: int) -> list[int]:
+def common_numels(a: Sequence[int], b: Sequence[int], rank: int) -> list[int]:
     """Return how many indices of range `rank` of the cuts `a` are in each range of the cuts `b`."""
     return [max(0, min(a[rank + 1], stop) - max(a[rank], start)) for start, stop in pairwise(b)]
 

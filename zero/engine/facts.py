@@ -208,6 +208,17 @@ class Facts:
         return max(map(self.update_numel, units)), max(ranges, default=0), scratch
 
     @property
+    def muon_flops(self) -> int:
+        """The floating point operations that orthogonalize the matrices of a step, on the rank with most, per unit."""
+
+        def most(unit: UnitSpec) -> int:
+            cuts = (0, unit.trainable.P) if self.full_update else self.owners(unit)
+            ranges = [range(*ends) for ends in pairwise(cuts)]
+            return max(sum(batch.flops for batch in unit.matrices if batch.start in ends) for ends in ranges)
+
+        return sum(most(unit) for unit in self.units if unit.matrices)
+
+    @property
     def muon_scratch_dtype(self) -> torch.dtype:
         """The dtype in which matrices are multiplied: fp32 on a CPU, which may lack units for bf16."""
         return torch.float32 if self.device_is_host else torch.bfloat16

@@ -9,6 +9,7 @@ import torch
 
 from zero.core.layout import VECTOR
 from zero.core.placement import Tier
+from zero.distributed.world import common_numels
 from zero.engine.plan import Plan
 from zero.engine.unit import UnitSpec
 from zero.store import PageKind
@@ -107,7 +108,7 @@ def traffic(plan: Plan) -> Traffic:
     sums = single + grads.times(count - 2) if count > 1 else Load()
     arriving = (sums + sums.back + updated_grads.back).times(1 / count)
     return Traffic(
-        update=_update(plan, states, params, updated_grads, offloaded_numel),
+        update=_update(plan, states, params, updated_grads, offloaded_numel) + _matrices(plan),
         forward=forward,
         backward=backward + arriving + (Load() if plan.local_sum else reduction),
         first=first,
@@ -137,6 +138,20 @@ def _update(plan: Plan, states: Load, params: Load, grads: Load, offloaded_numel
     param_bytes = 0 if params != Load() else offloaded_numel * plan.precision.compute.itemsize
     moved = Load(copy_in=param_bytes, copy_out=grad_bytes + param_bytes * reads_params)
     return _on_disk(read) + _on_disk(written) + moved
+
+
+def _matrices(plan: Plan) -> Load:
+    """Return the bytes of directions that the rank receives, to orthogonalize whole matrices and after that."""
+    link = wire = 0
+    nodes = [rank // plan.world.local_size for rank in range(plan.sharers)]
+    for unit in plan.units if not plan.full_update else ():
+        if unit.matrices:
+            even, whole = [unit.trainable.S * rank for rank in range(plan.sharers + 1)], plan.owners(unit)
+            for before, after in ((even, whole), (whole, even)):
+                numels = common_numels(after, before, plan.rank)
+                link += sum(numels) - numels[plan.rank]
+                wire += sum(numel for node, numel in zip(nodes, numels, strict=True) if node != nodes[plan.rank])
+    return Load(link=2 * link, wire=2 * wire)
 
 
 def _on_disk(load: Load) -> Load:

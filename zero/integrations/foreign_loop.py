@@ -61,6 +61,8 @@ def new_engine(
         rows: number of samples in a microbatch, for speeds.
     """
     optimizer = Optimizer.of_nothing() if passed is None else Optimizer.of(passed)
+    if passed is optimizer:
+        passed = None
     arguments = {"precision": precision} | {key: value for key, value in settings.items() if key != "weights"}
 
     def make_plan(transform: Transform) -> Plan:

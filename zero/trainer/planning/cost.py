@@ -228,13 +228,13 @@ def scaled(rates: Rates, times: Mapping[str, float]) -> Rates:
 
 def _update_seconds(plan: Plan, offloaded_numel: int, rates: Rates) -> tuple[dict[str, float], float]:
     """Return the seconds of updates beside the first forward, by part of the machine, and of those beside nothing."""
-    numel = sum(plan.update_numel(unit) for unit in plan.units)
+    numel, products_s = sum(plan.update_numel(unit) for unit in plan.units), plan.muon_flops / rates.flops
     if plan.world.compute.shares_memory or plan.offload.compute != "host":
-        return {}, numel / rates.update_numel
+        return {}, numel / rates.update_numel + products_s
     return {
         "the update on the host": offloaded_numel / rates.host_update_numel,
         "host memory": offloaded_numel * UPDATE_BYTES / rates.host_bytes,
-    }, max(0, numel - offloaded_numel) / rates.update_numel
+    }, max(0, numel - offloaded_numel) / rates.update_numel + products_s
 
 
 def _added(seconds: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:

@@ -459,7 +459,7 @@ def test_an_offloaded_plan_is_true(size, offload, precision):
         held: dict[tuple[str, str], int] = {}
         for page, spec in specs.items():
             key = plan.tier(page), kinds.get(page.kind, "moments")
-            if page.kind == "param" and page.kind in plan.state_kinds:
+            if page.kind == "param" and plan.precision.master.reads_params:
                 key = plan.tier(page), "parameters"
             blocks = -(-spec.nbytes // 4096) * 4096  # what a page takes in a file
             held[key] = held.get(key, 0) + (blocks if plan.tier(page) == "nvme" else spec.nbytes)

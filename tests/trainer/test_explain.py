@@ -79,7 +79,8 @@ def test_the_words_of_a_kind_are_those_that_a_mistake_is_told():
 
 
 def test_a_key_that_only_some_options_have_says_so():
-    assert "only     with optim=sgd" in explain("optim.momentum", CONF)
+    assert "only     with optim=muon" in explain("optim.adjust", CONF)
+    assert "only     with optim=muon or sgd" in explain("optim.momentum", CONF)
     assert "only" not in explain("optim.lr", CONF)
     assert "0.001 (adamw, adam); 0.1 (sgd); 0.0003 (lion)" in explain("optim.lr", CONF)
 

@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import sqrt
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero.core.layout import Layout, Slot
+from zero.core.setting_types import Adjust
 from zero.core.updates import PageBatch, average
 
 COEFFICIENTS = 3.4445, -4.775, 2.0315
@@ -30,13 +31,9 @@ EPS = 1e-7
 """Least norm of a matrix by which it is divided."""
 BATCH_NUMEL = 2**24
 """Elements of a batch of matrices, unless one matrix has more. A batch is on one rank, so this limits the imbalance."""
-EXCLUDED = "*embed*", "*wte*", "*wpe*", "*head*", "*classifier*", "*score*"
-"""Patterns of the names of embeddings and output layers, which AdamW updates."""
 
 ROUNDED_NUMEL = 2**20
 """Elements that are rounded at a time, because each takes a temporary tensor."""
-
-Adjust = Literal["original", "match_rms_adamw"]
 
 
 class Matrices(NamedTuple):

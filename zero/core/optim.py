@@ -28,7 +28,8 @@ from zero.core.groups import (
 )
 from zero.core.layout import Layout
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
-from zero.core.muon import EXCLUDED, Adjust, Matrices, Muon
+from zero.core.muon import Matrices, Muon
+from zero.core.setting_types import EXCLUDED, Adjust
 from zero.core.updates import NO_NUMBERS, Numbers, Settings, Update
 from zero.errors import ConfigError
 

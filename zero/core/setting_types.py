@@ -195,6 +195,12 @@ Activations = Literal["keep", "selective", "remat", "offload"]
 """The treatment of a unit's activations: keep them, keep the results of matrix products and attention and compute the
 others again in backward, compute all of them again, or offload them to host memory."""
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
+Adjust = Literal["original", "match_rms_adamw"]
+"""Factors of Muon's learning rate for a matrix, see `zero.core.muon`."""
+
+EXCLUDED = "*embed*", "*wte*", "*wpe*", "*head*", "*classifier*", "*score*"
+"""Patterns of the names of embeddings and output layers, which AdamW updates where Muon updates matrices."""
+
 RECOMPUTED = ("selective", "remat")
 """Treatments that compute activations again in backward: those that are not results of products, or all."""
 

@@ -4,9 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from zero.core.muon import EXCLUDED, Adjust
 from zero.core.schema import Section
-from zero.core.setting_types import Fraction, Names, NonNegative, Positive, Rate, key
+from zero.core.setting_types import EXCLUDED, Adjust, Fraction, Names, NonNegative, Positive, Rate, key
 from zero.errors import ConfigError
 
 

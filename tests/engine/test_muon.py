@@ -1,5 +1,7 @@
 """Muon on shards and tiers: whole matrices are orthogonalized, and nothing that cuts or moves them changes a bit."""
 
+import contextlib
+import itertools
 from functools import partial
 
 import pytest
@@ -12,6 +14,7 @@ from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
 from tests.engine.test_against_torch import CONFIG, batch_at
 from tests.engine.test_stages import placements
 from zero.checkpoint import load, open_checkpoint, save
+from zero.core.placement import DoesNotFit
 from zero.engine.full import digest, full_state_dict, get_full
 from zero.errors import ConfigError
 from zero.testing import run_processes, run_ranks, simulated_gpu
@@ -110,6 +113,22 @@ def test_no_tier_of_a_gpu_changes_a_bit(how, size):
     with simulated_gpu():
         expected = run_ranks(size, train_alike, setting)
         assert run_ranks(size, train_alike, setting.but(offload=tuple(how.items()))) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_budget_of_a_gpu_changes_a_bit(size):
+    """The pages of one unit may be on the device, in host memory and on a disk, and only some passes read gradients."""
+    setting = WIDE.but(precision="bf16", page_bytes=4 * KiB)
+    with simulated_gpu():
+        expected = run_ranks(size, train_alike, setting)
+    mixed = 0
+    for device, host in itertools.product((80, 120, 160, 220), (64, 120, 200)):
+        budgets = ("device_budget", device * KiB), ("host_budget", host * KiB)
+        other = setting.but(offload=(("preset", "auto"), *budgets))  # type: ignore[arg-type]
+        with contextlib.suppress(DoesNotFit), simulated_gpu(races=True, order="late"):
+            assert run_ranks(size, train_alike, other) == expected, (device, host)
+            mixed += 1
+    assert mixed > 4
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "8bit"])

@@ -77,7 +77,7 @@ def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device, n
         on_device = len(group.all) == len(group.pages) and all(
             page_K is not None and device.is_home_of(page_K) for page_K in lent
         )
-        staged = in_memory and not on_device and not where.shares_memory
+        staged = in_memory and not on_device and not where.shares_memory and plan.staging_slots > 0
         tensors = cast(tuple[Tensor, ...], tuple(lent)) if on_device or staged else None
         parts.append(Part(start, stop, shard_start + start, (group,), staged, tensors))
 

@@ -122,13 +122,13 @@ def test_no_budget_of_a_gpu_changes_a_bit(size):
     with simulated_gpu():
         expected = run_ranks(size, train_alike, setting)
     mixed = 0
-    for device, host in itertools.product((80, 120, 160, 220), (64, 120, 200)):
+    for device, host in itertools.product((80, 120, 160), (64, 200)):
         budgets = ("device_budget", device * KiB), ("host_budget", host * KiB)
         other = setting.but(offload=(("preset", "auto"), *budgets))  # type: ignore[arg-type]
         with contextlib.suppress(DoesNotFit), simulated_gpu(races=True, order="late"):
             assert run_ranks(size, train_alike, other) == expected, (device, host)
             mixed += 1
-    assert mixed > 4
+    assert mixed > 2
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "8bit"])

@@ -1273,3 +1273,24 @@ def test_groups_of_muon_are_read_at_every_update():
         after = zero.full_state_dict(engine)
     for name, value in net().named_parameters():
         assert torch.equal(before[name], after[name]) is (value.ndim == 2), name
+
+
+def test_muon_takes_names_and_groups_and_loads_without_moments(tmp_path: Path):
+    """In torch's forms of parameters."""
+    forms = [
+        lambda model: model.named_parameters(),
+        lambda model: [{"params": model.first.weight}, {"params": [*model.blocks.parameters()], "lr": 0.5}],
+    ]
+    for form in forms:
+        with engine_of(optimizer=MUON, prepare=lambda model, form=form: {"model_parameters": form(model)}) as engine:
+            train(engine, 0)
+            uses = [group["use_muon"] for group in engine.optimizer.param_groups]
+    assert uses == [True, True, False]
+    with engine_of(optimizer=MUON) as engine:
+        train(engine, 0)
+        engine.save_checkpoint(tmp_path)
+        train(engine, 1)
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        for moment in ("mu", "nu"):
+            assert not any(value.any() for value in zero.full_state_dict(engine, moment).values())
+        train(engine, 1)

@@ -355,6 +355,21 @@ def train_with_more_losses(world: zero.World, path: Path, **given) -> str:
     return closed(state)
 
 
+def train_and_look_at_one(world: zero.World, path: Path, **given) -> str:
+    """One parameter is read after a step, which requests the units after it ahead, and then all state."""
+    state, step = start(world, path, blocks=4, **given)
+    forward, told = zero.make_forward(state.plan, loss), ""
+    for number in range(STEPS):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+        if number == 0:  # so that the order of units without backward is known
+            forward(state, rows(9, world, torch.bfloat16))
+            forward(state, rows(9, world, torch.bfloat16))
+        with torch.no_grad():
+            told = f"{float(state.model[1].up.weight.float().norm())} {digest(state)}"
+    closed(state)
+    return told
+
+
 def train_interrupted(world: zero.World, path: Path, **given) -> str:
     """A gather breaks off after its copies were enqueued, and the step is made again."""
     state, step = start(world, path, **given)
@@ -456,6 +471,7 @@ SCENARIOS: dict[str, partial[str]] = {
     **{f"muon, {preset}": scenario(preset=preset, optimizer=MUON) for preset in ("cpu", "nvme", "infinity")},
     "muon, updated by the host": scenario(preset="cpu", compute="host", optimizer=MUON),
     "muon, matrices only, updated by the host": scenario(preset="cpu", compute="host", optimizer=MUON, kind=Bare),
+    "muon, one looked at": scenario(train_and_look_at_one, optimizer=MUON, kind=Bare),
     "muon, interrupted": scenario(train_interrupted, preset="cpu", optimizer=MUON),
     "activations on the host": scenario(activations="offload", count=64),
     "recomputed": scenario(activations="remat", preset="cpu"),
@@ -705,6 +721,7 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "engine/orthogonalize.py:Orthogonalizer.run self._world.reshard().wait": {"collective": "muon at stage 1"},
     "engine/update.py:Updater._launch_staged self._device.aside": {"aside": "muon, cpu"},
+    "engine/update.py:Updater._update_matrices self._read.wait": {"wait": "muon, one looked at"},
     "engine/update.py:Updater._update_matrices ticket.wait": {"ticket": "muon, nvme"},
     "engine/update.py:Updater._update_matrices unit.grad_ready.wait": {
         "wait": "muon, matrices only, updated by the host"

@@ -12,10 +12,14 @@ GROUP_NUMBERS = 10
 
 
 def optimizer_of(transform: Transform) -> str | None:
-    """Return the name of an optimizer in the kernel; None if it has none: Adagrad, or an average of the parameters."""
-    if transform.copies or transform.name not in ("adamw", "adam", "lion", "sgd"):
+    """Return the name of an optimizer in the kernel; None if it has none: Adagrad, or an average of the parameters.
+
+    Of Muon it is that of the parameters that are no matrices.
+    """
+    name = "adamw" if transform.muon is not None else transform.name
+    if transform.copies or name not in ("adamw", "adam", "lion", "sgd"):
         return None
-    return "nesterov" if transform.constants == (True,) else transform.name
+    return "nesterov" if transform.constants == (True,) else name
 
 
 def tables(layout: Layout, start: int, stop: int, tile_numel: int) -> tuple[Tensor, Tensor]:
@@ -45,11 +49,15 @@ def signed(key: int) -> int:
     return key - (key >> 31 << 32)
 
 
-def numbers(optimizer: str, constants: tuple[float, ...], hyper: Hyper) -> Tensor:
-    """Return the numbers of each group in one step, (groups, `GROUP_NUMBERS`) fp32, in the order of the kernel."""
+def numbers(optimizer: str, constants: tuple[float, ...], hyper: Hyper, first: int = 0) -> Tensor:
+    """Return the numbers of each group in one step, (groups, `GROUP_NUMBERS`) fp32, in the order of the kernel.
+
+    Args:
+        first: the number of groups before those of this optimizer.
+    """
     rows = []
-    for now in hyper.groups:  # of a group that does not train the kernel reads the first number only
-        values = (1.0, hyper.divisor, *_numbers(optimizer, constants, now)) if now.trains else ()
+    for number, now in enumerate(hyper.groups):  # of a group that does not train the kernel reads the first one only
+        values = (1.0, hyper.divisor, *_numbers(optimizer, constants, now)) if now.trains and number >= first else ()
         rows.append((*values, *(0.0,) * (GROUP_NUMBERS - len(values))))
     return torch.tensor(rows, dtype=torch.float32, device="cpu")
 

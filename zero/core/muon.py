@@ -89,14 +89,13 @@ class Muon:
 
     def problem(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         """Return a message if `blocks` does not fit the model's parameters; None: it does."""
-        for pattern, count in self.blocks:
-            taken = [name for name in shapes if fnmatchcase(name, pattern)]
-            if not taken:
+        for pattern, _ in self.blocks:
+            if not any(fnmatchcase(name, pattern) for name in shapes):
                 return f"optim.blocks: no parameter matches {pattern!r}"
-            for name in taken:
-                rows = torch.Size(shapes[name][:-1]).numel()
-                if len(shapes[name]) < 2 or rows % count:
-                    return f"optim.blocks: {name} has shape {shapes[name]}, which is not {count} matrices of equal rows"
+        for name, shape in shapes.items():
+            count = self._count(name)
+            if count and (len(shape) < 2 or torch.Size(shape[:-1]).numel() % count):
+                return f"optim.blocks: {name} has shape {shape}, which is not {count} matrices of equal rows"
         return None
 
     def factor(self, slot: Slot) -> float:

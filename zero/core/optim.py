@@ -100,6 +100,11 @@ class Transform:
         """Return the storage formats of moments, by name."""
         return {moment: self.form(moment) for moment in moments}
 
+    def group_of(self, name: str, shape: tuple[int, ...], *, embedding: bool) -> int:
+        """Return the number of a parameter's group. Muon does not update those of embeddings, whatever their name."""
+        number = self.group(name, shape)
+        return number + self.muon.groups if embedding and self.muon and self.orthogonalizes(number) else number
+
     def orthogonalizes(self, group: int) -> bool:
         """Return whether Muon updates the parameters of a group."""
         return self.muon is not None and group < self.muon.groups
@@ -309,6 +314,12 @@ def muon(
     """
     if adjust not in get_args(Adjust):
         raise ConfigError(f"optim.adjust={adjust}: must be one of {', '.join(get_args(Adjust))}")
+    if isinstance(exclude, str):
+        raise ConfigError(f"optim.exclude={exclude!r} is one string. Pass a list: [{exclude!r}].")
+    if not isinstance(blocks or {}, Mapping):
+        raise ConfigError(
+            f"optim.blocks={blocks!r}: must be a dict of patterns and numbers, such as {{'*.qkv.weight': 3}}"
+        )
     for pattern, count in (blocks or {}).items():
         if type(count) is not int or count < 1:
             raise ConfigError(f"optim.blocks: {pattern!r} has {count!r} matrices, but must have 1 or more")
@@ -329,7 +340,7 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
     it.
 
     Args:
-        transform: an optimizer, from `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
+        transform: an optimizer, from `adamw` or one of the others.
         decay: 0 or more and less than 1.
 
     Raises:
@@ -354,7 +365,7 @@ def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) ->
     seed, step, parameter and element only, see `zero.core.moments`. The average of `with_ema` stays in fp32.
 
     Args:
-        transform: an optimizer, from `adamw`, `adam`, `sgd`, `lion` or `adagrad`.
+        transform: an optimizer, from `adamw` or one of the others.
         dtype: "fp32", "bf16" or "8bit".
         seed: the seed of the random bits; the same on every rank.
 

@@ -198,7 +198,7 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 Adjust = Literal["original", "match_rms_adamw"]
 """Factors of Muon's learning rate for a matrix, see `zero.core.muon`."""
 
-EXCLUDED = "*embed*", "*wte*", "*wpe*", "*head*", "*classifier*", "*score*"
+EXCLUDED = "*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "*.head.*", "output.*", "*classifier*", "*score*"
 """Patterns of the names of embeddings and output layers, which AdamW updates where Muon updates matrices."""
 
 RECOMPUTED = ("selective", "remat")

@@ -299,9 +299,10 @@ class EngineCheckpoints(EngineInfo, ABC):
 
 
 def _zero_moments(state: State) -> None:
-    for slot in (slot for unit in state.plan.units for slot in unit.trainable.slots):
-        for moment in state.plan.optimizer.moments:
-            set_full(state, slot.name, torch.zeros(slot.shape), moment)
+    for unit in state.plan.units:
+        for slot in unit.trainable.slots:
+            for moment in unit.moments:
+                set_full(state, slot.name, torch.zeros(slot.shape), moment)
 
 
 # Folders

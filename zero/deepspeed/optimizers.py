@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zero.core import optim
 from zero.core.optim import Transform
+from zero.engine.unit import embedding_ids
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_optimizer
@@ -98,8 +99,10 @@ class Optimizer(torch.optim.Optimizer):
         """Make the optimizer that a config names, for parameters of `model` or groups of them."""
         chosen = config.optim
         if isinstance(chosen, Muon):
-            defaults = chosen.model_dump(include={"weight_decay", "nesterov", "eps"})
-            return cls(_by_muon(chosen, build_optimizer(config), parameters, names_of(model)), defaults, chosen.name)
+            made = cls(parameters, chosen.model_dump(include={"weight_decay", "nesterov", "eps"}), chosen.name)
+            muon = build_optimizer(config)
+            made.param_groups = [part for group in made.param_groups for part in _by_muon(chosen, muon, group, model)]
+            return made
         defaults = chosen.model_dump(include={"lr", "weight_decay", "momentum", "nesterov", "eps"})
         if chosen.name == "adagrad":
             defaults["lr_decay"] = 0.0
@@ -245,26 +248,21 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
     return kind.make(lambda step: float(first["lr"]), clip=clip, groups=groups, **shared)
 
 
-def _by_muon(
-    chosen: Muon, transform: Transform, parameters: Iterable[Any], names: Mapping[int, str]
-) -> list[ParamGroup]:
-    """Return the groups of parameters, each in two: those that Muon updates, and those for AdamW."""
-    given = [*parameters]
-    groups = [group if isinstance(group, dict) else {"params": given} for group in given]
-    groups = groups if given and isinstance(given[0], dict) else groups[:1]
+def _by_muon(chosen: Muon, muon: Transform, group: ParamGroup, model: nn.Module) -> list[ParamGroup]:
+    """Return a group as two: of the matrices that Muon updates, and of the parameters for AdamW."""
+    names, embedded = names_of(model), embedding_ids(model)
+    parts: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in group["params"]:
+        name, shape = names.get(id(parameter), ""), tuple(parameter.shape)
+        number = muon.group_of(name, shape, embedding=id(parameter) in embedded)
+        parts[muon.orthogonalizes(number)].append(parameter)
     rate = chosen.lr if chosen.adamw_lr is None else chosen.adamw_lr
-    kinds: dict[bool, ParamGroup] = {
+    own: dict[bool, ParamGroup] = {
         True: {"lr": chosen.lr, "momentum": chosen.momentum},
         False: {"lr": rate, "betas": (chosen.beta1, chosen.beta2)},
     }
-    made = []
-    for group in groups:
-        parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for parameter in group["params"]:
-            name = names.get(id(parameter), "")
-            parts[transform.orthogonalizes(transform.group(name, tuple(parameter.shape)))].append(parameter)
-        made += [kinds[uses] | group | {"params": held, "use_muon": uses} for uses, held in parts.items() if held]
-    return made
+    kept = {key: value for key, value in group.items() if key != "param_names"}
+    return [own[uses] | kept | {"params": held, "use_muon": uses} for uses, held in parts.items() if held]
 
 
 def _check_group(number: int, group: ParamGroup, first: ParamGroup, kind: _Kind) -> None:

@@ -276,6 +276,9 @@ class Facts:
         uses = Counter(unit for site in self.splitting.sites for unit in site.units)
         if self.sums_natively and (self.splitting.depth or max(uses.values(), default=0) > 1):
             sizes += [layout.P for layout in largest[2:]]
+        for unit in self.units:
+            if unit.shared and unit.trainable in layouts and unit.trainable not in largest[:2]:
+                sizes += [unit.trainable.P, self.received_numel(unit.trainable)]
         return tuple(sorted(sizes, reverse=True))
 
     def received_numel(self, layout: Layout) -> int:
@@ -293,5 +296,6 @@ class Facts:
         # Two for the reductions under way. With local sums one more, because the sum of microbatches is copied out of
         # it to be sent. A single CPU rank needs one less: it has written a gradient before the next unit's arrives.
         count = 2 + (self.local_sum and self.world.size > 1) - (self.world.size == 1 and self.device_is_host)
-        numels = [self.grad_numel(unit) for unit in self.units if unit.trainable.slots]
-        return (max(numels, default=0),) * min(len(numels), count)
+        numels = [self.grad_numel(unit) for unit in self.units if unit.trainable.slots and not unit.shared]
+        own = tuple(self.grad_numel(unit) for unit in self.units if unit.trainable.slots and unit.shared)
+        return (max(numels, default=0),) * min(len(numels), count) + own

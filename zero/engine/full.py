@@ -345,7 +345,10 @@ def _name(state: State, name: str | Tensor, kind: str) -> str:
 def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
     if name in (frozen for unit in state.plan.units for frozen in _in(unit.frozen)):
         return f"{name} is frozen: it has no {kind}"
-    for full_name, names in state.plan.splitting.aliases().items():
+    aliases = state.plan.splitting.aliases()
+    if name in aliases:
+        return f"{name} is a matrix of Muon: it has no {kind}"
+    for full_name, names in aliases.items():
         if name in names:
             return f"{name} is tied to {full_name}. Use the name {full_name}."
     return f"no parameter is named {name}{meant(name, held) or f'. There are {some(held)}'}"

@@ -235,7 +235,6 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
     tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
     store.observe(tape.of_store([unit.spec.name for unit in units]))
     gradients = PagedGradients(plan, store, tape) if plan.grads_offloaded else Gradients()
-    updater = Updater(plan, store, units, gradients, tape)
     routes = Routes(
         plan.world,
         gather_by_node=plan.gathers_by_node,
@@ -244,9 +243,9 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
         copies=plan.sharers < plan.world.size,
         travels=plan.precision.reduce,
     )
-    residency = Residency(
-        plan, units, updater, _fetch(plan, routes, store), partial(routes.advance, sums=False), log, tape
-    )
+    advance = partial(routes.advance, sums=False)
+    updater = Updater(plan, store, units, gradients, tape, advance)
+    residency = Residency(plan, units, updater, _fetch(plan, routes, store), advance, log, tape)
     reducer = Reducer(plan, routes, units, gradients, updater, first=residency.complete, log=log, tape=tape)
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
     gatherer = Gatherer(plan, units, residency, reducer, activations, tape)

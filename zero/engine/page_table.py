@@ -163,11 +163,15 @@ class PageTable(Facts):
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot of the arena: all pages of one number that an update needs, each rounded up to blocks."""
-        numel = min(self.page_numel, max(self.update_numel(unit) for unit in self.units))
         dtypes = self.kept.dtypes | {PageKind.GRAD: self.grad_dtype, PageKind.PARAM: self.precision.compute}
+        sizes = {
+            (self._group_kinds(now), min(self.page_numel, self.update_numel(unit)))
+            for unit in self.units
+            for now in self.passes(unit)
+        }
         groups = [
             sum(round_up(dtypes[kind].itemsize * self.kept.numel(kind, numel)) for kind in kinds)
-            for kinds in {self._group_kinds(now) for unit in self.units for now in self.passes(unit)}
+            for kinds, numel in sizes
         ]
         moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != PageKind.SECONDARY)
         return max([*groups, *moving])

@@ -15,6 +15,7 @@ from zero.core.sizes import MiB
 from zero.engine.facts import Facts
 from zero.engine.page_table import PageTable
 from zero.errors import ConfigError
+from zero.store import PageKind
 
 LEAST_PAGE_BYTES, MOST_PAGE_BYTES, MANY_PAGES = 4 * MiB, 64 * MiB, 1024
 """Limits for page sizes that are chosen automatically: least and largest size, and the largest number of pages.
@@ -172,12 +173,10 @@ def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iter
         ahead: the number of slots of staging for `offload.ahead`.
     """
     arena, staging = [0], [0]
-    optimizer, param, grad = offload.kinds
     if "nvme" in lowest_tiers(offload):
         full = min(_arena_slots(table, offload, room), max(_group_count(table), table.copied_pages()))
         arena += [full, min(offload.threads or THREADS, full) if offload.ahead is None else full]
-    can_stage = offload.compute != "host" and not table.device_is_host and "nvme" not in (param, grad)
-    if can_stage and (optimizer != "nvme" or not table.kept.dtypes) and {*offload.kinds} != {"none"}:
+    if offload.compute != "host" and not table.device_is_host and {*offload.kinds} != {"none"}:
         staging += [STAGED + ahead, 1]
     yield from product(dict.fromkeys(arena), staging)
 
@@ -188,14 +187,17 @@ def _group_count(table: PageTable) -> int:
 
 def _staged_parts(table: PageTable, offload: Offload, placement: Placement, staged_pages: int) -> int:
     """Return the number of parts that a GPU updates and that have pages in host memory, and none on a disk."""
-    if offload.compute == "host" or table.device_is_host or "nvme" in (placement.param, placement.grad):
+    if offload.compute == "host" or table.device_is_host:
         return 0
-    keeps = bool(table.kept.dtypes)  # else no page is where `placement.optimizer` says
-    if "host" not in (placement.param, placement.grad, *(placement.optimizer.values() if keeps else ())):
-        return 0
-    groups = [group for group, tier in placement.optimizer.items() if tier != "nvme" or not keeps]
-    parts = {(unit, number // staged_pages) for unit, number in groups}
-    return sum(len(table.passes(table.units[unit])) for unit, _ in parts)
+    tiers = {PageKind.PARAM: placement.param, PageKind.GRAD: placement.grad}
+    parts = set()
+    for (unit, number), tier in placement.optimizer.items():
+        for turn, now in enumerate(table.passes(table.units[unit])):
+            kinds = (*table.state_kinds(now), *table.read_kinds(now), *table.written_kinds(now))
+            there = {tiers.get(kind, tier) for kind in kinds}  # type: ignore[call-overload]
+            if "host" in there and "nvme" not in there:
+                parts.add((unit, turn, number // staged_pages))
+    return len(parts)
 
 
 def _least_slots(offload: Offload) -> int:

@@ -32,7 +32,7 @@ from zero.engine.facts import Facts, Reduction, Scope, sharers
 from zero.engine.page_table import PageTable
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages, thread_count
 from zero.engine.takeover import refuse_taken
-from zero.engine.unit import Splitting, split
+from zero.engine.unit import APART, Splitting, split
 from zero.errors import ConfigError, PlanError
 from zero.platform.device import free_host_bytes
 from zero.store import Page, PageKind
@@ -368,10 +368,9 @@ def _matching(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:
     """
     if isinstance(patterns, str):
         raise PlanError(f"zero.keep={patterns!r} is one string. Pass a list: [{patterns!r}].")
-    _check_patterns("zero.keep", patterns, [unit.name for unit in splitting.units])
-    return frozenset(
-        unit.index for unit in splitting.units if any(fnmatchcase(unit.name, pattern) for pattern in patterns)
-    )
+    names = {unit.index: unit.name.removesuffix(APART) for unit in splitting.units}
+    _check_patterns("zero.keep", patterns, [*dict.fromkeys(names.values())])
+    return frozenset(index for index, name in names.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def _check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:

@@ -34,7 +34,8 @@ class Residency:
     Args:
         updater: applies a unit's deferred update before the gather. If parameters are offloaded, the update may still
             run while the unit is gathered, because `fetch` reads each page after its update. Else a unit is gathered
-            ahead only if its update does not wait for the store's threads.
+            ahead only if its update does not wait for the store's threads. An update of Muon that does begins when the
+            present unit's work is launched.
         fetch: starts to fill a buffer with a unit, see `zero.engine.fetch`.
         advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
         log: records every collective, to compare ranks.
@@ -62,6 +63,7 @@ class Residency:
         sizes, own_sizes = plan.shared_buffer_sizes(), plan.own_buffer_sizes()
         self.pool = None if plan.resident else Pool(sizes, plan.precision.compute, self._device, own_sizes)
         self._later: list[tuple[UnitState, Later]] = []  # requested ahead, and not started
+        self._coming: list[UnitState] = []  # to be requested ahead when the present unit's work is launched
         self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
         self._keeps = plan.keeps_secondary
         self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
@@ -77,6 +79,7 @@ class Residency:
     def end(self) -> None:
         """End the pass: wait for gathers ahead that were not used, and release their buffers."""
         self._later.clear()
+        self._coming.clear()
         for buffer in self._resident if self.pool is None else [*self.pool.buffers]:
             if buffer.ahead:
                 buffer.land()
@@ -89,6 +92,7 @@ class Residency:
         for order in self._orders.values():
             order.forget()
         self._later.clear()
+        self._coming.clear()
         for unit in self._units:
             unit.secondary_versions = -1, -1  # the gather that fills them may be lost
         for buffer in self._resident:
@@ -117,6 +121,9 @@ class Residency:
         program on all ranks.
         """
         self._launch_ahead()
+        coming, self._coming = self._coming, []
+        for unit in coming:
+            self._request_ahead(unit, launched=True)
         if self._later:
             for handle in self._forget_later(self._later[0][0]):
                 handle.start()
@@ -223,10 +230,14 @@ class Residency:
         """
         return not tickets or (self._alone and all(ticket.ended for ticket in tickets))
 
-    def _request_ahead(self, unit: UnitState) -> None:
-        tickets = [ticket for changed in self._starting(unit) for ticket in changed.tickets]
+    def _request_ahead(self, unit: UnitState, *, launched: bool = False) -> None:
+        starting = self._starting(unit)
+        tickets = [ticket for changed in starting for ticket in changed.tickets]
         if self._hand_off is None and not self._is_over(tickets):
             return  # waiting for the store's threads here would delay the current unit
+        if not launched and any(changed.waits_in_update for changed in starting):
+            self._coming.append(unit)  # for the same reason
+            return
         if self._find(unit) is not None or (self.pool is not None and self.pool.has_room_for(unit.index)):
             self._request(unit)
             self.buffer(unit).ahead = True

@@ -3,7 +3,8 @@
 A **unit** owns parameters. A **site** is a module whose forward needs one or more units. Usually a site has one unit
 and a unit one site. Small neighbours may share a unit, which saves messages. A tied weight is one slot in one unit that
 several sites need: it belongs to the unit of the innermost site that contains its first occurrence in the module tree,
-and the innermost sites around its other occurrences need that unit too.
+and the innermost sites around its other occurrences need that unit too. Matrices that Muon updates have units of their
+own; the norms and biases beside them, of all sites, are one unit, which is called shared.
 
 By default every element of an outermost `ModuleList` or `Sequential` is a site. The other children, with parameters, of
 the modules that contain these lists are sites too, so that an embedding or a head is not gathered for the whole step. A
@@ -29,8 +30,9 @@ from zero.errors import PlanError
 AUTO = "auto"
 """The word that stands for the default policy in a list of class names."""
 
-SHARED, SHARED_NUMEL = "(vectors)", 2**16
-"""The name of the unit of norms and biases beside matrices that Muon updates, and the most elements of each."""
+SHARED, APART = "(vectors)", " matrices"
+"""The name of the unit of norms and biases beside matrices that Muon updates, and the end of the name of a unit of such
+matrices beside a unit of other parameters of its site."""
 
 ROOT = "(root)"
 """The name of the model itself as a site and as a unit."""
@@ -44,6 +46,7 @@ class UnitSpec:
         lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
         moments: what the optimizer keeps of the trainable ones.
         matrices: the trainable ones in batches, if Muon updates them, see `zero.core.muon`; else empty.
+        shared: whether it has the norms and biases of many sites; it stays gathered from the first of them to the last.
     """
 
     index: int
@@ -53,11 +56,7 @@ class UnitSpec:
     lookup: bool = False
     moments: tuple[str, ...] = ()
     matrices: tuple[Matrices, ...] = ()
-
-    @property
-    def shared(self) -> bool:
-        """Whether many sites need it; it stays gathered from the first of them to the last."""
-        return self.name == SHARED
+    shared: bool = False
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
@@ -201,12 +200,20 @@ def split(
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
     lookups = _lookups(model, visited)
     into = _merged(visited.values(), lookups, bucket_numel)
-    names = _by_optimizer({key: into[parameter.unit] for key, parameter in visited.items()}, visited, optimizer)
+    embedded = embedding_ids(model)
+
+    def group(key: int, parameter: _Visited) -> int:
+        shape = tuple(parameter.parameter.shape)
+        return optimizer.group_of(parameter.name, shape, embedding=key in embedded) if optimizer else 0
+
+    groups = {key: group(key, parameter) for key, parameter in visited.items()}
+    names = _by_optimizer({key: into[parameter.unit] for key, parameter in visited.items()}, visited, optimizer, groups)
     parameters: dict[str, list[_Visited]] = {}  # by the name of their unit
     for key, name in names.items():
         parameters.setdefault(name, []).append(visited[key])
+    by_name = {visited[key].name: number for key, number in groups.items()}
     units = tuple(
-        _unit(index, name, owned, world_size, optimizer, lookup=name in lookups)
+        _unit(index, name, owned, world_size, optimizer, by_name, lookup=name in lookups)
         for index, (name, owned) in enumerate(parameters.items())
     )
     where = {
@@ -215,12 +222,21 @@ def split(
         for layout in unit.layouts
         for number, slot in enumerate(layout.slots)
     }
+    shared = {unit.index for unit in units if unit.shared}
     sites = tuple(
-        Site(path, tuple(Binding(local, *where[visited[key].name]) for local, key in wanted.items()))
+        Site(
+            path,
+            tuple(
+                sorted(  # the shared unit comes last, because a site is known by its first unit
+                    (Binding(local, *where[visited[key].name]) for local, key in wanted.items()),
+                    key=lambda bound: bound.unit in shared,
+                )
+            ),
+        )
         for path, wanted in needs.items()
     )
     places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
-    return Splitting(units, sites, places, _depth(sites, {unit.index for unit in units if unit.shared}))
+    return Splitting(units, sites, places, _depth(sites, shared))
 
 
 def _unit(
@@ -229,6 +245,7 @@ def _unit(
     parameters: Sequence[_Visited],
     world_size: int,
     optimizer: Transform | None,
+    groups: Mapping[str, int],
     *,
     lookup: bool,
 ) -> UnitSpec:
@@ -238,39 +255,44 @@ def _unit(
             for full_name, parameter, _ in parameters
             if parameter.requires_grad is trainable
         }
-        groups = {name: optimizer.group(name, shape) for name, shape in shapes.items()} if optimizer else {}
         return Layout.of(shapes, world_size=world_size, groups=groups)
 
     trainable, frozen = layout(True), layout(False)
     if optimizer is None or not trainable.slots:
-        return UnitSpec(index, name or ROOT, trainable, frozen, lookup)
+        return UnitSpec(index, name or ROOT, trainable, frozen, lookup, shared=name == SHARED)
     group = trainable.slots[0].group
     moments, matrices = optimizer.moments_of(group), optimizer.matrices_of(trainable, group)
-    return UnitSpec(index, name or ROOT, trainable, frozen, lookup, moments, matrices)
+    return UnitSpec(index, name or ROOT, trainable, frozen, lookup, moments, matrices, name == SHARED)
 
 
 def _by_optimizer(
-    names: dict[int, str], visited: Mapping[int, _Visited], optimizer: Transform | None
+    names: dict[int, str],
+    visited: Mapping[int, _Visited],
+    optimizer: Transform | None,
+    groups: Mapping[int, int],
 ) -> dict[int, str]:
     """Return the names of units, by parameter id, with units of their own for the parameters that Muon updates.
 
-    Small other parameters beside these all share one unit, so that they take one gather and one reduction.
+    Norms and biases beside these all share one unit, so that they take one gather and one reduction.
     """
-
-    def is_matrix(parameter: nn.Parameter, name: str) -> bool:
-        group = optimizer.group(name, tuple(parameter.shape)) if optimizer else 0
-        return optimizer is not None and parameter.requires_grad and optimizer.orthogonalizes(group)
-
-    matrices = {key for key, (name, parameter, _) in visited.items() if is_matrix(parameter, name)}
-    mixed = {names[key] for key in matrices}
-    small = {
+    if optimizer is None or optimizer.muon is None:
+        return names
+    matrices = {
         key
         for key, (_, parameter, _) in visited.items()
-        if names[key] in mixed and key not in matrices and parameter.numel() <= SHARED_NUMEL
+        if parameter.requires_grad and optimizer.orthogonalizes(groups[key])
     }
-    also = {name for key, name in names.items() if key not in matrices | small}
-    apart = {key: f"{names[key] or ROOT} matrices" for key in matrices if names[key] in also}
-    return names | apart | dict.fromkeys(small, SHARED)
+    mixed = {names[key] for key in matrices}
+    vectors = {key for key, (_, parameter, _) in visited.items() if names[key] in mixed and parameter.ndim < 2}
+    also = {name for key, name in names.items() if key not in matrices | vectors}
+    apart = {key: f"{names[key] or ROOT}{APART}" for key in matrices if names[key] in also}
+    return names | apart | dict.fromkeys(vectors, SHARED)
+
+
+def embedding_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of `nn.Embedding` modules."""
+    modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return {id(parameter) for module in modules for parameter in module._parameters.values()}
 
 
 def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:

@@ -76,6 +76,11 @@ class UnitState:
         """The versions of the trainable and of the frozen flat."""
         return self.version, self.frozen_version
 
+    @property
+    def waits_in_update(self) -> bool:
+        """Whether the host waits for the store's threads inside the deferred update: between two passes of Muon."""
+        return self.deferred is not None and bool(self.spec.matrices) and any(part.lent is None for part in self.parts)
+
     def trains(self, slots: Iterable[int]) -> list[bool]:
         """Return `requires_grad` of the parameters of some trainable slots."""
         with torch._C.DisableTorchFunctionSubclass():  # this takes a fifth of the time

@@ -7,6 +7,9 @@ for the store's threads immediately, in the order in which units will be gathere
 page by page while the forward of earlier units computes, and `apply_deferred` waits for the remaining pages. The order
 changes no bit, because an update is elementwise and reads only its page, its gradient and `Hyper`.
 
+Muon's update of matrices is not elementwise. `apply_deferred` makes it in two passes over the pages, between which the
+ranks exchange whole matrices, so it is collective for such units.
+
 On a CPU a page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its
 moments and cast to the compute dtype before the next piece begins. On a GPU one kernel does all this for a piece, and
 neighbouring pages on the device are one piece.
@@ -16,7 +19,7 @@ Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et a
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
@@ -70,17 +73,28 @@ class Piece(NamedTuple):
 
 
 class Updater:
-    """The optimizer of this rank, which schedules and applies deferred updates."""
+    """The optimizer of this rank, which schedules and applies deferred updates.
+
+    Args:
+        advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
+    """
 
     def __init__(
-        self, plan: Plan, store: PrefetchStore, units: Sequence[UnitState], gradients: Gradients, tape: Tape
+        self,
+        plan: Plan,
+        store: PrefetchStore,
+        units: Sequence[UnitState],
+        gradients: Gradients,
+        tape: Tape,
+        advance: Callable[[], None],
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._tape = plan.world.compute, gradients, tape
         self._rank, self._full_update = plan.rank, plan.full_update
         self._where = self._device.host if plan.offload.compute == "host" else self._device
         plan.kept.prepare(self._where.device)
-        self._orthogonalizer, self._readers = Orthogonalizer(plan), list[Ticket]()
+        self._orthogonalizer, self._advance = Orthogonalizer(plan), advance
+        self._readers, self._read = list[Ticket](), self._device.mark()  # of the directions of the last unit
         self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
         for unit in units:
             parts = parts_of(plan, store, unit.spec, self._where)
@@ -135,7 +149,9 @@ class Updater:
         groups = tuple(group._replace(trains=trains, step=hyper.step - n) for group, trains, n in each)
         hyper = hyper._replace(groups=groups)
         if self._fused is not None:
-            table = self._device.upload(numbers(self._fused, self._transform.constants, hyper))
+            muon = self._transform.muon
+            first = 0 if muon is None else muon.groups
+            table = self._device.upload(numbers(self._fused, self._transform.constants, hyper, first))
             self._decided = hyper._replace(table=table)
         else:
             values = {float(hyper.divisor), *(float(group.step) for group in groups)}
@@ -187,7 +203,8 @@ class Updater:
     def hand_off(self, unit: UnitState) -> list[Ticket]:
         """Apply the deferred update of `unit`, but do not wait for the parts that the store's threads update.
 
-        Only for offloaded parameters, because the store orders each read of a page after the page's update.
+        Collective if it has matrices. Only for offloaded parameters, because the store orders each read of a page after
+        the page's update.
 
         Returns:
             The tickets of the update.
@@ -202,7 +219,7 @@ class Updater:
 
     @torch.no_grad()
     def apply_deferred(self, unit: UnitState) -> None:
-        """Apply the deferred update of `unit`, if it has one, on the current stream.
+        """Apply the deferred update of `unit`, if it has one, on the current stream. Collective if it has matrices.
 
         Call the device's `join` before the host reads the updated tensors.
 
@@ -252,6 +269,8 @@ class Updater:
         """
         unit.interrupted = True
         unit.grad_ready.wait()
+        self._read.wait()
+        self._advance()  # because this rank waits for others, which may wait for those gathers
         for turn in range(2):
             parts = [part for part in unit.parts if part.turn == turn]
             for ticket in self._readers:  # of the directions of the unit before, or writers of this one's
@@ -263,7 +282,7 @@ class Updater:
             self._launch_staged(unit, hyper, parts, None)
             if unit.updated is not None:
                 unit.updated.wait()
-        unit.tickets = self._readers
+        unit.tickets, self._read = self._readers, self._device.mark()
 
     def _launch_here(self, unit: UnitState, hyper: Hyper, parts: Sequence[Part]) -> None:
         """Launch the update of the parts on the device on the current stream."""
@@ -336,7 +355,7 @@ class Updater:
     ) -> None:
         """Update pieces on the device `where`: by a kernel for each, or in batches of at most its `piece_numel`."""
         layout, now = unit.spec.trainable, self._plan.passes(unit.spec)[turn]
-        if self._fused is not None and where.tile_numel:
+        if self._fused is not None and where.tile_numel and not unit.spec.matrices:
             for piece in pieces:
                 run_kernel(self._fused, now.kept, hyper, where, piece)
             return
@@ -372,7 +391,7 @@ class Updater:
     def _tables_of(self, unit: UnitState, part: Part) -> tuple[Tensor, ...]:
         """Return the tables of a part for the kernel, on the device that updates it; none without a kernel."""
         device = self._device if part.on_device else self._where
-        if self._fused is None or not device.tile_numel:
+        if self._fused is None or not device.tile_numel or unit.spec.matrices:
             return ()
         made = tables(unit.spec.trainable, part.first, part.first + part.stop - part.start, device.tile_numel)
         return tuple(device.upload(table) for table in made)

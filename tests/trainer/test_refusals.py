@@ -34,9 +34,9 @@ def base(key: Key) -> dict:
         "HFConfig": {"model": {"name": "hf", "path": "x"}},
         "HFTextConfig": {"data": {"name": "hf", "path": "x", "tokenizer": "y"}},
     }
-    raw = copy.deepcopy(needed.get(key.section.__name__, {}))
-    if "name" in key.section.model_fields:
-        raw.setdefault(key.name.split(".")[0], {})["name"] = key.section.model_fields["name"].default
+    raw = copy.deepcopy(needed.get(key.option.__name__, {}))
+    if "name" in key.option.model_fields:
+        raw.setdefault(key.name.split(".")[0], {})["name"] = key.option.model_fields["name"].default
     read(raw)
     return raw
 

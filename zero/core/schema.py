@@ -54,17 +54,19 @@ class Key(NamedTuple):
     name: str
     section: type[Section]
     field: FieldInfo
+    option: type[Section]
+    """The section that is chosen for the first part of the key; `section` is this one or inside it."""
 
 
-def walk(model: type[Section], at: str = "") -> Iterator[Key]:
+def walk(model: type[Section], at: str = "", option: type[Section] | None = None) -> Iterator[Key]:
     """Yield every declaration of a dotted key in `model`, in reading order; `at` is the prefix of the keys."""
     for name, field in model.in_reading_order().items():
         key = ".".join([*filter(None, [at]), field.alias or name])
         below = list(models_in(field.annotation))
         if not below:
-            yield Key(key, model, field)
+            yield Key(key, model, field, option or model)
         for section in below:
-            yield from walk(section, key)
+            yield from walk(section, key, option or section)
 
 
 def keys(model: type[Section], at: str = "") -> tuple[str, ...]:

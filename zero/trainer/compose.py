@@ -34,6 +34,7 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.core import suggest
+from zero.core.schema import flat
 from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import SettingError, one_line
@@ -115,8 +116,8 @@ def compose(words: Sequence[str]) -> Any:
         plugin = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
         if plugin and plugin.startswith(("hydra/sweeper/", "hydra/launcher/")):
             raise SettingError(f"{plugin} is not installed. Type {install('sweep')}.") from None
-        key = getattr(error.__cause__, "full_key", None)
-        raise SettingError(_of_another_option(key) if key in keys() else one_line(error)) from None
+        key = str(getattr(error.__cause__, "full_key", None))
+        raise SettingError(_of_another_option(key) if key in keys() or is_section(key) else one_line(error)) from None
 
 
 def _folders_of(places: Any) -> list[Path]:
@@ -280,11 +281,11 @@ def notes_of(composed: Any) -> Iterator[str]:
         yield from ds_config.translate(composed.ds_config).notes
     hydra_config = _hydra_of(composed)
     typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
-    option = _option("model", choices.model) if "model" in typed else {}
+    option, chosen = flat(_option("model", choices.model) if "model" in typed else {}), flat(composed.model)
     changed = [
-        f"model.{name}={suggest.shown(composed.model.get(name))}"
+        f"model.{name}={suggest.shown(chosen.get(name))}"
         for name in option
-        if f"model.{name}" not in typed and composed.model.get(name) != option[name]
+        if f"model.{name}" not in typed and chosen.get(name) != option[name]
     ]
     if changed:
         presets = " ".join(f"{group}={choices[group]}" for group in PRESETS if choices.get(group) not in (None, "none"))

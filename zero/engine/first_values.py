@@ -67,8 +67,7 @@ def values_of(
     """
     shapes = splitting.shapes()
     if weights is None:
-        made, kept = RecordedValues(splitting, model, built, seed, world), by_range(built.__getitem__)
-        return lambda name, start, stop: (kept if name in built else made)(name, start, stop)
+        return _of_model(splitting, built, model, seed, world)
     if callable(weights):
 
         def filled(name: str) -> Tensor:
@@ -79,11 +78,25 @@ def values_of(
         return by_range(filled)
     stored = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
     aliases = splitting.aliases()  # a file may have a tied parameter under any of its names
-    _refuse_missing(stored, aliases.values())
+    fresh = stored.fresh if isinstance(stored, RangedWeights) else frozenset()
+    _refuse_missing(stored, (names for names in aliases.values() if fresh.isdisjoint(names)))
     _fill_buffers(model, stored)
-    if isinstance(stored, RangedWeights):
-        return lambda name, start, stop: _read(stored, _known(stored, aliases[name]), shapes[name], start, stop)
-    return by_range(lambda name: _named(stored, aliases[name], shapes[name]))
+    if not isinstance(stored, RangedWeights):
+        return by_range(lambda name: _named(stored, aliases[name], shapes[name]))
+    made = _of_model(splitting, built, model, seed, world) if fresh else None
+
+    def read(name: str, start: int, stop: int) -> Tensor:
+        if made is not None and not fresh.isdisjoint(aliases[name]):
+            return made(name, start, stop)
+        return _read(stored, _known(stored, aliases[name]), shapes[name], start, stop)
+
+    return read
+
+
+def _of_model(splitting: Splitting, built: Mapping[str, Tensor], model: nn.Module, seed: int, world: World) -> Values:
+    """Return a function to the values that the model was built with, or that its initialization makes."""
+    made, kept = RecordedValues(splitting, model, built, seed, world), by_range(built.__getitem__)
+    return lambda name, start, stop: (kept if name in built else made)(name, start, stop)
 
 
 def by_range(whole: Callable[[str], Tensor]) -> Values:

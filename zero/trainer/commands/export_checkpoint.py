@@ -3,6 +3,7 @@
     scripts/export runs/2026-01-31/12-00-00 --to torch    # the newest valid checkpoint of a run, beside its checkpoints
     scripts/export runs/x/checkpoints/step-0000000020 --to torch --out model.pt
     scripts/export runs/x --to hf                         # for from_pretrained, of a run with model=hf
+    scripts/export runs/x --to peft                       # the adapter of a run with model.lora.rank
     scripts/export runs/x --to dcp --out model-dcp --dtype bf16
     scripts/export runs/x --to hf --weights ema           # the moving average of the parameters, with optim.ema
 
@@ -10,6 +11,7 @@ hf     folder: model-00001-of-0000N.safetensors and model.safetensors.index.json
        config and tokenizer of model.path, so that from_pretrained loads it. Of a run with model=gpt from_pretrained
        loads nothing, because transformers has no class for this model: config.json has the sizes for
        zero.trainer.models.GPTConfig
+peft   folder: adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained(base, folder)
 torch  file: a state dict for torch.load(..., weights_only=True, mmap=True); tied weights share their memory
 dcp    folder of torch.distributed.checkpoint
 
@@ -26,10 +28,11 @@ from pathlib import Path
 
 from zero.core.precision import DTYPES
 from zero.core.setting_types import bytes_of
-from zero.errors import ZeroError
+from zero.errors import ConfigError, ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
 from zero.formats.exports import FORMATS
 from zero.trainer.answers import command_line
+from zero.trainer.models.hf_config import HFConfig
 
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
 
@@ -62,6 +65,14 @@ def beside(step: Path, to: str) -> Path:
     return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
 
 
+def adapted(config: object) -> HFConfig | None:
+    """Return the settings of the model of a run that trained an adapter; None for other checkpoints."""
+    match config:
+        case {"model": {"name": "hf", "lora": {"rank": int(rank)}} as settings} if rank:
+            return HFConfig(**settings)
+    return None
+
+
 def add_settings(config: object, out: Path) -> None:
     """Write the model's settings into `out`, for `from_pretrained` (model=hf) or for `GPTConfig` (model=gpt)."""
     match config:
@@ -85,6 +96,13 @@ def main(words: Sequence[str]) -> int:
             for line in rejected:
                 print(f"rejected {line}", file=sys.stderr)
             out = options.out or beside(checkpoint.folder, options.to)
+            config = checkpoint.facts.get("config")
+            model = adapted(config)
+            if model is not None and options.to == "hf":
+                raise ConfigError(
+                    "--to hf: this run trained an adapter. Write --to peft, and to merge it into the model: "
+                    "peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(MERGED)"
+                )
             done = export_checkpoint(
                 checkpoint,
                 options.to,
@@ -95,7 +113,11 @@ def main(words: Sequence[str]) -> int:
                 progress=progress,
             )
         if options.to == "hf":
-            add_settings(checkpoint.facts.get("config"), out)
+            add_settings(config, out)
+        if model is not None and options.to == "peft":
+            from zero.trainer.models.lora import write_settings
+
+            write_settings(model, out)
     except ZeroError as error:
         print(f"export: {error}", file=sys.stderr)
         return error.exit_code

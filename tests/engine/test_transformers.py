@@ -246,11 +246,8 @@ def train_adapters(world, family, folder, stage, offload):
     optimizer = zero.adamw(1e-2, clip=CLIP, weight_decay=0.1)
     plan = zero.Plan(model, optimizer=optimizer, world=world, stage=stage, offload=where)
     with contextlib.closing(zero.open_store(plan)) as store:
-        state, step, losses = (
-            zero.init(plan, store, weights=hf.weights(model, folder)),
-            zero.make_step(plan, loss_of),
-            [],
-        )
+        state = zero.init(plan, store, weights=hf.weights(model, folder))
+        step, losses = zero.make_step(plan, loss_of), []
         for number in range(STEPS):
             state, metrics = step(state, [part_of(batch_of(family, number), world.rank, world.size)])
             losses.append(metrics.loss)

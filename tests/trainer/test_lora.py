@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -121,6 +122,15 @@ def test_losses_and_adapters_have_the_same_bits_at_every_stage_and_tier(family, 
         assert same(first, other), (stage, offload)
 
 
+def test_first_values_of_an_adapter_are_the_same_on_any_number_of_ranks(base):
+    one, two = (run_ranks(ranks, trained, settings(base / "llama"))[0][0] for ranks in (1, 2))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    of_an_a = [value for name, value in one.items() if "lora_A" in name]
+    assert all(value.any() for value in of_an_a)
+    assert len({float(value[0, 0]) for value in of_an_a}) == len(of_an_a) == 14, "each layer draws its own"
+    assert not any(value.any() for name, value in one.items() if "lora_B" in name)
+
+
 @pytest.mark.parametrize("family", MADE)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 def test_losses_and_adapters_are_those_of_torch_and_peft(family, base):
@@ -226,6 +236,16 @@ def test_an_export_of_an_adapter_and_of_a_model_are_not_confused(base, here, cap
     assert not list(Path("whole").glob("exported*"))
     assert command(base / "llama", "model.lora.rank=8", "resume=run", "hydra.run.dir=other") == 4
     assert "was saved with another model. Add model.lora.rank=4" in capsys.readouterr().err
+
+
+def test_an_export_without_its_base_leaves_nothing(base, here, capsys):
+    """adapter_config.json needs the base's layers."""
+    shutil.copytree(base / "llama", "llama")
+    assert command("./llama", "checkpoint.every=4") == 0
+    shutil.rmtree("llama")
+    assert zero_train(["export", "run", "--to", "peft"]) == 2
+    assert "./llama does not exist. Give a folder with config.json" in capsys.readouterr().err
+    assert not list(Path("run").glob("exported*"))
 
 
 @pytest.mark.parametrize(

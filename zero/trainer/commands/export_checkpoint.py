@@ -25,6 +25,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from zero.core.precision import DTYPES
 from zero.core.setting_types import bytes_of
@@ -65,11 +66,23 @@ def beside(step: Path, to: str) -> Path:
     return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
 
 
-def adapted(config: object) -> HFConfig | None:
-    """Return the settings of the model of a run that trained an adapter; None for other checkpoints."""
+def settings_of_adapter(config: object, to: str) -> Any:
+    """Return peft's settings of the adapter that a run trained; None for other runs and formats.
+
+    Raises:
+        ConfigError: `to` is hf, because from_pretrained cannot read a model with an adapter; or the model of the run
+            cannot be built.
+    """
     match config:
-        case {"model": {"name": "hf", "lora": {"rank": int(rank)}} as settings} if rank:
-            return HFConfig(**settings)
+        case {"model": {"name": "hf", "lora": {"rank": int(rank)}} as model} if rank and to == "peft":
+            from zero.trainer.models.lora import adapter_settings
+
+            return adapter_settings(HFConfig(**model))
+        case {"model": {"lora": {"rank": int(rank)}}} if rank and to == "hf":
+            raise ConfigError(
+                "--to hf: this run trained an adapter. Write --to peft, and to merge it into the model: "
+                "peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(MERGED)"
+            )
     return None
 
 
@@ -97,12 +110,7 @@ def main(words: Sequence[str]) -> int:
                 print(f"rejected {line}", file=sys.stderr)
             out = options.out or beside(checkpoint.folder, options.to)
             config = checkpoint.facts.get("config")
-            model = adapted(config)
-            if model is not None and options.to == "hf":
-                raise ConfigError(
-                    "--to hf: this run trained an adapter. Write --to peft, and to merge it into the model: "
-                    "peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(MERGED)"
-                )
+            adapter = settings_of_adapter(config, options.to)
             done = export_checkpoint(
                 checkpoint,
                 options.to,
@@ -114,10 +122,8 @@ def main(words: Sequence[str]) -> int:
             )
         if options.to == "hf":
             add_settings(config, out)
-        if model is not None and options.to == "peft":
-            from zero.trainer.models.lora import write_settings
-
-            write_settings(model, out)
+        if adapter is not None:
+            adapter.save_pretrained(out)
     except ZeroError as error:
         print(f"export: {error}", file=sys.stderr)
         return error.exit_code

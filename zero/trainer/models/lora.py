@@ -64,8 +64,8 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def write_settings(chosen: HFConfig, out: Path) -> None:
-    """Write adapter_config.json, which peft needs beside the adapter.
+def adapter_settings(chosen: HFConfig) -> Any:
+    """Return peft's settings of the adapter; their `save_pretrained(folder)` writes adapter_config.json.
 
     Raises:
         ConfigError: as `hf.build` and `add_lora`.
@@ -74,7 +74,7 @@ def write_settings(chosen: HFConfig, out: Path) -> None:
     add_lora(model, chosen)
     settings = model.peft_config["default"]
     settings.inference_mode = True
-    settings.save_pretrained(out)
+    return settings
 
 
 def _peft() -> Any:

@@ -186,6 +186,7 @@ def loaded_by_peft(base, folder):
 
 
 @pytest.mark.parametrize("family", MADE)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # by peft, when it loads an adapter of GPT-2
 def test_a_run_is_resumed_and_exported_and_peft_computes_the_same_logits(family, base, here, capsys):
     words = ["checkpoint.every=2", "optim.ema=0.5", "offload=infinity"]
     assert command(base / family, *words) == 0
@@ -232,20 +233,29 @@ def test_an_export_of_an_adapter_and_of_a_model_are_not_confused(base, here, cap
     assert "--to hf: this run trained an adapter. Write --to peft" in capsys.readouterr().err
     assert command(base / "llama", "model.lora.rank=0", "checkpoint.every=4", "hydra.run.dir=whole") == 0
     assert zero_train(["export", "whole", "--to", "peft"]) == 2
-    assert "is trained, but is not part of an adapter of peft" in capsys.readouterr().err
+    assert "is trained, but is not part of peft's adapter 'default'. Choose --to hf" in capsys.readouterr().err
     assert not list(Path("whole").glob("exported*"))
     assert command(base / "llama", "model.lora.rank=8", "resume=run", "hydra.run.dir=other") == 4
     assert "was saved with another model. Add model.lora.rank=4" in capsys.readouterr().err
 
 
-def test_an_export_without_its_base_leaves_nothing(base, here, capsys):
-    """adapter_config.json needs the base's layers."""
+def test_an_export_needs_neither_the_base_nor_peft(base, here, monkeypatch):
+    """Both files are made of the checkpoint alone."""
     shutil.copytree(base / "llama", "llama")
-    assert command("./llama", "checkpoint.every=4") == 0
+    assert command("./llama", "checkpoint.every=4", "model.lora.alpha=3", "model.lora.targets=[q_proj]") == 0
     shutil.rmtree("llama")
-    assert zero_train(["export", "run", "--to", "peft"]) == 2
-    assert "./llama does not exist. Give a folder with config.json" in capsys.readouterr().err
-    assert not list(Path("run").glob("exported*"))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert zero_train(["export", "run", "--to", "peft"]) == 0
+    assert json.loads(Path("run/exported-peft/adapter_config.json").read_text()) == {
+        "base_model_name_or_path": "./llama",
+        "inference_mode": True,
+        "lora_alpha": 3.0,
+        "peft_type": "LORA",
+        "r": 4,
+        "target_modules": [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)],
+        "task_type": "CAUSAL_LM",
+    }
 
 
 @pytest.mark.parametrize(

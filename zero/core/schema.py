@@ -52,10 +52,9 @@ class Key(NamedTuple):
     """One declaration of a key; a key may be declared in several options of a section."""
 
     name: str
-    section: type[Section]
-    field: FieldInfo
     option: type[Section]
-    """The section that is chosen for the first part of the key; `section` is this one or inside it."""
+    """The section that is chosen for the first part of the key; it has the field or a section with it."""
+    field: FieldInfo
 
 
 def walk(model: type[Section], at: str = "", option: type[Section] | None = None) -> Iterator[Key]:
@@ -64,7 +63,7 @@ def walk(model: type[Section], at: str = "", option: type[Section] | None = None
         key = ".".join([*filter(None, [at]), field.alias or name])
         below = list(models_in(field.annotation))
         if not below:
-            yield Key(key, model, field, option or model)
+            yield Key(key, option or model, field)
         for section in below:
             yield from walk(section, key, option or section)
 

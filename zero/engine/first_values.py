@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -24,6 +24,7 @@ from zero.core.suggest import meant, some
 from zero.distributed.world import World
 from zero.engine.empty import is_meta
 from zero.engine.flat_writer import FlatWriter
+from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
 from zero.engine.recorded_values import RecordedValues
@@ -83,14 +84,16 @@ def values_of(
     _fill_buffers(model, stored)
     if not isinstance(stored, RangedWeights):
         return by_range(lambda name: _named(stored, aliases[name], shapes[name]))
-    made = _of_model(splitting, built, model, seed, world) if fresh else None
 
     def read(name: str, start: int, stop: int) -> Tensor:
-        if made is not None and not fresh.isdisjoint(aliases[name]):
-            return made(name, start, stop)
         return _read(stored, _known(stored, aliases[name]), shapes[name], start, stop)
 
-    return read
+    new = {name for name, names in aliases.items() if not any(alias in stored for alias in names)}
+    if not new:
+        return read
+    _refuse_unmade(splitting, built, model, new)
+    made = _of_model(splitting, built, model, seed, world)
+    return lambda name, start, stop: (made if name in new else read)(name, start, stop)
 
 
 def _of_model(splitting: Splitting, built: Mapping[str, Tensor], model: nn.Module, seed: int, world: World) -> Values:
@@ -225,6 +228,17 @@ def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, .
     if missing:
         hint = meant(missing[0], weights) if len(missing) == 1 else ""
         raise PlanError(f"weights have no {some(missing)}{hint}")
+
+
+def _refuse_unmade(splitting: Splitting, built: Mapping[str, Tensor], model: nn.Module, new: Iterable[str]) -> None:
+    """Raise PlanError if nothing tells the first values of a parameter for which no weights are stored."""
+    for name in new:
+        recipe = cast(ParameterPlaceholder, model.get_parameter(name)).recipe
+        if name not in built and (recipe is None or not recipe.root.is_written):
+            raise PlanError(
+                f"{name} has no first values: it was built on meta, and weights do not have it. "
+                "Build it inside of zero.empty(), without low_cpu_mem_usage."
+            )
 
 
 def _check_shape(name: str, stored: Sequence[int], shape: Sequence[int]) -> None:

@@ -1,40 +1,52 @@
-"""Write the adapter of a checkpoint as peft does: one file, with the trained tensors by names without the adapter's.
+"""Write the adapter of a checkpoint as peft does: its tensors by names without the adapter's, and its settings.
 
     model.layers.0.self_attn.q_proj.lora_A.default.weight                    in the checkpoint
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight           in adapter_model.safetensors
 
-peft also needs adapter_config.json: `model.peft_config["default"].save_pretrained(folder)`.
+Source: `peft.utils.save_and_load`.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from zero.core.peft_names import PREFIX, plain_name
 from zero.errors import ConfigError
 from zero.formats.safetensors_folder import write_file
-from zero.formats.stream import Stream
+from zero.formats.stream import Stream, new_file
 
-FILE = "adapter_model.safetensors"
-
-PREFIX, ADAPTER, COPIES = "base_model.model.", "default", "modules_to_save"
-"""Parts of names that peft adds: for the model, for its adapter, and for modules that train as they are."""
+ADAPTER, LAYER = "default", ".lora_"
+"""The name that peft gives an adapter, and the end of an adapted layer's name."""
 
 
-def names_of_peft(trained: Mapping[str, Stream]) -> dict[str, Stream]:
-    """Return the trained tensors by the names that peft gives them in a file.
+def names_of_peft(tensors: Mapping[str, Stream], trained: Iterable[str]) -> dict[str, Stream]:
+    """Return the tensors of the adapter, frozen ones too, by the names that peft gives them in a file.
 
     Raises:
-        ConfigError: the checkpoint trains no adapter, or more than that.
+        ConfigError: there is no adapter, or other tensors are trained.
     """
-    for name in trained:
-        if ADAPTER not in name.split("."):
-            raise ConfigError(
-                f"--to peft: {name} is trained, but is not part of an adapter of peft. Choose --to hf, torch or dcp."
-            )
-    added = {ADAPTER, COPIES}
-    plain = {name: [part for part in name.removeprefix(PREFIX).split(".") if part not in added] for name in trained}
-    return {PREFIX + ".".join(plain[name]): stream for name, stream in trained.items()}
+    names = {name: PREFIX + plain_name(name, {ADAPTER}) for name in tensors if ADAPTER in name.split(".")}
+    other = next((name for name in trained if name not in names), None)
+    if other or not names:
+        reason = f"{other} is trained, but is not part of" if other else "the checkpoint does not have"
+        raise ConfigError(f"--to peft: {reason} peft's adapter '{ADAPTER}'. Choose --to hf, torch or dcp.")
+    return {names[name]: tensors[name] for name in names}
 
 
-def write(folder: Path, tensors: Mapping[str, Stream]) -> None:
-    """Write the file of an adapter into an existing folder."""
-    write_file(folder / FILE, tensors, list(tensors))
+def refuse_adapters(trained: Iterable[str]) -> None:
+    """Raise ConfigError if an adapter is trained, because from_pretrained cannot read a model with one."""
+    if any(LAYER in name for name in trained):
+        raise ConfigError(
+            "--to hf: this run trained an adapter. Write --to peft, and to merge it into the model: "
+            "peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(MERGED)"
+        )
+
+
+def write(folder: Path, tensors: Mapping[str, Stream], settings: Mapping[str, object]) -> None:
+    """Write the two files of an adapter into an existing folder; without settings only that of the tensors."""
+    write_file(folder / "adapter_model.safetensors", tensors)
+    if settings:
+        layers = {name.removeprefix(PREFIX).partition(LAYER)[0] for name in tensors}
+        known = {"peft_type": "LORA", "inference_mode": True, "target_modules": sorted(layers), **settings}
+        with new_file(folder / "adapter_config.json") as file:
+            file.write(json.dumps(known, indent=2, sort_keys=True).encode())

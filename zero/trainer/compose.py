@@ -117,7 +117,9 @@ def compose(words: Sequence[str]) -> Any:
         if plugin and plugin.startswith(("hydra/sweeper/", "hydra/launcher/")):
             raise SettingError(f"{plugin} is not installed. Type {install('sweep')}.") from None
         key = str(getattr(error.__cause__, "full_key", None))
-        raise SettingError(_of_another_option(key) if key in keys() or is_section(key) else one_line(error)) from None
+        if key in keys() or is_section(key):
+            raise SettingError(_of_another_option(key)) from None
+        raise SettingError(_unknown(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)) from None
 
 
 def _folders_of(places: Any) -> list[Path]:
@@ -243,9 +245,10 @@ def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[
             raise SettingError(_of_another_option(key))
     for group in PRESETS:
         for section, names in _option(group, choices.get(group)).items():
-            known = keys_of(section, settings[section]) if isinstance(names, Mapping) and section in settings else ()
+            known = keys_of(section, settings[section]) if isinstance(names, Mapping) and section in settings else set()
+            firsts = {name.partition(".")[0] for name in known}
             for name in names if known else ():
-                if name not in known and f"{section}.{name}" in keys():
+                if name not in firsts and (f"{section}.{name}" in keys() or is_section(f"{section}.{name}")):
                     settings[section].pop(name, None)
     return settings
 

@@ -93,6 +93,11 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
     weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
     if weights is None and any(folder.glob("*.bin")):
         raise ConfigError(f"model.path={folder}: the weights are pickle files. Save them as safetensors first.")
+    if weights is None and chosen.lora.rank and config.mode == "train":
+        raise ConfigError(
+            f"model.lora: model.path={chosen.path} has no safetensors, so the frozen base would be random. "
+            "Set model.path=FOLDER, a folder with weights."
+        )
     router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
     notes = [*_notes_on(config, weights, folder)]
     if chosen.chunked_loss and not hf.gives_logits(model):

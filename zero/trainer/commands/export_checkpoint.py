@@ -23,17 +23,16 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from zero.core.precision import DTYPES
 from zero.core.setting_types import bytes_of
-from zero.errors import ConfigError, ZeroError
+from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
 from zero.formats.exports import FORMATS
 from zero.trainer.answers import command_line
-from zero.trainer.models.hf_config import HFConfig
+from zero.trainer.models.hf_config import LoRAConfig
 
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
 
@@ -66,24 +65,12 @@ def beside(step: Path, to: str) -> Path:
     return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
 
 
-def settings_of_adapter(config: object, to: str) -> Any:
-    """Return peft's settings of the adapter that a run trained; None for other runs and formats.
-
-    Raises:
-        ConfigError: `to` is hf, because from_pretrained cannot read a model with an adapter; or the model of the run
-            cannot be built.
-    """
+def settings_of_adapter(config: object) -> Mapping[str, object]:
+    """Return peft's settings of the adapter that a run of train.py trained; {} for other runs."""
     match config:
-        case {"model": {"name": "hf", "lora": {"rank": int(rank)}} as model} if rank and to == "peft":
-            from zero.trainer.models.lora import adapter_settings
-
-            return adapter_settings(HFConfig(**model))
-        case {"model": {"lora": {"rank": int(rank)}}} if rank and to == "hf":
-            raise ConfigError(
-                "--to hf: this run trained an adapter. Write --to peft, and to merge it into the model: "
-                "peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(MERGED)"
-            )
-    return None
+        case {"model": {"path": str(path), "lora": {"rank": int(rank)} as lora}} if rank:
+            return LoRAConfig(**lora).of_peft(path)
+    return {}
 
 
 def add_settings(config: object, out: Path) -> None:
@@ -110,7 +97,7 @@ def main(words: Sequence[str]) -> int:
                 print(f"rejected {line}", file=sys.stderr)
             out = options.out or beside(checkpoint.folder, options.to)
             config = checkpoint.facts.get("config")
-            adapter = settings_of_adapter(config, options.to)
+            adapter = settings_of_adapter(config)
             done = export_checkpoint(
                 checkpoint,
                 options.to,
@@ -118,12 +105,13 @@ def main(words: Sequence[str]) -> int:
                 dtype=DTYPES[options.dtype],
                 weights=options.weights,
                 shard_bytes=options.shard_size,
+                adapter=adapter,
                 progress=progress,
             )
         if options.to == "hf":
             add_settings(config, out)
-        if adapter is not None:
-            adapter.save_pretrained(out)
+        if options.to == "peft" and not adapter:
+            print(f'adapter_config.json needs peft: model.peft_config["default"].save_pretrained({str(out)!r})')
     except ZeroError as error:
         print(f"export: {error}", file=sys.stderr)
         return error.exit_code

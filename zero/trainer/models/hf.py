@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero.core.peft_names import COPIES, plain_name
 from zero.engine.empty import empty
 from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
@@ -253,7 +255,7 @@ class HFWeights(RangedWeights):
 
     Attributes:
         unused: names in the files for which the model has no tensor, except names that its class ignores.
-        fresh: names of the parameters that peft has added to the model.
+        fresh: names of the parameters that peft has added to the model, except copies of modules.
     """
 
     def __init__(self, model: nn.Module, stored: StoredWeights) -> None:
@@ -261,7 +263,8 @@ class HFWeights(RangedWeights):
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         adapters = frozenset(getattr(model, "peft_config", ()))
-        plain = {name: _without_adapters(name, adapters) for name in model.state_dict()}
+        tensors = model.state_dict(keep_vars=True)
+        plain = {name: plain_name(name, adapters) for name in tensors}
         model = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel
         known, prefix = dict.fromkeys(plain.values(), True), getattr(model, "base_model_prefix", None)
         table = get_model_conversion_mapping(model)
@@ -289,8 +292,12 @@ class HFWeights(RangedWeights):
             if pattern:
                 self._converters[name] = by_pattern[pattern]
         self.unused = tuple(unused)
-        self._plain = {name: base_name for name, base_name in plain.items() if base_name in self._first}
-        self.fresh = frozenset(name for name in plain if name not in self and adapters & {*name.split(".")})
+        in_files = {id(tensors[name]): base_name for name, base_name in plain.items() if base_name in self._first}
+        tied = {plain[name]: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
+        stored_as = tied | {name: name for name in self._first}
+        self._plain = {name: stored_as[base_name] for name, base_name in plain.items() if base_name in stored_as}
+        new = {name for name in tensors if not adapters.isdisjoint(parts := name.split(".")) and COPIES not in parts}
+        self.fresh = frozenset(new - self._plain.keys())
 
     def __getitem__(self, name: str) -> Tensor:
         name = self._plain[name]
@@ -338,19 +345,13 @@ class HFWeights(RangedWeights):
         return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
-def _without_adapters(name: str, adapters: frozenset[str]) -> str:
-    """Return the name that a parameter has without peft, which wraps the model and the layers that it adapts."""
-    if not adapters:
-        return name
-    wrappers = {"base_layer", "original_module", "modules_to_save", *adapters}
-    return ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part not in wrappers)
+def imported(package: str, needs: str) -> Any:
+    """Import an optional package; `needs` begins the ConfigError that is raised if it is not installed."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{needs} {package}, which is not installed. Type {install('hf')}.") from error
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"models of Hugging Face need transformers, which is not installed. Type {install('hf')}."
-        ) from error
-    return transformers
+    return imported("transformers", "models of Hugging Face need")

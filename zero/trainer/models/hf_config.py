@@ -21,15 +21,15 @@ class LoRAConfig(Section):
         0,
         "rank of the adapter of each layer; 0: no adapter, the whole model trains",
         trades="memory for gradients, master and moments of the whole model, against what a low rank can learn",
-        example="16 model.path=gpt2",
+        example="16 model.path=FOLDER",
     )
     alpha: Positive | None = key(
-        None, "the adapter is scaled by alpha / rank; null: 2 x rank", example="16 model.lora.rank=16 model.path=gpt2"
+        None, "the adapter is scaled by alpha / rank; null: 2 x rank", example="16 model.lora.rank=16 model.path=FOLDER"
     )
     targets: Names = key(
         (),
         "linear layers that get an adapter, by name or pattern, such as [q_proj, layers.0.*]; []: all but the head",
-        example="[q_proj,v_proj] model.lora.rank=16 model.path=llama",
+        example="[q_proj,v_proj] model.lora.rank=16 model.path=FOLDER",
     )
 
     @model_validator(mode="after")
@@ -38,6 +38,11 @@ class LoRAConfig(Section):
             name = "targets" if self.targets else "alpha"
             raise ConfigError(f"model.lora.{name} does nothing without model.lora.rank. Set model.lora.rank=16.")
         return self
+
+    def of_peft(self, path: str) -> dict[str, object]:
+        """Return the fields of a `peft.LoraConfig` for the model at `path`, without its target_modules."""
+        alpha = self.alpha or 2 * self.rank
+        return {"r": self.rank, "lora_alpha": alpha, "task_type": "CAUSAL_LM", "base_model_name_or_path": path}
 
 
 class HFConfig(Section):

@@ -5,16 +5,15 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 
 import warnings
 from fnmatch import fnmatchcase
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from zero.core.suggest import nearest
 from zero.engine.empty import empty
-from zero.errors import ConfigError
-from zero.platform.installed import install
-from zero.trainer.models.hf import build
+from zero.errors import ConfigError, in_short
+from zero.trainer.models.hf import imported
 from zero.trainer.models.hf_config import HFConfig
 
 
@@ -24,20 +23,22 @@ def add_lora(model: Any, chosen: HFConfig) -> None:
     The model keeps its class, unlike with `peft.get_peft_model`.
 
     Raises:
-        ConfigError: peft is not installed, or a pattern of `model.lora.targets` matches no linear layer.
+        ConfigError: peft is not installed, a pattern of `model.lora.targets` matches no linear layer, or peft cannot
+            adapt the layers or would adapt fused experts.
     """
-    peft, lora, folder = _peft(), chosen.lora, Path(chosen.path)
-    settings = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha or 2 * lora.rank,
-        target_modules=targets(model, lora.targets),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(folder.absolute() if folder.is_dir() else folder),
-    )
-    with empty(), warnings.catch_warnings():
-        # that it sets fan_in_fan_out itself, for the transposed weights of GPT-2
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-        peft.inject_adapter_in_model(settings, model)
+    peft, lora = imported("peft", "model.lora needs"), chosen.lora
+    settings = peft.LoraConfig(**lora.of_peft(chosen.path), target_modules=targets(model, lora.targets))
+    try:
+        with empty(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fan_in_fan_out is set for GPT-2; names of experts, rejected below
+            peft.inject_adapter_in_model(settings, model)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.targets: {in_short(error)}") from error
+    if settings.target_parameters:
+        raise ConfigError(
+            f"model.lora.targets: peft would adapt the experts of {type(model).__name__}, which zero cannot train. "
+            "Choose attention layers: 'model.lora.targets=[*attn.*]'."
+        )
 
 
 def targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
@@ -53,33 +54,9 @@ def targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     if not patterns:
         return [name for name, layer in layers.items() if layer is not model.get_output_embeddings()]
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name in layers):
+    matches = {pattern: [name for name in layers if fnmatchcase(f".{name}", f"*.{pattern}")] for pattern in patterns}
+    for pattern, names in matches.items():
+        if not names:
             ends = dict.fromkeys(name.rpartition(".")[2] for name in layers)
             raise ConfigError(f"model.lora.targets: no linear layer matches {pattern}. {nearest(pattern, ends)}")
-    return [name for name in layers if any(_matches(name, pattern) for pattern in patterns)]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def adapter_settings(chosen: HFConfig) -> Any:
-    """Return peft's settings of the adapter; their `save_pretrained(folder)` writes adapter_config.json.
-
-    Raises:
-        ConfigError: as `hf.build` and `add_lora`.
-    """
-    model: Any = build(chosen.path)
-    add_lora(model, chosen)
-    settings = model.peft_config["default"]
-    settings.inference_mode = True
-    return settings
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"model.lora needs peft, which is not installed. Type {install('hf')}.") from error
-    return peft
+    return list(dict.fromkeys(chain.from_iterable(matches.values())))

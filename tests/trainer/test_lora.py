@@ -1,6 +1,7 @@
 """Adapters of low rank from train.py: the bits of torch and peft at every stage and tier, and a file for peft."""
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -40,6 +42,8 @@ MADE = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "mixtral": ("MixtralForCausalLM", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+SHARED = SIZES | {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+SHARED |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 STEPS, ROWS, SEQ = 4, 4, 8
 
 
@@ -53,7 +57,7 @@ def _quiet():
 def base(tmp_path_factory):
     """Family to the folder of a small model that transformers saved."""
     root = tmp_path_factory.mktemp("base")
-    for family, (architecture, sizes) in MADE.items():
+    for family, (architecture, sizes) in (MADE | {"glm4_moe": ("Glm4MoeForCausalLM", SHARED)}).items():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(family, **sizes)
         config.architectures = [architecture]
@@ -128,6 +132,8 @@ def test_first_values_of_an_adapter_are_the_same_on_any_number_of_ranks(base):
     of_an_a = [value for name, value in one.items() if "lora_A" in name]
     assert all(value.any() for value in of_an_a)
     assert len({float(value[0, 0]) for value in of_an_a}) == len(of_an_a) == 14, "each layer draws its own"
+    for value in of_an_a:  # peft draws uniformly from [-bound, bound]
+        assert 0.8 < float(value.abs().max()) * value.shape[1] ** 0.5 <= 1
     assert not any(value.any() for name, value in one.items() if "lora_B" in name)
 
 
@@ -222,9 +228,27 @@ def test_a_plan_counts_the_frozen_base_once_and_the_adapter_with_its_moments(bas
 def test_what_does_not_fit_an_adapter_is_one_line(base, here, capsys, monkeypatch):
     assert command(base / "llama", "model.lora.targets=[q_prj]") == 2
     assert "model.lora.targets: no linear layer matches q_prj. Did you mean q_proj?" in capsys.readouterr().err
+    assert command(base / "glm4_moe") == 2
+    assert "peft would adapt the experts of Glm4MoeForCausalLM" in capsys.readouterr().err
+    assert command(base / "glm4_moe", "model.lora.targets=[gate_proj]") == 2
+    assert "model.lora.targets: Cannot convert PEFT target(s) gate_proj" in capsys.readouterr().err
+    assert command("mamba") == 2
+    assert "model.lora.targets: [PEFT:PeftType.LORA] Module 'out_proj' is incompatible" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "peft", None)
     assert command(base / "llama") == 2
     assert "model.lora needs peft, which is not installed. Type pip install" in capsys.readouterr().err
+
+
+def test_attention_of_a_model_with_shared_experts_is_adapted(base, here):
+    assert command(base / "glm4_moe", "model.lora.targets=[*attn.*]") == 0
+
+
+def test_a_base_with_random_weights_is_planned_and_not_trained(base, here, capsys):
+    (here / "bare").mkdir()
+    shutil.copy(base / "llama" / "config.json", here / "bare")
+    assert command("./bare") == 2
+    assert "model.lora: model.path=./bare has no safetensors, so the frozen base" in capsys.readouterr().err
+    assert command("./bare", "mode=plan", "plan.gpu=H100") == 0
 
 
 def test_an_export_of_an_adapter_and_of_a_model_are_not_confused(base, here, capsys):
@@ -344,8 +368,6 @@ def test_modules_to_save_train_and_an_adapter_can_be_disabled_and_merged(stage, 
 
 def test_weights_that_lack_a_part_of_the_base_are_refused_with_an_adapter_too(base, tmp_path):
     """Only what peft has added may be new."""
-    from safetensors.torch import load_file, save_file
-
     values = load_file(base / "llama" / "model.safetensors")
     values.pop("model.norm.weight")
     save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
@@ -355,3 +377,95 @@ def test_weights_that_lack_a_part_of_the_base_are_refused_with_an_adapter_too(ba
     lacks = pytest.raises(PlanError, match=r"weights have no model\.norm\.weight")
     with contextlib.closing(zero.open_store(plan)) as store, lacks:
         zero.init(plan, store, weights=task.weights)
+
+
+GPT2_ADAPTER = {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+
+
+def wrapped_gpt2(model, **how):
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(**GPT2_ADAPTER, **copy.deepcopy(how)))  # peft changes lists
+
+
+@contextlib.contextmanager
+def initialized(model, folder):
+    """The state of a model with its first values: of the base from files."""
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), stage=3, world=zero.World.from_env())
+    with contextlib.closing(zero.open_store(plan)) as store:
+        yield zero.init(plan, store, weights=hf.weights(model, folder))
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["wte"]},
+        {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Model with `tie_word_embeddings")
+def test_a_trained_copy_of_a_tied_layer_begins_with_the_values_of_the_files(copies, base):
+    folder = base / "gpt2"
+    expected = wrapped_gpt2(transformers.AutoModelForCausalLM.from_pretrained(folder), **copies).state_dict()
+    with initialized(wrapped_gpt2(hf.build(folder), **copies), folder) as state:
+        values = full_state_dict(state)
+    assert any("modules_to_save" in name for name in values)
+    assert all(torch.equal(value, expected[name]) for name, value in values.items())
+
+
+def test_an_adapter_on_meta_is_made_only_if_its_values_were_recorded(base):
+    folder = base / "gpt2"
+    model = peft.get_peft_model(hf.build(folder), peft.LoraConfig(**GPT2_ADAPTER), low_cpu_mem_usage=True)
+    unmade = pytest.raises(PlanError, match=r"lora_A\.default\.weight has no first values: .* of zero\.empty\(\)")
+    with unmade, initialized(model, folder):
+        pass
+    with zero.empty():
+        model = wrapped_gpt2(hf.build(folder))
+    with initialized(model, folder) as state:
+        values = full_state_dict(state)
+    assert all(value.any() == ("lora_B" not in name) for name, value in values.items() if "lora_" in name)
+
+
+def test_adapters_of_any_name_begin_as_peft_made_them(base):
+    folder, other = base / "gpt2", peft.LoraConfig(**GPT2_ADAPTER | {"r": 2, "target_modules": ["c_proj"]})
+    expected, model = (
+        peft.get_peft_model(built, peft.LoraConfig(**GPT2_ADAPTER), adapter_name="policy")
+        for built in (transformers.AutoModelForCausalLM.from_pretrained(folder), hf.build(folder))
+    )
+    for each in (expected, model):
+        each.add_adapter("reward", other)
+    model.load_state_dict(
+        {name: value for name, value in expected.state_dict().items() if "lora_" in name}, strict=False
+    )
+    wanted = expected.state_dict()
+    with initialized(model, folder) as state:
+        values = full_state_dict(state)
+    assert {name.split(".")[-2] for name in values if "lora_" in name} == {"policy", "reward"}
+    assert all(torch.equal(value, wanted[name]) for name, value in values.items())
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Model with `tie_word_embeddings")
+def test_an_export_has_frozen_factors_and_every_name_of_a_tied_copy(base, tmp_path, capsys):
+    folder = base / "gpt2"
+    model = wrapped_gpt2(hf.build(folder), modules_to_save=["lm_head"], ensure_weight_tying=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and "lora_A" not in name)
+    with initialized(model, folder) as state:
+        (tmp_path / "run").mkdir()
+        zero.save(state, tmp_path / "run" / "checkpoints")
+        checkpoint = open_newest(tmp_path / "run")[0]
+    plain = wrapped_gpt2(
+        transformers.AutoModelForCausalLM.from_pretrained(folder), modules_to_save=["lm_head"], ensure_weight_tying=True
+    )
+    expected = peft.get_peft_model_state_dict(plain)
+    assert zero_train(["export", str(tmp_path / "run"), "--to", "peft"]) == 0
+    assert 'adapter_config.json needs peft: model.peft_config["default"].save_pretrained' in capsys.readouterr().out
+    written = load_file(tmp_path / "run/exported-peft/adapter_model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in written.items())
+    assert zero_train(["export", str(tmp_path / "run"), "--to", "hf"]) == 2
+    assert "--to hf: this run trained an adapter. Write --to peft" in capsys.readouterr().err
+    with pytest.raises(TypeError):
+        export_checkpoint(checkpoint, "peft", tmp_path / "out", adapter={"r": object()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing is left of an export that broke off"

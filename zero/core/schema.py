@@ -169,9 +169,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def unknown_key(model: type[Section], key: str, at: str = "") -> str:
     """Return the message for a key that does not exist, or that the chosen options do not have."""
     known = keys(model, at)
-    if key in known:
+    if inside := [name for name in known if f"{name}.".startswith(f"{key}.")]:
         section = key.split(".")[0]
-        return f"{key} is not a key of the option chosen for {section}. See mode=explain explain.key={key}."
+        return f"{key} is not a key of the option chosen for {section}. See mode=explain explain.key={inside[0]}."
     return suggest.unknown(key, known)
 
 

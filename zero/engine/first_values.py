@@ -63,8 +63,8 @@ def values_of(
         weights: as in `init`.
 
     Raises:
-        PlanError: weights are missing (the message names them). By the returned function: an owner has no
-            `reset_parameters`, or a weight has another shape than its parameter.
+        PlanError: weights are missing (the message names them), or peft's first values of an adapter are not recorded.
+            By the returned function: an owner has no `reset_parameters`, or a weight has another shape.
     """
     shapes = splitting.shapes()
     if weights is None:
@@ -80,7 +80,9 @@ def values_of(
     stored = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
     aliases = splitting.aliases()  # a file may have a tied parameter under any of its names
     fresh = stored.fresh if isinstance(stored, RangedWeights) else frozenset()
-    _refuse_missing(stored, (names for names in aliases.values() if fresh.isdisjoint(names)))
+    new = {name: names for name, names in aliases.items() if not any(alias in stored for alias in names)}
+    _refuse_missing(stored, [name for name, names in new.items() if fresh.isdisjoint(names)])
+    _refuse_unmade(built, model, new)
     _fill_buffers(model, stored)
     if not isinstance(stored, RangedWeights):
         return by_range(lambda name: _named(stored, aliases[name], shapes[name]))
@@ -88,10 +90,8 @@ def values_of(
     def read(name: str, start: int, stop: int) -> Tensor:
         return _read(stored, _known(stored, aliases[name]), shapes[name], start, stop)
 
-    new = {name for name, names in aliases.items() if not any(alias in stored for alias in names)}
     if not new:
         return read
-    _refuse_unmade(splitting, built, model, new)
     made = _of_model(splitting, built, model, seed, world)
     return lambda name, start, stop: (made if name in new else read)(name, start, stop)
 
@@ -223,15 +223,14 @@ def _real(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, ...]]) -> None:
-    missing = [names[0] for names in wanted if not any(name in weights for name in names)]
+def _refuse_missing(weights: Mapping[str, Tensor], missing: Sequence[str]) -> None:
     if missing:
         hint = meant(missing[0], weights) if len(missing) == 1 else ""
         raise PlanError(f"weights have no {some(missing)}{hint}")
 
 
-def _refuse_unmade(splitting: Splitting, built: Mapping[str, Tensor], model: nn.Module, new: Iterable[str]) -> None:
-    """Raise PlanError if nothing tells the first values of a parameter for which no weights are stored."""
+def _refuse_unmade(built: Mapping[str, Tensor], model: nn.Module, new: Iterable[str]) -> None:
+    """Raise PlanError for a parameter without stored weights if peft's first values of it are not recorded."""
     for name in new:
         recipe = cast(ParameterPlaceholder, model.get_parameter(name)).recipe
         if name not in built and (recipe is None or not recipe.root.is_written):

@@ -288,7 +288,8 @@ def notes_of(composed: Any) -> Iterator[str]:
     changed = [
         f"model.{name}={suggest.shown(chosen.get(name))}"
         for name in option
-        if f"model.{name}" not in typed and chosen.get(name) != option[name]
+        if chosen.get(name) != option[name]
+        and not any(f"model.{name}.".startswith(f"{key}.") for key in typed if key != "model")
     ]
     if changed:
         presets = " ".join(f"{group}={choices[group]}" for group in PRESETS if choices.get(group) not in (None, "none"))

@@ -240,15 +240,14 @@ def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[
     if dotted := next((key for key in settings if "." in str(key)), ""):
         raise SettingError(f"{dotted}: a key has no dots. Write the section, and its keys indented below it.")
     for key in sorted(typed & set(keys())):  # a preset or a `+` may have added keys that the option lacks
-        section, _, name = key.partition(".")
+        section, name = (*key.split("."), "")[:2]
         if kinds(section) and name not in keys_of(section, settings[section]):
             raise SettingError(_of_another_option(key))
     for group in PRESETS:
         for section, names in _option(group, choices.get(group)).items():
-            known = keys_of(section, settings[section]) if isinstance(names, Mapping) and section in settings else set()
-            firsts = {name.partition(".")[0] for name in known}
+            known = keys_of(section, settings[section]) if isinstance(names, Mapping) and section in settings else ()
             for name in names if known else ():
-                if name not in firsts and (f"{section}.{name}" in keys() or is_section(f"{section}.{name}")):
+                if name not in known and (f"{section}.{name}" in keys() or is_section(f"{section}.{name}")):
                     settings[section].pop(name, None)
     return settings
 

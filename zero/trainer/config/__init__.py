@@ -166,9 +166,9 @@ def kinds(section: str) -> dict[str, type[Section]]:
 
 
 def keys_of(section: str, chosen: Mapping[str, Any]) -> set[str]:
-    """Return the dotted keys of the class whose `name` is in `chosen`, the settings of a section; else none."""
+    """Return the keys of the class whose `name` is in `chosen`, the settings of a section; empty for unknown names."""
     model = kinds(section).get(str(chosen.get("name")))
-    return set() if model is None else set(schema.keys(model))
+    return set() if model is None else {field.alias or name for name, field in model.model_fields.items()}
 
 
 def flat(config: Config) -> dict[str, str]:

@@ -16,7 +16,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from zero.core.peft_names import COPIES, plain_name
 from zero.engine.empty import empty
 from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
-from zero.platform.installed import install
+from zero.platform.installed import require_hf
 from zero.platform.safetensors_files import RangedWeights, StoredWeights
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -345,13 +344,8 @@ class HFWeights(RangedWeights):
         return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
-def imported(package: str, needs: str) -> Any:
-    """Import an optional package; `needs` begins the ConfigError that is raised if it is not installed."""
-    try:
-        return import_module(package)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{needs} {package}, which is not installed. Type {install('hf')}.") from error
-
-
 def _transformers() -> Any:
-    return imported("transformers", "models of Hugging Face need")
+    require_hf("transformers", "models of Hugging Face need")
+    import transformers
+
+    return transformers

@@ -13,7 +13,7 @@ from torch import nn
 from zero.core.suggest import nearest
 from zero.engine.empty import empty
 from zero.errors import ConfigError, in_short
-from zero.trainer.models.hf import imported
+from zero.platform.installed import require_hf
 from zero.trainer.models.hf_config import HFConfig
 
 
@@ -26,8 +26,11 @@ def add_lora(model: Any, chosen: HFConfig) -> None:
         ConfigError: peft is not installed, a pattern of `model.lora.targets` matches no linear layer, or peft cannot
             adapt the layers or would adapt fused experts.
     """
-    peft, lora = imported("peft", "model.lora needs"), chosen.lora
-    settings = peft.LoraConfig(**lora.of_peft(chosen.path), target_modules=targets(model, lora.targets))
+    require_hf("peft", "model.lora needs")
+    import peft
+
+    layers = targets(model, chosen.lora.targets)
+    settings = peft.LoraConfig(**chosen.lora.of_peft(chosen.path), target_modules=layers)
     try:
         with empty(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fan_in_fan_out is set for GPT-2; names of experts, rejected below

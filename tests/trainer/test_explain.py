@@ -68,10 +68,9 @@ def test_the_words_of_a_kind_are_those_that_a_mistake_is_told():
     own = [declared for declared in walk(Config) if any(isinstance(note, Reads) for note in declared.field.metadata)]
     assert len(own) > 20
     for declared in own:
-        section, _, name = declared.name.rpartition(".")
-        raw = {section: {name: object()}} if section else {name: object()}
-        if "name" in declared.section.model_fields:
-            raw[section]["name"] = declared.section.model_fields["name"].default
+        raw = functools.reduce(lambda value, part: {part: value}, reversed(declared.name.split(".")), object())
+        if "name" in declared.option.model_fields:
+            raw[declared.name.partition(".")[0]]["name"] = declared.option.model_fields["name"].default
         with pytest.raises(ConfigError) as caught:
             read(raw)
         text = words(declared.field)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import train
-from zero.trainer.compose import compose, settings_in
+from zero.trainer import compose as composing
+from zero.trainer.compose import compose, notes_of, settings_in
 
 GLOBAL = "# @package _global_\n"
 
@@ -15,6 +16,11 @@ MISTAKES = {
     "dots": (f"{GLOBAL}zero.stage: 3\n", "zero.stage: a key has no dots. Write the section"),
     "twice": (f"{GLOBAL}steps: 2\nsteps: 3\n", "experiment/mine.yaml"),
     "an unknown key": (f"{GLOBAL}zero:\n  stge: 3\n", "zero.stge is not a setting. Did you mean zero.stage?"),
+    "a section that the model lacks": (
+        f"{GLOBAL}model:\n  lora: {{rank: 8}}\n",
+        "model.lora is not a key of the option chosen for model. See mode=explain explain.key=model.lora.rank.",
+    ),
+    "the name of an option in place of its settings": (f"{GLOBAL}model: gpt_124m\n", "model is a section of keys."),
     "an unknown option": (f"{GLOBAL}defaults:\n  - override /model: gpt_nona\n", "Could not find 'model/gpt_nona'"),
     "an unknown base": (f"{GLOBAL}defaults: [gpt_2b]\n", "Could not load 'experiment/gpt_2b'"),
 }
@@ -85,3 +91,17 @@ def test_a_path_may_begin_at_home(here, monkeypatch):
     assert train.main([*run, "data.folder=~/texts", "mode=eval", "resume='~/saved'"]) == 0
     assert {path.name for path in (here / "home, sweet").iterdir()} == {"texts", "x", "run", "saved"}
     assert [path.name for path in here.iterdir()] == ["home, sweet"]
+
+
+def test_a_section_of_a_preset_is_left_out_where_the_model_lacks_it(monkeypatch):
+    monkeypatch.setattr(composing, "_option", lambda group, name: {"model": {"lora": {"rank": 8}}})
+    composed = compose([])
+    composed.model = {**composed.model, "lora": {"rank": 8}}
+    assert "lora" not in settings_in(composed)["model"]
+    composed = compose(["model=hf", "model.path=x"])
+    composed.model.lora.rank = 8
+    assert settings_in(composed)["model"]["lora"]["rank"] == 8
+
+
+def test_a_typed_section_is_not_taken_for_a_change_by_a_preset():
+    assert [*notes_of(compose(["model=hf", "model.path=x", "model.lora={rank:8}"]))] == []

@@ -34,9 +34,9 @@ def base(key: Key) -> dict:
         "HFConfig": {"model": {"name": "hf", "path": "x"}},
         "HFTextConfig": {"data": {"name": "hf", "path": "x", "tokenizer": "y"}},
     }
-    raw = copy.deepcopy(needed.get(key.section.__name__, {}))
-    if "name" in key.section.model_fields:
-        raw.setdefault(key.name.split(".")[0], {})["name"] = key.section.model_fields["name"].default
+    raw = copy.deepcopy(needed.get(key.option.__name__, {}))
+    if "name" in key.option.model_fields:
+        raw.setdefault(key.name.split(".")[0], {})["name"] = key.option.model_fields["name"].default
     read(raw)
     return raw
 
@@ -89,7 +89,7 @@ DECLARED = [key for key in walk(Config) if not key.name.endswith(".name")]
 GENERATED = [(key, kind) for key in DECLARED for kind in bad_values(key)]
 
 
-@pytest.mark.parametrize("key", DECLARED, ids=lambda key: f"{key.section.__name__}:{key.name}")
+@pytest.mark.parametrize("key", DECLARED, ids=lambda key: f"{key.option.__name__}:{key.name}")
 def test_no_bad_value_is_accepted(key):
     raw, accepted = base(key), []
     for kind, value in bad_values(key).items():
@@ -109,7 +109,7 @@ def test_no_bad_value_is_accepted(key):
 PATHS = [key for key in DECLARED if words(key.field).startswith("a path")]
 
 
-@pytest.mark.parametrize("key", PATHS, ids=lambda key: f"{key.section.__name__}:{key.name}")
+@pytest.mark.parametrize("key", PATHS, ids=lambda key: f"{key.option.__name__}:{key.name}")
 def test_a_pattern_where_a_path_belongs_is_rejected(key):
     assert len(PATHS) > 7
     with pytest.raises(ConfigError, match=rf"^{key.name}=\*.txt: is a pattern, but must be one path. Give the folder"):

@@ -52,19 +52,20 @@ class Key(NamedTuple):
     """One declaration of a key; a key may be declared in several options of a section."""
 
     name: str
-    section: type[Section]
+    option: type[Section]
+    """The section that is chosen for the first part of the key; it has the field or a section with it."""
     field: FieldInfo
 
 
-def walk(model: type[Section], at: str = "") -> Iterator[Key]:
+def walk(model: type[Section], at: str = "", option: type[Section] | None = None) -> Iterator[Key]:
     """Yield every declaration of a dotted key in `model`, in reading order; `at` is the prefix of the keys."""
     for name, field in model.in_reading_order().items():
         key = ".".join([*filter(None, [at]), field.alias or name])
         below = list(models_in(field.annotation))
         if not below:
-            yield Key(key, model, field)
+            yield Key(key, option or model, field)
         for section in below:
-            yield from walk(section, key)
+            yield from walk(section, key, option or section)
 
 
 def keys(model: type[Section], at: str = "") -> tuple[str, ...]:
@@ -168,9 +169,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def unknown_key(model: type[Section], key: str, at: str = "") -> str:
     """Return the message for a key that does not exist, or that the chosen options do not have."""
     known = keys(model, at)
-    if key in known:
+    if inside := [name for name in known if f"{name}.".startswith(f"{key}.")]:
         section = key.split(".")[0]
-        return f"{key} is not a key of the option chosen for {section}. See mode=explain explain.key={key}."
+        return f"{key} is not a key of the option chosen for {section}. See mode=explain explain.key={inside[0]}."
     return suggest.unknown(key, known)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -24,6 +24,7 @@ from zero.core.suggest import meant, some
 from zero.distributed.world import World
 from zero.engine.empty import is_meta
 from zero.engine.flat_writer import FlatWriter
+from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
 from zero.engine.recorded_values import RecordedValues
@@ -62,13 +63,12 @@ def values_of(
         weights: as in `init`.
 
     Raises:
-        PlanError: weights are missing (the message names them). By the returned function: an owner has no
-            `reset_parameters`, or a weight has another shape than its parameter.
+        PlanError: weights are missing (the message names them), or peft's first values of an adapter are not recorded.
+            By the returned function: an owner has no `reset_parameters`, or a weight has another shape.
     """
     shapes = splitting.shapes()
     if weights is None:
-        made, kept = RecordedValues(splitting, model, built, seed, world), by_range(built.__getitem__)
-        return lambda name, start, stop: (kept if name in built else made)(name, start, stop)
+        return _of_model(splitting, built, model, seed, world)
     if callable(weights):
 
         def filled(name: str) -> Tensor:
@@ -79,11 +79,27 @@ def values_of(
         return by_range(filled)
     stored = weights if isinstance(weights, Mapping) else StoredWeights(Path(weights).expanduser())
     aliases = splitting.aliases()  # a file may have a tied parameter under any of its names
-    _refuse_missing(stored, aliases.values())
+    fresh = stored.fresh if isinstance(stored, RangedWeights) else frozenset()
+    new = {name: names for name, names in aliases.items() if not any(alias in stored for alias in names)}
+    _refuse_missing(stored, [name for name, names in new.items() if fresh.isdisjoint(names)])
+    _refuse_unmade(built, model, new)
     _fill_buffers(model, stored)
-    if isinstance(stored, RangedWeights):
-        return lambda name, start, stop: _read(stored, _known(stored, aliases[name]), shapes[name], start, stop)
-    return by_range(lambda name: _named(stored, aliases[name], shapes[name]))
+    if not isinstance(stored, RangedWeights):
+        return by_range(lambda name: _named(stored, aliases[name], shapes[name]))
+
+    def read(name: str, start: int, stop: int) -> Tensor:
+        return _read(stored, _known(stored, aliases[name]), shapes[name], start, stop)
+
+    if not new:
+        return read
+    made = _of_model(splitting, built, model, seed, world)
+    return lambda name, start, stop: (made if name in new else read)(name, start, stop)
+
+
+def _of_model(splitting: Splitting, built: Mapping[str, Tensor], model: nn.Module, seed: int, world: World) -> Values:
+    """Return a function to the values that the model was built with, or that its initialization makes."""
+    made, kept = RecordedValues(splitting, model, built, seed, world), by_range(built.__getitem__)
+    return lambda name, start, stop: (kept if name in built else made)(name, start, stop)
 
 
 def by_range(whole: Callable[[str], Tensor]) -> Values:
@@ -207,11 +223,21 @@ def _real(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _refuse_missing(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, ...]]) -> None:
-    missing = [names[0] for names in wanted if not any(name in weights for name in names)]
+def _refuse_missing(weights: Mapping[str, Tensor], missing: Sequence[str]) -> None:
     if missing:
         hint = meant(missing[0], weights) if len(missing) == 1 else ""
         raise PlanError(f"weights have no {some(missing)}{hint}")
+
+
+def _refuse_unmade(built: Mapping[str, Tensor], model: nn.Module, new: Iterable[str]) -> None:
+    """Raise PlanError for a parameter without stored weights if peft's first values of it are not recorded."""
+    for name in new:
+        recipe = cast(ParameterPlaceholder, model.get_parameter(name)).recipe
+        if name not in built and (recipe is None or not recipe.root.is_written):
+            raise PlanError(
+                f"{name} has no first values: it was built on meta, and weights do not have it. "
+                "Build it inside of zero.empty(), without low_cpu_mem_usage."
+            )
 
 
 def _check_shape(name: str, stored: Sequence[int], shape: Sequence[int]) -> None:

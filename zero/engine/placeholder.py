@@ -316,8 +316,8 @@ def _refuse_writing(cls: type[ParameterPlaceholder | Part], func: Any, request: 
 
 def _refuse_written(name: str, by: str) -> None:
     raise OutsideUnitError(
-        f"parameter {name} was written to by {by}, but it is in shards. Write with "
-        "zero.gathered(state or engine, names, modify=True) or zero.set_full, or write to a clone() of it."
+        f"parameter {name} was written to by {by}, but it is in shards. Write with zero.gathered(state or engine, "
+        "names, modify=True) or zero.set_full, to a clone() of it, or after state.close()."
     )
 
 

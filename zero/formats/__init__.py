@@ -1,8 +1,9 @@
 """Convert checkpoints to and from the files of other libraries.
 
-Every format is read into a `Stream` and written from one. `safetensors_folder`, `torch_file`, `dcp` and `universal`
-each implement one format; `exports` reads checkpoints and `imports` writes them. Pickles are read only in this package,
-and may only create objects of an allowed list of classes. So no module that saves, loads or resumes imports it.
+Every format is read into a `Stream` and written from one. `safetensors_folder`, `adapter`, `torch_file`, `dcp` and
+`universal` each implement one format; `exports` reads checkpoints and `imports` writes them. Pickles are read only in
+this package, and may only create objects of an allowed list of classes. So no module that saves, loads or resumes
+imports it.
 """
 
 from zero.formats.exports import Exported, export_checkpoint, open_newest

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,13 +22,14 @@ from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.checkpoint.manifest import Entry
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ConfigError
+from zero.formats.adapter import names_of_peft, refuse_adapters, write as write_adapter
 from zero.formats.safetensors_folder import write as write_hf
 from zero.formats.stream import Stream, counted
 from zero.formats.torch_file import write as write_torch
 from zero.platform.files import naming
 from zero.progress import Progress, silent
 
-FORMATS = ("hf", "torch", "dcp")
+FORMATS = ("hf", "torch", "dcp", "peft")
 
 
 class Exported(NamedTuple):
@@ -64,23 +66,26 @@ def export_checkpoint(
     dtype: torch.dtype = torch.float32,
     weights: str = PARAMETER,
     shard_bytes: int = 5 * 10**9,
+    adapter: Mapping[str, object] = MappingProxyType({}),
     progress: Progress = silent,
 ) -> Exported:
     """Write the parameters and buffers of a checkpoint in another format.
 
     Args:
-        to: "hf" or "dcp", which make a folder, or "torch", which makes a file.
+        to: "hf", "dcp" or "peft" (the adapter alone), which make a folder, or "torch", which makes a file.
         out: path of the new folder or file; it must not exist, but its parent must.
         dtype: dtype of all parameters, frozen ones included. Buffers keep their dtype.
         weights: "ema" to write the exponential moving average of the trained parameters in place of the parameters.
         shard_bytes: maximum bytes of values in one file of "hf".
+        adapter: peft's settings for "peft", such as r and lora_alpha; without them there is no adapter_config.json.
         progress: called with the number of bytes of values that were read. A tied tensor counts for each of its names,
             for "torch" once.
 
     Raises:
         CheckpointError: the checkpoint is damaged or has no such `weights`, `dtype` cannot represent a value, or a file
             call failed. Nothing is left of the export.
-        ConfigError: the format is unknown, or `out` exists.
+        ConfigError: the format is unknown, `out` exists, an adapter is trained for "hf", or for "peft" there is none or
+            other parameters are trained.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to} does not exist. Choose from {', '.join(FORMATS)}.")
@@ -88,11 +93,18 @@ def export_checkpoint(
         raise ConfigError(f"--out {out}: exists already. Give another name.")
     with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
         tensors, ties = _streams(checkpoint, files, dtype, weights_of(checkpoint, weights))
+        trained = [entry.name for entry in checkpoint.manifest.entries if entry.kind == PARAMETER]
+        if to == "hf":
+            refuse_adapters(trained)
+        elif to == "peft":
+            tensors, ties = names_of_peft(tensors, trained), {}
         written = [name for name in tensors if to != "torch" or name not in ties]  # torch.save's format stores ties
         watched = counted([tensors[name] for name in written], "exporting", progress)
         tensors |= dict(zip(written, watched, strict=True))
         if to == "hf":
             write_hf(unfinished, tensors, ties, shard_bytes)
+        elif to == "peft":
+            write_adapter(unfinished, tensors, adapter)
         elif to == "torch":
             write_torch(unfinished, tensors, ties)
         else:

@@ -32,17 +32,22 @@ def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], 
     weight_map = {}
     for number, names in enumerate(files, 1):
         file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        parts = sorted((Part(name, tensors[name].dtype, tensors[name].shape) for name in names), key=by_width)
-        with new_file(folder / file_name) as file:
-            file.write(header(parts, align_bytes=8, metadata={"format": "pt"}))  # transformers requires this metadata
-            for part in parts:
-                put(file, tensors[part.key], part.key)
+        write_file(folder / file_name, {name: tensors[name] for name in names})
         weight_map.update(dict.fromkeys(names, file_name))
     metadata: dict[str, Any] = {"total_size": sum(stream.nbytes for stream in tensors.values())}
     if ties:
         metadata["ties"] = dict(ties)
     with new_file(folder / INDEX) as file:
         file.write(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode())
+
+
+def write_file(path: Path, tensors: Mapping[str, Stream]) -> None:
+    """Write tensors into one new file."""
+    parts = sorted((Part(name, stream.dtype, stream.shape) for name, stream in tensors.items()), key=by_width)
+    with new_file(path) as file:
+        file.write(header(parts, align_bytes=8, metadata={"format": "pt"}))  # transformers requires this metadata
+        for part in parts:
+            put(file, tensors[part.key], part.key)
 
 
 def read(path: Path) -> Source:

@@ -12,6 +12,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from zero.errors import ConfigError
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _APPLICATION = _PACKAGE / "application"
 _IN_WHEEL = _APPLICATION.is_dir()
@@ -36,6 +38,12 @@ def require(*packages: str) -> None:
             raise ModuleNotFoundError(
                 f"{sys.executable} has no {package}: {wheel if _IN_WHEEL else checkout}", name=package
             )
+
+
+def require_hf(package: str, needs: str) -> None:
+    """Raise ConfigError, which begins with `needs`, unless a package of the extra `hf` is installed."""
+    if find_spec(package) is None:
+        raise ConfigError(f"{needs} {package}, which is not installed. Type {install('hf')}.")
 
 
 def install(extra: str = "") -> str:

@@ -134,6 +134,9 @@ class _Piece(NamedTuple):
 class RangedWeights(Mapping[str, Tensor]):
     """Tensors by name, of which a part can be read alone."""
 
+    fresh: frozenset[str] = frozenset()
+    """Names of parameters that have no stored values, because the model makes their first values itself."""
+
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]: ...
 

@@ -237,8 +237,8 @@ def _parse_runs(options: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]
             refuse_secrets_of(composed)
             folders.append(folder_of(composed, "sweep" if options.multirun else "run"))
             settings = settings_in(composed)
-            notes |= dict.fromkeys(notes_of(composed))
             config = parse_config(settings)
+            notes |= dict.fromkeys(notes_of(composed))
             notes |= dict.fromkeys(notes_on(config))
             runs.append((config, words))
         except SettingError:

@@ -34,6 +34,7 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.core import suggest
+from zero.core.schema import flat
 from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import SettingError, one_line
@@ -115,8 +116,10 @@ def compose(words: Sequence[str]) -> Any:
         plugin = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
         if plugin and plugin.startswith(("hydra/sweeper/", "hydra/launcher/")):
             raise SettingError(f"{plugin} is not installed. Type {install('sweep')}.") from None
-        key = getattr(error.__cause__, "full_key", None)
-        raise SettingError(_of_another_option(key) if key in keys() else one_line(error)) from None
+        key = str(getattr(error.__cause__, "full_key", None))
+        if key in keys() or is_section(key):
+            raise SettingError(_of_another_option(key)) from None
+        raise SettingError(_unknown(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)) from None
 
 
 def _folders_of(places: Any) -> list[Path]:
@@ -237,14 +240,14 @@ def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[
     if dotted := next((key for key in settings if "." in str(key)), ""):
         raise SettingError(f"{dotted}: a key has no dots. Write the section, and its keys indented below it.")
     for key in sorted(typed & set(keys())):  # a preset or a `+` may have added keys that the option lacks
-        section, _, name = key.partition(".")
+        section, name = (*key.split("."), "")[:2]
         if kinds(section) and name not in keys_of(section, settings[section]):
             raise SettingError(_of_another_option(key))
     for group in PRESETS:
         for section, names in _option(group, choices.get(group)).items():
             known = keys_of(section, settings[section]) if isinstance(names, Mapping) and section in settings else ()
             for name in names if known else ():
-                if name not in known and f"{section}.{name}" in keys():
+                if name not in known and (f"{section}.{name}" in keys() or is_section(f"{section}.{name}")):
                     settings[section].pop(name, None)
     return settings
 
@@ -280,11 +283,12 @@ def notes_of(composed: Any) -> Iterator[str]:
         yield from ds_config.translate(composed.ds_config).notes
     hydra_config = _hydra_of(composed)
     typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
-    option = _option("model", choices.model) if "model" in typed else {}
+    option, chosen = flat(_option("model", choices.model) if "model" in typed else {}), flat(composed.model)
     changed = [
-        f"model.{name}={suggest.shown(composed.model.get(name))}"
+        f"model.{name}={suggest.shown(chosen.get(name))}"
         for name in option
-        if f"model.{name}" not in typed and composed.model.get(name) != option[name]
+        if chosen.get(name) != option[name]
+        and not any(f"model.{name}.".startswith(f"{key}.") for key in typed if key != "model")
     ]
     if changed:
         presets = " ".join(f"{group}={choices[group]}" for group in PRESETS if choices.get(group) not in (None, "none"))

@@ -72,12 +72,12 @@ class Section(NamedTuple):
 def entries() -> tuple[Entry, ...]:
     """Return an entry for every key, in the order of the schema."""
     by_name: dict[str, list[schema.Key]] = {}
-    classes: dict[str, set[type[schema.Section]]] = {}  # by the dotted key of the section
+    classes: dict[str, set[type[schema.Section]]] = {}  # by the first part of the key
     for declared in schema.walk(Config):
         by_name.setdefault(declared.name, []).append(declared)
-        classes.setdefault(declared.name.rpartition(".")[0], set()).add(declared.section)
+        classes.setdefault(declared.name.partition(".")[0], set()).add(declared.option)
     return tuple(
-        _entry(name, declared, everywhere=len(declared) == len(classes[name.rpartition(".")[0]]))
+        _entry(name, declared, everywhere=len(declared) == len(classes[name.partition(".")[0]]))
         for name, declared in by_name.items()
         if name.rpartition(".")[2] != "name"
     )
@@ -129,8 +129,8 @@ def explain(name: str | None, conf: Path) -> str:
 
 
 def options_with(key: str, conf: Path) -> list[str]:
-    """Return the options that have `key` among those of its group, the default one first; [] for an unknown key."""
-    entry = next((entry for entry in entries() if entry.key == key), None)
+    """Return the options that have a key or a section of keys, the default one first; [] for an unknown key."""
+    entry = next((entry for entry in entries() if f"{entry.key}.".startswith(f"{key}.")), None)
     if entry is None:
         return []
     names = next(_names(section) for section in sections(conf) if section.name == entry.group)
@@ -172,7 +172,7 @@ More
 def _entry(name: str, declared: list[schema.Key], *, everywhere: bool) -> Entry:
     fields = [key.field for key in declared]
     extras: list[dict[str, Any]] = [dict(field.json_schema_extra or {}) for field in fields]  # type: ignore[arg-type]
-    owners = [_tag(key.section) for key in declared]
+    owners = [_tag(key.option) for key in declared]
     unit, trades = (next((texts[name] for texts in extras if name in texts), "") for name in ("unit", "trades"))
     return Entry(
         key=name,

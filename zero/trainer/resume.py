@@ -96,13 +96,13 @@ def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the settings to type so that a section is the same as in the checkpoint."""
-    name = str(theirs.get("name"))
+    name, theirs = str(theirs.get("name")), flat(theirs)
     if name == ours["name"]:
-        chosen, expected = [], ours
+        chosen, expected = [], flat(ours)
     else:
         known = kinds(section).get(name)
         chosen = [f"{section}={AS_DECLARED.get(name, name)}"]
-        expected = {} if known is None else known.model_construct().model_dump(mode="json")
+        expected = {} if known is None else flat(known.model_construct().model_dump(mode="json"))
     return chosen + [
         suggest.typed(f"{section}.{key}={suggest.word(theirs[key])}")
         for key in expected

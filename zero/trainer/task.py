@@ -16,6 +16,7 @@ from zero.trainer.models import hf
 from zero.trainer.models.gpt import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
 from zero.trainer.models.hf_config import HFConfig
+from zero.trainer.models.lora import add_lora
 
 
 class Task(NamedTuple):
@@ -86,10 +87,17 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
             f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}. "
             f"Set model.seq={longest}."
         )
+    if chosen.lora.rank:
+        add_lora(model, chosen)
     folder = Path(chosen.path)
     weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
     if weights is None and any(folder.glob("*.bin")):
         raise ConfigError(f"model.path={folder}: the weights are pickle files. Save them as safetensors first.")
+    if weights is None and chosen.lora.rank and config.mode == "train":
+        raise ConfigError(
+            f"model.lora: model.path={chosen.path} has no safetensors, so the frozen base would be random. "
+            "Set model.path=FOLDER, a folder with weights."
+        )
     router = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
     notes = [*_notes_on(config, weights, folder)]
     if chosen.chunked_loss and not hf.gives_logits(model):
@@ -111,7 +119,7 @@ def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Ite
     if weights.unused:
         yield f"warning: tensors that this model does not use: {some(weights.unused)}"
     default = type(config.optim)().lr
-    if config.optim.lr >= default:
+    if config.optim.lr >= default and not weights.fresh:  # an adapter is new
         yield (
             f"warning: optim.lr={config.optim.lr:g} suits random weights and may destroy these trained ones. "
             f"A usual value is optim.lr={default / 100:g}."

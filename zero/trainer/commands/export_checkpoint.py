@@ -3,6 +3,7 @@
     scripts/export runs/2026-01-31/12-00-00 --to torch    # the newest valid checkpoint of a run, beside its checkpoints
     scripts/export runs/x/checkpoints/step-0000000020 --to torch --out model.pt
     scripts/export runs/x --to hf                         # for from_pretrained, of a run with model=hf
+    scripts/export runs/x --to peft                       # the adapter of a run with model.lora.rank
     scripts/export runs/x --to dcp --out model-dcp --dtype bf16
     scripts/export runs/x --to hf --weights ema           # the moving average of the parameters, with optim.ema
 
@@ -10,6 +11,7 @@ hf     folder: model-00001-of-0000N.safetensors and model.safetensors.index.json
        config and tokenizer of model.path, so that from_pretrained loads it. Of a run with model=gpt from_pretrained
        loads nothing, because transformers has no class for this model: config.json has the sizes for
        zero.trainer.models.GPTConfig
+peft   folder: adapter_config.json and adapter_model.safetensors, for PeftModel.from_pretrained(base, folder)
 torch  file: a state dict for torch.load(..., weights_only=True, mmap=True); tied weights share their memory
 dcp    folder of torch.distributed.checkpoint
 
@@ -21,7 +23,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zero.core.precision import DTYPES
@@ -30,6 +32,7 @@ from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
 from zero.formats.exports import FORMATS
 from zero.trainer.answers import command_line
+from zero.trainer.models.hf_config import LoRAConfig
 
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
 
@@ -62,6 +65,14 @@ def beside(step: Path, to: str) -> Path:
     return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
 
 
+def settings_of_adapter(config: object) -> Mapping[str, object]:
+    """Return peft's settings of the adapter that a run of train.py trained; {} for other runs."""
+    match config:
+        case {"model": {"path": str(path), "lora": {"rank": int(rank)} as lora}} if rank:
+            return LoRAConfig(**lora).of_peft(path)
+    return {}
+
+
 def add_settings(config: object, out: Path) -> None:
     """Write the model's settings into `out`, for `from_pretrained` (model=hf) or for `GPTConfig` (model=gpt)."""
     match config:
@@ -85,6 +96,8 @@ def main(words: Sequence[str]) -> int:
             for line in rejected:
                 print(f"rejected {line}", file=sys.stderr)
             out = options.out or beside(checkpoint.folder, options.to)
+            config = checkpoint.facts.get("config")
+            adapter = settings_of_adapter(config)
             done = export_checkpoint(
                 checkpoint,
                 options.to,
@@ -92,10 +105,13 @@ def main(words: Sequence[str]) -> int:
                 dtype=DTYPES[options.dtype],
                 weights=options.weights,
                 shard_bytes=options.shard_size,
+                adapter=adapter,
                 progress=progress,
             )
         if options.to == "hf":
-            add_settings(checkpoint.facts.get("config"), out)
+            add_settings(config, out)
+        if options.to == "peft" and not adapter:
+            print(f'adapter_config.json needs peft: model.peft_config["default"].save_pretrained({str(out)!r})')
     except ZeroError as error:
         print(f"export: {error}", file=sys.stderr)
         return error.exit_code

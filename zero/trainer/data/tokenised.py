@@ -14,7 +14,6 @@ Settings are checked without importing torch or `datasets`.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import secrets
@@ -29,9 +28,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zero.core.suggest import some
 from zero.errors import ConfigError, MachineError, in_short
+from zero.platform.installed import require_hf
 from zero.progress import Progress
 from zero.trainer.data.source import HFTextConfig, TextFile, TokensConfig, check_length, drawn, text_files
-from zero.trainer.data.tokenizer import Tokenizer, missing
+from zero.trainer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from zero.distributed.world import World
@@ -292,10 +292,9 @@ def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
 
 
 def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise missing("datasets") from error
+    require_hf("datasets", "data=hf needs")
+    import datasets
+
     try:
         rows = datasets.load_from_disk(str(config.root)).with_format(None).select_columns([config.column])
     except Exception as error:  # a damaged folder raises errors of Arrow, the file system or datasets
@@ -336,8 +335,7 @@ def _check_saved(config: HFTextConfig) -> None:
         ) from error
     if columns.get(config.column) not in TEXT:
         raise _no_text_in(config, config.path, columns)
-    if importlib.util.find_spec("datasets") is None:
-        raise missing("datasets")
+    require_hf("datasets", "data=hf needs")
 
 
 def _no_text_in(config: HFTextConfig, where: str, columns: Mapping[str, str]) -> ConfigError:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import ConfigError, in_short
-from zero.platform.installed import install
+from zero.platform.installed import require_hf
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
@@ -50,11 +50,6 @@ class Tokenizer:
         return self._inner.decode(list(numbers), skip_special_tokens=False)
 
 
-def missing(name: str) -> ConfigError:
-    """Return the error for a Hugging Face package that is not installed."""
-    return ConfigError(f"data=hf needs {name}, which is not installed. Type {install('hf')}.")
-
-
 def _find(path: str) -> Path:
     place = Path(path)
     file = place / FILE if place.is_dir() else place
@@ -68,10 +63,9 @@ def _find(path: str) -> Path:
 
 
 def _load(file: Path) -> Any:
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise missing("tokenizers") from error
+    require_hf("tokenizers", "data=hf needs")
+    import tokenizers
+
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero.core.peft_names import COPIES, plain_name
 from zero.engine.empty import empty
 from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
-from zero.platform.installed import install
+from zero.platform.installed import require_hf
 from zero.platform.safetensors_files import RangedWeights, StoredWeights
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -85,7 +86,8 @@ def flops_per_token(model: Any, seq: int) -> float | None:
     """Return the floating point operations of forward and backward for a token of a row of `seq`; None if unknown.
 
     Counted are only the experts that a token is routed to and only tokens inside of an attention's window. Embeddings
-    used for look-ups and recomputation are not counted. Source: Chowdhery et al. 2022, "PaLM", appendix B.
+    used for look-ups and recomputation are not counted. A frozen matrix has no gradient, which saves a third.
+    Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head.weight)}
@@ -95,12 +97,13 @@ def flops_per_token(model: Any, seq: int) -> float | None:
         if id(parameter) in tables:
             continue
         layer, _, is_expert = name.partition(".experts.")
+        numel = parameter.numel() * (1.0 if parameter.requires_grad else 2 / 3)
         if not is_expert:
-            active += parameter.numel()
+            active += numel
         elif chosen is None:
             return None
         else:
-            active += parameter.numel() * chosen / _expert_count(model, layer, parameter)
+            active += numel * chosen / _expert_count(model, layer, parameter)
     return 6.0 * active + 6.0 * _attention_numel(text, seq)
 
 
@@ -251,13 +254,18 @@ class HFWeights(RangedWeights):
 
     Attributes:
         unused: names in the files for which the model has no tensor, except names that its class ignores.
+        fresh: names of the parameters that peft has added to the model, except copies of modules.
     """
 
     def __init__(self, model: nn.Module, stored: StoredWeights) -> None:
         from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        known, prefix = dict.fromkeys(model.state_dict(), True), getattr(model, "base_model_prefix", None)
+        adapters = frozenset(getattr(model, "peft_config", ()))
+        tensors = model.state_dict(keep_vars=True)
+        plain = {name: plain_name(name, adapters) for name in tensors}
+        model = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel
+        known, prefix = dict.fromkeys(plain.values(), True), getattr(model, "base_model_prefix", None)
         table = get_model_conversion_mapping(model)
         renamings = [entry for entry in table if isinstance(entry, loading.WeightRenaming)]
         converters = [entry for entry in table if isinstance(entry, loading.WeightConverter)]
@@ -283,8 +291,15 @@ class HFWeights(RangedWeights):
             if pattern:
                 self._converters[name] = by_pattern[pattern]
         self.unused = tuple(unused)
+        in_files = {id(tensors[name]): base_name for name, base_name in plain.items() if base_name in self._first}
+        tied = {plain[name]: in_files[id(tensor)] for name, tensor in tensors.items() if id(tensor) in in_files}
+        stored_as = tied | {name: name for name in self._first}
+        self._plain = {name: stored_as[base_name] for name, base_name in plain.items() if base_name in stored_as}
+        new = {name for name in tensors if not adapters.isdisjoint(parts := name.split(".")) and COPIES not in parts}
+        self.fresh = frozenset(new - self._plain.keys())
 
     def __getitem__(self, name: str) -> Tensor:
+        name = self._plain[name]
         first = self._first[name]
         if first not in self._converters:
             return self._stored[self._key(first)]
@@ -294,11 +309,11 @@ class HFWeights(RangedWeights):
         return self._last[1][name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        first = self._first[name]
+        first = self._first[self._plain[name]]
         return tuple(self[name].shape) if first in self._converters else self._stored.shape(self._key(first))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        first = self._first[name]
+        first = self._first[self._plain[name]]
         if first in self._converters:
             return self[name].reshape(-1)[start:stop]
         return self._stored.read(self._key(first), start, stop)
@@ -308,13 +323,13 @@ class HFWeights(RangedWeights):
         return self._sources[first][0][1]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._first  # the method of Mapping would read the tensor
+        return name in self._plain  # the method of Mapping would read the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._first)
+        return iter(self._plain)
 
     def __len__(self) -> int:
-        return len(self._first)
+        return len(self._plain)
 
     def __str__(self) -> str:
         keys = [key for sources in self._sources.values() for _, key in sources]
@@ -330,10 +345,7 @@ class HFWeights(RangedWeights):
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"models of Hugging Face need transformers, which is not installed. Type {install('hf')}."
-        ) from error
+    require_hf("transformers", "models of Hugging Face need")
+    import transformers
+
     return transformers

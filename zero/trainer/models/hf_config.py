@@ -7,9 +7,42 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from zero.core.schema import Section
-from zero.core.setting_types import Needed, Rows, key
+from zero.core.setting_types import Names, Natural, Needed, Positive, Rows, key
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import FILE, SETTINGS
+
+
+class LoRAConfig(Section):
+    """An adapter of low rank, which trains while the model is frozen."""
+
+    section_key = "model.lora"
+
+    rank: Natural = key(
+        0,
+        "rank of the adapter of each layer; 0: no adapter, the whole model trains",
+        trades="memory for gradients, master and moments of the whole model, against what a low rank can learn",
+        example="16 model.path=FOLDER",
+    )
+    alpha: Positive | None = key(
+        None, "the adapter is scaled by alpha / rank; null: 2 x rank", example="16 model.lora.rank=16 model.path=FOLDER"
+    )
+    targets: Names = key(
+        (),
+        "linear layers that get an adapter, by name or pattern, such as [q_proj, layers.0.*]; []: all but the head",
+        example="[q_proj,v_proj] model.lora.rank=16 model.path=FOLDER",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_rank(self) -> Self:
+        if not self.rank and (self.alpha is not None or self.targets):
+            name = "targets" if self.targets else "alpha"
+            raise ConfigError(f"model.lora.{name} does nothing without model.lora.rank. Set model.lora.rank=16.")
+        return self
+
+    def of_peft(self, path: str) -> dict[str, object]:
+        """Return the fields of a `peft.LoraConfig` for the model at `path`, without its target_modules."""
+        alpha = self.alpha or 2 * self.rank
+        return {"r": self.rank, "lora_alpha": alpha, "task_type": "CAUSAL_LM", "base_model_name_or_path": path}
 
 
 class HFConfig(Section):
@@ -32,6 +65,7 @@ class HFConfig(Section):
         trades="a large vocabulary's logits in memory against computing them a second time in backward",
         example="false model.path=gpt2",
     )
+    lora: LoRAConfig = LoRAConfig()
 
     @model_validator(mode="after")
     def _has_a_path(self) -> Self:

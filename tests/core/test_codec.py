@@ -1,4 +1,4 @@
-"""Codes of frozen parameters: expanding them equals the published formula and bitsandbytes, and no cut changes a bit."""
+"""Codes expand to the published formula and to the bits of bitsandbytes, and no cut changes a bit."""
 
 import struct
 from statistics import NormalDist
@@ -17,10 +17,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def sample(numel: int, seed: int = 0) -> Tensor:
     """Normal numbers of several sizes, with a block of zeros."""
     make = torch.Generator().manual_seed(seed)
-    values = (
-        torch.randn(numel, generator=make)
-        * torch.exp2(torch.randint(-9, 9, (numel // 64 + 1, 1), generator=make))[torch.arange(numel) // 64, 0]
-    )
+    sizes = torch.exp2(torch.randint(-9, 9, (numel // 64 + 1,), generator=make)).repeat_interleave(64)[:numel]
+    values = torch.randn(numel, generator=make) * sizes
     values[128:192] = 0
     return values
 

@@ -110,9 +110,6 @@ class Codec(ABC):
 
         return values
 
-    def prepare(self, device: torch.device) -> None:
-        """Create the tables on `device` now, so that streams do not each create one later."""
-
     def _rows(self, codes: Tensor, count: int) -> list[tuple[Tensor, int, int]]:
         """Return (rows of equal length, first value, last value) of some rows of codes at once, in order."""
         whole, parts = count // self.block * self.block, []
@@ -136,10 +133,6 @@ class NF4(Codec):
     """4-bit codes with scales in 8 bits."""
 
     name, block, head_bytes, vector_bytes = "nf4", 256 * VECTOR, 8, 1 + VECTOR // 2
-
-    def prepare(self, device: torch.device) -> None:
-        _pairs(device)
-        _dynamic(device)
 
     def _encode(self, values: Tensor, rows: Tensor) -> None:
         head, scales, codes = self._parts(rows)
@@ -182,6 +175,12 @@ class Int8(Codec):
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (NF4(), Int8())}
+
+
+def prepare(device: torch.device) -> None:
+    """Create the tables on `device` now, so that streams do not each create one later."""
+    _pairs(device)
+    _dynamic(device)
 
 
 def _numbers(head: Tensor) -> Tensor:

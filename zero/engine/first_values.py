@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from zero.core.suggest import meant, some
 from zero.distributed.world import World
+from zero.engine.coded import coded
 from zero.engine.empty import is_meta
 from zero.engine.flat_writer import FlatWriter
 from zero.engine.plan import Plan
@@ -104,21 +105,20 @@ def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     """Return a unit with this rank's tensors allocated and zero."""
     compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
     resident = Buffer(spec.full_numel, compute, device) if plan.resident else None
-    shards: list[Tensor | None] = [None, None]
+    shards: list[Tensor | None] = [None, None, None]
     if resident is not None:
         resident.version = 0
-        for number, (layout, first) in enumerate(((spec.trainable, 0), (spec.frozen, spec.trainable.P))):
-            start, stop = layout.shard(rank)
-            shards[number] = resident.flat[first + start : first + stop]
+        shards = [flat.of(resident.flat)[slice(*flat.stored.shard(rank))] for flat in spec.flats]
     elif not plan.params_offloaded:
-        shards = [device.zeros(layout.S, compute) for layout in spec.layouts]
+        shards = [device.zeros(plan.kept_numel(flat), plan.stored_dtype(flat.kind)) for flat in spec.flats]
     keeps_grad = spec.trainable.slots and not plan.grads_offloaded
     grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
-    trainable, frozen = (
-        store.in_place(Page(spec.index, PageKind.SECONDARY, number)) if plan.secondary_numel(layout) else None
-        for number, layout in enumerate(spec.layouts)
-    )
-    return UnitState(spec, resident, shards[0], shards[1], grad, (trainable, frozen))
+    secondary = [
+        store.in_place(Page(spec.index, PageKind.SECONDARY, number)) if plan.secondary_numel(flat.stored) else None
+        for number, flat in enumerate(spec.flats)
+    ]
+    shard_S, frozen_S, codes_S = shards
+    return UnitState(spec, resident, shard_S, frozen_S, codes_S, grad, tuple(secondary))
 
 
 @dataclass
@@ -149,13 +149,15 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values, check: Check
         return value
 
     sample = 0
-    for kind, copies in ((PageKind.PARAM, plan.optimizer.copies), (PageKind.FROZEN, ())):
-        writer = FlatWriter(plan, store, unit, kind, copies=copies)
+    for flat in unit.spec.flats:
+        copies = plan.optimizer.copies if flat.kind == PageKind.PARAM else ()
+        writer = FlatWriter(plan, store, unit, flat.kind, copies=copies)
         check.ranges.update(f"{writer.start} {writer.stop} ".encode())
-        for slot in writer.layout.slots:
+        for stored, slot in zip(flat.stored.slots, flat.values.slots, strict=True):
             first = read(slot.name, 0, min(SAMPLE, slot.numel))
             sample = crc32(memory_of(first), crc32(slot.name.encode(), sample))
-            writer.write(slot, partial(kept, slot.name))
+            source = partial(kept, slot.name)
+            writer.write(stored, coded(plan.precision, slot, source) if flat.kind == PageKind.CODES else source)
         writer.close()
     check.samples[unit.spec.name] = f"{sample:08x}"
 

@@ -343,7 +343,7 @@ def _name(state: State, name: str | Tensor, kind: str) -> str:
 
 
 def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
-    if name in (frozen for unit in state.plan.units for frozen in _in(unit.frozen)):
+    if name in (slot.name for unit in state.plan.units for slot in unit.frozen_slots):
         return f"{name} is frozen: it has no {kind}"
     for full_name, names in state.plan.splitting.aliases().items():
         if name in names:

@@ -49,7 +49,7 @@ def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> T
     Args:
         kind: "param", "compute" or a moment.
     """
-    plan, split = runtime.plan, unit.spec.trainable.P
+    plan = runtime.plan
     runtime.updater.apply_deferred(unit)
     if kind in plan.optimizer.moments:
         form = plan.optimizer.form(kind)
@@ -58,8 +58,8 @@ def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> T
     if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
         return gather_flat(runtime, unit, _master(runtime, unit), "master").cpu()
     full = runtime.gatherer.residency.materialise(unit)
-    part = full[:split] if layout is unit.spec.trainable else full[split:]
-    return part.to("cpu", torch.float32, copy=True)
+    flat = next(flat for flat in unit.spec.flats if flat.values is layout)
+    return flat.of(full).to("cpu", torch.float32, copy=True)
 
 
 def _master(runtime: Runtime, unit: UnitState) -> Tensor:

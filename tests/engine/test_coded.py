@@ -1,0 +1,112 @@
+"""A run with codes has the bits of the run whose frozen parameters were expanded once and kept in the compute dtype."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero
+from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
+from zero.core.codec import CODECS
+from zero.engine.full import full_state_dict
+from zero.testing import run_ranks
+
+KiB = 1024
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INFINITY = (("preset", "infinity"),)
+
+
+def build(width: int = 13) -> Small:
+    """A unit whose parameters train, one of them frozen and coded, and a unit that is frozen and used twice."""
+    model = Small(width=width)
+    model.blocks[0].linear.weight.requires_grad_(False)
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def large() -> Small:
+    """A model whose codes have several rows and pages."""
+    return build(131)
+
+
+CODED = ("blocks.0.linear.weight", "blocks.1.linear.weight", "blocks.2.linear.weight")
+
+
+def values(make=build) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return {name: parameter.detach().clone() for name, parameter in make().named_parameters()}
+
+
+def expanded(weights: dict[str, Tensor], codec: str, precision: str) -> dict[str, Tensor]:
+    """The weights with coded parameters as a gather makes them."""
+    weights = dict(weights)
+    for name in CODED:
+        value = torch.empty(weights[name].numel(), dtype=DTYPES[precision])
+        CODECS[codec].expand(CODECS[codec].encode(weights[name].view(-1)), value)
+        weights[name] = value.view(weights[name].shape).float()
+    return weights
+
+
+def train(world, setting: Setting, weights: dict[str, Tensor], make=build, steps: int = 3):
+    """The losses and norms of some steps, and the full state after them."""
+    plan = setting.plan(world, make)
+    state, step = zero.init(plan, zero.open_store(plan), weights=weights), zero.make_step(plan, small_loss)
+    every = []
+    for number in range(steps):
+        batch = small_batch(number, 6 * world.size * setting.accumulate)
+        state, metrics = step(state, slice_of(batch, world, setting.accumulate))
+        every.append(metrics)
+    found = {
+        f"{kind} {name}": value
+        for kind in ("param", "compute", *plan.optimizer.moments)
+        for name, value in full_state_dict(state, kind).items()
+    }
+    state.close()
+    return every, found
+
+
+def assert_same(found, expected):
+    for (metrics, state), (metrics_of_expected, expected_state) in zip(found, expected, strict=True):
+        assert metrics == metrics_of_expected
+        assert state.keys() == expected_state.keys()
+        for name, value in state.items():
+            assert torch.equal(value, expected_state[name]), name
+
+
+def check(size: int, setting: Setting, others: list[Setting], codec: str = "nf4", make=build, **how) -> None:
+    weights = values(make)
+    expected = run_ranks(size, train, setting, expanded(weights, codec, setting.precision), make, **how)
+    for other in others:
+        assert_same(run_ranks(size, train, other.but(frozen=codec), weights, make, **how), expected)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_stage_changes_a_bit(size, precision):
+    setting = Setting(precision=precision, clip=0.5)
+    check(size, setting, [setting.but(stage=stage) for stage in range(4)])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_tier_changes_a_bit(size, codec):
+    setting = Setting(precision="bf16", accumulate=2)
+    others = [
+        setting.but(offload=INFINITY, page_bytes=4 * KiB),
+        setting.but(offload=(("preset", "nvme"),), update="serial"),
+        setting.but(offload=(("preset", "none"), ("param", "nvme"))),
+    ]
+    check(size, setting, others, codec, large)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_unit_cut_and_no_schedule_changes_a_bit(size):
+    setting = Setting(precision="bf16")
+    others = [
+        setting.but(bucket=64 * KiB),
+        setting.but(units=("Linear", "auto")),
+        setting.but(units=("Small",), stage=2),
+        setting.but(prefetch=0, activations="remat"),
+        setting.but(prefetch=3, keep=("blocks.1",), activations="selective"),
+    ]
+    check(size, setting, others)

@@ -1,0 +1,76 @@
+"""Choose the frozen parameters that are stored as codes, and make their codes.
+
+By default these are matrices (2 dimensions or more), because they are nearly all bytes of a model. An embedding and a
+head, which has as many rows as the largest embedding, stay in the dtype of compute, because errors in a row reach the
+loss without a sum over other rows.
+"""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from zero.core.layout import Slot
+from zero.core.precision import Precision
+from zero.core.suggest import meant, some
+from zero.errors import ConfigError, PlanError
+
+
+def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
+    """Return the full names of the parameters that are stored as codes.
+
+    Raises:
+        PlanError: a pattern of `precision.coded` matches no parameter, or only parameters that train.
+    """
+    if precision.frozen is None:
+        return frozenset()
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad and parameter.numel()}
+    if not precision.coded:
+        return frozenset(_matrices(model) & frozen)
+    chosen: set[str] = set()
+    for pattern in precision.coded:
+        fitting = {name for name in parameters if fnmatchcase(name, pattern)}
+        if not fitting:
+            raise PlanError(f"precision.coded: no parameter is named {pattern}{meant(pattern, parameters)}")
+        if fitting.isdisjoint(frozen):
+            raise PlanError(
+                f"precision.coded: {some(sorted(fitting))} would be stored as codes, but trains. Freeze it with "
+                "requires_grad_(False), or remove the pattern."
+            )
+        chosen |= fitting & frozen
+    return frozenset(chosen)
+
+
+def _matrices(model: nn.Module) -> set[str]:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(parameter) for module in embeddings for parameter in module._parameters.values()}
+    vocabulary = max((module.num_embeddings for module in embeddings), default=0)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and id(parameter) not in tables and parameter.shape[0] != vocabulary
+    }
+
+
+def coded(precision: Precision, slot: Slot, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+    """Return a function to ranges of the codes of a parameter.
+
+    Args:
+        slot: the parameter, in a flat of values.
+        values: function from (start, stop) in the parameter to these values, fp32.
+
+    The returned function raises ConfigError if a value is NaN or infinite.
+    """
+
+    def finite(start: int, stop: int) -> Tensor:
+        part = values(start, stop).float()
+        if not part.isfinite().all():
+            raise ConfigError(
+                f"{slot.name} has a value that is NaN or infinite, so it has no codes. Repair the weights, or leave it "
+                "out of precision.coded."
+            )
+        return part
+
+    assert precision.frozen is not None
+    return precision.frozen.bytes_of(finite, slot.numel)

@@ -8,7 +8,8 @@ import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from zero.core.codec import CODECS
 from zero.engine.full import full_state_dict
-from zero.testing import run_ranks
+from zero.engine.measured import measured
+from zero.testing import run_ranks, simulated_gpu
 
 KiB = 1024
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,3 +111,68 @@ def test_no_unit_cut_and_no_schedule_changes_a_bit(size):
         setting.but(prefetch=3, keep=("blocks.1",), activations="selective"),
     ]
     check(size, setting, others)
+
+
+OFFLOADS = {
+    "none": (),
+    "cpu": (("preset", "cpu"), ("param", "cpu")),
+    "infinity": INFINITY,
+}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_on_a_gpu_no_tier_and_no_order_changes_a_bit(size, offload):
+    setting, weights = Setting(precision="bf16", page_bytes=4 * KiB), values(large)
+    with simulated_gpu():
+        expected = run_ranks(size, train, setting, expanded(weights, "nf4", "bf16"), large)
+    with simulated_gpu(races=True, order="late"):
+        coded = setting.but(frozen="nf4", offload=OFFLOADS[offload])
+        assert_same(run_ranks(size, train, coded, weights, large), expected)
+
+
+def test_between_nodes_no_gather_changes_a_bit():
+    setting = Setting(precision="bf16", between=("world", "node"))
+    others = [
+        setting.but(between=("node", "node")),
+        setting.but(between=("node", "node"), stage=0),
+        setting.but(between=("node", "node"), offload=INFINITY),
+        setting.but(shard="node"),
+    ]
+    check(4, setting, others, make=large, nodes=2)
+
+
+def held(world, setting: Setting):
+    """The bytes that a plan counts, those that exist after a step, and the bytes of its codes."""
+    state, step = setting.start(world, large)
+    state, _ = step(state, slice_of(small_batch(0, 6 * world.size), world, 1))
+    counted = {tier: {kind: n for kind, n in kinds.items() if n} for tier, kinds in state.plan.bytes.items()}
+    return counted, measured(state), sum(unit.codes.S for unit in state.plan.units)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("between", [("world", "exact"), ("node", "exact")])
+def test_the_plan_counts_the_bytes_that_exist(stage, size, between):
+    setting = Setting(stage=stage, precision="bf16", frozen="nf4", between=between)
+    nodes = {"nodes": 2} if between[0] == "node" else {}
+    for counted, found, codes in run_ranks(2 * size if nodes else size, held, setting, **nodes):
+        assert counted["device"] == found["device"]
+        assert codes * (2 * size if nodes else size) == pytest.approx(0.5167 * 3 * 131 * 131, rel=0.02)
+
+
+def pages(world, setting: Setting) -> tuple[int, int, int]:
+    """The bytes of parameters that a plan counts in host memory, those of their pages, and the bytes of codes."""
+    plan = setting.plan(world, large)
+    specs = [spec for page, spec in plan.store_pages().items() if plan.kind(page) == "parameters"]
+    codes = sum(spec.nbytes for page, spec in plan.store_pages().items() if page.kind == "codes")
+    return plan.bytes["host"]["parameters"], sum(spec.block_bytes for spec in specs), codes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_plan_counts_pages_of_codes(size):
+    setting = Setting(precision="bf16", frozen="nf4", offload=OFFLOADS["cpu"])
+    with simulated_gpu():
+        for counted, found, codes in run_ranks(size, pages, setting):
+            assert counted == found
+            assert codes * size == pytest.approx(0.5167 * 3 * 131 * 131, rel=0.02)

@@ -130,7 +130,13 @@ def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_
             arrived = partial(_expanding, plan, unit.spec, full_P, flat.of(full))
         extent = flat.stored.shard(plan.rank)
         pages = [Page(unit.index, flat.kind, n) for n in range(len(plan.cut(flat.stored.S)))]
-        gather = partial(_gather, routes, unit, number, full_P)
+        gather = partial(
+            routes.gather,
+            full_P=full_P,
+            secondary=unit.secondary[number],
+            current=unit.secondary_versions[number] == unit.versions[number],  # now: a later start is of this version
+            what=unit.spec.name,
+        )
         shards.append(_Shard(number, extent, pages, full_P[slice(*extent)], gather, arrived))
     return shards
 
@@ -153,12 +159,6 @@ def _expanding(
         return []
 
     return [Later(plan.world.compute, expand)]
-
-
-def _gather(routes: Routes, unit: UnitState, number: int, full_P: Tensor, own_S: Tensor) -> Handle:
-    """Start the all-gather of one stored flat of the unit in its present version."""
-    secondary, current = unit.secondary[number], unit.secondary_versions[number] == unit.versions[number]
-    return routes.gather(own_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
 
 
 class Later:

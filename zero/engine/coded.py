@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from zero.core.layout import Slot
+from zero.core.codec import Codec
 from zero.core.precision import Precision
 from zero.core.suggest import meant, some
 from zero.errors import ConfigError, PlanError
@@ -20,15 +20,19 @@ def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
     """Return the full names of the parameters that are stored as codes.
 
     Raises:
-        PlanError: a pattern of `precision.coded` matches no parameter, or only parameters that train.
+        PlanError: nothing is frozen; or a pattern of `precision.coded` matches no parameter, or only parameters that
+            train.
     """
     if precision.frozen is None:
         return frozenset()
     parameters = dict(model.named_parameters())
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad and parameter.numel()}
-    if not precision.coded:
-        return frozenset(_matrices(model) & frozen)
-    chosen: set[str] = set()
+    chosen = set[str]() if precision.coded else _matrices(model) & frozen
+    if not (chosen or precision.coded):
+        raise PlanError(
+            f"precision.frozen={precision.frozen.name}: the model has no frozen matrix. Freeze the base with "
+            "requires_grad_(False), or set precision.frozen=compute."
+        )
     for pattern in precision.coded:
         fitting = {name for name in parameters if fnmatchcase(name, pattern)}
         if not fitting:
@@ -53,12 +57,12 @@ def _matrices(model: nn.Module) -> set[str]:
     }
 
 
-def coded(precision: Precision, slot: Slot, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+def coded(codec: Codec, name: str, numel: int, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
     """Return a function to ranges of the codes of a parameter.
 
     Args:
-        slot: the parameter, in a flat of values.
-        values: function from (start, stop) in the parameter to these values, fp32.
+        name, numel: the parameter's name and number of values.
+        values: function from (start, stop) in the parameter to these values, of any floating-point dtype.
 
     The returned function raises ConfigError if a value is NaN or infinite.
     """
@@ -67,10 +71,9 @@ def coded(precision: Precision, slot: Slot, values: Callable[[int, int], Tensor]
         part = values(start, stop).float()
         if not part.isfinite().all():
             raise ConfigError(
-                f"{slot.name} has a value that is NaN or infinite, so it has no codes. Repair the weights, or leave it "
+                f"{name} has a value that is NaN or infinite, so it has no codes. Repair the weights, or leave it "
                 "out of precision.coded."
             )
         return part
 
-    assert precision.frozen is not None
-    return precision.frozen.bytes_of(finite, slot.numel)
+    return codec.bytes_of(finite, numel)

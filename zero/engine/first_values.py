@@ -156,8 +156,10 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values, check: Check
         for stored, slot in zip(flat.stored.slots, flat.values.slots, strict=True):
             first = read(slot.name, 0, min(SAMPLE, slot.numel))
             sample = crc32(memory_of(first), crc32(slot.name.encode(), sample))
-            source = partial(kept, slot.name)
-            writer.write(stored, coded(plan.precision, slot, source) if flat.kind == PageKind.CODES else source)
+            source: Callable[[int, int], Tensor] = partial(kept, slot.name)
+            if plan.precision.frozen is not None and flat.kind == PageKind.CODES:
+                source = coded(plan.precision.frozen, slot.name, slot.numel, source)
+            writer.write(stored, source)
         writer.close()
     check.samples[unit.spec.name] = f"{sample:08x}"
 

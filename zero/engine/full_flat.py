@@ -11,7 +11,7 @@ from zero.engine.runtime import Runtime
 from zero.engine.transfer import load
 from zero.engine.unit import UnitSpec
 from zero.engine.unit_state import UnitState
-from zero.store import Page
+from zero.store import Page, PageKind
 
 
 def full_parameters(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
@@ -79,6 +79,18 @@ def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dty
         page = Page(unit.index, kind, number)
         load(runtime.store, plan.world.compute, page, values[numel(start) : numel(stop)]).wait()
     return values
+
+
+def own_codes(runtime: Runtime, unit: UnitState) -> Tensor:
+    """Return a copy of this rank's shard of the unit's codes, (S,) uint8, on the CPU."""
+    if unit.codes_S is not None:
+        return unit.codes_S.to("cpu", copy=True)
+    plan = runtime.plan
+    codes_S = torch.empty(unit.spec.codes.S, dtype=torch.uint8, device=plan.world.device)
+    for number, (start, stop) in enumerate(plan.cut(unit.spec.codes.S)):
+        page = Page(unit.index, PageKind.CODES, number)
+        load(runtime.store, plan.world.compute, page, codes_S[start:stop]).wait()
+    return codes_S.to("cpu")
 
 
 def gather_flat(runtime: Runtime, unit: UnitState, updated: Tensor, kind: str) -> Tensor:

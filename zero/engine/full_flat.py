@@ -71,11 +71,16 @@ def _master(runtime: Runtime, unit: UnitState) -> Tensor:
     return master.of(params, updated_range(runtime, unit, str(master.kind), master.dtype))
 
 
-def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dtype) -> Tensor:
-    """Read the range of one kind that this rank updates from its pages, in the pages' own format and `dtype`."""
+def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dtype, count: int | None = None) -> Tensor:
+    """Read the range of one kind that this rank updates from its pages, in the pages' own format and `dtype`.
+
+    Args:
+        count: the number of elements of another range that this rank keeps.
+    """
     plan, numel = runtime.plan, partial(runtime.plan.kept.numel, kind)
-    values = torch.zeros(numel(plan.update_numel(unit.spec)), dtype=dtype, device=plan.world.device)
-    for number, (start, stop) in enumerate(plan.cut(plan.update_numel(unit.spec))):
+    count = plan.update_numel(unit.spec) if count is None else count
+    values = torch.zeros(numel(count), dtype=dtype, device=plan.world.device)
+    for number, (start, stop) in enumerate(plan.cut(count)):
         page = Page(unit.index, kind, number)
         load(runtime.store, plan.world.compute, page, values[numel(start) : numel(stop)]).wait()
     return values
@@ -83,14 +88,10 @@ def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dty
 
 def own_codes(runtime: Runtime, unit: UnitState) -> Tensor:
     """Return a copy of this rank's shard of the unit's codes, (S,) uint8, on the CPU."""
-    if unit.codes_S is not None:
-        return unit.codes_S.to("cpu", copy=True)
-    plan = runtime.plan
-    codes_S = torch.empty(unit.spec.codes.S, dtype=torch.uint8, device=plan.world.device)
-    for number, (start, stop) in enumerate(plan.cut(unit.spec.codes.S)):
-        page = Page(unit.index, PageKind.CODES, number)
-        load(runtime.store, plan.world.compute, page, codes_S[start:stop]).wait()
-    return codes_S.to("cpu")
+    codes_S = unit.codes_S
+    if codes_S is None:
+        codes_S = updated_range(runtime, unit, PageKind.CODES, torch.uint8, unit.spec.codes.S)
+    return codes_S.to("cpu", copy=True)
 
 
 def gather_flat(runtime: Runtime, unit: UnitState, updated: Tensor, kind: str) -> Tensor:

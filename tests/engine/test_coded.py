@@ -1,14 +1,19 @@
 """A run with codes has the bits of the run whose frozen parameters were expanded once and kept in the compute dtype."""
 
+import contextlib
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from zero.core.codec import CODECS
+from zero.distributed.world import SoloWorld
 from zero.engine.full import full_state_dict
 from zero.engine.measured import measured
+from zero.errors import ConfigError, PlanError
 from zero.testing import run_ranks, simulated_gpu
 
 KiB = 1024
@@ -176,3 +181,114 @@ def test_the_plan_counts_pages_of_codes(size):
         for counted, found, codes in run_ranks(size, pages, setting):
             assert counted == found
             assert codes * size == pytest.approx(0.5167 * 3 * 131 * 131, rel=0.02)
+
+
+# -- which parameters, and bad input -----------------------------------------------------------------------------------
+
+
+class Head(torch.nn.Module):
+    """An embedding, a convolution, a norm, and a head that is not tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(29, 8)
+        self.places = torch.nn.Embedding(5, 8)
+        self.mix = torch.nn.Conv1d(8, 8, 3)
+        self.norm = torch.nn.LayerNorm(8)
+        self.middle = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 29, bias=False)
+
+
+def planned(model: torch.nn.Module, coded: tuple[str, ...] = (), train: tuple[str, ...] = ("norm.bias",)) -> set[str]:
+    """The names of the parameters that a plan stores as codes."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in train)
+    precision = zero.Precision("bf16", frozen="nf4", coded=coded)
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=SoloWorld(), precision=precision)
+    return {slot.name for unit in plan.units for slot in unit.codes.slots}
+
+
+def test_matrices_are_coded_but_embeddings_heads_and_norms_are_not():
+    assert planned(Head()) == {"mix.weight", "middle.weight"}
+    assert planned(Head(), train=("norm.bias", "middle.weight")) == {"mix.weight"}
+    assert planned(Head(), coded=("middle.*", "head.weight")) == {"middle.weight", "middle.bias", "head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("coded", "train", "message"),
+    [
+        (("midle.weight",), (), "precision.coded: no parameter is named midle.weight. Did you mean middle.weight?"),
+        (
+            ("middle.weight",),
+            ("middle.weight",),
+            "precision.coded: middle.weight would be stored as codes, but trains. Freeze it with "
+            "requires_grad_(False), or remove the pattern.",
+        ),
+        (
+            (),
+            ("mix.weight", "middle.weight"),
+            "precision.frozen=nf4: the model has no frozen matrix. Freeze the base with requires_grad_(False), or set "
+            "precision.frozen=compute.",
+        ),
+    ],
+)
+def test_what_cannot_be_coded_is_named_in_a_line(coded, train, message):
+    with pytest.raises(PlanError) as caught:
+        planned(Head(), coded, train)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_base_that_is_not_finite_is_refused_by_name(number):
+    weights = values()
+    weights[CODED[1]][3, 5] = number
+    with pytest.raises(ConfigError, match=r"^blocks.1.linear.weight has a value that is NaN or infinite, so it has no"):
+        train(SoloWorld(), Setting(frozen="nf4"), weights)
+
+
+def test_codes_cannot_be_edited():
+    state, _ = Setting(frozen="nf4").start(SoloWorld(), build)
+    before = full_state_dict(state)
+    with pytest.raises(ConfigError, match=r"^blocks.2.linear.weight cannot be edited, because it is kept as codes."):
+        zero.set_full(state, CODED[2], torch.zeros(13, 13))
+    with zero.gathered(state, ["blocks.2.linear.bias"], modify=True) as full:
+        full["blocks.2.linear.bias"].zero_()
+    after = full_state_dict(state)
+    assert all(torch.equal(before[name], after[name]) for name in CODED)
+    assert not after["blocks.2.linear.bias"].any()
+
+
+def test_a_closed_state_gives_the_values_back():
+    weights = values()
+    state = zero.init(plan := Setting(frozen="nf4").plan(SoloWorld(), build), zero.open_store(plan), weights=weights)
+    state.close()
+    expected = expanded(weights, "nf4", "fp32")
+    for name, parameter in plan.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+# -- first values ------------------------------------------------------------------------------------------------------
+
+
+def first_values(world, setting: Setting, weights) -> dict[str, Tensor]:
+    plan = setting.plan(world, large)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        return full_state_dict(zero.init(plan, store, weights=weights, seed=5))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_weights_of_a_folder_are_coded_as_they_are_read(size, tmp_path):
+    weights = values(large)
+    save_file({name: value.bfloat16() for name, value in weights.items()}, tmp_path / "model.safetensors")
+    expected = expanded({name: value.bfloat16().float() for name, value in weights.items()}, "nf4", "fp32")
+    for found in run_ranks(size, first_values, Setting(frozen="nf4"), tmp_path / "model.safetensors"):
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+def test_initial_values_are_coded_alike_in_every_world():
+    [plain] = run_ranks(1, first_values, Setting(), None)
+    for size in (1, 3):
+        for found in run_ranks(size, first_values, Setting(frozen="nf4"), None):
+            for name, value in expanded(plain, "nf4", "fp32").items():
+                assert torch.equal(found[name], value), name

@@ -136,6 +136,17 @@ def test_on_a_gpu_no_tier_and_no_order_changes_a_bit(size, offload):
         assert_same(run_ranks(size, train, coded, weights, large), expected)
 
 
+@pytest.mark.parametrize("offload", ["none", "infinity"])
+def test_the_kernel_of_a_gpu_changes_no_bit(offload):
+    """Of parameters, from which the losses and gradients are made."""
+    setting, weights = Setting(precision="bf16", frozen="nf4", offload=OFFLOADS[offload]), values(large)
+    expected = expanded(weights, "nf4", "bf16")
+    with simulated_gpu(fused=True, races=True, order="late"):
+        for found in run_ranks(2, first_values, setting, weights):
+            for name in CODED:
+                assert torch.equal(found[name], expected[name]), name
+
+
 def test_between_nodes_no_gather_changes_a_bit():
     setting = Setting(precision="bf16", between=("world", "node"))
     others = [

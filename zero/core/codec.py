@@ -85,6 +85,10 @@ class Codec(ABC):
         for rows, first, last in self._rows(codes, values.numel()):
             values[first:last].copy_(self._decoded(rows).view(-1)[: last - first])
 
+    def tables(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the tables of the kernel in `zero.platform.kernels`, on `device`; none if this format has no kernel."""
+        return ()
+
     def bytes_of(self, values: Callable[[int, int], Tensor], count: int) -> Callable[[int, int], Tensor]:
         """Return a function to ranges of the codes of a parameter of `count` values.
 
@@ -134,6 +138,9 @@ class NF4(Codec):
 
     name, block, head_bytes, vector_bytes = "nf4", 256 * VECTOR, 8, 1 + VECTOR // 2
 
+    def tables(self, device: torch.device) -> tuple[Tensor, ...]:
+        return _pairs(device), _dynamic(device)
+
     def _encode(self, values: Tensor, rows: Tensor) -> None:
         head, scales, codes = self._parts(rows)
         vectors = values.view(len(rows), -1, VECTOR)
@@ -175,12 +182,6 @@ class Int8(Codec):
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (NF4(), Int8())}
-
-
-def prepare(device: torch.device) -> None:
-    """Create the tables on `device` now, so that streams do not each create one later."""
-    _pairs(device)
-    _dynamic(device)
 
 
 def _numbers(head: Tensor) -> Tensor:

@@ -150,15 +150,22 @@ def _expanding(
 ) -> Sequence[Handle]:
     """Return the handle of the expansion of a unit's codes, which waits for `handles`."""
 
+    codec, device = plan.precision.frozen, plan.world.compute
+    assert codec is not None
+
     def expand() -> list[Handle]:
         for handle in handles:
             handle.wait()
-        assert plan.precision.frozen is not None
+        tables = codec.tables(device.device) if device.tile_numel else ()
         for coded, slot in zip(unit.codes.slots, unit.expanded.slots, strict=True):
-            plan.precision.frozen.expand(codes_P[coded.offset : coded.stop], values_P[slot.offset : slot.stop])
+            codes, values = codes_P[coded.offset : coded.stop], values_P[slot.offset : slot.stop]
+            if tables:
+                torch.ops.zero.expand(values, codes, *tables, device.tile_numel)
+            else:
+                codec.expand(codes, values)
         return []
 
-    return [Later(plan.world.compute, expand)]
+    return [Later(device, expand)]
 
 
 class Later:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero.core import codec
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type
@@ -258,7 +257,8 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
 
 
 def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
-    codec.prepare(plan.world.device)
+    if plan.precision.frozen is not None:
+        plan.precision.frozen.tables(plan.world.device)  # created now, so that streams do not each create one later
     if not plan.params_offloaded:
         return gathering(plan, routes)
     return (lending if plan.params_on_host else reading)(plan, routes, store)

@@ -86,7 +86,7 @@ class Codec(ABC):
             values[first:last].copy_(self._decoded(rows).view(-1)[: last - first])
 
     def tables(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the tables of the kernel in `zero.platform.kernels`, on `device`; none if this format has no kernel."""
+        """Return the tables of the kernel in `zero.platform.kernels`, on `device`; none if there is no kernel."""
         return ()
 
     def bytes_of(self, values: Callable[[int, int], Tensor], count: int) -> Callable[[int, int], Tensor]:

@@ -157,8 +157,9 @@ class NF4(Codec):
     def _decoded(self, rows: Tensor) -> Tensor:
         head, scales, codes = self._parts(rows)
         offset, spread = _numbers(head).split(1, 1)
-        scale = _dynamic(rows.device)[scales.int()] * spread + offset
-        values = _pairs(rows.device)[codes.int()].view(*scales.shape, VECTOR)
+        scale = _looked_up(_dynamic(rows.device), scales) * spread + offset
+        pairs = _pairs(rows.device).view(torch.int64).view(-1)  # index_select of rows takes 8 times as long
+        values = _looked_up(pairs, codes).view(torch.float32).view(*scales.shape, VECTOR)
         return values.mul_(scale[:, :, None])
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,6 +210,11 @@ def _dynamic(device: torch.device) -> Tensor:
         part = 10.0 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)
         numbers += [part, -part]
     return torch.cat(numbers).sort().values.to(device)
+
+
+def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
+    """Return the element of a 1-D table for each code."""
+    return table.index_select(0, codes.int().reshape(-1)).view(codes.shape)
 
 
 def _nearest(values: Tensor, table: Tensor) -> Tensor:

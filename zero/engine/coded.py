@@ -5,9 +5,11 @@ head, which has as many rows as the largest embedding, stay in the dtype of comp
 loss without a sum over other rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from math import prod
 
+import torch
 from torch import Tensor, nn
 
 from zero.core.codec import Codec
@@ -55,6 +57,41 @@ def _matrices(model: nn.Module) -> set[str]:
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1 and id(parameter) not in tables and parameter.shape[0] != vocabulary
     }
+
+
+class CodedWeights(Mapping[str, Tensor]):
+    """First values for `zero.init`, some of which are codes that are taken over as they are.
+
+    Args:
+        codec: the format of the codes; a plan with another one gets the expanded values.
+        codes: name of a parameter -> its codes, (`codec.numel(n)`,) uint8.
+        tensors: all other weights, by name.
+        shapes: the shapes of the parameters that have codes, by name.
+
+    As a mapping it has the values of all parameters.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        codes: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self.codec, self.codes, self._tensors, self._shapes = codec, codes, tensors, shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.codes:
+            return self._tensors[name]
+        values = torch.empty(prod(self._shapes[name]), device=self.codes[name].device)
+        self.codec.expand(self.codes[name], values)
+        return values.view(self._shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.codes, *self._tensors))
+
+    def __len__(self) -> int:
+        return len(self.codes) + len(self._tensors)
 
 
 def coded(codec: Codec, name: str, numel: int, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:

@@ -137,14 +137,23 @@ class Check:
 
 
 @torch.no_grad()
-def fill(plan: Plan, store: Store, unit: UnitState, values: Values, check: Check) -> None:
-    """Write a unit's first values to memory and to the store, and add them to `check`."""
+def fill(plan: Plan, store: Store, unit: UnitState, values: Values, codes: Mapping[str, Tensor], check: Check) -> None:
+    """Write a unit's first values to memory and to the store, and add them to `check`.
+
+    Args:
+        codes: the codes of parameters that are taken over, by name.
+    """
 
     def read(name: str, start: int, stop: int) -> Tensor:
         return values(name, start, stop).detach().to("cpu", torch.float32).contiguous()
 
     def kept(name: str, start: int, stop: int) -> Tensor:
-        value = read(name, start, stop)
+        return noted(read(name, start, stop))
+
+    def taken(name: str, start: int, stop: int) -> Tensor:
+        return noted(codes[name][start:stop].to("cpu").contiguous())
+
+    def noted(value: Tensor) -> Tensor:
         check.values = crc32(memory_of(value), check.values)
         return value
 
@@ -159,6 +168,8 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values, check: Check
             source: Callable[[int, int], Tensor] = partial(kept, slot.name)
             if plan.precision.frozen is not None and flat.kind == PageKind.CODES:
                 source = coded(plan.precision.frozen, slot.name, slot.numel, source)
+            if slot.name in codes and flat.kind == PageKind.CODES:
+                source = partial(taken, slot.name)
             writer.write(stored, source)
         writer.close()
     check.samples[unit.spec.name] = f"{sample:08x}"

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import zero
-from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
+from tests.common.small import Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss
 from zero.core.codec import CODECS
 from zero.distributed.world import SoloWorld
 from zero.engine.full import full_state_dict
@@ -91,6 +91,12 @@ def check(size: int, setting: Setting, others: list[Setting], codec: str = "nf4"
 def test_no_stage_changes_a_bit(size, precision):
     setting = Setting(precision=precision, clip=0.5)
     check(size, setting, [setting.but(stage=stage) for stage in range(4)])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_accumulation_has_the_bits_of_its_stage(stage):
+    setting = Setting(stage=stage, precision="bf16", accumulate=2, optimizer=adamw_in_8bit)
+    check(2, setting, [setting, setting.but(update="serial")])
 
 
 @pytest.mark.parametrize("codec", CODECS)

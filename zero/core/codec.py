@@ -214,7 +214,9 @@ def _dynamic(device: torch.device) -> Tensor:
 
 def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
     """Return the element of a 1-D table for each code."""
-    return table.index_select(0, codes.int().reshape(-1)).view(codes.shape)
+    found = table.new_empty(codes.shape)
+    torch.index_select(table, 0, codes.int().reshape(-1), out=found.view(-1))
+    return found
 
 
 def _nearest(values: Tensor, table: Tensor) -> Tensor:

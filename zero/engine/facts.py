@@ -102,18 +102,17 @@ class Facts:
 
     @property
     def resident(self) -> bool:
-        """Whether full parameters stay on the device between uses.
+        """Whether full parameters of all units stay on the device between uses.
 
         True if they are not offloaded, and the stage does not shard them or there is one rank. Codes are expanded for
-        each use, so with codes no unit is resident, and frozen parameters are sharded at every stage.
+        each use, so with codes and several ranks no unit is resident, and frozen parameters are sharded at every stage.
         """
         unsharded = not self.stage.parameters or self.world.size == 1
-        return not self.params_offloaded and unsharded and not self.has_codes
+        return not self.params_offloaded and unsharded and not any(unit.codes.slots for unit in self.units)
 
-    @property
-    def has_codes(self) -> bool:
-        """Whether frozen parameters are stored as codes."""
-        return any(unit.codes.slots for unit in self.units)
+    def is_resident(self, unit: UnitSpec) -> bool:
+        """Return whether the unit's full parameters stay on the device; on one rank, also beside units with codes."""
+        return self.resident or (self.world.size == 1 and not self.params_offloaded and not unit.codes.slots)
 
     def stored_dtype(self, kind: PageKind) -> torch.dtype:
         """Return the dtype in which parameters of a `Flat` are kept and gathered."""
@@ -221,14 +220,16 @@ class Facts:
         There is one for each unit in use at the same time, and one for each prefetched unit. All are as large as the
         largest unit, because a unit that is gathered into a buffer stays there until another one needs it.
         """
-        numels = [self.full_numel(unit) for unit in self.units if unit.index not in self.kept_units]
-        if self.resident or not numels:
+        pooled = [unit for unit in self.units if not self.is_resident(unit)]
+        numels = [self.full_numel(unit) for unit in pooled if unit.index not in self.kept_units]
+        if not numels:
             return ()
         return (max(numels),) * min(len(numels), self.splitting.depth + 1 + self.prefetch)
 
     def own_buffer_sizes(self) -> dict[int, int]:
         """Return the number of elements of the gathered buffers of the units that stay gathered, by their index."""
-        return {} if self.resident else {index: self.full_numel(self.units[index]) for index in sorted(self.kept_units)}
+        kept = [unit for unit in self.units if unit.index in self.kept_units and not self.is_resident(unit)]
+        return {unit.index: self.full_numel(unit) for unit in kept}
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
         """Return the indices of the units that are still gathered when forward ends, and when backward ends."""

@@ -104,7 +104,7 @@ def by_range(whole: Callable[[str], Tensor]) -> Values:
 def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     """Return a unit with this rank's tensors allocated and zero."""
     compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
-    resident = Buffer(spec.full_numel, compute, device) if plan.resident else None
+    resident = Buffer(spec.full_numel, compute, device) if plan.is_resident(spec) else None
     shards: list[Tensor | None] = [None, None, None]
     if resident is not None:
         resident.version = 0

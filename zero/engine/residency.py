@@ -41,7 +41,8 @@ class Residency:
         tape: records gathers in the timeline.
 
     Attributes:
-        pool: the borrowed buffers; None if every unit is resident.
+        pool: the borrowed buffers; None if every unit is resident. On one rank, units without codes are resident
+            beside a pool.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Residency:
     def end(self) -> None:
         """End the pass: wait for gathers ahead that were not used, and release their buffers."""
         self._later.clear()
-        for buffer in self._resident if self.pool is None else [*self.pool.buffers]:
+        for buffer in [*self._resident, *(self.pool.buffers if self.pool is not None else ())]:
             if buffer.ahead:
                 buffer.land()
                 buffer.ahead = False
@@ -242,4 +243,4 @@ class Residency:
         return buffer
 
     def _find(self, unit: UnitState) -> Buffer | None:
-        return unit.resident if self.pool is None else self.pool.find(unit.index)
+        return unit.resident if self.pool is None or unit.resident is not None else self.pool.find(unit.index)

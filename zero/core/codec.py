@@ -214,9 +214,9 @@ def _dynamic(device: torch.device) -> Tensor:
 
 def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
     """Return the element of a 1-D table for each code."""
-    found = table.new_empty(codes.shape)
-    torch.index_select(table, 0, codes.int().reshape(-1), out=found.view(-1))
-    return found
+    elements = table.new_empty(codes.shape)
+    torch.index_select(table, 0, codes.int().reshape(-1), out=elements.view(-1))
+    return elements
 
 
 def _nearest(values: Tensor, table: Tensor) -> Tensor:

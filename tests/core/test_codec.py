@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.core.codec import CODECS, NORMAL_FLOAT, Codec
+from zero.core.codec import CODECS, NORMAL_FLOAT, Codec, _dynamic, _pairs
 
 NF4, INT8 = CODECS["nf4"], CODECS["int8"]
 SIZES = [1, 2, 63, 64, 65, 255, 256, 257, 16383, 16384, 16385, 3 * 16384 + 100]
@@ -140,6 +140,21 @@ def test_values_are_near_the_parameter(name, error):
 def test_equal_values_stay_equal(codec, number):
     values = torch.full((16384 + 64,), number)
     torch.testing.assert_close(expanded(codec, codec.encode(values), values.numel()), values, rtol=1e-6, atol=1e-38)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_no_default_dtype_changes_a_bit(codec):
+    values = sample(20_000)
+    codes = codec.encode(values)
+    torch.set_default_dtype(torch.bfloat16)
+    for table in (_pairs, _dynamic):
+        table.cache_clear()
+    try:
+        assert torch.equal(codec.encode(values), codes)
+        found = codec.values_of(lambda start, stop: codes[start:stop], 20_000)(0, 20_000)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expanded(codec, codes, 20_000))
 
 
 def test_bytes_of_a_parameter():

@@ -263,6 +263,20 @@ def test_a_base_that_is_not_finite_is_refused_by_name(number):
         train(SoloWorld(), Setting(frozen="nf4"), weights)
 
 
+def test_an_evaluation_in_inference_mode_computes_with_the_values():
+    state, step = Setting(frozen="nf4").start(SoloWorld(), build)
+    state, _ = step(state, [small_batch(0, 6)])
+    state.model.eval()
+    batch = small_batch(1, 6)
+    with torch.no_grad():
+        expected, _ = small_loss(state.model, batch)
+    with torch.inference_mode():
+        found, _ = small_loss(state.model, batch)
+    assert torch.equal(found, expected)
+    state.model.train()
+    step(state, [small_batch(2, 6)])
+
+
 def test_codes_cannot_be_edited():
     state, _ = Setting(frozen="nf4").start(SoloWorld(), build)
     before = full_state_dict(state)

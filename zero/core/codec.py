@@ -108,8 +108,9 @@ class Codec(ABC):
 
         def values(start: int, stop: int) -> Tensor:
             first, last = start // self.block, -(-stop // self.block)
-            whole = torch.empty(min(last * self.block, count) - first * self.block, device="cpu")
-            self.expand(codes(first * self.row_bytes, self.numel(min(last * self.block, count))), whole)
+            end = min(last * self.block, count)
+            whole = torch.empty(end - first * self.block, dtype=torch.float32, device="cpu")
+            self.expand(codes(first * self.row_bytes, self.numel(end)), whole)
             return whole[start - first * self.block : stop - first * self.block]
 
         return values
@@ -151,7 +152,7 @@ class NF4(Codec):
         head.copy_(torch.cat([offset, spread], 1).view(torch.uint8))
         scales.copy_(_nearest(centred * (1 / spread.clamp(min=TINY)), _dynamic(values.device)))
         relative = vectors * (1 / largest.clamp(min=TINY))[:, :, None]
-        nibbles = _nearest(relative, torch.tensor(NORMAL_FLOAT, device=values.device)).view(len(rows), -1, 2)
+        nibbles = _nearest(relative, _pairs(values.device)[:16, 1].contiguous()).view(len(rows), -1, 2)
         codes.copy_(nibbles[:, :, 0] << 4 | nibbles[:, :, 1])
 
     def _decoded(self, rows: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ def _numbers(head: Tensor) -> Tensor:
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """Return the two values of each byte of codes, (256, 2) fp32: the first has the upper 4 bits."""
-    table = torch.tensor(NORMAL_FLOAT, device="cpu")
+    table = torch.tensor(NORMAL_FLOAT, dtype=torch.float32, device="cpu")
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1).to(device)
 
 
@@ -204,9 +205,9 @@ def _dynamic(device: torch.device) -> Tensor:
     The smaller the power, the fewer fractions there are: 64 of 1, 32 of 0.1, and so on; each is the middle of its part
     of [0.1, 1].
     """
-    numbers = [torch.tensor([0.0, 1.0], device="cpu")]
+    numbers = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
     for power in range(7):
-        edges = torch.linspace(0.1, 1, 2**power + 1, device="cpu")
+        edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
         part = 10.0 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)
         numbers += [part, -part]
     return torch.cat(numbers).sort().values.to(device)

@@ -83,7 +83,7 @@ class CodedWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.codes:
             return self._tensors[name]
-        values = torch.empty(prod(self._shapes[name]), device=self.codes[name].device)
+        values = torch.empty(prod(self._shapes[name]), dtype=torch.float32, device=self.codes[name].device)
         self.codec.expand(self.codes[name], values)
         return values.view(self._shapes[name])
 

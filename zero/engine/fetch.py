@@ -149,7 +149,6 @@ def _expanding(
     plan: Plan, unit: UnitSpec, codes_P: Tensor, values_P: Tensor, handles: Sequence[Handle]
 ) -> Sequence[Handle]:
     """Return the handle of the expansion of a unit's codes, which waits for `handles`."""
-
     codec, device = plan.precision.frozen, plan.world.compute
     assert codec is not None
 

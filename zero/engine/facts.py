@@ -108,11 +108,12 @@ class Facts:
         each use, so with codes and several ranks no unit is resident, and frozen parameters are sharded at every stage.
         """
         unsharded = not self.stage.parameters or self.world.size == 1
-        return not self.params_offloaded and unsharded and not any(unit.codes.slots for unit in self.units)
+        return not self.params_offloaded and unsharded and not self.splitting.has_codes
 
     def is_resident(self, unit: UnitSpec) -> bool:
         """Return whether the unit's full parameters stay on the device; on one rank, also beside units with codes."""
-        return self.resident or (self.world.size == 1 and not self.params_offloaded and not unit.codes.slots)
+        alone = self.world.size == 1 and not self.params_offloaded
+        return (alone and not unit.codes.slots) or self.resident
 
     def stored_dtype(self, kind: PageKind) -> torch.dtype:
         """Return the dtype in which parameters of a `Flat` are kept and gathered."""

@@ -177,6 +177,11 @@ class Splitting:
         """Whether the model has a trainable parameter."""
         return any(unit.trainable.slots for unit in self.units)
 
+    @cached_property
+    def has_codes(self) -> bool:
+        """Whether frozen parameters are stored as codes."""
+        return any(unit.codes.slots for unit in self.units)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The full name of every parameter."""

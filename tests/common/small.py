@@ -134,6 +134,7 @@ class Setting:
     """Gathers and sums between nodes."""
     shard: str = "world"
     seed: int = 0
+    frozen: str = "compute"
 
     def but(self, **changes: Any) -> "Setting":
         return replace(self, **changes)
@@ -148,7 +149,13 @@ class Setting:
             optimizer=self.optimizer(self.lr, clip=self.clip, weight_decay=self.weight_decay),
             world=world,
             stage=zero.Stage(self.stage),
-            precision=zero.Precision(self.precision, reduce=self.reduce, scale=scale, master=self.master),  # type: ignore[arg-type]
+            precision=zero.Precision(
+                self.precision,
+                reduce=self.reduce,
+                scale=scale,
+                master=self.master,  # type: ignore[arg-type]
+                frozen=self.frozen,  # type: ignore[arg-type]
+            ),
             units=self.units,
             gather=self.between[0],  # type: ignore[arg-type]
             reduce=self.between[1],  # type: ignore[arg-type]

@@ -95,6 +95,8 @@ def test_only_fp16_scales_its_loss(name):
 def test_precisions_are_equal_when_their_settings_are():
     assert Precision("fp16") == Precision("fp16", scale=LossScaling())
     assert Precision("bf16") != Precision("bf16", reduce="bf16")
+    assert Precision("bf16", frozen="nf4", coded=["a"]) == Precision("bf16", frozen="nf4", coded=("a",))
+    assert Precision("bf16", frozen="nf4") != Precision("bf16", frozen="int8")
     assert len({Precision("fp32"), Precision("fp32"), Precision("bf16")}) == 2
 
 
@@ -103,6 +105,9 @@ def test_precisions_are_equal_when_their_settings_are():
     [
         ("compute=torch.bfloat16: must be one of fp32, bf16, fp16", lambda: Precision("torch.bfloat16")),
         ("reduce=bf61: must be one of fp32, bf16, fp16", lambda: Precision("bf16", reduce="bf61")),
+        ("frozen=fp4: must be one of compute, nf4, int8", lambda: Precision("bf16", frozen="fp4")),  # type: ignore[arg-type]
+        ("coded='blocks' is one string. Pass a list", lambda: Precision("bf16", frozen="nf4", coded="blocks")),
+        ("coded needs a format. Set precision.frozen=nf4", lambda: Precision("bf16", coded=["blocks.*"])),
         ("initial=0.5", lambda: LossScaling(initial=0.5)),
         ("maximum=inf", lambda: LossScaling(maximum=inf)),
         ("window=0", lambda: LossScaling(window=0)),

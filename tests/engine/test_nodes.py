@@ -470,6 +470,8 @@ def planned_and_counted(world: zero.World, how: dict[str, Any]) -> list[tuple[fl
 END_BYTES = 512
 """What six ranks tell each other at the end of a step."""
 
+NF4 = zero.Precision("bf16", frozen="nf4")
+
 BETWEEN = [
     {"gather": "world", "reduce": "exact"},
     {"gather": "node", "reduce": "native"},
@@ -496,6 +498,8 @@ BETWEEN = [
         (3, 2, {"shard": "node", "optimizer": zero.muon(1e-3)}),
         (3, 1, {"gather": "node", "frozen": True}),
         (3, 2, {"gather": "node", "frozen": True, "offload": "infinity"}),
+        *((stage, 2, {"gather": "node", "frozen": True, "precision": NF4}) for stage in range(4)),
+        (3, 1, {"shard": "node", "frozen": True, "precision": NF4, "offload": "infinity"}),
     ],
 )
 def test_a_plan_knows_what_crosses_the_wires(stage, accumulate, between):

@@ -185,10 +185,15 @@ def start(
     tiers: dict[str, str] | None = None,
     blocks: int = 3,
     kind: type[nn.Sequential] = nn.Sequential,
+    coded: bool = False,
     **given,
 ):
     with world.exclusive():
         model = stack(blocks, kind)
+    if coded:
+        given["precision"] = zero.Precision("bf16", frozen="nf4")
+        for block in model.children():
+            block.up.weight.requires_grad_(False)  # type: ignore[union-attr]
     given.setdefault("precision", "bf16")
     given.setdefault("optimizer", zero.adamw(1e-2, clip=0.5))
     offload = zero.Offload(preset, path=str(path), page_bytes=4096, compute=compute, **(tiers or {}))
@@ -473,6 +478,10 @@ SCENARIOS: dict[str, partial[str]] = {
     "muon, matrices only, updated by the host": scenario(preset="cpu", compute="host", optimizer=MUON, kind=Bare),
     "muon, one looked at": scenario(train_and_look_at_one, optimizer=MUON, kind=Bare),
     "muon, interrupted": scenario(train_interrupted, preset="cpu", optimizer=MUON),
+    "codes": scenario(coded=True, accumulate=2),
+    "codes at stage 0": scenario(coded=True, stage=0),
+    **{f"codes, {preset}": scenario(coded=True, preset=preset) for preset in ("cpu", "infinity")},
+    "codes, saved, infinity": scenario(train_and_save, coded=True, preset="infinity"),
     "activations on the host": scenario(activations="offload", count=64),
     "recomputed": scenario(activations="remat", preset="cpu"),
     "saved, nvme": scenario(train_and_save, preset="nvme"),
@@ -499,6 +508,7 @@ SCENARIOS: dict[str, partial[str]] = {
     "two nodes": scenario(gather="node", reduce="node"),
     "two nodes, a copy on each, infinity": scenario(shard="node", preset="infinity"),
     "two nodes, cpu, two microbatches": scenario(gather="node", preset="cpu", accumulate=2),
+    "two nodes, codes, cpu": scenario(coded=True, gather="node", preset="cpu"),
     "two nodes, edited, cpu": scenario(train_and_edit, gather="node", preset="cpu"),
     "two nodes, interrupted, cpu": scenario(train_interrupted, gather="node", preset="cpu"),
     "two nodes, saved, infinity": scenario(train_and_save, gather="node", preset="infinity"),
@@ -546,6 +556,7 @@ def expected(name: str, path: Path) -> str:
 ALONE = (
     *("stage 1", "stage 3, two microbatches", "cpu", "infinity, two microbatches", "cpu at stage 0", "nvme at stage 1"),
     *("whole master, updated by the host", "moments in 8 bits", "recomputed", "saved, nvme"),
+    *("codes, cpu", "codes at stage 0"),
     *("edited", "forgotten, of many", "left, of many", "looped", "more and more losses", "interrupted, infinity"),
 )
 """Scenarios that one rank runs, in place of two."""
@@ -663,6 +674,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "distributed/routes.py:_TwoHalves.wait handle.wait": {"collective": "two nodes"},
     "distributed/world.py:World.all_reduce.add arrival.wait": {"collective": "a loop of one's own"},
     "distributed/world.py:World._reduced.add arrival.wait": {"collective": "stage 0"},
+    "engine/fetch.py:_expanding.expand handle.wait": {"collective": "codes", "ticket": "codes, infinity, alone"},
     "engine/fetch.py:Later.wait handle.wait": {"collective": "cpu, state on a disk"},
     "engine/fetch.py:Later.wait self._ready.wait": {"wait": "cpu, state on a disk, alone"},
     "engine/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"ticket": "cpu, state on a disk"},

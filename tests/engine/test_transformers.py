@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 import train  # noqa: E402
 import zero  # noqa: E402
+from zero.core.codec import CODECS  # noqa: E402
 from zero.engine.empty import is_meta  # noqa: E402
 from zero.engine.full import full_state_dict  # noqa: E402
 from zero.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
@@ -270,6 +271,48 @@ def test_adapters_of_peft_train_as_they_do_in_plain_torch(family, saved, tmp_pat
             found = adapter[name.replace(".default", "")]
             torch.testing.assert_close(found, wanted[name], rtol=1e-5, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
             assert not torch.equal(found, value)
+
+
+def train_on_codes(world, family, folder, began, frozen, stage, offload):
+    """Losses and adapters of a base that is kept as nf4 codes, or as the values to which these expand."""
+    with world.exclusive():
+        base = hf.build(folder)
+        stored, model = hf.weights(base, folder), with_adapters(base, family)
+    precision, where = partial(zero.Precision, "bf16"), zero.Offload(offload, path=str(folder), page_bytes=4096)
+    common = {"optimizer": zero.adamw(1e-2), "world": world, "stage": stage, "offload": where}
+    plan = zero.Plan(model, precision=precision(frozen="nf4"), **common)
+    coded = {slot.name for unit in plan.units for slot in unit.codes.slots}
+    assert coded
+    assert all("_proj" in name or "c_" in name for name in coded)
+    if frozen == "compute":
+        plan = zero.Plan(model, precision=precision(), **common)
+
+    def fill(name, tensor):
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        tensor.copy_(stored[plain] if plain in stored else began[name])
+        if frozen == "compute" and name in coded:
+            codes = CODECS["nf4"].encode(tensor.view(-1))
+            CODECS["nf4"].expand(codes, tensor.view(-1))
+
+    with contextlib.closing(zero.open_store(plan)) as store:
+        state, step, losses = zero.init(plan, store, weights=fill), zero.make_step(plan, loss_of), []
+        for number in range(3):
+            state, metrics = step(state, [part_of(batch_of(family, number), world.rank, world.size)])
+            losses.append(metrics.loss)
+        return losses, full_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(("family", "stage", "offload"), [("llama", 3, "none"), ("gpt2", 3, "infinity")])
+def test_adapters_train_on_a_base_in_4_bits(family, stage, offload, saved):
+    folder = saved(family)
+    model = with_adapters(new_model(family).from_pretrained(folder), family)
+    began = {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+    expected, state = run_ranks(RANKS, train_on_codes, family, folder, began, "compute", 3, "none")[0]
+    losses, found = run_ranks(RANKS, train_on_codes, family, folder, began, "nf4", stage, offload)[0]
+    assert losses == expected
+    assert found.keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in found.items())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it

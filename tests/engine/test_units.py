@@ -223,7 +223,7 @@ PARAMETERS = {
     ),
     "4 bits in uint8": (
         lambda: frozen(torch.zeros(3, dtype=torch.uint8), Params4bit),
-        r"is a Params4bit of bitsandbytes, .*\. Load the model in bf16 or fp32, without quantization_config",
+        r"has codes of bitsandbytes\. Write from zero\.formats import from_bitsandbytes; weights = from_bitsandbytes",
     ),
 }
 

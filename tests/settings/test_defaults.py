@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import zero
+from zero.core.precision import Precision
 from zero.errors import ConfigError
 from zero.settings import Settings, optimizers
-from zero.settings.build import build_optimizer
+from zero.settings.build import build_optimizer, build_precision
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-loop.md"
 SECTIONS = {section.model_fields["name"].default: section for section in optimizers.Optim.__args__[0].__args__}
@@ -51,3 +52,9 @@ def test_a_momentum_that_would_pass_1_is_refused_before_it_trains():
     build_optimizer(Settings(steps=10, schedule=schedule))
     with pytest.raises(ConfigError, match=r"momentum_decay_rate=0\.1 brings the momentum to 1 within steps=100"):
         build_optimizer(Settings(steps=100, schedule=schedule))
+
+
+def test_frozen_parameters_are_set_alike_in_python_and_on_the_command_line():
+    config = Settings.read({"precision": {"compute": "bf16", "frozen": "nf4", "coded": ["blocks.*"]}})
+    assert build_precision(config) == Precision("bf16", frozen="nf4", coded=["blocks.*"])
+    assert build_precision(Settings()) == Precision()

@@ -1,8 +1,8 @@
 """List the flat tensors of a plan's state that a checkpoint holds; the list is equal on every rank.
 
-The fp32 parameters of each unit (the master copy, if there is one), each of their moments and the frozen parameters are
-divided among the ranks. Buffers are in the file of rank 0. The list does not depend on stage, tiers and page size. The
-alignment gaps between the tensors of a flat are not saved.
+The fp32 parameters of each unit (the master copy, if there is one), each of their moments, the frozen parameters and
+their codes are divided among the ranks. Buffers are in the file of rank 0. The list does not depend on stage, tiers and
+page size. The alignment gaps between the tensors of a flat are not saved.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.manifest import ITEM_BYTES, Flat
+from zero.core.codec import CODECS
 from zero.core.layout import Layout
 from zero.engine.plan import Plan
 from zero.engine.unit import UnitSpec
@@ -18,13 +19,16 @@ from zero.errors import CheckpointError
 
 PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 
+WEIGHTS = frozenset((PARAMETER, FROZEN, *CODECS))
+"""The kinds of parameters' values. Codes of frozen parameters have the name of their format."""
+
 
 def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
-    """Return the trainable flat of each unit, then the frozen flat of each unit, then one flat for each buffer.
+    """Return the trainable flat of each unit, then the frozen flats, those of codes, and one flat for each buffer.
 
     If each node has a copy of the state, each node writes an equal part of it.
     """
-    copies = plan.world.size // plan.sharers
+    copies, codec = plan.world.size // plan.sharers, plan.precision.frozen
     frozen = {FROZEN: dtype_name(plan.precision.compute)}
 
     def trainable(unit: UnitSpec) -> dict[str, str]:
@@ -34,6 +38,7 @@ def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
     return (
         *(Flat(trainable(unit), unit.trainable, copies) for unit in plan.units),
         *(Flat(frozen, unit.frozen, copies) for unit in plan.units),
+        *(Flat({codec.name: "uint8"}, unit.codes, copies) for unit in plan.units if codec is not None),
         *(lone(name, BUFFER, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()),
     )
 

@@ -9,26 +9,32 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from glob import escape
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, flats
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, WEIGHTS, flats
 from zero.checkpoint.manifest import Entry, entries
 from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, weights_of
 from zero.checkpoint.save import gather_reports
+from zero.core.codec import CODECS
 from zero.core.layout import Slot
 from zero.core.suggest import some
 from zero.engine.arguments import check_type, type_text
+from zero.engine.coded import coded
 from zero.engine.flat_writer import FlatWriter
 from zero.engine.full import full_values
+from zero.engine.full_flat import own_codes
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
+from zero.engine.unit import UnitSpec
 from zero.errors import CheckpointError, ConfigError
 from zero.progress import Progress, reported, silent
+from zero.store import PageKind
 
 Key = tuple[str, str]
 """(name, kind) of a tensor."""
@@ -83,14 +89,15 @@ def load(
         note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}, which starts as a copy of the parameters")
     saved |= begun
     for name, entry in weights_of(checkpoint, weights).items():
-        saved |= {key: entry for key in ((name, PARAMETER), (name, FROZEN)) if key in saved}
+        saved |= {key: entry for kind in WEIGHTS if (key := (name, kind)) in saved}
 
     def stays(key: Key) -> bool:
-        return _named(key, partial) or not (moments or key[1] in (PARAMETER, FROZEN, BUFFER))
+        return _named(key, partial) or not (moments or key[1] in {*WEIGHTS, BUFFER})
 
     kept = {key for key in wanted if stays(key)}
     _check_partial(checkpoint.folder, partial, wanted, saved, note)
-    _match(checkpoint.folder, {key: entry for key, entry in saved.items() if not stays(key)}, wanted, kept, convert)
+    loaded = {key: entry for key, entry in saved.items() if not stays(key)}
+    _match(checkpoint.folder, loaded, wanted, kept, convert, plan.splitting.shapes())
     numbers = numbers_of(checkpoint.folder, checkpoint.manifest)
     values = _current(state, kept - _untouched(plan, kept))
     scale = plan.precision.scale.resumed(numbers.scale, dynamic=numbers.dynamic)
@@ -124,13 +131,13 @@ def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[Key, Entry]:
 def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
     """Return the entries of a checkpoint by (name, kind).
 
-    A parameter that is trained in the model and frozen in the checkpoint, or vice versa, gets the model's kind.
+    A parameter that is trained, frozen or coded in the model and not in the checkpoint gets the model's kind.
     """
     saved = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
     for name, kind in wanted:
-        other = (name, {PARAMETER: FROZEN, FROZEN: PARAMETER}.get(kind, kind))
-        if (name, kind) not in saved and other in saved:
-            saved[name, kind] = saved.pop(other)
+        others = [(name, other) for other in WEIGHTS if (name, other) in saved] if kind in WEIGHTS else []
+        if (name, kind) not in saved and others:
+            saved[name, kind] = saved.pop(others[0])
     return saved
 
 
@@ -167,14 +174,19 @@ def _check_partial(
 
 
 def _match(
-    folder: Path, saved: Mapping[Key, Entry], wanted: Mapping[Key, Entry], kept: set[Key], convert: Sequence[str]
+    folder: Path,
+    saved: Mapping[Key, Entry],
+    wanted: Mapping[Key, Entry],
+    kept: set[Key],
+    convert: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     both = {key: (saved[key], wanted[key]) for key in wanted if key in saved}
     wrong = {
         "missing": [_words(key) for key in wanted if key not in saved and key not in kept],
         "not in the model": [_words(key) for key in saved if key not in wanted],
         "of another shape than in the model": [
-            f"{_words(key)} {a.shape} for {b.shape}" for key, (a, b) in both.items() if a.shape != b.shape
+            f"{_words(key)} {a.shape} for {b.shape}" for key, (a, b) in both.items() if not _same_shape(a, b, shapes)
         ],
         "of another dtype than in the model": [
             f"{_words(key)} {a.dtype}"
@@ -189,12 +201,26 @@ def _match(
         raise CheckpointError(f"{folder}: {'; '.join(lines)}. If you expect that, name them in {where}.")
 
 
+def _same_shape(saved: Entry, wanted: Entry, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether two entries of one parameter have the same shape; codes tell the number of their bytes only.
+
+    Args:
+        shapes: the shape of every parameter of the model, by name.
+    """
+    if saved.kind in CODECS:
+        return saved.numel == CODECS[saved.kind].numel(prod(shapes[wanted.name]))
+    return saved.shape == shapes.get(wanted.name, wanted.shape)
+
+
 def _may_become(kind: str, saved: str, dtype: str) -> bool:
     """Return whether a tensor saved as `saved` may be loaded as `dtype` without `convert`.
 
-    Frozen parameters and floating-point buffers accept every floating-point dtype, and moments accept fp32 and bf16.
+    Frozen parameters accept every floating-point dtype and codes, floating-point buffers the former, and moments accept
+    fp32 and bf16.
     """
-    if kind == FROZEN or (kind == BUFFER and "float" in dtype):
+    if kind in WEIGHTS - {PARAMETER}:
+        return "float" in saved or saved == "uint8"
+    if kind == BUFFER and "float" in dtype:
         return "float" in saved
     if kind not in (PARAMETER, BUFFER):
         return saved in ("float32", "bfloat16")  # 8-bit moments are saved as fp32
@@ -208,7 +234,7 @@ def _named(key: Key, patterns: Sequence[str]) -> bool:
 
 def _words(key: Key) -> str:
     name, kind = key
-    return name if kind in (PARAMETER, FROZEN) else f"{kind}/{name}"
+    return name if kind in WEIGHTS else f"{kind}/{name}"
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -216,8 +242,7 @@ def _words(key: Key) -> str:
 
 def _untouched(plan: Plan, kept: set[Key]) -> set[Key]:
     """Return the keys of all flats in which every tensor is kept; such a flat is neither read nor written."""
-    flats = [(unit.trainable, kind) for unit in plan.units for kind in (PARAMETER, *unit.moments)]
-    flats += [(unit.frozen, FROZEN) for unit in plan.units]
+    flats = [(unit.stored(page_kind), kind) for unit in plan.units for kind, page_kind in _kinds(plan, unit)]
     by_flat = [{(slot.name, kind) for slot in layout.slots} for layout, kind in flats]
     return {key for keys in by_flat if keys <= kept for key in keys}
 
@@ -232,29 +257,58 @@ def _fill(
     progress: Progress,
 ) -> None:
     plan, store = state.plan, state.runtime.store
-    untouched = _untouched(plan, kept)
+    untouched, shapes = _untouched(plan, kept), plan.splitting.shapes()
     with Tensors(checkpoint) as files, torch.no_grad():
 
-        def values(kind: str, slot: Slot, start: int, stop: int) -> Tensor:
+        def values(kind: str, own_S: Tensor, first: int, slot: Slot, start: int, stop: int) -> Tensor:
             key = (slot.name, kind)
-            return current[key].view(-1)[start:stop] if key in current else files.read(entries[key], start, stop)
+            if key in current:
+                return current[key].view(-1)[start:stop]
+            if key in kept:
+                return own_S[slot.offset + start - first : slot.offset + stop - first]
+            read = functools.partial(files.read, entries[key])
+            return _converted(read, entries[key], kind, prod(shapes[slot.name]))(start, stop)
 
         for unit in reported(state.runtime.units, "loading", progress):
-            for kind in (PARAMETER, *unit.spec.moments, FROZEN):
-                layout = unit.spec.frozen if kind == FROZEN else unit.spec.trainable
-                if any((slot.name, kind) in untouched for slot in layout.slots):
+            for kind, page_kind in _kinds(plan, unit.spec):
+                keys = {(slot.name, kind) for slot in unit.spec.stored(page_kind).slots}
+                if not untouched.isdisjoint(keys):
                     continue
-                writer = FlatWriter(plan, store, unit, "param" if kind == PARAMETER else kind)
-                writer.write_all(functools.partial(values, kind))
+                writer = FlatWriter(plan, store, unit, page_kind)
+                keeps_codes = kind in CODECS and not kept.isdisjoint(keys)
+                own_S = own_codes(state.runtime, unit) if keeps_codes else torch.empty(0)
+                writer.write_all(functools.partial(values, kind, own_S, writer.start))
         for name, buffer in buffers.items():
             if (name, BUFFER) not in kept:
                 buffer.copy_(files.read(entries[name, BUFFER], 0, buffer.numel()).view(buffer.shape))
 
 
+def _kinds(plan: Plan, unit: UnitSpec) -> list[tuple[str, str]]:
+    """Return the kinds of a unit's flats in a checkpoint of the plan, each with the kind of its pages."""
+    codes = [] if plan.precision.frozen is None else [(plan.precision.frozen.name, PageKind.CODES)]
+    moments = [(kind, kind) for kind in unit.moments]
+    return [(PARAMETER, PageKind.PARAM), *moments, (FROZEN, PageKind.FROZEN), *codes]
+
+
+def _converted(read: Callable[[int, int], Tensor], entry: Entry, kind: str, numel: int) -> Callable[[int, int], Tensor]:
+    """Return a function to ranges of a parameter as `kind`, which may be codes, from its entry in a checkpoint.
+
+    Args:
+        read: function to ranges of the entry.
+        numel: the number of values of the parameter.
+    """
+    if entry.kind == kind:
+        return read
+    if entry.kind in CODECS:
+        read = CODECS[entry.kind].values_of(read, numel)
+    return coded(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
+
+
 def _current(state: State, kept: Set[Key]) -> dict[Key, Tensor]:
-    """Return the full values of the kept tensors, except buffers, gathered to host memory. Collective."""
+    """Return the full values of the kept tensors, except buffers and codes, gathered to host memory. Collective."""
     values = dict[Key, Tensor]()
-    for kind in sorted({kind for _, kind in kept if kind != BUFFER}):  # a set's order differs between ranks
+    kinds = {kind for _, kind in kept} - {BUFFER, *CODECS}
+    for kind in sorted(kinds):  # a set's order differs between ranks
         source = {PARAMETER: "param", FROZEN: "param"}.get(kind, kind)
         values |= {(name, kind): tensor for name, tensor in full_values(state, source) if (name, kind) in kept}
     return values

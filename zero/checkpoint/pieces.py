@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.checkpoint.manifest import Flat, Held
+from zero.core.codec import CODECS
 from zero.core.layout import pages
 from zero.core.sizes import round_up
 from zero.engine.plan import Plan
@@ -70,6 +71,8 @@ def _pages(
     params = partial(kept, staging[: AHEAD + 1], "param", plan.precision.compute, own_params)
     if kind == FROZEN:
         yield from read("frozen", plan.precision.compute, unit.frozen_S)
+    elif kind in CODECS:
+        yield from read("codes", torch.uint8, unit.codes_S)
     elif kind != PARAMETER:
         form = plan.optimizer.form(kind)
         for origin, page in read(kind, form.dtype):
@@ -98,8 +101,9 @@ def _kept(
         in_memory: this rank's part of the flat; None: the pages are read from the store.
     """
     plan, device = runtime.plan, runtime.plan.world.compute
-    layout = unit.spec.frozen if kind == "frozen" else unit.spec.trainable
-    origin, end = (0, layout.P) if plan.full_update and kind != "frozen" else layout.shard(plan.rank)
+    layout = unit.spec.stored(kind)
+    whole = plan.full_update and layout is unit.spec.trainable
+    origin, end = (0, layout.P) if whole else layout.shard(plan.rank)
     wanted = [
         (number, a, b)
         for number, (a, b) in enumerate(pages(end - origin, plan.page_numel))

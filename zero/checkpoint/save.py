@@ -141,6 +141,7 @@ class Saving:
         self._world.at(f"step {state.tried}, save")
         dynamic, ties = plan.precision.scale.static is None, tied_names(plan.model)
         numbers = facts_of(state.step, state.scale, dynamic=dynamic, ties=ties, rested=state.runtime.updater.rested)
+        coded = {slot.name: list(slot.shape) for unit in plan.units for slot in unit.expanded.slots}
         self._manifest = Manifest(
             format=FORMAT,
             step=state.tried,
@@ -148,7 +149,7 @@ class Saving:
             flats=flats(plan, buffers),
             files=(),
             finite=False,
-            facts={**numbers, "given": dict(facts or {})},
+            facts={**numbers, **({"coded": coded} if coded else {}), "given": dict(facts or {})},
         )
         self._held = held(self._manifest.flats, plan.world.rank)
         gather_reports(self._world, lambda: check(buffers))

@@ -8,12 +8,14 @@ Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 
+from zero.core.codec import CODECS, Codec
 from zero.core.loss_scale import LossScaling
 from zero.core.master import Master, SplitMaster, WholeMaster
 from zero.errors import ConfigError
@@ -33,10 +35,14 @@ class Precision:
         master: how the fp32 master is stored beside half-precision parameters: "split": the 16 bits that a bf16
             parameter lacks, 2 bytes a parameter; "whole": 4 bytes a parameter; "auto": split with "bf16", whole with
             "fp16". A run gives the same bits either way.
+        frozen: how parameters that do not train are stored: "compute": in the dtype of compute; "nf4" or "int8": as
+            codes that each gather expands, see `zero.core.codec`.
+        coded: patterns of the names of the parameters that are stored as codes; by default all frozen matrices except
+            embeddings and heads, see `zero.engine.coded`.
 
     Raises:
-        ConfigError: an unknown name, a loss scale other than 1 where compute is not fp16, or a split master where
-            compute is not bf16.
+        ConfigError: an unknown name, a loss scale other than 1 where compute is not fp16, a split master where compute
+            is not bf16, or `coded` without codes.
     """
 
     compute: torch.dtype
@@ -44,6 +50,9 @@ class Precision:
     scale: LossScaling
     """Loss scaling; by default dynamic for fp16, else a static scale of 1."""
     master: Master
+    frozen: Codec | None
+    """The format of frozen parameters; None: the dtype of compute."""
+    coded: tuple[str, ...]
 
     def __init__(
         self,
@@ -52,6 +61,8 @@ class Precision:
         reduce: str = "fp32",
         scale: LossScaling | None = None,
         master: Literal["auto", "split", "whole"] = "auto",
+        frozen: Literal["compute", "nf4", "int8"] = "compute",
+        coded: Sequence[str] = (),
     ) -> None:
         if scale is None:
             scale = LossScaling() if compute == "fp16" else LossScaling(static=1.0)
@@ -61,6 +72,14 @@ class Precision:
         if self.compute != torch.float16 and scale.static != 1.0:
             raise ConfigError(f"precision.scale is for fp16, but {compute} has the range of fp32. Remove it.")
         object.__setattr__(self, "master", _master(compute, master))
+        if frozen != "compute" and frozen not in CODECS:
+            raise ConfigError(f"precision.frozen={frozen}: must be one of compute, {', '.join(CODECS)}")
+        if isinstance(coded, str):
+            raise ConfigError(f"precision.coded={coded!r} is one string. Pass a list: [{coded!r}].")
+        if coded and frozen == "compute":
+            raise ConfigError("precision.coded needs a format. Set precision.frozen=nf4, or remove it.")
+        object.__setattr__(self, "frozen", CODECS.get(frozen))
+        object.__setattr__(self, "coded", tuple(coded))
 
 
 def _master(compute: str, form: str) -> Master:

@@ -376,7 +376,7 @@ def _load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Loa
             f"load_state_dict: missing {some(missing)}, unknown {some(unexpected)}. Pass strict=False to allow both."
         )
     for unit in state.plan.units:
-        slots = [slot.name for layout in (unit.trainable, unit.frozen) for slot in layout.slots]
+        slots = [slot.name for layout in unit.layouts for slot in layout.slots]
         present = {name: key for name in slots if (key := keys[name]) is not None}
         if present:
             with gathered(state, list(present), modify=True) as full:

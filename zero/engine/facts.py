@@ -23,6 +23,7 @@ from zero.distributed.world import World
 from zero.engine.pool import Pool
 from zero.engine.unit import Splitting, UnitSpec
 from zero.platform.device import Device
+from zero.store import PageKind
 
 Scope = Literal["world", "node"]
 Reduction = Literal["exact", "native", "node"]
@@ -103,11 +104,30 @@ class Facts:
 
     @property
     def resident(self) -> bool:
-        """Whether full parameters stay on the device between uses.
+        """Whether full parameters of all units stay on the device between uses.
 
-        True if they are not offloaded, and the stage does not shard them or there is one rank.
+        True if they are not offloaded, and the stage does not shard them or there is one rank. Codes are expanded for
+        each use, so with codes and several ranks no unit is resident, and frozen parameters are sharded at every stage.
         """
-        return not self.params_offloaded and (not self.stage.parameters or self.world.size == 1)
+        unsharded = not self.stage.parameters or self.world.size == 1
+        return not self.params_offloaded and unsharded and not self.splitting.has_codes
+
+    def is_resident(self, unit: UnitSpec) -> bool:
+        """Return whether the unit's full parameters stay on the device; on one rank, also beside units with codes."""
+        alone = self.world.size == 1 and not self.params_offloaded
+        return (alone and not unit.codes.slots) or self.resident
+
+    def stored_dtype(self, kind: PageKind) -> torch.dtype:
+        """Return the dtype in which parameters of a `Flat` are kept and gathered."""
+        return torch.uint8 if kind == PageKind.CODES else self.precision.compute
+
+    def full_numel(self, unit: UnitSpec) -> int:
+        """Return the number of elements of the unit's gathered buffer: the parameters, then room for arriving codes.
+
+        A single rank expands codes in device memory from where they are.
+        """
+        arrive = self.world.size > 1 or self.params_offloaded
+        return unit.full_numel + arrive * unit.codes.P // self.precision.compute.itemsize
 
     @property
     def sharers(self) -> int:
@@ -224,7 +244,7 @@ class Facts:
         return torch.float32 if self.device_is_host else torch.bfloat16
 
     def secondary_numel(self, layout: Layout) -> int:
-        """Return the number of elements of this rank's secondary shard of a flat tensor; 0 if none is kept.
+        """Return the number of elements of this rank's secondary shard of a stored flat; 0 if none is kept.
 
         It copies one shard from each other node: the shard of the rank with the same local rank.
         """
@@ -236,14 +256,16 @@ class Facts:
         There is one for each unit in use at the same time, and one for each prefetched unit. All are as large as the
         largest unit, because a unit that is gathered into a buffer stays there until another one needs it.
         """
-        numels = [unit.full_numel for unit in self.units if unit.index not in self.kept_units]
-        if self.resident or not numels:
+        pooled = [unit for unit in self.units if not self.is_resident(unit)]
+        numels = [self.full_numel(unit) for unit in pooled if unit.index not in self.kept_units]
+        if not numels:
             return ()
         return (max(numels),) * min(len(numels), self.splitting.depth + 1 + self.prefetch)
 
     def own_buffer_sizes(self) -> dict[int, int]:
         """Return the number of elements of the gathered buffers of the units that stay gathered, by their index."""
-        return {} if self.resident else {index: self.units[index].full_numel for index in sorted(self.kept_units)}
+        kept = [unit for unit in self.units if unit.index in self.kept_units and not self.is_resident(unit)]
+        return {unit.index: self.full_numel(unit) for unit in kept}
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
         """Return the indices of the units that are still gathered when forward ends, and when backward ends."""
@@ -254,7 +276,7 @@ class Facts:
             for place, unit in enumerate(order):
                 for coming in order[place : place + 1 + self.prefetch]:
                     if pool.find(coming.index) is None and pool.has_room_for(coming.index):
-                        pool.take(coming.index, coming.full_numel)
+                        pool.take(coming.index, self.full_numel(coming))
                     if (buffer := pool.find(coming.index)) is not None:
                         buffer.ahead = True
                 if (buffer := pool.find(unit.index)) is not None:

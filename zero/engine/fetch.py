@@ -4,18 +4,23 @@ Every rank must start the same collectives in the same order. An all-gather that
 update by the store's threads, is a `Later`: it starts after the work of the unit before is launched, or when the buffer
 is waited for. These are the same points of the program on all ranks. Other all-gathers start when the buffer is
 requested. All overlap with compute.
+
+Codes of frozen parameters arrive as bytes behind the parameters of the buffer, and a `Later` expands them. It starts
+after the work of the unit before is launched, so on a GPU it runs beside that work.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from zero.distributed.routes import Routes
 from zero.distributed.world import Handle
 from zero.engine.plan import Plan
 from zero.engine.transfer import load
+from zero.engine.unit import UnitSpec
 from zero.engine.unit_state import UnitState
 from zero.platform.device import PASSED, Device
 from zero.store import Page, PageKind, PrefetchStore, Ticket
@@ -27,17 +32,17 @@ Its arguments are the unit, the buffer, the tickets of the unit's update, and wh
 """
 
 
-def gathering(routes: Routes) -> Fetch:
-    """Return a Fetch for shards in device memory; a buffer has shape (trainable P + frozen P,)."""
+def gathering(plan: Plan, routes: Routes) -> Fetch:
+    """Return a Fetch for shards in device memory."""
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
-        split = unit.spec.trainable.P
-        shards, fulls = (unit.shard_S, unit.frozen_S), (full[:split], full[split:])
-        return [
-            _gather(routes, unit, number, shard_S, full_P)()
-            for number, (shard_S, full_P) in enumerate(zip(shards, fulls, strict=True))
-            if shard_S is not None and shard_S.numel()
-        ]
+        handles: list[Handle] = []
+        for shard in _shards(plan, routes, unit, full):
+            kept = unit.shards[shard.number]
+            assert kept is not None
+            own_S = kept if kept.numel() == shard.own_S.numel() else kept[slice(*shard.extent)]
+            handles += shard.arrived([shard.gather(own_S)])
+        return handles
 
     return fetch
 
@@ -47,9 +52,9 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
-        return [handle for shard in _paged_shards(plan, routes, unit, full) for handle in read(shard)]
+        return [handle for shard in _shards(plan, routes, unit, full) for handle in shard.arrived(read(shard))]
 
-    def read(shard: _PagedShard) -> list[Handle]:
+    def read(shard: _Shard) -> list[Handle]:
         reads = [
             load(store, device, page, shard.own_S[a:b])
             for page, (a, b) in zip(shard.pages, plan.cut(shard.own_S.numel()), strict=True)
@@ -60,7 +65,7 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
         def gather() -> list[Handle]:
             for ticket in reads:
                 ticket.wait()
-            return [shard.gather()]
+            return [shard.gather(shard.own_S)]
 
         return [Later(device, gather)]
 
@@ -72,7 +77,7 @@ def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     device = plan.world.compute
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
-        def copy_and_gather(shard: _PagedShard) -> list[Handle]:
+        def copy_and_gather(shard: _Shard) -> list[Handle]:
             for ticket in tickets:
                 ticket.wait()
             place = shard.own_S
@@ -81,53 +86,85 @@ def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
                 place = place[view.numel() :]
             if plan.world.size == 1:
                 return []
-            return [shard.gather()]
+            return [shard.gather(shard.own_S)]
 
         handles: list[Handle] = []
-        for shard in _paged_shards(plan, routes, unit, full):
-            handles += [Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
+        for shard in _shards(plan, routes, unit, full):
+            started = [Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
+            handles += shard.arrived(started)
         return handles
 
     return fetch
 
 
-class _PagedShard(NamedTuple):
-    """This rank's shard of a flat tensor in pages.
+class _Shard(NamedTuple):
+    """This rank's shard of a stored flat.
 
     Attributes:
-        own_S: (S,) the part of the gathered buffer that the pages are read into.
-        gather: starts the all-gather of the flat tensor.
+        number: the number of the flat in `UnitSpec.flats`.
+        extent: the (start, stop) of the shard in the flat.
+        pages: the pages of the shard where parameters are offloaded.
+        own_S: (S,) the part of the gathered buffer for the shard.
+        gather: starts the all-gather of the flat from the shard, (S,).
+        arrived: maps the handles of the flat's arrival to those of the parameters' values.
     """
 
+    number: int
+    extent: tuple[int, int]
     pages: list[Page]
     own_S: Tensor
-    gather: Callable[[], Handle]
+    gather: Callable[[Tensor], Handle]
+    arrived: Callable[[Sequence[Handle]], Sequence[Handle]]
 
 
-def _paged_shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_PagedShard]:
-    split = unit.spec.trainable.P
-    parts = (
-        (PageKind.PARAM, unit.spec.trainable, full[:split]),
-        (PageKind.FROZEN, unit.spec.frozen, full[split:]),
-    )
+def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_Shard]:
+    """Return the shards of the unit's flats that are not empty."""
     shards = []
-    for number, (kind, layout, full_P) in enumerate(parts):
-        pages = [Page(unit.index, kind, n) for n in range(len(plan.cut(layout.S)))]
-        start, stop = layout.shard(plan.rank)
-        own_S = full_P[start:stop]
-        if layout.S:
-            shards.append(_PagedShard(pages, own_S, _gather(routes, unit, number, own_S, full_P)))
+    for number, flat in enumerate(unit.spec.flats):
+        if not flat.stored.S:
+            continue
+        full_P, arrived = flat.of(full), _unchanged
+        if flat.kind == PageKind.CODES:
+            room = full[unit.spec.full_numel :].view(torch.uint8)
+            full_P = room if room.numel() else cast(Tensor, unit.codes_S)  # see `Facts.full_numel`
+            arrived = partial(_expanding, plan, unit.spec, full_P, flat.of(full))
+        extent = flat.stored.shard(plan.rank)
+        pages = [Page(unit.index, flat.kind, n) for n in range(len(plan.cut(flat.stored.S)))]
+        gather = partial(
+            routes.gather,
+            full_P=full_P,
+            secondary=unit.secondary[number],
+            current=unit.secondary_versions[number] == unit.versions[number],  # now: a later start is of this version
+            what=unit.spec.name,
+        )
+        shards.append(_Shard(number, extent, pages, full_P[slice(*extent)], gather, arrived))
     return shards
 
 
-def _gather(routes: Routes, unit: UnitState, number: int, own_S: Tensor, full_P: Tensor) -> Callable[[], Handle]:
-    """Return a function that starts the all-gather of one flat tensor of the unit in its present version.
+def _unchanged(handles: Sequence[Handle]) -> Sequence[Handle]:
+    return handles
 
-    Args:
-        number: 0 for the trainable flat, 1 for the frozen one.
-    """
-    secondary, current = unit.secondary[number], unit.secondary_versions[number] == unit.versions[number]
-    return partial(routes.gather, own_S, full_P, secondary=secondary, current=current, what=unit.spec.name)
+
+def _expanding(
+    plan: Plan, unit: UnitSpec, codes_P: Tensor, values_P: Tensor, handles: Sequence[Handle]
+) -> Sequence[Handle]:
+    """Return the handle of the expansion of a unit's codes, which waits for `handles`."""
+    codec, device = plan.precision.frozen, plan.world.compute
+    assert codec is not None
+
+    def expand() -> list[Handle]:
+        for handle in handles:
+            handle.wait()
+        tables = codec.tables(device.device) if device.tile_numel else ()
+        for coded, slot in zip(unit.codes.slots, unit.expanded.slots, strict=True):
+            codes, values = codes_P[coded.offset : coded.stop], values_P[slot.offset : slot.stop]
+            if tables:
+                torch.ops.zero.expand(values, codes, *tables, device.tile_numel)
+            else:
+                codec.expand(codes, values)
+        return []
+
+    return [Later(device, expand)]
 
 
 class Later:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from zero.core.suggest import meant, some
 from zero.distributed.world import World
+from zero.engine.coded import coded
 from zero.engine.empty import is_meta
 from zero.engine.flat_writer import FlatWriter
 from zero.engine.placeholder import ParameterPlaceholder
@@ -119,22 +120,21 @@ def by_range(whole: Callable[[str], Tensor]) -> Values:
 def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     """Return a unit with this rank's tensors allocated and zero."""
     compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
-    resident = Buffer(spec.full_numel, compute, device) if plan.resident else None
-    shards: list[Tensor | None] = [None, None]
+    resident = Buffer(spec.full_numel, compute, device) if plan.is_resident(spec) else None
+    shards: list[Tensor | None] = [None, None, None]
     if resident is not None:
         resident.version = 0
-        for number, (layout, first) in enumerate(((spec.trainable, 0), (spec.frozen, spec.trainable.P))):
-            start, stop = layout.shard(rank)
-            shards[number] = resident.flat[first + start : first + stop]
+        shards = [flat.of(resident.flat)[slice(*flat.stored.shard(rank))] for flat in spec.flats]
     elif not plan.params_offloaded:
-        shards = [device.zeros(layout.S, compute) for layout in spec.layouts]
+        shards = [device.zeros(plan.kept_numel(flat), plan.stored_dtype(flat.kind)) for flat in spec.flats]
     keeps_grad = spec.trainable.slots and not plan.grads_offloaded
     grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
-    trainable, frozen = (
-        store.in_place(Page(spec.index, PageKind.SECONDARY, number)) if plan.secondary_numel(layout) else None
-        for number, layout in enumerate(spec.layouts)
-    )
-    return UnitState(spec, resident, shards[0], shards[1], grad, (trainable, frozen))
+    secondary = [
+        store.in_place(Page(spec.index, PageKind.SECONDARY, number)) if plan.secondary_numel(flat.stored) else None
+        for number, flat in enumerate(spec.flats)
+    ]
+    shard_S, frozen_S, codes_S = shards
+    return UnitState(spec, resident, shard_S, frozen_S, codes_S, grad, tuple(secondary))
 
 
 @dataclass
@@ -153,25 +153,40 @@ class Check:
 
 
 @torch.no_grad()
-def fill(plan: Plan, store: Store, unit: UnitState, values: Values, check: Check) -> None:
-    """Write a unit's first values to memory and to the store, and add them to `check`."""
+def fill(plan: Plan, store: Store, unit: UnitState, values: Values, codes: Mapping[str, Tensor], check: Check) -> None:
+    """Write a unit's first values to memory and to the store, and add them to `check`.
+
+    Args:
+        codes: the codes of parameters that are taken over, by name.
+    """
 
     def read(name: str, start: int, stop: int) -> Tensor:
         return values(name, start, stop).detach().to("cpu", torch.float32).contiguous()
 
     def kept(name: str, start: int, stop: int) -> Tensor:
-        value = read(name, start, stop)
+        return noted(read(name, start, stop))
+
+    def taken(name: str, start: int, stop: int) -> Tensor:
+        return noted(codes[name][start:stop].to("cpu").contiguous())
+
+    def noted(value: Tensor) -> Tensor:
         check.values = crc32(memory_of(value), check.values)
         return value
 
     sample = 0
-    for kind, copies in ((PageKind.PARAM, plan.optimizer.copies), (PageKind.FROZEN, ())):
-        writer = FlatWriter(plan, store, unit, kind, copies=copies)
+    for flat in unit.spec.flats:
+        copies = plan.optimizer.copies if flat.kind == PageKind.PARAM else ()
+        writer = FlatWriter(plan, store, unit, flat.kind, copies=copies)
         check.ranges.update(f"{writer.start} {writer.stop} ".encode())
-        for slot in writer.layout.slots:
+        for stored, slot in zip(flat.stored.slots, flat.values.slots, strict=True):
             first = read(slot.name, 0, min(SAMPLE, slot.numel))
             sample = crc32(memory_of(first), crc32(slot.name.encode(), sample))
-            writer.write(slot, partial(kept, slot.name))
+            source: Callable[[int, int], Tensor] = partial(kept, slot.name)
+            if plan.precision.frozen is not None and flat.kind == PageKind.CODES:
+                source = coded(plan.precision.frozen, slot.name, slot.numel, source)
+            if slot.name in codes and flat.kind == PageKind.CODES:
+                source = partial(taken, slot.name)
+            writer.write(stored, source)
         writer.close()
     check.samples[unit.spec.name] = f"{sample:08x}"
 

@@ -1,7 +1,7 @@
 """Write a flat tensor to this rank's memory and pages, in order; each rank keeps its own range of it.
 
-The values arrive slot by slot in fp32. The writer asks for the part of a slot that this rank keeps, in chunks, rounds
-it, and puts it where the unit's state is: a shard, a resident buffer, or pages of the store.
+The values arrive slot by slot in fp32, codes as bytes. The writer asks for the part of a slot that this rank keeps, in
+chunks, rounds it, and puts it where the unit's state is: a shard, a resident buffer, or pages of the store.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class FlatWriter:
     """A writer of one kind of a unit's values, and of further kinds that begin with the same values.
 
     Args:
-        kind: "param" (also writes the master, if the precision has one), "frozen", or a moment's name.
+        kind: "param" (also writes the master, if the precision has one), "frozen", "codes", or a moment's name.
         copies: further kinds.
 
     Attributes:
@@ -37,7 +37,7 @@ class FlatWriter:
     """
 
     def __init__(self, plan: Plan, store: Store, unit: UnitState, kind: str, *, copies: Sequence[str] = ()) -> None:
-        self.layout = unit.spec.frozen if kind == PageKind.FROZEN else unit.spec.trainable
+        self.layout = unit.spec.stored(kind)
         self._sinks = [sink for each in (kind, *copies) for sink in _sinks(plan, store, unit, each, self.layout)]
         self.start, self.stop = min(sink.start for sink in self._sinks), max(sink.stop for sink in self._sinks)
         self._at = self.start
@@ -82,16 +82,23 @@ class _Sink:
     Args:
         start, stop: the range, in elements of the flat tensor.
         page_numel: the size of a page.
-        keep: called for each complete page with its number and its fp32 values, (K,), which are overwritten afterwards.
+        keep: called for each complete page with its number and its values, (K,), which are overwritten afterwards.
         host: the device whose memory holds the page that is being filled.
+        dtype: the dtype of the values.
     """
 
     def __init__(
-        self, start: int, stop: int, page_numel: int, keep: Callable[[int, Tensor], None], host: Device
+        self,
+        start: int,
+        stop: int,
+        page_numel: int,
+        keep: Callable[[int, Tensor], None],
+        host: Device,
+        dtype: torch.dtype,
     ) -> None:
         self.start, self.stop = start, stop
         self._cuts, self._keep = pages(stop - start, page_numel), keep
-        self._page_K = host.zeros(min(page_numel, stop - start), torch.float32)
+        self._page_K = host.zeros(min(page_numel, stop - start), dtype)
         self._number = 0
 
     def take(self, values: Tensor, at: int) -> None:
@@ -113,22 +120,23 @@ def _sinks(plan: Plan, store: Store, unit: UnitState, kind: str, layout: Layout)
     shard, full = layout.shard(plan.rank), (0, layout.P)
     updated = full if plan.full_update else shard
     wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
-    if kind not in (PageKind.PARAM, PageKind.FROZEN):
+    flat = next((flat for flat in unit.spec.flats if flat.kind == kind), None)
+    if flat is None:
         wanted.append((updated, _to_pages(store, unit.index, kind, plan.optimizer.form(kind).page_of)))
     elif plan.params_offloaded:
-        narrow = partial(rounded, dtype=plan.precision.compute)
+        narrow = partial(rounded, dtype=plan.stored_dtype(flat.kind))
         wanted.append((shard, _to_pages(store, unit.index, kind, narrow)))
     elif unit.resident is not None:
-        first = unit.spec.trainable.P if kind == PageKind.FROZEN else 0
-        wanted.append((full, _to_memory(unit.resident.flat[first : first + layout.P], plan.page_numel)))
+        wanted.append((full, _to_memory(flat.of(unit.resident.flat), plan.page_numel)))
     else:
-        shard_S = unit.frozen_S if kind == PageKind.FROZEN else unit.shard_S
-        assert shard_S is not None
-        wanted.append((shard, _to_memory(shard_S, plan.page_numel)))
+        kept = unit.shards[unit.spec.flats.index(flat)]
+        assert kept is not None
+        wanted.append((full if kept.numel() == layout.P else shard, _to_memory(kept, plan.page_numel)))
     master = plan.precision.master
     if kind == PageKind.PARAM and master.kind is not None:
         wanted.append((updated, _to_pages(store, unit.index, master.kind, master.page_of)))
-    return [_Sink(*extent, plan.page_numel, keep, plan.world.compute.host) for extent, keep in wanted]
+    dtype = torch.uint8 if kind == PageKind.CODES else torch.float32
+    return [_Sink(*extent, plan.page_numel, keep, plan.world.compute.host, dtype) for extent, keep in wanted]
 
 
 def _to_memory(flat: Tensor, page_numel: int) -> Callable[[int, Tensor], None]:

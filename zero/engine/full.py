@@ -300,6 +300,12 @@ def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) 
         )
     if modify is not False and kind == "compute":
         raise ConfigError("kind='compute' is made from the parameters and cannot be edited. Edit kind='param'.")
+    coded = sorted(names.intersection(name for unit in state.plan.units for name in _in(unit.expanded)))
+    if modify is not False and coded:
+        raise ConfigError(
+            f"{some(coded)} cannot be edited, because it is kept as codes. Set precision.frozen=compute, or give other "
+            "weights to zero.init."
+        )
     for unit in state.runtime.units if modify is not False and kind == "grad" else ():
         if not names.isdisjoint(_in(unit.spec.trainable)) and not _has_gradient(state, unit):
             raise StaleStateError(f"no backward of this step has reached {unit.spec.name}: it has no gradient to edit")
@@ -343,7 +349,7 @@ def _name(state: State, name: str | Tensor, kind: str) -> str:
 
 
 def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
-    if name in (frozen for unit in state.plan.units for frozen in _in(unit.frozen)):
+    if name in (slot.name for unit in state.plan.units for slot in unit.frozen_slots):
         return f"{name} is frozen: it has no {kind}"
     aliases = state.plan.splitting.aliases()
     if name in aliases:

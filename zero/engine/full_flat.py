@@ -11,7 +11,7 @@ from zero.engine.runtime import Runtime
 from zero.engine.transfer import load
 from zero.engine.unit import UnitSpec
 from zero.engine.unit_state import UnitState
-from zero.store import Page
+from zero.store import Page, PageKind
 
 
 def full_parameters(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
@@ -51,7 +51,7 @@ def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> T
     Args:
         kind: "param", "compute" or a moment.
     """
-    plan, split = runtime.plan, unit.spec.trainable.P
+    plan = runtime.plan
     runtime.updater.apply_deferred(unit)
     if kind in plan.optimizer.moments:
         form = plan.optimizer.form(kind)
@@ -60,8 +60,8 @@ def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> T
     if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
         return gather_flat(runtime, unit, _master(runtime, unit), "master").cpu()
     full = runtime.gatherer.residency.materialise(unit)
-    part = full[:split] if layout is unit.spec.trainable else full[split:]
-    return part.to("cpu", torch.float32, copy=True)
+    flat = next(flat for flat in unit.spec.flats if flat.values is layout)
+    return flat.of(full).to("cpu", torch.float32, copy=True)
 
 
 def _master(runtime: Runtime, unit: UnitState) -> Tensor:
@@ -73,14 +73,27 @@ def _master(runtime: Runtime, unit: UnitState) -> Tensor:
     return master.of(params, updated_range(runtime, unit, str(master.kind), master.dtype))
 
 
-def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dtype) -> Tensor:
-    """Read the range of one kind that this rank updates from its pages, in the pages' own format and `dtype`."""
+def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dtype, count: int | None = None) -> Tensor:
+    """Read the range of one kind that this rank updates from its pages, in the pages' own format and `dtype`.
+
+    Args:
+        count: the number of elements of another range that this rank keeps.
+    """
     plan, numel = runtime.plan, partial(runtime.plan.kept.numel, kind)
-    values = torch.zeros(numel(plan.update_numel(unit.spec)), dtype=dtype, device=plan.world.device)
-    for number, (start, stop) in enumerate(plan.cut(plan.update_numel(unit.spec))):
+    count = plan.update_numel(unit.spec) if count is None else count
+    values = torch.zeros(numel(count), dtype=dtype, device=plan.world.device)
+    for number, (start, stop) in enumerate(plan.cut(count)):
         page = Page(unit.index, kind, number)
         load(runtime.store, plan.world.compute, page, values[numel(start) : numel(stop)]).wait()
     return values
+
+
+def own_codes(runtime: Runtime, unit: UnitState) -> Tensor:
+    """Return a copy of this rank's shard of the unit's codes, (S,) uint8, on the CPU."""
+    codes_S = unit.codes_S
+    if codes_S is None:
+        codes_S = updated_range(runtime, unit, PageKind.CODES, torch.uint8, unit.spec.codes.S)
+    return codes_S.to("cpu", copy=True)
 
 
 def gather_flat(runtime: Runtime, unit: UnitState, updated: Tensor, kind: str) -> Tensor:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type
+from zero.engine.coded import CodedWeights
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
@@ -209,7 +211,10 @@ def init(
     values = values_in(model, splitting)
     takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device)
     with if_it_fails(takeover.undo):
-        units = _filled(plan, store, values_of(splitting, values, model, seed, weights, plan.world), progress)
+        same = isinstance(weights, CodedWeights) and weights.codec == plan.precision.frozen
+        codes = cast(CodedWeights, weights).codes if same else {}
+        first = values_of(splitting, values, model, seed, weights, plan.world)
+        units = _filled(plan, store, first, codes, progress)
     takeover.commit()  # frees the original values, because the plan does not count them together with buffers
     del values
     give_back_memory()  # initialization used the largest host tensors of the run
@@ -220,12 +225,14 @@ def init(
     return State(runtime, 0, plan.precision.scale.start())
 
 
-def _filled(plan: Plan, store: PrefetchStore, values: Values, progress: Progress) -> tuple[UnitState, ...]:
+def _filled(
+    plan: Plan, store: PrefetchStore, values: Values, codes: Mapping[str, Tensor], progress: Progress
+) -> tuple[UnitState, ...]:
     """Return all units with first values; raise HandshakeError if the values differ between ranks. Collective."""
     units, check = list[UnitState](), Check()
     for spec in reported(plan.units, "first values", progress):
         units.append(empty_unit(plan, store, spec))
-        fill(plan, store, units[-1], values, check)
+        fill(plan, store, units[-1], values, codes, check)
     compare(plan.world, check)
     return tuple(units)
 
@@ -256,8 +263,10 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
 
 
 def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
+    if plan.precision.frozen is not None:
+        plan.precision.frozen.tables(plan.world.device)  # created now, so that streams do not each create one later
     if not plan.params_offloaded:
-        return gathering(routes)
+        return gathering(plan, routes)
     return (lending if plan.params_on_host else reading)(plan, routes, store)
 
 

@@ -18,7 +18,7 @@ def measured(state: State) -> dict[str, dict[str, int]]:
     held: dict[str, Counter[str]] = {tier: Counter() for tier in ("device", "host", "nvme")}
     for unit in parts.units:
         resident = [] if unit.resident is None else [unit.resident.flat]
-        held[plan.placement.param]["parameters"] += _distinct_bytes([*resident, unit.shard_S, unit.frozen_S])
+        held[plan.placement.param]["parameters"] += _distinct_bytes([*resident, *unit.shards])
         held[plan.placement.grad]["gradients"] += _distinct_bytes([unit.grad])
     pool = parts.gatherer.pool
     held["device"]["gathered units"] += 0 if pool is None else pool.allocated_bytes

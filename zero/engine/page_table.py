@@ -1,8 +1,8 @@
 """The table of one rank's pages in the store, with their sizes.
 
 A page holds K elements of one kind of one unit. Kinds are the master, the moments, and offloaded parameters and
-gradients. Each secondary shard (copies of shards of other nodes) is a single page, which stays in memory: number 0 is
-of the trainable flat, number 1 of the frozen one.
+gradients. Each secondary shard (copies of shards of other nodes) is a single page, which stays in memory; its number
+is that of the flat in `UnitSpec.flats`.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from zero.core.optim import MOMENTUM
 from zero.core.placement import Tier
 from zero.core.sizes import round_up
 from zero.engine.facts import Facts
-from zero.engine.unit import UnitSpec
+from zero.engine.unit import Flat, UnitSpec
 from zero.store import Page, PageKind
 
 
@@ -141,22 +141,22 @@ class PageTable(Facts):
             for kind, dtype in self.grad_dtypes.items():
                 ranges[kind], dtypes[kind] = self.grad_ranges(unit), dtype
         if self.params_offloaded:
-            ranges |= {PageKind.PARAM: self.cut(unit.trainable.S), PageKind.FROZEN: self.cut(unit.frozen.S)}
-            dtypes |= {PageKind.PARAM: self.precision.compute, PageKind.FROZEN: self.precision.compute}
+            ranges |= {flat.kind: self.cut(flat.stored.S) for flat in unit.flats}
+            dtypes |= {flat.kind: self.stored_dtype(flat.kind) for flat in unit.flats}
         for kind, cuts in ranges.items():
             for number, (start, stop) in enumerate(cuts):
                 numel = self.kept.numel(kind, stop - start)
                 yield Page(unit.index, kind, number), PageSpec(numel, dtypes[kind])
-        for number, layout in enumerate(unit.layouts):
-            if self.secondary_numel(layout):
-                spec = PageSpec(self.secondary_numel(layout), self.precision.compute)
+        for number, flat in enumerate(unit.flats):
+            if self.secondary_numel(flat.stored):
+                spec = PageSpec(self.secondary_numel(flat.stored), self.stored_dtype(flat.kind))
                 yield Page(unit.index, PageKind.SECONDARY, number), spec
 
     def copied_pages(self) -> int:
         """Return the number of pages of frozen parameters that travel through the arena from a disk to a GPU."""
         if self.param_tier != "nvme" or self.device_is_host:
             return 0
-        return sum(len(self.cut(unit.frozen.S)) for unit in self.units)
+        return sum(len(self.cut(layout.S)) for unit in self.units for layout in (unit.frozen, unit.codes))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -186,9 +186,14 @@ class PageTable(Facts):
     def param_bytes(self) -> int:
         """Return the bytes of this rank's parameters, in pages or in device memory."""
         if self.params_offloaded:
-            return self._paged_bytes(PageKind.PARAM, PageKind.FROZEN)
-        layouts = [layout for unit in self.units for layout in unit.layouts]
-        return self.precision.compute.itemsize * sum(layout.P if self.resident else layout.S for layout in layouts)
+            return self._paged_bytes(PageKind.PARAM, PageKind.FROZEN, PageKind.CODES)
+        flats = [flat for unit in self.units for flat in unit.flats]
+        return sum(self.stored_dtype(flat.kind).itemsize * self.kept_numel(flat) for flat in flats)
+
+    def kept_numel(self, flat: Flat) -> int:
+        """Return the number of elements of a stored flat that this rank keeps in device memory."""
+        whole = self.resident or (self.full_update and flat.kind == PageKind.PARAM)
+        return flat.stored.P if whole else flat.stored.S
 
     def grad_bytes(self) -> int:
         """Return the bytes of this rank's gradients, in pages or in device memory."""

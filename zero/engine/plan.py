@@ -27,6 +27,7 @@ from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.arguments import type_text
+from zero.engine.coded import coded_names
 from zero.engine.compile import Backend, check_backend, described
 from zero.engine.facts import Facts, Reduction, Scope, sharers
 from zero.engine.page_table import PageTable
@@ -168,6 +169,8 @@ class Plan(PageTable):
             class_names=_names(units),
             optimizer=optimizer,
             bucket_numel=bucket // precision.compute.itemsize,
+            coded=coded_names(model, precision),
+            codec=precision.frozen,
         )
         self.activations = activations_of(splitting, by_pattern)
         optimizer.check_groups(splitting.shapes())
@@ -232,7 +235,7 @@ class Plan(PageTable):
 
     def tier(self, page: Page) -> Tier:
         """Return the tier of a page."""
-        if page.kind in (PageKind.PARAM, PageKind.FROZEN):
+        if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.CODES):
             return self.placement.param
         if page.kind == PageKind.SECONDARY:
             assert self.secondary is not None
@@ -325,7 +328,7 @@ class Plan(PageTable):
         if self.has_nodes and "node" in (self.gather, self.reduce, self.shard):
             agreed["ranks of a node"] = str(self.world.local_size)
         for unit in self.units:
-            slots = repr((unit.trainable.slots, unit.frozen.slots)).encode()
+            slots = repr((unit.trainable.slots, unit.frozen.slots, unit.codes.slots)).encode()
             agreed[f"zero.units {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
         return agreed
 

@@ -42,7 +42,8 @@ class Residency:
         tape: records gathers in the timeline.
 
     Attributes:
-        pool: the borrowed buffers; None if every unit is resident.
+        pool: the borrowed buffers; None if every unit is resident. On one rank, units without codes are resident
+            beside a pool.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Residency:
     ) -> None:
         self._advance = advance
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
+        self._full_numel = plan.full_numel
         self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
         self._launch_ahead = updater.launch_ahead
         self._hand_off = updater.hand_off if plan.params_offloaded else None
@@ -80,7 +82,7 @@ class Residency:
         """End the pass: wait for gathers ahead that were not used, and release their buffers."""
         self._later.clear()
         self._coming.clear()
-        for buffer in self._resident if self.pool is None else [*self.pool.buffers]:
+        for buffer in [*self._resident, *(self.pool.buffers if self.pool is not None else ())]:
             if buffer.ahead:
                 buffer.land()
                 buffer.ahead = False
@@ -94,7 +96,7 @@ class Residency:
         self._later.clear()
         self._coming.clear()
         for unit in self._units:
-            unit.secondary_versions = -1, -1  # the gather that fills them may be lost
+            unit.secondary_versions = -1, -1, -1  # the gather that fills them may be lost
         for buffer in self._resident:
             buffer.ahead = False
         if self.pool is not None:
@@ -201,7 +203,7 @@ class Residency:
                 unit.grad_readers += [ready, *tickets]
             if unit.resident is None:
                 assert self.pool is not None
-                buffer = self.pool.take(unit.index, unit.spec.full_numel)
+                buffer = self.pool.take(unit.index, self._full_numel(unit.spec))
             assert buffer is not None
             buffer.ready = ready
             buffer.arrivals += tickets
@@ -253,4 +255,4 @@ class Residency:
         return buffer
 
     def _find(self, unit: UnitState) -> Buffer | None:
-        return unit.resident if self.pool is None else self.pool.find(unit.index)
+        return unit.resident if self.pool is None or unit.resident is not None else self.pool.find(unit.index)

@@ -88,7 +88,7 @@ def traffic(plan: Plan) -> Traffic:
     for page, spec in plan.store_pages().items():
         moved = _read(plan.tier(page), spec.nbytes, device_is_host)
         by_kind["state" if plan.is_updated(page) else page.kind] += moved
-        if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.SECONDARY):
+        if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.CODES, PageKind.SECONDARY):
             passing[page.unit] += moved
         if page.kind == PageKind.GRAD and page.number < plan.updated_pages(plan.units[page.unit]):
             updated_grads += moved
@@ -98,7 +98,7 @@ def traffic(plan: Plan) -> Traffic:
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     reduction = _sum(plan, trainable_numel)
     last = reduction if plan.local_sum else Load()
-    if plan.resident and plan.full_update:
+    if plan.full_update:
         last += _gather(plan, plan.grad_dtype.itemsize * trainable_numel)
     first, forward, backward = _gathers(plan, passing)
     count = plan.accumulate
@@ -187,7 +187,7 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
 
 def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
     """Return the bytes that a rank receives in a gather of a unit; with secondary shards only those of its own node."""
-    gather = _gather(plan, plan.precision.compute.itemsize * unit.full_numel)
+    gather = _gather(plan, sum(plan.stored_dtype(flat.kind).itemsize * flat.stored.P for flat in unit.flats))
     return Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
 
 

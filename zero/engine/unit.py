@@ -13,19 +13,21 @@ containing module that owns parameters directly is itself a site. Alternatively 
 The user's model is not changed: a `Splitting` consists of names and sizes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from zero.core.layout import Layout
+from zero.core.codec import Codec
+from zero.core.layout import Layout, Slot
 from zero.core.muon import Matrices
 from zero.core.optim import Transform
 from zero.core.suggest import meant
 from zero.engine.unsupported import check_model
 from zero.errors import PlanError
+from zero.store import PageKind
 
 AUTO = "auto"
 """The word that stands for the default policy in a list of class names."""
@@ -38,11 +40,33 @@ ROOT = "(root)"
 """The name of the model itself as a site and as a unit."""
 
 
-@dataclass(frozen=True)
-class UnitSpec:
-    """The parameters of one unit: a flat tensor of trainable ones and a flat tensor of frozen ones.
+class Flat(NamedTuple):
+    """A flat tensor of a unit.
 
     Attributes:
+        kind: the kind of its pages.
+        stored: the layout of what the ranks keep: of bytes for parameters that are stored as codes, else `values`.
+        values: the layout of the gathered parameters.
+        first: the first element of `values` in the unit's gathered buffer.
+    """
+
+    kind: PageKind
+    stored: Layout
+    values: Layout
+    first: int
+
+    def of(self, full: Tensor) -> Tensor:
+        """Return the gathered values, (P,), in the unit's buffer."""
+        return full[self.first : self.first + self.values.P]
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """The parameters of one unit: flat tensors of trainable ones, of frozen ones, and of codes of frozen ones.
+
+    Attributes:
+        codes: the bytes of the frozen parameters that are stored as codes.
+        expanded: the same parameters in a gathered buffer. This flat is never cut.
         lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
         moments: what the optimizer keeps of the trainable ones.
         matrices: the trainable ones in batches, if Muon updates them, see `zero.core.muon`; else empty.
@@ -53,23 +77,45 @@ class UnitSpec:
     name: str
     trainable: Layout
     frozen: Layout
+    codes: Layout
+    expanded: Layout
     lookup: bool = False
     moments: tuple[str, ...] = ()
     matrices: tuple[Matrices, ...] = ()
     shared: bool = False
 
+    @cached_property
+    def flats(self) -> tuple[Flat, Flat, Flat]:
+        """The flat tensors in the order of the gathered buffer."""
+        split = self.trainable.P
+        return (
+            Flat(PageKind.PARAM, self.trainable, self.trainable, 0),
+            Flat(PageKind.FROZEN, self.frozen, self.frozen, split),
+            Flat(PageKind.CODES, self.codes, self.expanded, split + self.frozen.P),
+        )
+
+    def stored(self, kind: str) -> Layout:
+        """Return the layout of what the ranks keep of a kind: that of a `Flat`; moments have the trainable one."""
+        return next((flat.stored for flat in self.flats if flat.kind == kind), self.trainable)
+
     @property
-    def layouts(self) -> tuple[Layout, Layout]:
-        return self.trainable, self.frozen
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of the parameters' values; each parameter is in one of them."""
+        return tuple(flat.values for flat in self.flats)
+
+    @cached_property
+    def frozen_slots(self) -> tuple[Slot, ...]:
+        return self.frozen.slots + self.expanded.slots
 
     @property
     def full_numel(self) -> int:
-        """The number of elements of a buffer for both gathered flats."""
-        return self.trainable.P + self.frozen.P
+        """The number of elements of the gathered parameters."""
+        return self.trainable.P + self.frozen.P + self.expanded.P
 
     def frozen_view(self, slot: int, full: Tensor) -> Tensor:
-        """Return a view of a frozen parameter in a buffer for both gathered flats."""
-        return self.frozen.slots[slot].of(full[self.trainable.P :])
+        """Return a view of one of `frozen_slots` in the gathered buffer."""
+        flat = self.flats[1 if slot < len(self.frozen.slots) else 2]
+        return self.frozen_slots[slot].of(flat.of(full))
 
 
 @dataclass(frozen=True)
@@ -79,7 +125,7 @@ class Binding:
     Attributes:
         local: the parameter's name relative to the site's module.
         unit: the index of its unit.
-        slot: the number of its slot in the unit's trainable or frozen flat.
+        slot: the number of its slot in the unit's trainable flat, or in its `frozen_slots`.
         trainable: whether that is the trainable flat.
     """
 
@@ -106,7 +152,7 @@ class Site:
 
     @cached_property
     def slots(self) -> dict[tuple[int, bool], tuple[int, ...]]:
-        """The slots that the module uses of each unit's trainable (True) and frozen (False) flat."""
+        """The slots that the module uses of each unit's trainable (True) and frozen (False) parameters."""
         return {
             (unit, trainable): tuple(
                 dict.fromkeys(
@@ -144,6 +190,11 @@ class Splitting:
         """Whether the model has a trainable parameter."""
         return any(unit.trainable.slots for unit in self.units)
 
+    @cached_property
+    def has_codes(self) -> bool:
+        """Whether frozen parameters are stored as codes."""
+        return any(unit.codes.slots for unit in self.units)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The full name of every parameter."""
@@ -178,6 +229,8 @@ def split(
     class_names: Sequence[str] | None = None,
     optimizer: Transform | None = None,
     bucket_numel: int = 0,
+    coded: Collection[str] = (),
+    codec: Codec | None = None,
 ) -> Splitting:
     """Return the units and sites of `model`. Its parameters may be on any device, including meta.
 
@@ -189,6 +242,8 @@ def split(
         optimizer: chooses the group of each parameter. Those that Muon updates get units of their own; None: all
             parameters are in group 0.
         bucket_numel: units that follow each other are merged while their parameters have at most this many elements.
+        coded: names of the frozen parameters that are stored as codes.
+        codec: the format of these codes.
 
     Raises:
         PlanError: the model has no parameters, no module of a named class, or a part that `unsupported` rejects.
@@ -213,14 +268,14 @@ def split(
         parameters.setdefault(name, []).append(visited[key])
     by_name = {visited[key].name: number for key, number in groups.items()}
     units = tuple(
-        _unit(index, name, owned, world_size, optimizer, by_name, lookup=name in lookups)
+        _unit(index, name, owned, world_size, optimizer, by_name, codec, coded, lookup=name in lookups)
         for index, (name, owned) in enumerate(parameters.items())
     )
     where = {
-        slot.name: (unit.index, number, layout is unit.trainable)
+        slot.name: (unit.index, number, trainable)
         for unit in units
-        for layout in unit.layouts
-        for number, slot in enumerate(layout.slots)
+        for trainable, slots in ((True, unit.trainable.slots), (False, unit.frozen_slots))
+        for number, slot in enumerate(slots)
     }
     shared = {unit.index for unit in units if unit.shared}
     sites = tuple(
@@ -246,23 +301,29 @@ def _unit(
     world_size: int,
     optimizer: Transform | None,
     groups: Mapping[str, int],
+    codec: Codec | None,
+    coded: Collection[str],
     *,
     lookup: bool,
 ) -> UnitSpec:
-    def layout(trainable: bool) -> Layout:
-        shapes = {
-            full_name: tuple(parameter.shape)
-            for full_name, parameter, _ in parameters
-            if parameter.requires_grad is trainable
-        }
-        return Layout.of(shapes, world_size=world_size, groups=groups)
-
-    trainable, frozen = layout(True), layout(False)
-    if optimizer is None or not trainable.slots:
-        return UnitSpec(index, name or ROOT, trainable, frozen, lookup, shared=name == SHARED)
-    group = trainable.slots[0].group
-    moments, matrices = optimizer.moments_of(group), optimizer.matrices_of(trainable, group)
-    return UnitSpec(index, name or ROOT, trainable, frozen, lookup, moments, matrices, name == SHARED)
+    shapes: dict[PageKind, dict[str, tuple[int, ...]]] = {kind: {} for kind in PageKind}
+    for full_name, parameter, _ in parameters:
+        frozen = PageKind.CODES if full_name in coded else PageKind.FROZEN
+        shapes[PageKind.PARAM if parameter.requires_grad else frozen][full_name] = tuple(parameter.shape)
+    trainable, plain = (
+        Layout.of(shapes[kind], world_size=world_size, groups=groups) for kind in (PageKind.PARAM, PageKind.FROZEN)
+    )
+    expanded = Layout.of(shapes[PageKind.CODES], world_size=1)
+    nbytes = {slot.name: (codec.numel(slot.numel),) for slot in expanded.slots if codec is not None}
+    codes = Layout.of(nbytes, world_size=world_size)
+    moments: tuple[str, ...] = ()
+    matrices: tuple[Matrices, ...] = ()
+    if optimizer is not None and trainable.slots:
+        group = trainable.slots[0].group
+        moments, matrices = optimizer.moments_of(group), optimizer.matrices_of(trainable, group)
+    return UnitSpec(
+        index, name or ROOT, trainable, plain, codes, expanded, lookup, moments, matrices, shared=name == SHARED
+    )
 
 
 def _by_optimizer(

@@ -26,12 +26,13 @@ class UnitState:
     Attributes:
         resident: the buffer that permanently holds the full unit, first the trainable flat and then the frozen one, in
             the compute dtype; None if the unit is gathered into the pool.
-        shard_S: (S,) this rank's shard of the trainable flat, compute dtype; a view of `resident` if there is one; None
-            if parameters are offloaded.
+        shard_S: (S,) this rank's shard of the trainable flat, compute dtype; a view of `resident` if there is one, else
+            (P,) if this rank updates the whole flat; None if parameters are offloaded.
         frozen_S: (S,) the same for the frozen flat.
+        codes_S: (S,) uint8, the same for the codes of frozen parameters.
         grad: (P,) or (S,), see `Plan.grad_numel`; None if nothing is trainable, or while the gradient is offloaded.
-        secondary: secondary shards of the trainable and of the frozen flat, ((N - 1) x S,) each for N nodes, compute
-            dtype. They are copies, kept in the store, of other nodes' shards; see `zero.distributed.routes`.
+        secondary: secondary shards of each flat, ((N - 1) x S,) each for N nodes, in the flat's dtype. They are copies,
+            kept in the store, of other nodes' shards; see `zero.distributed.routes`.
         secondary_versions: the `versions` of the secondary shards after the last started gather; -1 if they are empty.
         deferred: the numbers of the update that must be applied before the next gather, or None.
         grad_ready: the event at the end of the work that makes the gradient of that update.
@@ -51,9 +52,10 @@ class UnitState:
     resident: Buffer | None
     shard_S: Tensor | None
     frozen_S: Tensor | None
+    codes_S: Tensor | None
     grad: Tensor | None
-    secondary: tuple[Tensor | None, Tensor | None] = None, None
-    secondary_versions: tuple[int, int] = -1, -1
+    secondary: tuple[Tensor | None, ...] = None, None, None
+    secondary_versions: tuple[int, int, int] = -1, -1, -1
     deferred: Hyper | None = None
     grad_ready: Event = PASSED
     updated: Event | None = None
@@ -72,9 +74,14 @@ class UnitState:
         return self.spec.index
 
     @property
-    def versions(self) -> tuple[int, int]:
-        """The versions of the trainable and of the frozen flat."""
-        return self.version, self.frozen_version
+    def versions(self) -> tuple[int, int, int]:
+        """The versions of the flats."""
+        return self.version, self.frozen_version, self.frozen_version
+
+    @property
+    def shards(self) -> tuple[Tensor | None, ...]:
+        """This rank's parts of the flats."""
+        return self.shard_S, self.frozen_S, self.codes_S
 
     @property
     def waits_in_update(self) -> bool:

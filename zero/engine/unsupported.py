@@ -79,6 +79,11 @@ def _faults_of_parameter(parameter: nn.Parameter) -> Faults:
         cls.__module__.startswith("torch.distributed"),
         f" is a {cls.__name__}, sharded already. Pass the model as it is before fully_shard or parallelize_module.",
     )
+    yield (
+        cls.__name__ == "Params4bit",
+        " has codes of bitsandbytes. Write from zero.formats import from_bitsandbytes; weights = "
+        "from_bitsandbytes(model) before zero.Plan, and zero.init(..., weights=weights).",
+    )
     is_packed = library == "bitsandbytes" or not issubclass(cls, nn.Parameter | Unmade)
     yield is_packed, f" is a {cls.__name__} of {library}, whose values zero cannot shard. {ROUNDED}."
     yield (

@@ -1,12 +1,13 @@
 """Convert checkpoints to and from the files of other libraries.
 
 Every format is read into a `Stream` and written from one. `safetensors_folder`, `adapter`, `torch_file`, `dcp` and
-`universal` each implement one format; `exports` reads checkpoints and `imports` writes them. Pickles are read only in
-this package, and may only create objects of an allowed list of classes. So no module that saves, loads or resumes
-imports it.
+`universal` each implement one format; `exports` reads checkpoints and `imports` writes them; `four_bit` takes over a
+model. Pickles are read only in this package, and may only create objects of an allowed list of classes. So no module
+that saves, loads or resumes imports it.
 """
 
 from zero.formats.exports import Exported, export_checkpoint, open_newest
+from zero.formats.four_bit import from_bitsandbytes
 from zero.formats.imports import Choice, Imported, import_checkpoint, read_source
 from zero.formats.progress_bar import progress_bar
 
@@ -15,6 +16,7 @@ __all__ = [
     "Exported",
     "Imported",
     "export_checkpoint",
+    "from_bitsandbytes",
     "import_checkpoint",
     "open_newest",
     "progress_bar",

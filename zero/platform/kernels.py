@@ -1,4 +1,4 @@
-"""Triton kernels of a GPU: the update of a piece, and the sum of received chunks in rank order.
+"""Triton kernels of a GPU: the update of a piece, the sum of received chunks in rank order, and the expansion of codes.
 
 The operators in `zero.core` and `zero.distributed.world` define the results. These kernels compute the same formats,
 random bits and order of operations, and every fp32 operation rounds once: products and sums are not contracted. Import
@@ -203,6 +203,35 @@ def _add(total, received, own, numel, rank, RANKS: tl.constexpr, ACCUMULATE: tl.
     tl.store(total + at, value, live)
 
 
+@Kernel
+def _bytes_as_fp32(pointer):
+    """Load 4 bytes, which need not be aligned, as an fp32 number."""
+    bits = tl.load(pointer).to(tl.int32) | (tl.load(pointer + 1).to(tl.int32) << 8)
+    bits |= (tl.load(pointer + 2).to(tl.int32) << 16) | (tl.load(pointer + 3).to(tl.int32) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@Kernel
+def _expand(values, codes, pairs, dynamic, numel, TILE: tl.constexpr):
+    """Expand one tile of nf4 codes, see `zero.core.codec`. A tile is in one row, of 16,384 values in 8,456 bytes."""
+    first = tl.program_id(0).to(tl.int64) * TILE
+    row = first // 16384
+    begin = codes + row * 8456
+    vectors = tl.minimum((numel + 63) // 64 - row * 256, 256)
+    lane = first % 16384 + tl.arange(0, TILE)
+    live = row * 16384 + lane < numel
+    number = tl.load(dynamic + tl.load(begin + 8 + lane // 64, live, other=0).to(tl.int32))
+    scale = number * _bytes_as_fp32(begin + 4) + _bytes_as_fp32(begin)
+    code = tl.load(begin + 8 + vectors + lane // 2, live, other=0).to(tl.int32)
+    value = tl.load(pairs + code * 2 + lane % 2) * scale
+    at = row * 16384 + lane
+    if values.dtype.element_ty == tl.int16:
+        bits = value.to(tl.int32, bitcast=True)
+        tl.store(values + at, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16), live)
+    else:
+        tl.store(values + at, value.to(values.dtype.element_ty), live)
+
+
 def _run_update(
     run: Callable[..., None],
     param: Tensor,
@@ -251,6 +280,14 @@ def _run_add(
     run(_add, -(-numel // tile_numel), total, received, own, numel, rank, ranks, accumulate, tile_numel)
 
 
+def _run_expand(
+    run: Callable[..., None], values: Tensor, codes: Tensor, pairs: Tensor, dynamic: Tensor, tile_numel: int
+) -> None:
+    numel, tile_numel = values.numel(), min(tile_numel, 16384)
+    values = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+    run(_expand, -(-numel // tile_numel), values, codes, pairs, dynamic, numel, tile_numel)
+
+
 def _compiled(kernel: Kernel, tiles: int, *args: Any) -> None:
     if tiles:
         kernel[(tiles,)](*args, enable_fp_fusion=False)
@@ -281,6 +318,7 @@ SCHEMAS: dict[str, Callable[..., None]] = {
     "add_in_order(Tensor(a!) total, Tensor received, Tensor own, int rank, bool accumulate, int tile_numel) -> ()": (
         _run_add
     ),
+    "expand(Tensor(a!) values, Tensor codes, Tensor pairs, Tensor dynamic, int tile_numel) -> ()": _run_expand,
 }
 OPERATORS = torch.library.Library("zero", "DEF")
 for schema, function in SCHEMAS.items():

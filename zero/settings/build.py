@@ -125,4 +125,11 @@ def build_precision(config: Settings) -> Precision:
     """Make the `Precision` of a run, with loss scaling for fp16 only."""
     chosen = config.precision
     scale = chosen.scale if chosen.compute == "fp16" else None
-    return Precision(chosen.compute, reduce=chosen.reduce, scale=scale, master=chosen.master)
+    return Precision(
+        chosen.compute,
+        reduce=chosen.reduce,
+        scale=scale,
+        master=chosen.master,
+        frozen=chosen.frozen,
+        coded=chosen.coded,
+    )

@@ -178,9 +178,23 @@ class Precision(Section):
         trades="whole: 2 more bytes per parameter, held and moved twice per step, for a little less arithmetic",
         example="whole",
     )
+    frozen: Literal["compute", "nf4", "int8"] = key(
+        "compute",
+        "form of parameters that do not train: compute; nf4, 4 bits with a scale for each 64 values; int8, 8 bits with "
+        "a scale for each 256; each gather expands codes to the type of compute",
+        trades="0.52 (nf4) or 1.02 (int8) bytes per parameter, held and moved, against an expansion in each pass",
+        example="nf4",
+    )
+    coded: Names = key(
+        (),
+        "parameters that are kept as codes, by patterns of their names; []: frozen matrices but embeddings and heads",
+        example="[model.layers.*] precision.frozen=nf4",
+    )
 
     @model_validator(mode="after")
     def _types_agree(self) -> Self:
+        if self.coded and self.frozen == "compute":
+            raise ConfigError("precision.coded needs a format. Set precision.frozen=nf4, or remove it.")
         if self.master == "split" and self.compute != "bf16":
             raise ConfigError(
                 f"precision.master=split with precision.compute={self.compute}: a bf16 parameter alone is half of its "

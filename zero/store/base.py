@@ -28,6 +28,7 @@ class PageKind(StrEnum):
 
     PARAM = "param"
     FROZEN = "frozen"
+    CODES = "codes"
     GRAD = "grad"
     FIRST_GRAD = "first_grad"
     SECONDARY = "secondary"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero.checkpoint import Checkpoint
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
+from zero.checkpoint.contents import BUFFER, WEIGHTS
 from zero.core import suggest
 from zero.core.optim import Transform
 from zero.core.schema import flat
@@ -51,7 +51,7 @@ def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Check
     Raises:
         CheckpointError: moments differ, and `checkpoint.partial` is empty. The message names the settings to add.
     """
-    there = {entry.kind for entry in checkpoint.manifest.entries} - {PARAMETER, FROZEN, BUFFER}
+    there = {entry.kind for entry in checkpoint.manifest.entries} - {*WEIGHTS, BUFFER}
     lacking = sorted({*optimizer.moments} - {*optimizer.copies} - there)
     beyond = sorted(there - {*optimizer.moments})
     if config.checkpoint.partial or not (lacking or beyond):

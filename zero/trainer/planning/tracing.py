@@ -123,8 +123,8 @@ def trace(
     values = {
         (unit.index, trainable, number): torch.empty(slot.shape, dtype=compute, device=META, requires_grad=trainable)
         for unit in splitting.units
-        for trainable, layout in ((True, unit.trainable), (False, unit.frozen))
-        for number, slot in enumerate(layout.slots)
+        for trainable, slots in ((True, unit.trainable.slots), (False, unit.frozen_slots))
+        for number, slot in enumerate(slots)
     }
     host = _Host([*values.values()])
 

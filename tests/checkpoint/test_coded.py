@@ -1,0 +1,123 @@
+"""A checkpoint holds codes as they are: they load at any setting to the bit, and other formats read their values."""
+
+import contextlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero
+from tests.common.small import Setting, slice_of, small_batch, small_loss
+from tests.engine.test_coded import CODED, INFINITY, build, expanded
+from zero.checkpoint import load, open_checkpoint, save
+from zero.core.codec import CODECS
+from zero.engine.full import full_state_dict
+from zero.formats.exports import whole
+from zero.testing import run_ranks
+
+NF4 = Setting(precision="bf16", frozen="nf4")
+
+
+@contextlib.contextmanager
+def opened(world, setting, make=build):
+    plan = setting.plan(world, make)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        yield zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss)
+        store.drain()
+
+
+def stepped(world, state, step, numbers):
+    for number in numbers:
+        state, _ = step(state, slice_of(small_batch(number, 12), world, 1))
+    return state
+
+
+def full(state) -> dict[str, Tensor]:
+    kinds = ("param", "compute", *state.plan.optimizer.moments)
+    return {f"{kind} {name}": value for kind in kinds for name, value in full_state_dict(state, kind).items()}
+
+
+def saved(world, setting, folder, steps=2):
+    with opened(world, setting) as (state, step):
+        state = stepped(world, state, step, range(steps))
+        path = save(state, folder)
+        return path, full(state), full(stepped(world, state, step, (steps, steps + 1)))
+
+
+def loaded(world, setting, path, steps=(), **options):
+    with opened(world, setting.but(seed=7)) as (state, step):
+        state = load(state, open_checkpoint(world, path), **options)
+        return full(stepped(world, state, step, steps))
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+OTHERS = [
+    NF4.but(stage=0),
+    NF4.but(stage=2, bucket=2**16),
+    NF4.but(offload=INFINITY, page_bytes=4096),
+    NF4.but(units=("Small",)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_codes_load_at_any_setting(number, tmp_path: Path):
+    """A run that goes on elsewhere ends as the one that never stopped."""
+    [(path, there, after), *_] = run_ranks(2, saved, OTHERS[number - 1], tmp_path)
+    for found in run_ranks(2, loaded, OTHERS[number], path):
+        assert_same(found, there)
+    assert_same(run_ranks(2, loaded, OTHERS[number], path, (2, 3))[0], after)
+    for world in (1, 3):
+        assert_same(run_ranks(world, loaded, OTHERS[number], path)[0], there)
+
+
+def test_a_checkpoint_holds_the_codes_and_not_the_values(tmp_path: Path):
+    [(path, _, _), *_] = run_ranks(2, saved, NF4, tmp_path)
+    [entries] = run_ranks(1, lambda world: open_checkpoint(world, path).manifest.entries)
+    kinds = {entry.name: entry.kind for entry in entries if entry.name in CODED}
+    assert kinds == dict.fromkeys(CODED, "nf4")
+    [(dtype, numel)] = {(entry.dtype, entry.numel) for entry in entries if entry.kind == "nf4"}
+    assert (dtype, numel) == ("uint8", CODECS["nf4"].numel(13 * 13))
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [("nf4", "compute"), ("compute", "nf4"), ("nf4", "int8"), ("int8", "nf4")])
+def test_another_form_of_frozen_parameters_reads_the_values(wrote, reads, tmp_path: Path):
+    [(path, there, _), *_] = run_ranks(2, saved, NF4.but(frozen=wrote), tmp_path)
+    expected = {name: there[f"param {name}"] for name in CODED}
+    if wrote != "compute":  # codes are read in fp32
+        first = run_ranks(1, first_values, NF4.but(frozen="compute", precision="fp32"))[0]
+        expected = {name: expanded(first, wrote, "fp32")[name] for name in CODED}
+    if reads != "compute":
+        expected = expanded(expected, reads, "bf16")
+    for found in run_ranks(1, loaded, NF4.but(frozen=reads), path):
+        for name in CODED:
+            assert torch.equal(found[f"param {name}"], expected[name].bfloat16().float()), name
+
+
+def first_values(world, setting):
+    with opened(world, setting) as (state, _):
+        return full_state_dict(state)
+
+
+@pytest.mark.parametrize("offload", [(), INFINITY])
+def test_partial_keeps_codes_to_the_bit(offload, tmp_path: Path):
+    [(path, there, _), *_] = run_ranks(2, saved, NF4, tmp_path)
+    setting = NF4.but(offload=offload, bucket=2**20)  # a flat with kept and loaded codes
+    [own, _] = run_ranks(2, first_values, setting.but(seed=7))
+    for found in run_ranks(2, partial(loaded, partial=["blocks.1.linear.weight"]), setting, path):
+        for name in CODED:
+            expected = own[name] if name == "blocks.1.linear.weight" else there[f"param {name}"]
+            assert torch.equal(found[f"param {name}"], expected), name
+
+
+def test_an_export_has_the_values(tmp_path: Path):
+    [(path, there, _), *_] = run_ranks(2, saved, NF4, tmp_path)
+    exported = whole(run_ranks(1, open_checkpoint, path)[0])
+    for name in CODED:
+        assert torch.equal(exported[name].bfloat16().float(), there[f"param {name}"])

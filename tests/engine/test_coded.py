@@ -1,0 +1,325 @@
+"""A run with codes has the bits of the run whose frozen parameters were expanded once and kept in the compute dtype."""
+
+import contextlib
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import zero
+from tests.common.small import Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss
+from zero.core.codec import CODECS
+from zero.distributed.world import SoloWorld
+from zero.engine.full import full_state_dict
+from zero.engine.measured import measured
+from zero.errors import ConfigError, PlanError
+from zero.testing import run_ranks, simulated_gpu
+
+KiB = 1024
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INFINITY = (("preset", "infinity"),)
+
+
+def build(width: int = 13) -> Small:
+    """A unit whose parameters train, one of them frozen and coded, and a unit that is frozen and used twice."""
+    model = Small(width=width)
+    model.blocks[0].linear.weight.requires_grad_(False)
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def large() -> Small:
+    """A model whose codes have several rows and pages."""
+    return build(131)
+
+
+CODED = ("blocks.0.linear.weight", "blocks.1.linear.weight", "blocks.2.linear.weight")
+
+
+def values(make=build) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return {name: parameter.detach().clone() for name, parameter in make().named_parameters()}
+
+
+def expanded(weights: dict[str, Tensor], codec: str, precision: str) -> dict[str, Tensor]:
+    """The weights with coded parameters as a gather makes them."""
+    weights = dict(weights)
+    for name in CODED:
+        value = torch.empty(weights[name].numel(), dtype=DTYPES[precision])
+        CODECS[codec].expand(CODECS[codec].encode(weights[name].view(-1)), value)
+        weights[name] = value.view(weights[name].shape).float()
+    return weights
+
+
+def train(world, setting: Setting, weights: dict[str, Tensor], make=build, steps: int = 3):
+    """The losses and norms of some steps, and the full state after them."""
+    plan = setting.plan(world, make)
+    state, step = zero.init(plan, zero.open_store(plan), weights=weights), zero.make_step(plan, small_loss)
+    every = []
+    for number in range(steps):
+        batch = small_batch(number, 6 * world.size * setting.accumulate)
+        state, metrics = step(state, slice_of(batch, world, setting.accumulate))
+        every.append(metrics)
+    found = {
+        f"{kind} {name}": value
+        for kind in ("param", "compute", *plan.optimizer.moments)
+        for name, value in full_state_dict(state, kind).items()
+    }
+    state.close()
+    return every, found
+
+
+def assert_same(found, expected):
+    for (metrics, state), (metrics_of_expected, expected_state) in zip(found, expected, strict=True):
+        assert metrics == metrics_of_expected
+        assert state.keys() == expected_state.keys()
+        for name, value in state.items():
+            assert torch.equal(value, expected_state[name]), name
+
+
+def check(size: int, setting: Setting, others: list[Setting], codec: str = "nf4", make=build, **how) -> None:
+    weights = values(make)
+    expected = run_ranks(size, train, setting, expanded(weights, codec, setting.precision), make, **how)
+    for other in others:
+        assert_same(run_ranks(size, train, other.but(frozen=codec), weights, make, **how), expected)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_stage_changes_a_bit(size, precision):
+    setting = Setting(precision=precision, clip=0.5)
+    check(size, setting, [setting.but(stage=stage) for stage in range(4)])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_accumulation_has_the_bits_of_its_stage(stage):
+    setting = Setting(stage=stage, precision="bf16", accumulate=2, optimizer=adamw_in_8bit)
+    check(2, setting, [setting, setting.but(update="serial")])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_tier_changes_a_bit(size, codec):
+    setting = Setting(precision="bf16", accumulate=2)
+    others = [
+        setting.but(offload=INFINITY, page_bytes=4 * KiB),
+        setting.but(offload=(("preset", "nvme"),), update="serial"),
+        setting.but(offload=(("preset", "none"), ("param", "nvme"))),
+    ]
+    check(size, setting, others, codec, large)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_unit_cut_and_no_schedule_changes_a_bit(size):
+    setting = Setting(precision="bf16")
+    others = [
+        setting.but(bucket=64 * KiB),
+        setting.but(units=("Linear", "auto")),
+        setting.but(units=("Small",), stage=2),
+        setting.but(prefetch=0, activations="remat"),
+        setting.but(prefetch=3, keep=("blocks.1",), activations="selective"),
+    ]
+    check(size, setting, others)
+
+
+OFFLOADS = {
+    "none": (),
+    "cpu": (("preset", "cpu"), ("param", "cpu")),
+    "infinity": INFINITY,
+}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_on_a_gpu_no_tier_and_no_order_changes_a_bit(size, offload):
+    setting, weights = Setting(precision="bf16", page_bytes=4 * KiB), values(large)
+    with simulated_gpu():
+        expected = run_ranks(size, train, setting, expanded(weights, "nf4", "bf16"), large)
+    with simulated_gpu(races=True, order="late"):
+        coded = setting.but(frozen="nf4", offload=OFFLOADS[offload])
+        assert_same(run_ranks(size, train, coded, weights, large), expected)
+
+
+@pytest.mark.parametrize("offload", ["none", "infinity"])
+def test_the_kernel_of_a_gpu_changes_no_bit(offload):
+    """Of parameters, from which the losses and gradients are made."""
+    setting, weights = Setting(precision="bf16", frozen="nf4", offload=OFFLOADS[offload]), values(large)
+    expected = expanded(weights, "nf4", "bf16")
+    with simulated_gpu(fused=True, races=True, order="late"):
+        for found in run_ranks(2, first_values, setting, weights):
+            for name in CODED:
+                assert torch.equal(found[name], expected[name]), name
+
+
+def test_between_nodes_no_gather_changes_a_bit():
+    setting = Setting(precision="bf16", between=("world", "node"))
+    others = [
+        setting.but(between=("node", "node")),
+        setting.but(between=("node", "node"), stage=0),
+        setting.but(between=("node", "node"), offload=INFINITY),
+        setting.but(shard="node"),
+    ]
+    check(4, setting, others, make=large, nodes=2)
+
+
+def held(world, setting: Setting):
+    """The bytes that a plan counts, those that exist after a step, and the bytes of its codes."""
+    state, step = setting.start(world, large)
+    state, _ = step(state, slice_of(small_batch(0, 6 * world.size), world, 1))
+    counted = {tier: {kind: n for kind, n in kinds.items() if n} for tier, kinds in state.plan.bytes.items()}
+    return counted, measured(state), sum(unit.codes.S for unit in state.plan.units)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("between", [("world", "exact"), ("node", "exact")])
+def test_the_plan_counts_the_bytes_that_exist(stage, size, between):
+    setting = Setting(stage=stage, precision="bf16", frozen="nf4", between=between)
+    nodes = {"nodes": 2} if between[0] == "node" else {}
+    for counted, found, codes in run_ranks(2 * size if nodes else size, held, setting, **nodes):
+        assert counted["device"] == found["device"]
+        assert codes * (2 * size if nodes else size) == pytest.approx(0.5167 * 3 * 131 * 131, rel=0.02)
+
+
+def pages(world, setting: Setting) -> tuple[int, int, int]:
+    """The bytes of parameters that a plan counts in host memory, those of their pages, and the bytes of codes."""
+    plan = setting.plan(world, large)
+    specs = [spec for page, spec in plan.store_pages().items() if plan.kind(page) == "parameters"]
+    codes = sum(spec.nbytes for page, spec in plan.store_pages().items() if page.kind == "codes")
+    return plan.bytes["host"]["parameters"], sum(spec.block_bytes for spec in specs), codes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_plan_counts_pages_of_codes(size):
+    setting = Setting(precision="bf16", frozen="nf4", offload=OFFLOADS["cpu"])
+    with simulated_gpu():
+        for counted, found, codes in run_ranks(size, pages, setting):
+            assert counted == found
+            assert codes * size == pytest.approx(0.5167 * 3 * 131 * 131, rel=0.02)
+
+
+# -- which parameters, and bad input -----------------------------------------------------------------------------------
+
+
+class Head(torch.nn.Module):
+    """An embedding, a convolution, a norm, and a head that is not tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(29, 8)
+        self.places = torch.nn.Embedding(5, 8)
+        self.mix = torch.nn.Conv1d(8, 8, 3)
+        self.norm = torch.nn.LayerNorm(8)
+        self.middle = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 29, bias=False)
+
+
+def planned(model: torch.nn.Module, coded: tuple[str, ...] = (), train: tuple[str, ...] = ("norm.bias",)) -> set[str]:
+    """The names of the parameters that a plan stores as codes."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in train)
+    precision = zero.Precision("bf16", frozen="nf4", coded=coded)
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=SoloWorld(), precision=precision)
+    return {slot.name for unit in plan.units for slot in unit.codes.slots}
+
+
+def test_matrices_are_coded_but_embeddings_heads_and_norms_are_not():
+    assert planned(Head()) == {"mix.weight", "middle.weight"}
+    assert planned(Head(), train=("norm.bias", "middle.weight")) == {"mix.weight"}
+    assert planned(Head(), coded=("middle.*", "head.weight")) == {"middle.weight", "middle.bias", "head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("coded", "train", "message"),
+    [
+        (("midle.weight",), (), "precision.coded: no parameter is named midle.weight. Did you mean middle.weight?"),
+        (
+            ("middle.weight",),
+            ("middle.weight",),
+            "precision.coded: middle.weight would be stored as codes, but trains. Freeze it with "
+            "requires_grad_(False), or remove the pattern.",
+        ),
+        (
+            (),
+            ("mix.weight", "middle.weight"),
+            "precision.frozen=nf4: the model has no frozen matrix. Freeze the base with requires_grad_(False), or set "
+            "precision.frozen=compute.",
+        ),
+    ],
+)
+def test_what_cannot_be_coded_is_named_in_a_line(coded, train, message):
+    with pytest.raises(PlanError) as caught:
+        planned(Head(), coded, train)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_base_that_is_not_finite_is_refused_by_name(number):
+    weights = values()
+    weights[CODED[1]][3, 5] = number
+    with pytest.raises(ConfigError, match=r"^blocks.1.linear.weight has a value that is NaN or infinite, so it has no"):
+        train(SoloWorld(), Setting(frozen="nf4"), weights)
+
+
+def test_an_evaluation_in_inference_mode_computes_with_the_values():
+    state, step = Setting(frozen="nf4").start(SoloWorld(), build)
+    state, _ = step(state, [small_batch(0, 6)])
+    state.model.eval()
+    batch = small_batch(1, 6)
+    with torch.no_grad():
+        expected, _ = small_loss(state.model, batch)
+    with torch.inference_mode():
+        found, _ = small_loss(state.model, batch)
+    assert torch.equal(found, expected)
+    state.model.train()
+    step(state, [small_batch(2, 6)])
+
+
+def test_codes_cannot_be_edited():
+    state, _ = Setting(frozen="nf4").start(SoloWorld(), build)
+    before = full_state_dict(state)
+    with pytest.raises(ConfigError, match=r"^blocks.2.linear.weight cannot be edited, because it is kept as codes."):
+        zero.set_full(state, CODED[2], torch.zeros(13, 13))
+    with zero.gathered(state, ["blocks.2.linear.bias"], modify=True) as full:
+        full["blocks.2.linear.bias"].zero_()
+    after = full_state_dict(state)
+    assert all(torch.equal(before[name], after[name]) for name in CODED)
+    assert not after["blocks.2.linear.bias"].any()
+
+
+def test_a_closed_state_gives_the_values_back():
+    weights = values()
+    state = zero.init(plan := Setting(frozen="nf4").plan(SoloWorld(), build), zero.open_store(plan), weights=weights)
+    state.close()
+    expected = expanded(weights, "nf4", "fp32")
+    for name, parameter in plan.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+# -- first values ------------------------------------------------------------------------------------------------------
+
+
+def first_values(world, setting: Setting, weights) -> dict[str, Tensor]:
+    plan = setting.plan(world, large)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        return full_state_dict(zero.init(plan, store, weights=weights, seed=5))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_weights_of_a_folder_are_coded_as_they_are_read(size, tmp_path):
+    weights = values(large)
+    save_file({name: value.bfloat16() for name, value in weights.items()}, tmp_path / "model.safetensors")
+    expected = expanded({name: value.bfloat16().float() for name, value in weights.items()}, "nf4", "fp32")
+    for found in run_ranks(size, first_values, Setting(frozen="nf4"), tmp_path / "model.safetensors"):
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+def test_initial_values_are_coded_alike_in_every_world():
+    [plain] = run_ranks(1, first_values, Setting(), None)
+    for size in (1, 3):
+        for found in run_ranks(size, first_values, Setting(frozen="nf4"), None):
+            for name, value in expanded(plain, "nf4", "fp32").items():
+                assert torch.equal(found[name], value), name

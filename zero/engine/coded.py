@@ -1,0 +1,116 @@
+"""Choose the frozen parameters that are stored as codes, and make their codes.
+
+By default these are matrices (2 dimensions or more), because they are nearly all bytes of a model. An embedding and a
+head, which has as many rows as the largest embedding, stay in the dtype of compute, because errors in a row reach the
+loss without a sum over other rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from zero.core.codec import Codec
+from zero.core.precision import Precision
+from zero.core.suggest import meant, some
+from zero.errors import ConfigError, PlanError
+
+
+def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
+    """Return the full names of the parameters that are stored as codes.
+
+    Raises:
+        PlanError: nothing is frozen; or a pattern of `precision.coded` matches no parameter, or only parameters that
+            train.
+    """
+    if precision.frozen is None:
+        return frozenset()
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad and parameter.numel()}
+    chosen = set[str]() if precision.coded else _matrices(model) & frozen
+    if not (chosen or precision.coded):
+        raise PlanError(
+            f"precision.frozen={precision.frozen.name}: the model has no frozen matrix. Freeze the base with "
+            "requires_grad_(False), or set precision.frozen=compute."
+        )
+    for pattern in precision.coded:
+        fitting = {name for name in parameters if fnmatchcase(name, pattern)}
+        if not fitting:
+            raise PlanError(f"precision.coded: no parameter is named {pattern}{meant(pattern, parameters)}")
+        if fitting.isdisjoint(frozen):
+            raise PlanError(
+                f"precision.coded: {some(sorted(fitting))} would be stored as codes, but trains. Freeze it with "
+                "requires_grad_(False), or remove the pattern."
+            )
+        chosen |= fitting & frozen
+    return frozenset(chosen)
+
+
+def _matrices(model: nn.Module) -> set[str]:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(parameter) for module in embeddings for parameter in module._parameters.values()}
+    vocabulary = max((module.num_embeddings for module in embeddings), default=0)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and id(parameter) not in tables and parameter.shape[0] != vocabulary
+    }
+
+
+class CodedWeights(Mapping[str, Tensor]):
+    """First values for `zero.init`, some of which are codes that are taken over as they are.
+
+    Args:
+        codec: the format of the codes; a plan with another one gets the expanded values.
+        codes: name of a parameter -> its codes, (`codec.numel(n)`,) uint8.
+        tensors: all other weights, by name.
+        shapes: the shapes of the parameters that have codes, by name.
+
+    As a mapping it has the values of all parameters.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        codes: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self.codec, self.codes, self._tensors, self._shapes = codec, codes, tensors, shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.codes:
+            return self._tensors[name]
+        values = torch.empty(prod(self._shapes[name]), dtype=torch.float32, device=self.codes[name].device)
+        self.codec.expand(self.codes[name], values)
+        return values.view(self._shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.codes, *self._tensors))
+
+    def __len__(self) -> int:
+        return len(self.codes) + len(self._tensors)
+
+
+def coded(codec: Codec, name: str, numel: int, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+    """Return a function to ranges of the codes of a parameter.
+
+    Args:
+        name, numel: the parameter's name and number of values.
+        values: function from (start, stop) in the parameter to these values, of any floating-point dtype.
+
+    The returned function raises ConfigError if a value is NaN or infinite.
+    """
+
+    def finite(start: int, stop: int) -> Tensor:
+        part = values(start, stop).float()
+        if not part.isfinite().all():
+            raise ConfigError(
+                f"{name} has a value that is NaN or infinite, so it has no codes. Repair the weights, or leave it "
+                "out of precision.coded."
+            )
+        return part
+
+    return codec.bytes_of(finite, numel)

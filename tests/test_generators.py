@@ -90,7 +90,7 @@ def functions(folder: Path) -> None:
         with zero.empty():
             empty = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         zero.Stage(2), zero.linear_warmup(1e-3, 2), zero.warmup_cosine(1e-3, 2, 4)
-        for optimizer in (zero.adam(1e-3), zero.sgd(1e-3), zero.lion(1e-4), zero.adagrad(1e-3)):
+        for optimizer in (zero.adam(1e-3), zero.sgd(1e-3), zero.lion(1e-4), zero.adagrad(1e-3), zero.muon(1e-3)):
             zero.Plan(empty, optimizer=optimizer, world=world)
         groups = [zero.Group("0.*", lr=zero.warmup_linear(1e-3, 2, 4))]
         optimizer = zero.with_ema(zero.with_moments(zero.adamw(1e-3, groups=groups), "bf16"))

@@ -262,9 +262,9 @@ def test_what_the_host_updates_beside_a_gpu_is_the_same_on_every_tier_off_it(mon
     """As the README says it. The CPU's kernel is made to give other bits than what stands for the GPU's."""
     update = Updater._update_pieces
 
-    def with_other_bits(self, unit, hyper, where, pieces):
+    def with_other_bits(self, unit, hyper, where, pieces, *how):
         changed = [one._replace(grad_K=one.grad_K * (1 + 2**-8)) for one in pieces] if where.shares_memory else pieces
-        update(self, unit, hyper, where, changed)
+        update(self, unit, hyper, where, changed, *how)
 
     monkeypatch.setattr(Updater, "_update_pieces", with_other_bits)
     plain = Setting(precision="bf16", accumulate=2, page_bytes=4096)

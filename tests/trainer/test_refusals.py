@@ -122,7 +122,7 @@ def test_there_are_enough_of_them():
 
 # The whole program
 
-FEW = [shlex.split(line) for line, _ in cases()[::8] if "empty" not in line]
+FEW = [shlex.split(line) for line, _ in cases()[::8] if "empty" not in line and "/proc/self" not in line]
 
 
 def test_refusing_touches_neither_torch_nor_the_disk(here):

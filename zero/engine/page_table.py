@@ -165,7 +165,7 @@ class PageTable(Facts):
         """Bytes of a slot of the arena: all pages of one number that an update needs, each rounded up to blocks."""
         dtypes = self.kept.dtypes | {PageKind.GRAD: self.grad_dtype, PageKind.PARAM: self.precision.compute}
         sizes = {
-            (self._group_kinds(now), min(self.page_numel, self.update_numel(unit)))
+            (self.kinds_of(now), min(self.page_numel, self.update_numel(unit)))
             for unit in self.units
             for now in self.passes(unit)
         }
@@ -176,7 +176,8 @@ class PageTable(Facts):
         moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != PageKind.SECONDARY)
         return max([*groups, *moving])
 
-    def _group_kinds(self, now: Pass) -> tuple[str, ...]:
+    def kinds_of(self, now: Pass) -> tuple[str, ...]:
+        """Return the kinds of all pages of a pass."""
         return *self.state_kinds(now), *self.read_kinds(now), *self.written_kinds(now)
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:

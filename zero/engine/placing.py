@@ -176,9 +176,21 @@ def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iter
     if "nvme" in lowest_tiers(offload):
         full = min(_arena_slots(table, offload, room), max(_group_count(table), table.copied_pages()))
         arena += [full, min(offload.threads or THREADS, full) if offload.ahead is None else full]
-    if offload.compute != "host" and not table.device_is_host and {*offload.kinds} != {"none"}:
+    if offload.compute != "host" and not table.device_is_host and _may_stage(table, offload):
         staging += [STAGED + ahead, 1]
     yield from product(dict.fromkeys(arena), staging)
+
+
+def _may_stage(table: PageTable, offload: Offload) -> bool:
+    """Return whether an update may have all its pages in memory, and some of them in host memory."""
+    optimizer, param, grad = offload.kinds
+    words: dict[str, str] = {PageKind.PARAM: param, PageKind.GRAD: grad}
+    return any(
+        "nvme" not in there and {"cpu", "auto"} & there
+        for unit in table.units
+        for now in table.passes(unit)
+        for there in [{words.get(kind, optimizer) for kind in table.kinds_of(now)}]
+    )
 
 
 def _group_count(table: PageTable) -> int:
@@ -189,12 +201,11 @@ def _staged_parts(table: PageTable, offload: Offload, placement: Placement, stag
     """Return the number of parts that a GPU updates and that have pages in host memory, and none on a disk."""
     if offload.compute == "host" or table.device_is_host:
         return 0
-    tiers = {PageKind.PARAM: placement.param, PageKind.GRAD: placement.grad}
+    tiers: dict[str, Tier] = {PageKind.PARAM: placement.param, PageKind.GRAD: placement.grad}
     parts = set()
     for (unit, number), tier in placement.optimizer.items():
         for turn, now in enumerate(table.passes(table.units[unit])):
-            kinds = (*table.state_kinds(now), *table.read_kinds(now), *table.written_kinds(now))
-            there = {tiers.get(kind, tier) for kind in kinds}  # type: ignore[call-overload]
+            there = {tiers.get(kind, tier) for kind in table.kinds_of(now)}
             if "host" in there and "nvme" not in there:
                 parts.add((unit, turn, number // staged_pages))
     return len(parts)

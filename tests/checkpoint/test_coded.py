@@ -13,7 +13,9 @@ from tests.common.small import Setting, slice_of, small_batch, small_loss
 from tests.engine.test_coded import CODED, INFINITY, build, expanded
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.codec import CODECS
+from zero.distributed.world import SoloWorld
 from zero.engine.full import full_state_dict
+from zero.errors import CheckpointError
 from zero.formats.exports import whole
 from zero.testing import run_ranks
 
@@ -121,3 +123,18 @@ def test_an_export_has_the_values(tmp_path: Path):
     exported = whole(run_ranks(1, open_checkpoint, path)[0])
     for name in CODED:
         assert torch.equal(exported[name].bfloat16().float(), there[f"param {name}"])
+
+
+def test_codes_of_as_many_bytes_and_another_shape_are_refused_with_both_shapes(tmp_path: Path):
+    """13 x 13 and 12 x 14 values have codes of 107 bytes."""
+
+    def bent() -> torch.nn.Module:
+        model = build()
+        model.blocks[1].linear.weight = torch.nn.Parameter(torch.zeros(12, 14), requires_grad=False)
+        return model
+
+    [(path, _, _), *_] = run_ranks(1, saved, NF4, tmp_path)
+
+    line = r"blocks.1.linear.weight \(13, 13\) for \(12, 14\) is of another shape than in the model"
+    with opened(SoloWorld(), NF4, bent) as (state, _), pytest.raises(CheckpointError, match=line):
+        load(state, open_checkpoint(SoloWorld(), path))

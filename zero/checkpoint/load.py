@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, WEIGHTS, flats
 from zero.checkpoint.manifest import Entry, entries
-from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, weights_of
+from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, shape_of, weights_of
 from zero.checkpoint.save import gather_reports
 from zero.core.codec import CODECS
 from zero.core.layout import Slot
@@ -97,7 +97,7 @@ def load(
     kept = {key for key in wanted if stays(key)}
     _check_partial(checkpoint.folder, partial, wanted, saved, note)
     loaded = {key: entry for key, entry in saved.items() if not stays(key)}
-    _match(checkpoint.folder, loaded, wanted, kept, convert, plan.splitting.shapes())
+    _match(checkpoint, loaded, wanted, kept, convert, plan.splitting.shapes())
     numbers = numbers_of(checkpoint.folder, checkpoint.manifest)
     values = _current(state, kept - _untouched(plan, kept))
     scale = plan.precision.scale.resumed(numbers.scale, dynamic=numbers.dynamic)
@@ -174,7 +174,7 @@ def _check_partial(
 
 
 def _match(
-    folder: Path,
+    checkpoint: Checkpoint,
     saved: Mapping[Key, Entry],
     wanted: Mapping[Key, Entry],
     kept: set[Key],
@@ -186,7 +186,9 @@ def _match(
         "missing": [_words(key) for key in wanted if key not in saved and key not in kept],
         "not in the model": [_words(key) for key in saved if key not in wanted],
         "of another shape than in the model": [
-            f"{_words(key)} {a.shape} for {b.shape}" for key, (a, b) in both.items() if not _same_shape(a, b, shapes)
+            f"{_words(key)} {there} for {here}"
+            for key, (a, b) in both.items()
+            if (there := shape_of(checkpoint, a)) != (here := shapes.get(b.name, b.shape))
         ],
         "of another dtype than in the model": [
             f"{_words(key)} {a.dtype}"
@@ -198,18 +200,7 @@ def _match(
     if lines:
         key = "convert" if wrong["of another dtype than in the model"] and len(lines) == 1 else "partial"
         where = f"{key}=[...] of zero.load, or in checkpoint.{key}"
-        raise CheckpointError(f"{folder}: {'; '.join(lines)}. If you expect that, name them in {where}.")
-
-
-def _same_shape(saved: Entry, wanted: Entry, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether two entries of one parameter have the same shape; codes tell the number of their bytes only.
-
-    Args:
-        shapes: the shape of every parameter of the model, by name.
-    """
-    if saved.kind in CODECS:
-        return saved.numel == CODECS[saved.kind].numel(prod(shapes[wanted.name]))
-    return saved.shape == shapes.get(wanted.name, wanted.shape)
+        raise CheckpointError(f"{checkpoint.folder}: {'; '.join(lines)}. If you expect that, name them in {where}.")
 
 
 def _may_become(kind: str, saved: str, dtype: str) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.checkpoint import Checkpoint, Tensors, open_at, weights_of
+from zero.checkpoint import Checkpoint, Tensors, open_at, shape_of, weights_of
 from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
 from zero.checkpoint.manifest import Entry
 from zero.core.codec import CODECS
@@ -148,9 +148,9 @@ def _streams(
     for entry in checkpoint.manifest.entries:
         if entry.kind in {*WEIGHTS, BUFFER}:
             entry = trained.get(entry.name, entry) if entry.kind == PARAMETER else entry
-            stream = Stream.read_by(getattr(torch, entry.dtype), entry.shape, partial(files.read, entry))
+            shape = shape_of(checkpoint, entry)
+            stream = Stream.read_by(getattr(torch, entry.dtype), shape, partial(files.read, entry))
             if entry.kind in CODECS:
-                shape = _coded_shape(checkpoint, entry)
                 read = CODECS[entry.kind].values_of(partial(files.read, entry), prod(shape))
                 stream = Stream.read_by(torch.float32, shape, read)
             streams[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
@@ -159,21 +159,6 @@ def _streams(
         raise CheckpointError(f"{checkpoint.folder}: its manifest ties names to tensors that it does not hold")
     ties = {name: owner for name, owner in ties.items() if name not in streams}
     return {**streams, **{name: streams[owner] for name, owner in ties.items()}}, ties
-
-
-def _coded_shape(checkpoint: Checkpoint, entry: Entry) -> tuple[int, ...]:
-    """Return the shape of a parameter whose codes the checkpoint holds.
-
-    Raises:
-        CheckpointError: the manifest has no shape that fits the codes.
-    """
-    shapes = checkpoint.manifest.facts.get("coded")
-    shape = shapes.get(entry.name) if isinstance(shapes, dict) else None
-    shape = tuple(shape) if isinstance(shape, list) else ()
-    sizes = all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or CODECS[entry.kind].numel(prod(shape)) != entry.numel:
-        raise CheckpointError(f"{checkpoint.folder}: its manifest has no shape for the codes of {entry.name}")
-    return shape
 
 
 @contextlib.contextmanager

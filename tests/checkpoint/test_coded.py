@@ -16,7 +16,7 @@ from zero.core.codec import CODECS
 from zero.distributed.world import SoloWorld
 from zero.engine.full import full_state_dict
 from zero.errors import CheckpointError
-from zero.formats.exports import whole
+from zero.formats.exports import export_checkpoint, whole
 from zero.testing import run_ranks
 
 NF4 = Setting(precision="bf16", frozen="nf4")
@@ -41,8 +41,8 @@ def full(state) -> dict[str, Tensor]:
     return {f"{kind} {name}": value for kind in kinds for name, value in full_state_dict(state, kind).items()}
 
 
-def saved(world, setting, folder, steps=2):
-    with opened(world, setting) as (state, step):
+def saved(world, setting, folder, steps=2, make=build):
+    with opened(world, setting, make) as (state, step):
         state = stepped(world, state, step, range(steps))
         path = save(state, folder)
         return path, full(state), full(stepped(world, state, step, (steps, steps + 1)))
@@ -138,3 +138,22 @@ def test_codes_of_as_many_bytes_and_another_shape_are_refused_with_both_shapes(t
     line = r"blocks.1.linear.weight \(13, 13\) for \(12, 14\) is of another shape than in the model"
     with opened(SoloWorld(), NF4, bent) as (state, _), pytest.raises(CheckpointError, match=line):
         load(state, open_checkpoint(SoloWorld(), path))
+
+
+def half() -> torch.nn.Module:
+    """A model whose codes have values in the middle of two numbers of bf16."""
+    model = build()
+    torch.nn.init.constant_(model.blocks[1].linear.weight, 1 + 2**-8)
+    return model
+
+
+def test_values_of_codes_are_rounded_as_a_gather_rounds_them(tmp_path: Path):
+    """A run goes on from a base in bf16, or an export, with the bits that it was trained on."""
+    name = "blocks.1.linear.weight"
+    [(path, there, _)] = run_ranks(1, saved, NF4, tmp_path, 1, half)
+    assert torch.equal(there[f"param {name}"], torch.ones(13, 13))  # the even neighbour
+    [found] = run_ranks(1, loaded, NF4.but(frozen="compute"), path)
+    assert torch.equal(found[f"param {name}"], there[f"param {name}"])
+    [checkpoint] = run_ranks(1, open_checkpoint, path)
+    export_checkpoint(checkpoint, "torch", tmp_path / "base.pt", dtype=torch.bfloat16)
+    assert torch.equal(torch.load(tmp_path / "base.pt")[name].float(), there[f"param {name}"])

@@ -258,7 +258,8 @@ def _fill(
             if key in kept:
                 return own_S[slot.offset + start - first : slot.offset + stop - first]
             read = functools.partial(files.read, entries[key])
-            return _converted(read, entries[key], kind, prod(shapes[slot.name]))(start, stop)
+            numel = prod(shapes[slot.name])
+            return _converted(read, entries[key], kind, numel, plan.precision.compute)(start, stop)
 
         for unit in reported(state.runtime.units, "loading", progress):
             for kind, page_kind in _kinds(plan, unit.spec):
@@ -281,17 +282,20 @@ def _kinds(plan: Plan, unit: UnitSpec) -> list[tuple[str, str]]:
     return [(PARAMETER, PageKind.PARAM), *moments, (FROZEN, PageKind.FROZEN), *codes]
 
 
-def _converted(read: Callable[[int, int], Tensor], entry: Entry, kind: str, numel: int) -> Callable[[int, int], Tensor]:
+def _converted(
+    read: Callable[[int, int], Tensor], entry: Entry, kind: str, numel: int, compute: torch.dtype
+) -> Callable[[int, int], Tensor]:
     """Return a function to ranges of a parameter as `kind`, which may be codes, from its entry in a checkpoint.
 
     Args:
         read: function to ranges of the entry.
         numel: the number of values of the parameter.
+        compute: the dtype in which values of codes are read, rounded as a gather rounds them; for other codes fp32.
     """
     if entry.kind == kind:
         return read
     if entry.kind in CODECS:
-        read = CODECS[entry.kind].values_of(read, numel)
+        read = CODECS[entry.kind].values_of(read, numel, torch.float32 if kind in CODECS else compute)
     return coded(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
 
 

@@ -103,13 +103,15 @@ class Codec(ABC):
 
         return codes
 
-    def values_of(self, codes: Callable[[int, int], Tensor], count: int) -> Callable[[int, int], Tensor]:
-        """Return a function to ranges of the fp32 values of codes; the inverse of `bytes_of`."""
+    def values_of(
+        self, codes: Callable[[int, int], Tensor], count: int, dtype: torch.dtype = torch.float32
+    ) -> Callable[[int, int], Tensor]:
+        """Return a function to ranges of the values of codes, as a gather in `dtype` makes them; see `bytes_of`."""
 
         def values(start: int, stop: int) -> Tensor:
             first, last = start // self.block, -(-stop // self.block)
             end = min(last * self.block, count)
-            whole = torch.empty(end - first * self.block, dtype=torch.float32, device="cpu")
+            whole = torch.empty(end - first * self.block, dtype=dtype, device="cpu")
             self.expand(codes(first * self.row_bytes, self.numel(end)), whole)
             return whole[start - first * self.block : stop - first * self.block]
 

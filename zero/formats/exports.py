@@ -8,7 +8,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from zero.checkpoint import Checkpoint, Tensors, open_at, shape_of, weights_of
 from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
 from zero.checkpoint.manifest import Entry
 from zero.core.codec import CODECS
+from zero.core.master import rounded
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ConfigError
 from zero.formats.adapter import names_of_peft, refuse_adapters, write as write_adapter
@@ -149,11 +150,12 @@ def _streams(
         if entry.kind in {*WEIGHTS, BUFFER}:
             entry = trained.get(entry.name, entry) if entry.kind == PARAMETER else entry
             shape = shape_of(checkpoint, entry)
+            cast: Callable[[Tensor, torch.dtype], Tensor] = rounded
             stream = Stream.read_by(getattr(torch, entry.dtype), shape, partial(files.read, entry))
             if entry.kind in CODECS:
                 read = CODECS[entry.kind].values_of(partial(files.read, entry), prod(shape))
-                stream = Stream.read_by(torch.float32, shape, read)
-            streams[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
+                stream, cast = Stream.read_by(torch.float32, shape, read), Tensor.to  # rounds as a gather does
+            streams[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name, cast)
     ties = checkpoint.manifest.facts.get("ties", {})
     if not isinstance(ties, dict) or not all(isinstance(owner, str) and owner in streams for owner in ties.values()):
         raise CheckpointError(f"{checkpoint.folder}: its manifest ties names to tensors that it does not hold")

@@ -12,7 +12,7 @@ import zero
 from tests.common.small import Setting, slice_of, small_batch, small_loss
 from tests.engine.test_coded import CODED, INFINITY, build, expanded
 from zero.checkpoint import load, open_checkpoint, save
-from zero.core.codec import CODECS
+from zero.core.codec import CODECS, Codec
 from zero.distributed.world import SoloWorld
 from zero.engine.full import full_state_dict
 from zero.errors import CheckpointError
@@ -157,3 +157,16 @@ def test_values_of_codes_are_rounded_as_a_gather_rounds_them(tmp_path: Path):
     [checkpoint] = run_ranks(1, open_checkpoint, path)
     export_checkpoint(checkpoint, "torch", tmp_path / "base.pt", dtype=torch.bfloat16)
     assert torch.equal(torch.load(tmp_path / "base.pt")[name].float(), there[f"param {name}"])
+
+
+def test_codes_of_a_base_that_is_not_finite_are_not_loaded(tmp_path: Path, monkeypatch):
+    def damaged() -> torch.nn.Module:
+        model = build()
+        torch.nn.init.constant_(model.blocks[1].linear.weight, torch.inf)
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Codec, "is_finite", lambda self, codes: True)
+        [(path, _, _)] = run_ranks(1, saved, NF4, tmp_path, 0, damaged)
+    with pytest.raises(CheckpointError, match=r"blocks.1.linear.weight has a value that is NaN, infinite or above"):
+        run_ranks(1, loaded, NF4, path)

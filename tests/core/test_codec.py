@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.core.codec import CODECS, NORMAL_FLOAT, Codec, _dynamic, _pairs
+from zero.core.codec import CODECS, NORMAL_FLOAT, TINY, Codec, _dynamic, _pairs
 
 NF4, INT8 = CODECS["nf4"], CODECS["int8"]
 SIZES = [1, 2, 63, 64, 65, 255, 256, 257, 16383, 16384, 16385, 3 * 16384 + 100]
@@ -140,6 +140,27 @@ def test_values_are_near_the_parameter(name, error):
 def test_equal_values_stay_equal(codec, number):
     values = torch.full((16384 + 64,), number)
     torch.testing.assert_close(expanded(codec, codec.encode(values), values.numel()), values, rtol=1e-6, atol=1e-38)
+
+
+@pytest.mark.parametrize("number", [1e-36, 3e-37, 1e-37, 1e-38, 0.0])
+def test_tiny_values_have_the_error_of_the_least_scale(number):
+    values = torch.full((256,), number)
+    assert (expanded(INT8, INT8.encode(values), 256) - values).abs().max() <= 0.51 * TINY
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_makes_a_scale_that_is_not_finite(codec, numel, number):
+    values = sample(numel)
+    assert codec.is_finite(codec.encode(values))
+    values[-1] = number
+    assert not codec.is_finite(codec.encode(values))
+
+
+def test_large_values_whose_scales_have_no_sum_are_not_finite():
+    assert not NF4.is_finite(NF4.encode(torch.full((16384,), 3e38)))
+    assert NF4.is_finite(NF4.encode(torch.full((16384,), 1e36)))
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)

@@ -11,6 +11,7 @@ import zero
 from tests.common.small import Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss
 from zero.core.codec import CODECS
 from zero.distributed.world import SoloWorld
+from zero.engine.coded import CodedWeights
 from zero.engine.full import full_state_dict
 from zero.engine.measured import measured
 from zero.errors import ConfigError, PlanError
@@ -255,12 +256,30 @@ def test_what_cannot_be_coded_is_named_in_a_line(coded, train, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_base_that_is_not_finite_is_refused_by_name(number):
-    weights = values()
-    weights[CODED[1]][3, 5] = number
-    with pytest.raises(ConfigError, match=r"^blocks.1.linear.weight has a value that is NaN or infinite, so it has no"):
-        train(SoloWorld(), Setting(frozen="nf4"), weights)
+def as_codes(weights: dict[str, Tensor]) -> CodedWeights:
+    """The weights with nf4 codes of the parameters that have them, as another library gives them."""
+    nf4 = CODECS["nf4"]
+    codes = {name: nf4.encode(weights[name].view(-1)) for name in CODED}
+    others = {name: value for name, value in weights.items() if name not in CODED}
+    return CodedWeights(nf4, codes, others, {name: tuple(weights[name].shape) for name in CODED})
+
+
+def message_of(world, weights) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train(world, Setting(precision="bf16", frozen="nf4"), weights, large)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf"), 3e38])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_base_that_has_no_codes_is_refused_by_name_on_every_rank(size, number):
+    weights = values(large)
+    weights[CODED[1]][130, 5:] = number  # in the shard of one rank
+    for form in (weights, as_codes(weights)):
+        assert run_ranks(size, message_of, form) == size * [
+            "blocks.1.linear.weight has a value that is NaN, infinite or above 1e36, so it has no codes. Repair the "
+            "weights, or leave it out of precision.coded."
+        ]
 
 
 def test_an_evaluation_in_inference_mode_computes_with_the_values():

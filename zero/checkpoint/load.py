@@ -24,7 +24,7 @@ from zero.core.codec import CODECS
 from zero.core.layout import Slot
 from zero.core.suggest import some
 from zero.engine.arguments import check_type, type_text
-from zero.engine.coded import coded
+from zero.engine.coded import checked, coded
 from zero.engine.flat_writer import FlatWriter
 from zero.engine.full import full_values
 from zero.engine.full_flat import own_codes
@@ -293,7 +293,7 @@ def _converted(
         compute: the dtype in which values of codes are read, rounded as a gather rounds them; for other codes fp32.
     """
     if entry.kind == kind:
-        return read
+        return checked(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
     if entry.kind in CODECS:
         read = CODECS[entry.kind].values_of(read, numel, torch.float32 if kind in CODECS else compute)
     return coded(CODECS[kind], entry.name, numel, read) if kind in CODECS else read

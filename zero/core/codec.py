@@ -38,7 +38,7 @@ NORMAL_FLOAT = (
 """The 16 values of nf4, in units of a block's largest magnitude."""
 
 TINY = 1e-38
-"""The least divisor, for blocks of zeros."""
+"""The least divisor, for blocks of zeros. Its inverse is finite in fp32."""
 
 CHUNK = 2**18
 """Values that are encoded or expanded at once, so that temporaries take 3 MiB. Half as many take a third longer."""
@@ -69,7 +69,7 @@ class Codec(ABC):
         return self.head_bytes * -(-count // self.block) + self.vector_bytes * -(-count // VECTOR)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the codes of a parameter's values, (n,) fp32 and finite: (`numel(n)`,) uint8.
+        """Return the codes of a parameter's values, (n,) fp32: (`numel(n)`,) uint8, of which `is_finite` may be false.
 
         A part of a parameter that begins at a multiple of `block` gives a part of its codes.
         """
@@ -84,6 +84,16 @@ class Codec(ABC):
         """Write the values of codes, (`numel(n)`,) uint8, to `values`, (n,) of any floating-point dtype."""
         for rows, first, last in self._rows(codes, values.numel()):
             values[first:last].copy_(self._decoded(rows).view(-1)[: last - first])
+
+    def is_finite(self, codes: Tensor) -> bool:
+        """Return whether all scales of some rows of codes, (n,) uint8, are finite.
+
+        They are not if a value is NaN or infinite, or if the largest values of the blocks of a row of nf4 are above
+        1.3e36 on average, because their sum is infinite.
+        """
+        rows = torch.arange(0, codes.numel(), self.row_bytes, device=codes.device)
+        heads = codes[rows[:, None] + torch.arange(self.head_bytes, device=codes.device)]
+        return bool(heads.view(torch.float32).isfinite().all())
 
     def tables(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the tables of the kernel in `zero.platform.kernels`, on `device`; none if there is no kernel."""
@@ -177,9 +187,9 @@ class Int8(Codec):
     name, block, head_bytes, vector_bytes = "int8", 4 * VECTOR, 4, VECTOR
 
     def _encode(self, values: Tensor, rows: Tensor) -> None:
-        largest = values.abs().amax(1, keepdim=True)
+        largest = values.abs().amax(1, keepdim=True).clamp(min=127 * TINY)
         rows[:, :4].copy_(largest.view(torch.uint8))
-        rows[:, 4:].view(torch.int8).copy_(torch.round(values * (127 / largest.clamp(min=TINY))))
+        rows[:, 4:].view(torch.int8).copy_(torch.round(values * (127 / largest)))
 
     def _decoded(self, rows: Tensor) -> Tensor:
         return rows[:, 4:].view(torch.int8).float().mul_(_numbers(rows[:, :4])).mul_(1 / 127)

@@ -95,22 +95,31 @@ class CodedWeights(Mapping[str, Tensor]):
 
 
 def coded(codec: Codec, name: str, numel: int, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
-    """Return a function to ranges of the codes of a parameter.
+    """Return a function to ranges of the codes of a parameter, `checked`.
 
     Args:
         name, numel: the parameter's name and number of values.
         values: function from (start, stop) in the parameter to these values, of any floating-point dtype.
+    """
+    return checked(codec, name, numel, codec.bytes_of(lambda start, stop: values(start, stop).float(), numel))
 
-    The returned function raises ConfigError if a value is NaN or infinite.
+
+def checked(codec: Codec, name: str, numel: int, codes: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+    """Return a function to ranges of codes that raises ConfigError if a scale is NaN or infinite.
+
+    Args:
+        name, numel: the parameter's name and number of values.
+        codes: function from (start, stop) in the parameter's codes to these bytes.
     """
 
-    def finite(start: int, stop: int) -> Tensor:
-        part = values(start, stop).float()
-        if not part.isfinite().all():
+    def read(start: int, stop: int) -> Tensor:
+        first = start // codec.row_bytes * codec.row_bytes
+        rows = codes(first, min(-(-stop // codec.row_bytes) * codec.row_bytes, codec.numel(numel)))
+        if not codec.is_finite(rows):
             raise ConfigError(
-                f"{name} has a value that is NaN or infinite, so it has no codes. Repair the weights, or leave it "
-                "out of precision.coded."
+                f"{name} has a value that is NaN, infinite or above 1e36, so it has no codes. Repair the weights, or "
+                "leave it out of precision.coded."
             )
-        return part
+        return rows[start - first : stop - first]
 
-    return codec.bytes_of(finite, numel)
+    return read

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import zero
 from tests.common.small import Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss
-from zero.core.codec import CODECS
+from zero.core.codec import CODECS, Codec
 from zero.distributed.world import SoloWorld
 from zero.engine.coded import CodedWeights
 from zero.engine.full import full_state_dict
@@ -262,6 +262,27 @@ def as_codes(weights: dict[str, Tensor]) -> CodedWeights:
     codes = {name: nf4.encode(weights[name].view(-1)) for name in CODED}
     others = {name: value for name, value in weights.items() if name not in CODED}
     return CodedWeights(nf4, codes, others, {name: tuple(weights[name].shape) for name in CODED})
+
+
+@pytest.mark.parametrize("frozen", ["compute", "int8"])
+def test_codes_that_the_plan_does_not_keep_are_refused_with_what_to_type(frozen):
+    with pytest.raises(PlanError) as caught:
+        train(SoloWorld(), Setting(frozen=frozen), as_codes(values()))
+    assert str(caught.value) == (
+        "weights have blocks.0.linear.weight, blocks.1.linear.weight, blocks.2.linear.weight in nf4, but the plan does "
+        'not. Give zero.Plan precision=zero.Precision("bf16", frozen="nf4", coded=list(weights.codes)).'
+    )
+
+
+def test_weights_with_codes_are_read_by_range(monkeypatch):
+    """A sample of each parameter expands one row of its codes and not all of them."""
+    weights, numels = values(large), []
+    coded, expected = as_codes(weights), expanded(weights, "nf4", "fp32")
+    assert {*coded} == {*expected}
+    assert all(torch.equal(coded[name], value) for name, value in expected.items())
+    monkeypatch.setattr(Codec, "expand", lambda self, codes, values: numels.append(values.numel()))
+    assert [coded.read(name, 0, 64).numel() for name in CODED] == [64, 64, 64]
+    assert numels == [16384, 16384, 16384]
 
 
 def message_of(world, weights) -> str:

@@ -5,17 +5,17 @@ head, which has as many rows as the largest embedding, stay in the dtype of comp
 loss without a sum over other rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 
-import torch
 from torch import Tensor, nn
 
 from zero.core.codec import Codec
 from zero.core.precision import Precision
 from zero.core.suggest import meant, some
 from zero.errors import ConfigError, PlanError
+from zero.platform.safetensors_files import RangedWeights
 
 
 def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
@@ -59,11 +59,11 @@ def _matrices(model: nn.Module) -> set[str]:
     }
 
 
-class CodedWeights(Mapping[str, Tensor]):
+class CodedWeights(RangedWeights):
     """First values for `zero.init`, some of which are codes that are taken over as they are.
 
     Args:
-        codec: the format of the codes; a plan with another one gets the expanded values.
+        codec: the format of the codes.
         codes: name of a parameter -> its codes, (`codec.numel(n)`,) uint8.
         tensors: all other weights, by name.
         shapes: the shapes of the parameters that have codes, by name.
@@ -81,17 +81,45 @@ class CodedWeights(Mapping[str, Tensor]):
         self.codec, self.codes, self._tensors, self._shapes = codec, codes, tensors, shapes
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.codes:
-            return self._tensors[name]
-        values = torch.empty(prod(self._shapes[name]), dtype=torch.float32, device=self.codes[name].device)
-        self.codec.expand(self.codes[name], values)
-        return values.view(self._shapes[name])
+        return self.read(name, 0, prod(self.shape(name))).view(self.shape(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.codes, *self._tensors))
 
     def __len__(self) -> int:
         return len(self.codes) + len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.codes or name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name] if name in self.codes else tuple(self._tensors[name].shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        if name not in self.codes:
+            return self._tensors[name].reshape(-1)[start:stop]
+        codes = self.codes[name]
+        return self.codec.values_of(lambda a, b: codes[a:b].cpu(), prod(self.shape(name)))(start, stop)
+
+
+def codes_in(weights: object, codec: Codec | None, names: Collection[str]) -> Mapping[str, Tensor]:
+    """Return the codes of `CodedWeights` by name, and none of other weights.
+
+    Args:
+        codec, names: the format of a plan's codes, and the parameters that have them.
+
+    Raises:
+        PlanError: the plan does not keep one of the codes as it is.
+    """
+    if not isinstance(weights, CodedWeights):
+        return {}
+    left = [name for name in weights.codes if codec != weights.codec or name not in names]
+    if left:
+        raise PlanError(
+            f"weights have {some(left)} in {weights.codec.name}, but the plan does not. Give zero.Plan "
+            f'precision=zero.Precision("bf16", frozen="{weights.codec.name}", coded=list(weights.codes)).'
+        )
+    return weights.codes
 
 
 def coded(codec: Codec, name: str, numel: int, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:

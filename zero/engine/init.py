@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type
-from zero.engine.coded import CodedWeights
+from zero.engine.coded import codes_in
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
@@ -211,8 +210,8 @@ def init(
     values = values_in(model, splitting)
     takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device)
     with if_it_fails(takeover.undo):
-        same = isinstance(weights, CodedWeights) and weights.codec == plan.precision.frozen
-        codes = cast(CodedWeights, weights).codes if same else {}
+        names = {slot.name for unit in plan.units for slot in unit.codes.slots}
+        codes = codes_in(weights, plan.precision.frozen, names)
         first = values_of(splitting, values, model, seed, weights, plan.world)
         units = _filled(plan, store, first, codes, progress)
     takeover.commit()  # frees the original values, because the plan does not count them together with buffers

@@ -229,7 +229,17 @@ def planned(model: torch.nn.Module, coded: tuple[str, ...] = (), train: tuple[st
 def test_matrices_are_coded_but_embeddings_heads_and_norms_are_not():
     assert planned(Head()) == {"mix.weight", "middle.weight"}
     assert planned(Head(), train=("norm.bias", "middle.weight")) == {"mix.weight"}
+    wide = Head()
+    wide.middle, wide.places = torch.nn.Linear(12, 29), torch.nn.Embedding(8, 8)  # rows of words; shape of a matrix
+    wide.square = torch.nn.Linear(8, 8)
+    assert planned(wide) == {"mix.weight", "middle.weight", "square.weight"}
     assert planned(Head(), coded=("middle.*", "head.weight")) == {"middle.weight", "middle.bias", "head.weight"}
+
+
+def test_a_pattern_may_have_any_name_of_a_tied_parameter():
+    tied = Head()
+    tied.other = tied.middle
+    assert planned(tied, coded=("other.weight",)) == {"middle.weight"}
 
 
 @pytest.mark.parametrize(
@@ -245,8 +255,8 @@ def test_matrices_are_coded_but_embeddings_heads_and_norms_are_not():
         (
             (),
             ("mix.weight", "middle.weight"),
-            "precision.frozen=nf4: the model has no frozen matrix. Freeze the base with requires_grad_(False), or set "
-            "precision.frozen=compute.",
+            "precision.frozen=nf4: the model has no frozen matrix. Freeze the base with requires_grad_(False) or "
+            "model.lora.rank=16, or set precision.frozen=compute.",
         ),
     ],
 )
@@ -299,7 +309,7 @@ def test_a_base_that_has_no_codes_is_refused_by_name_on_every_rank(size, number)
     for form in (weights, as_codes(weights)):
         assert run_ranks(size, message_of, form) == size * [
             "blocks.1.linear.weight has a value that is NaN, infinite or above 1e36, so it has no codes. Repair the "
-            "weights, or leave it out of precision.coded."
+            "weights, or name other parameters in precision.coded."
         ]
 
 

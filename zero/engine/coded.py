@@ -1,8 +1,8 @@
 """Choose the frozen parameters that are stored as codes, and make their codes.
 
 By default these are matrices (2 dimensions or more), because they are nearly all bytes of a model. An embedding and a
-head, which has as many rows as the largest embedding, stay in the dtype of compute, because errors in a row reach the
-loss without a sum over other rows.
+head, which has the shape of the largest embedding, stay in the dtype of compute, because errors in a row reach the loss
+without a sum over other rows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,17 +28,19 @@ def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
     if precision.frozen is None:
         return frozenset()
     parameters = dict(model.named_parameters())
+    first = {id(parameter): name for name, parameter in parameters.items()}
+    names = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad and parameter.numel()}
     chosen = set[str]() if precision.coded else _matrices(model) & frozen
     if not (chosen or precision.coded):
         raise PlanError(
             f"precision.frozen={precision.frozen.name}: the model has no frozen matrix. Freeze the base with "
-            "requires_grad_(False), or set precision.frozen=compute."
+            "requires_grad_(False) or model.lora.rank=16, or set precision.frozen=compute."
         )
     for pattern in precision.coded:
-        fitting = {name for name in parameters if fnmatchcase(name, pattern)}
+        fitting = {names[alias] for alias in names if fnmatchcase(alias, pattern)}
         if not fitting:
-            raise PlanError(f"precision.coded: no parameter is named {pattern}{meant(pattern, parameters)}")
+            raise PlanError(f"precision.coded: no parameter is named {pattern}{meant(pattern, names)}")
         if fitting.isdisjoint(frozen):
             raise PlanError(
                 f"precision.coded: {some(sorted(fitting))} would be stored as codes, but trains. Freeze it with "
@@ -51,11 +53,12 @@ def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
 def _matrices(model: nn.Module) -> set[str]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = {id(parameter) for module in embeddings for parameter in module._parameters.values()}
-    vocabulary = max((module.num_embeddings for module in embeddings), default=0)
+    largest = max(embeddings, key=lambda module: module.num_embeddings, default=None)
+    head = None if largest is None else largest.weight.shape
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and id(parameter) not in tables and parameter.shape[0] != vocabulary
+        if parameter.dim() > 1 and id(parameter) not in tables and parameter.shape != head
     }
 
 
@@ -146,7 +149,7 @@ def checked(codec: Codec, name: str, numel: int, codes: Callable[[int, int], Ten
         if not codec.is_finite(rows):
             raise ConfigError(
                 f"{name} has a value that is NaN, infinite or above 1e36, so it has no codes. Repair the weights, or "
-                "leave it out of precision.coded."
+                "name other parameters in precision.coded."
             )
         return rows[start - first : stop - first]
 

@@ -85,7 +85,7 @@ def test_a_checkpoint_holds_the_codes_and_not_the_values(tmp_path: Path):
     kinds = {entry.name: entry.kind for entry in entries if entry.name in CODED}
     assert kinds == dict.fromkeys(CODED, "nf4")
     [(dtype, numel)] = {(entry.dtype, entry.numel) for entry in entries if entry.kind == "nf4"}
-    assert (dtype, numel) == ("uint8", CODECS["nf4"].numel(13 * 13))
+    assert (dtype, numel) == ("uint8", CODECS["nf4"].nbytes(13 * 13))
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [("nf4", "compute"), ("compute", "nf4"), ("nf4", "int8"), ("int8", "nf4")])

@@ -53,7 +53,7 @@ def scalar_nf4(row: bytes) -> list[float]:
 
 @pytest.mark.parametrize("numel", SIZES)
 def test_expanding_is_the_published_formula(numel):
-    codes = torch.randint(256, (NF4.numel(numel),), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    codes = torch.randint(256, (NF4.nbytes(numel),), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     for row in codes.split(NF4.row_bytes):  # finite scales
         row[:8].copy_(torch.tensor([0.75, 0.5]).view(torch.uint8))
     expected = [value for row in codes.split(NF4.row_bytes) for value in scalar_nf4(bytes(row.tolist()))]
@@ -113,7 +113,7 @@ def test_int8_has_the_bits_of_bitsandbytes():
 def test_no_cut_changes_a_bit(codec, numel):
     values = sample(numel)
     codes = codec.encode(values)
-    assert codes.shape == (codec.numel(numel),)
+    assert codes.shape == (codec.nbytes(numel),)
     cuts = sorted({0, *torch.randint(codes.numel(), (5,), generator=torch.Generator().manual_seed(2)).tolist()})
     read = codec.bytes_of(lambda start, stop: values[start:stop], numel)
     parts = [read(start, stop) for start, stop in zip(cuts, [*cuts[1:], codes.numel()], strict=True)]
@@ -179,7 +179,7 @@ def test_no_default_dtype_changes_a_bit(codec):
 
 
 def test_bytes_of_a_parameter():
-    assert NF4.numel(4096 * 4096) / 4096**2 < 0.5162
-    assert INT8.numel(4096 * 4096) / 4096**2 < 1.0157
-    assert NF4.numel(0) == INT8.numel(0) == 0
+    assert NF4.nbytes(4096 * 4096) / 4096**2 < 0.5162
+    assert INT8.nbytes(4096 * 4096) / 4096**2 < 1.0157
+    assert NF4.nbytes(0) == INT8.nbytes(0) == 0
     assert torch.equal(expanded(NF4, NF4.encode(torch.zeros(0)), 0), torch.zeros(0))

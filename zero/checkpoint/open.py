@@ -275,7 +275,7 @@ def shape_of(checkpoint: Checkpoint, entry: Entry) -> tuple[int, ...]:
     shape = shapes.get(entry.name) if isinstance(shapes, dict) else None
     shape = tuple(shape) if isinstance(shape, list) else ()
     sizes = all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or CODECS[entry.kind].numel(math.prod(shape)) != entry.numel:
+    if not sizes or CODECS[entry.kind].nbytes(math.prod(shape)) != entry.numel:
         raise CheckpointError(f"{checkpoint.folder}: its manifest has no shape for the codes of {entry.name}")
     return shape
 

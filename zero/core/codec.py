@@ -62,18 +62,18 @@ class Codec(ABC):
 
     @property
     def row_bytes(self) -> int:
-        return self.numel(self.block)
+        return self.nbytes(self.block)
 
-    def numel(self, count: int) -> int:
+    def nbytes(self, count: int) -> int:
         """Return the number of bytes that `count` values take."""
         return self.head_bytes * -(-count // self.block) + self.vector_bytes * -(-count // VECTOR)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the codes of a parameter's values, (n,) fp32: (`numel(n)`,) uint8, of which `is_finite` may be false.
+        """Return the codes of a parameter's values, (n,) fp32: (`nbytes(n)`,) uint8, of which `is_finite` may be false.
 
         A part of a parameter that begins at a multiple of `block` gives a part of its codes.
         """
-        codes = values.new_empty(self.numel(values.numel()), dtype=torch.uint8)
+        codes = values.new_empty(self.nbytes(values.numel()), dtype=torch.uint8)
         for rows, first, last in self._rows(codes, values.numel()):
             padded = values.new_zeros(rows.shape[0], (rows.shape[1] - self.head_bytes) // self.vector_bytes * VECTOR)
             padded.view(-1)[: last - first].copy_(values[first:last])
@@ -81,7 +81,7 @@ class Codec(ABC):
         return codes
 
     def expand(self, codes: Tensor, values: Tensor) -> None:
-        """Write the values of codes, (`numel(n)`,) uint8, to `values`, (n,) of any floating-point dtype."""
+        """Write the values of codes, (`nbytes(n)`,) uint8, to `values`, (n,) of any floating-point dtype."""
         for rows, first, last in self._rows(codes, values.numel()):
             values[first:last].copy_(self._decoded(rows).view(-1)[: last - first])
 
@@ -122,7 +122,7 @@ class Codec(ABC):
             first, last = start // self.block, -(-stop // self.block)
             end = min(last * self.block, count)
             whole = torch.empty(end - first * self.block, dtype=dtype, device="cpu")
-            self.expand(codes(first * self.row_bytes, self.numel(end)), whole)
+            self.expand(codes(first * self.row_bytes, self.nbytes(end)), whole)
             return whole[start - first * self.block : stop - first * self.block]
 
         return values
@@ -132,9 +132,9 @@ class Codec(ABC):
         whole, parts = count // self.block * self.block, []
         for first in range(0, whole, CHUNK):
             last = min(first + CHUNK, whole)
-            parts.append((codes[self.numel(first) : self.numel(last)].view(-1, self.row_bytes), first, last))
+            parts.append((codes[self.nbytes(first) : self.nbytes(last)].view(-1, self.row_bytes), first, last))
         if whole < count:
-            parts.append((codes[self.numel(whole) :].view(1, -1), whole, count))
+            parts.append((codes[self.nbytes(whole) :].view(1, -1), whole, count))
         return parts
 
     @abstractmethod

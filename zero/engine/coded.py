@@ -67,7 +67,7 @@ class CodedWeights(RangedWeights):
 
     Args:
         codec: the format of the codes.
-        codes: name of a parameter -> its codes, (`codec.numel(n)`,) uint8.
+        codes: name of a parameter -> its codes, (`codec.nbytes(n)`,) uint8.
         tensors: all other weights, by name.
         shapes: the shapes of the parameters that have codes, by name.
 
@@ -145,7 +145,7 @@ def checked(codec: Codec, name: str, numel: int, codes: Callable[[int, int], Ten
 
     def read(start: int, stop: int) -> Tensor:
         first = start // codec.row_bytes * codec.row_bytes
-        rows = codes(first, min(-(-stop // codec.row_bytes) * codec.row_bytes, codec.numel(numel)))
+        rows = codes(first, min(-(-stop // codec.row_bytes) * codec.row_bytes, codec.nbytes(numel)))
         if not codec.is_finite(rows):
             raise ConfigError(
                 f"{name} has a value that is NaN, infinite or above 1e36, so it has no codes. Repair the weights, or "

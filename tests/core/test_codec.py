@@ -1,5 +1,6 @@
 """Codes expand to the published formula and to the bits of bitsandbytes, and no cut changes a bit."""
 
+import hashlib
 import struct
 from statistics import NormalDist
 
@@ -87,6 +88,57 @@ def test_expanding_has_the_bits_of_bitsandbytes(shape, dtype):
         rows += [head, scales, nibbles[256 * 32 * number :][: 32 * len(scales)]]
     found = expanded(NF4, torch.cat(rows), values.numel(), dtype).view(shape)
     assert torch.equal(found, functional.dequantize_4bit(packed, state))
+
+
+BITS = {
+    ("nf4", torch.float32): "6699b19c4fe50698ec544b4df8b1f7fd6ce79d66ca26a8aec10441443779e8da",
+    ("nf4", torch.bfloat16): "58a172f63867bf23d1bbae580d9d324fa6f1328c304f6fc5ccfafd00cf7305a9",
+    ("nf4", torch.float16): "06bf807f187d637d3a42f7318f02cdd911a54dbd8531e236f4c8a8ce183ce63a",
+    ("int8", torch.float32): "6c7bc72369fb8da4b1be42e9674491d5d81e96f3224094f79a07efc9834a57df",
+}
+"""SHA-256 of the values to which bitsandbytes 0.50.2 expands `stored` codes on a CPU."""
+
+
+def stored(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales of scales (none for int8), scales and codes of two rows; the second of nf4 has 7 vectors."""
+    numbers = torch.arange(263 * 32)
+    codes = ((numbers * 167 + numbers // 256 * 89 + 43) % 256).to(torch.uint8)
+    if name == "int8":
+        return torch.empty(0), torch.tensor([0.7, 3.1]), codes[: 2 * 256].view(torch.int8)
+    return torch.tensor([0.3, 0.11]), ((numbers[:263] * 59 + 7) % 256).to(torch.uint8), codes
+
+
+def digest(values: Tensor) -> str:
+    return hashlib.sha256(bytes(values.contiguous().view(-1).view(torch.uint8).tolist())).hexdigest()
+
+
+@pytest.mark.parametrize(("name", "dtype"), BITS)
+def test_expanding_has_the_stored_bits_of_bitsandbytes(name, dtype):
+    spreads, scales, codes = stored(name)
+    if name == "nf4":
+        heads = [torch.stack([torch.tensor(0.4), spread]).view(torch.uint8) for spread in spreads]
+        parts = [heads[0], scales[:256], codes[: 256 * 32], heads[1], scales[256:], codes[256 * 32 :]]
+        numel = 263 * 64
+    else:
+        parts = [scales[:1].view(torch.uint8), codes[:256].view(torch.uint8)]
+        parts += [scales[1:].view(torch.uint8), codes[256:].view(torch.uint8)]
+        numel = 2 * 256
+    assert digest(expanded(CODECS[name], torch.cat(parts), numel, dtype)) == BITS[name, dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), BITS)
+def test_the_stored_bits_are_those_of_bitsandbytes(name, dtype):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    spreads, scales, codes = stored(name)
+    if name == "int8":
+        found = torch.ops.bitsandbytes.int8_vectorwise_dequant(codes.view(2, 256), scales)
+    else:
+        _, state = functional.quantize_4bit(
+            torch.ones(263, 64, dtype=dtype), compress_statistics=True, quant_type="nf4"
+        )
+        state.absmax, state.state2.absmax, state.offset = scales, spreads, torch.tensor(0.4)
+        found = functional.dequantize_4bit(codes.view(-1, 1), state)
+    assert digest(found) == BITS[name, dtype]
 
 
 def test_a_row_of_nf4_has_the_codes_of_bitsandbytes():

@@ -170,3 +170,25 @@ def test_codes_of_a_base_that_is_not_finite_are_not_loaded(tmp_path: Path, monke
         [(path, _, _)] = run_ranks(1, saved, NF4, tmp_path, 0, damaged)
     with pytest.raises(CheckpointError, match=r"blocks.1.linear.weight has a value that is NaN, infinite or above"):
         run_ranks(1, loaded, NF4, path)
+
+
+def test_a_parameter_that_trains_now_begins_with_its_values(tmp_path: Path):
+    name = "blocks.1.linear.weight"
+
+    def unfrozen() -> torch.nn.Module:
+        model = build()
+        model.get_parameter(name).requires_grad_(True)
+        return model
+
+    [(path, there, _)] = run_ranks(1, saved, NF4, tmp_path)
+    with opened(SoloWorld(), NF4, unfrozen) as (state, _):
+        checkpoint = open_checkpoint(SoloWorld(), path)
+        with pytest.raises(CheckpointError) as caught:
+            load(state, checkpoint)
+        assert str(caught.value).endswith(
+            f"mu/{name}, nu/{name} are missing; {name} uint8 is of another dtype than in the model. If you expect "
+            "that, name them in partial=[...] of zero.load, or in checkpoint.partial, and those of another dtype in "
+            "convert=[...] of zero.load, or in checkpoint.convert."
+        )
+        state = load(state, checkpoint, partial=[f"[mn]u/{name}"], convert=[name])
+        assert torch.equal(full_state_dict(state)[name], there[f"param {name}"])

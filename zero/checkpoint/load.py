@@ -198,8 +198,10 @@ def _match(
     }
     lines = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
     if lines:
-        key = "convert" if wrong["of another dtype than in the model"] and len(lines) == 1 else "partial"
-        where = f"{key}=[...] of zero.load, or in checkpoint.{key}"
+        *others, dtypes = wrong.values()
+        keys = [key for key, names in (("partial", any(others)), ("convert", dtypes)) if names]
+        places = [f"{key}=[...] of zero.load, or in checkpoint.{key}" for key in keys]
+        where = ", and those of another dtype in ".join(places)
         raise CheckpointError(f"{checkpoint.folder}: {'; '.join(lines)}. If you expect that, name them in {where}.")
 
 

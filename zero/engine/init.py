@@ -196,10 +196,12 @@ def init(
 
     Raises:
         HandshakeError: the ranks have different plans, seeds or weights.
-        PlanError: a module that holds parameters has no `reset_parameters`; weights are missing or have another shape
-            (the message names them); or an earlier `init` has taken the model over. The model is unchanged then.
+        PlanError: a module that holds parameters has no `reset_parameters`; weights are missing, have another shape or
+            codes that the plan does not keep (the message names them); or an earlier `init` has taken the model over.
+            The model is unchanged then.
         StoreError: the store already holds another state.
-        ConfigError: `plan` is not a Plan, or `store` is not given.
+        ConfigError: `plan` is not a Plan, `store` is not given, or values of a parameter that is stored as codes are
+            NaN or infinite.
     """
     check_type(plan, Plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
     check_type(store, PrefetchStore, "zero.init", "state = zero.init(plan, zero.open_store(plan))")

@@ -12,9 +12,11 @@ import zero
 from tests.common.small import Setting, slice_of, small_batch, small_loss
 from tests.engine.test_coded import CODED, INFINITY, build, expanded
 from zero.checkpoint import load, open_checkpoint, save
-from zero.core.codec import CODECS
+from zero.core.codec import CODECS, Codec
+from zero.distributed.world import SoloWorld
 from zero.engine.full import full_state_dict
-from zero.formats.exports import whole
+from zero.errors import CheckpointError
+from zero.formats.exports import export_checkpoint, whole
 from zero.testing import run_ranks
 
 NF4 = Setting(precision="bf16", frozen="nf4")
@@ -39,8 +41,8 @@ def full(state) -> dict[str, Tensor]:
     return {f"{kind} {name}": value for kind in kinds for name, value in full_state_dict(state, kind).items()}
 
 
-def saved(world, setting, folder, steps=2):
-    with opened(world, setting) as (state, step):
+def saved(world, setting, folder, steps=2, make=build):
+    with opened(world, setting, make) as (state, step):
         state = stepped(world, state, step, range(steps))
         path = save(state, folder)
         return path, full(state), full(stepped(world, state, step, (steps, steps + 1)))
@@ -83,7 +85,7 @@ def test_a_checkpoint_holds_the_codes_and_not_the_values(tmp_path: Path):
     kinds = {entry.name: entry.kind for entry in entries if entry.name in CODED}
     assert kinds == dict.fromkeys(CODED, "nf4")
     [(dtype, numel)] = {(entry.dtype, entry.numel) for entry in entries if entry.kind == "nf4"}
-    assert (dtype, numel) == ("uint8", CODECS["nf4"].numel(13 * 13))
+    assert (dtype, numel) == ("uint8", CODECS["nf4"].nbytes(13 * 13))
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [("nf4", "compute"), ("compute", "nf4"), ("nf4", "int8"), ("int8", "nf4")])
@@ -121,3 +123,72 @@ def test_an_export_has_the_values(tmp_path: Path):
     exported = whole(run_ranks(1, open_checkpoint, path)[0])
     for name in CODED:
         assert torch.equal(exported[name].bfloat16().float(), there[f"param {name}"])
+
+
+def test_codes_of_as_many_bytes_and_another_shape_are_refused_with_both_shapes(tmp_path: Path):
+    """13 x 13 and 12 x 14 values have codes of 107 bytes."""
+
+    def bent() -> torch.nn.Module:
+        model = build()
+        model.blocks[1].linear.weight = torch.nn.Parameter(torch.zeros(12, 14), requires_grad=False)
+        return model
+
+    [(path, _, _), *_] = run_ranks(1, saved, NF4, tmp_path)
+
+    line = r"blocks.1.linear.weight \(13, 13\) for \(12, 14\) is of another shape than in the model"
+    with opened(SoloWorld(), NF4, bent) as (state, _), pytest.raises(CheckpointError, match=line):
+        load(state, open_checkpoint(SoloWorld(), path))
+
+
+def half() -> torch.nn.Module:
+    """A model whose codes have values in the middle of two numbers of bf16."""
+    model = build()
+    torch.nn.init.constant_(model.blocks[1].linear.weight, 1 + 2**-8)
+    return model
+
+
+def test_values_of_codes_are_rounded_as_a_gather_rounds_them(tmp_path: Path):
+    """A run goes on from a base in bf16, or an export, with the bits that it was trained on."""
+    name = "blocks.1.linear.weight"
+    [(path, there, _)] = run_ranks(1, saved, NF4, tmp_path, 1, half)
+    assert torch.equal(there[f"param {name}"], torch.ones(13, 13))  # the even neighbour
+    [found] = run_ranks(1, loaded, NF4.but(frozen="compute"), path)
+    assert torch.equal(found[f"param {name}"], there[f"param {name}"])
+    [checkpoint] = run_ranks(1, open_checkpoint, path)
+    export_checkpoint(checkpoint, "torch", tmp_path / "base.pt", dtype=torch.bfloat16)
+    assert torch.equal(torch.load(tmp_path / "base.pt")[name].float(), there[f"param {name}"])
+
+
+def test_codes_of_a_base_that_is_not_finite_are_not_loaded(tmp_path: Path, monkeypatch):
+    def damaged() -> torch.nn.Module:
+        model = build()
+        torch.nn.init.constant_(model.blocks[1].linear.weight, torch.inf)
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Codec, "is_finite", lambda self, codes: True)
+        [(path, _, _)] = run_ranks(1, saved, NF4, tmp_path, 0, damaged)
+    with pytest.raises(CheckpointError, match=r"blocks.1.linear.weight has a value that is NaN, infinite or above"):
+        run_ranks(1, loaded, NF4, path)
+
+
+def test_a_parameter_that_trains_now_begins_with_its_values(tmp_path: Path):
+    name = "blocks.1.linear.weight"
+
+    def unfrozen() -> torch.nn.Module:
+        model = build()
+        model.get_parameter(name).requires_grad_(True)
+        return model
+
+    [(path, there, _)] = run_ranks(1, saved, NF4, tmp_path)
+    with opened(SoloWorld(), NF4, unfrozen) as (state, _):
+        checkpoint = open_checkpoint(SoloWorld(), path)
+        with pytest.raises(CheckpointError) as caught:
+            load(state, checkpoint)
+        assert str(caught.value).endswith(
+            f"mu/{name}, nu/{name} are missing; {name} uint8 is of another dtype than in the model. If you expect "
+            "that, name them in partial=[...] of zero.load, or in checkpoint.partial, and those of another dtype in "
+            "convert=[...] of zero.load, or in checkpoint.convert."
+        )
+        state = load(state, checkpoint, partial=[f"[mn]u/{name}"], convert=[name])
+        assert torch.equal(full_state_dict(state)[name], there[f"param {name}"])

@@ -1,5 +1,6 @@
 """Codes expand to the published formula and to the bits of bitsandbytes, and no cut changes a bit."""
 
+import hashlib
 import struct
 from statistics import NormalDist
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.core.codec import CODECS, NORMAL_FLOAT, Codec, _dynamic, _pairs
+from zero.core.codec import CODECS, NORMAL_FLOAT, TINY, Codec, _dynamic, _pairs
 
 NF4, INT8 = CODECS["nf4"], CODECS["int8"]
 SIZES = [1, 2, 63, 64, 65, 255, 256, 257, 16383, 16384, 16385, 3 * 16384 + 100]
@@ -53,7 +54,7 @@ def scalar_nf4(row: bytes) -> list[float]:
 
 @pytest.mark.parametrize("numel", SIZES)
 def test_expanding_is_the_published_formula(numel):
-    codes = torch.randint(256, (NF4.numel(numel),), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    codes = torch.randint(256, (NF4.nbytes(numel),), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     for row in codes.split(NF4.row_bytes):  # finite scales
         row[:8].copy_(torch.tensor([0.75, 0.5]).view(torch.uint8))
     expected = [value for row in codes.split(NF4.row_bytes) for value in scalar_nf4(bytes(row.tolist()))]
@@ -89,6 +90,57 @@ def test_expanding_has_the_bits_of_bitsandbytes(shape, dtype):
     assert torch.equal(found, functional.dequantize_4bit(packed, state))
 
 
+BITS = {
+    ("nf4", torch.float32): "6699b19c4fe50698ec544b4df8b1f7fd6ce79d66ca26a8aec10441443779e8da",
+    ("nf4", torch.bfloat16): "58a172f63867bf23d1bbae580d9d324fa6f1328c304f6fc5ccfafd00cf7305a9",
+    ("nf4", torch.float16): "06bf807f187d637d3a42f7318f02cdd911a54dbd8531e236f4c8a8ce183ce63a",
+    ("int8", torch.float32): "6c7bc72369fb8da4b1be42e9674491d5d81e96f3224094f79a07efc9834a57df",
+}
+"""SHA-256 of the values to which bitsandbytes 0.50.2 expands `stored` codes on a CPU."""
+
+
+def stored(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales of scales (none for int8), scales and codes of two rows; the second of nf4 has 7 vectors."""
+    numbers = torch.arange(263 * 32)
+    codes = ((numbers * 167 + numbers // 256 * 89 + 43) % 256).to(torch.uint8)
+    if name == "int8":
+        return torch.empty(0), torch.tensor([0.7, 3.1]), codes[: 2 * 256].view(torch.int8)
+    return torch.tensor([0.3, 0.11]), ((numbers[:263] * 59 + 7) % 256).to(torch.uint8), codes
+
+
+def digest(values: Tensor) -> str:
+    return hashlib.sha256(bytes(values.contiguous().view(-1).view(torch.uint8).tolist())).hexdigest()
+
+
+@pytest.mark.parametrize(("name", "dtype"), BITS)
+def test_expanding_has_the_stored_bits_of_bitsandbytes(name, dtype):
+    spreads, scales, codes = stored(name)
+    if name == "nf4":
+        heads = [torch.stack([torch.tensor(0.4), spread]).view(torch.uint8) for spread in spreads]
+        parts = [heads[0], scales[:256], codes[: 256 * 32], heads[1], scales[256:], codes[256 * 32 :]]
+        numel = 263 * 64
+    else:
+        parts = [scales[:1].view(torch.uint8), codes[:256].view(torch.uint8)]
+        parts += [scales[1:].view(torch.uint8), codes[256:].view(torch.uint8)]
+        numel = 2 * 256
+    assert digest(expanded(CODECS[name], torch.cat(parts), numel, dtype)) == BITS[name, dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), BITS)
+def test_the_stored_bits_are_those_of_bitsandbytes(name, dtype):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    spreads, scales, codes = stored(name)
+    if name == "int8":
+        found = torch.ops.bitsandbytes.int8_vectorwise_dequant(codes.view(2, 256), scales)
+    else:
+        _, state = functional.quantize_4bit(
+            torch.ones(263, 64, dtype=dtype), compress_statistics=True, quant_type="nf4"
+        )
+        state.absmax, state.state2.absmax, state.offset = scales, spreads, torch.tensor(0.4)
+        found = functional.dequantize_4bit(codes.view(-1, 1), state)
+    assert digest(found) == BITS[name, dtype]
+
+
 def test_a_row_of_nf4_has_the_codes_of_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = functional.quantize_4bit(sample(16384), compress_statistics=True, quant_type="nf4")
@@ -113,7 +165,7 @@ def test_int8_has_the_bits_of_bitsandbytes():
 def test_no_cut_changes_a_bit(codec, numel):
     values = sample(numel)
     codes = codec.encode(values)
-    assert codes.shape == (codec.numel(numel),)
+    assert codes.shape == (codec.nbytes(numel),)
     cuts = sorted({0, *torch.randint(codes.numel(), (5,), generator=torch.Generator().manual_seed(2)).tolist()})
     read = codec.bytes_of(lambda start, stop: values[start:stop], numel)
     parts = [read(start, stop) for start, stop in zip(cuts, [*cuts[1:], codes.numel()], strict=True)]
@@ -142,6 +194,27 @@ def test_equal_values_stay_equal(codec, number):
     torch.testing.assert_close(expanded(codec, codec.encode(values), values.numel()), values, rtol=1e-6, atol=1e-38)
 
 
+@pytest.mark.parametrize("number", [1e-36, 3e-37, 1e-37, 1e-38, 0.0])
+def test_tiny_values_have_the_error_of_the_least_scale(number):
+    values = torch.full((256,), number)
+    assert (expanded(INT8, INT8.encode(values), 256) - values).abs().max() <= 0.51 * TINY
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_makes_a_scale_that_is_not_finite(codec, numel, number):
+    values = sample(numel)
+    assert codec.is_finite(codec.encode(values))
+    values[-1] = number
+    assert not codec.is_finite(codec.encode(values))
+
+
+def test_large_values_whose_scales_have_no_sum_are_not_finite():
+    assert not NF4.is_finite(NF4.encode(torch.full((16384,), 3e38)))
+    assert NF4.is_finite(NF4.encode(torch.full((16384,), 1e36)))
+
+
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_no_default_dtype_changes_a_bit(codec):
     values = sample(20_000)
@@ -158,7 +231,7 @@ def test_no_default_dtype_changes_a_bit(codec):
 
 
 def test_bytes_of_a_parameter():
-    assert NF4.numel(4096 * 4096) / 4096**2 < 0.5162
-    assert INT8.numel(4096 * 4096) / 4096**2 < 1.0157
-    assert NF4.numel(0) == INT8.numel(0) == 0
+    assert NF4.nbytes(4096 * 4096) / 4096**2 < 0.5162
+    assert INT8.nbytes(4096 * 4096) / 4096**2 < 1.0157
+    assert NF4.nbytes(0) == INT8.nbytes(0) == 0
     assert torch.equal(expanded(NF4, NF4.encode(torch.zeros(0)), 0), torch.zeros(0))

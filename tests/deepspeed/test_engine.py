@@ -24,6 +24,7 @@ from torch import nn
 
 import zero
 from tests.common.held import open_files
+from tests.common.small import Setting
 from tests.conftest import LONG_S
 from tests.deepspeed.harness import (
     ROWS,
@@ -42,9 +43,12 @@ from tests.deepspeed.harness import (
     train,
     trained,
 )
+from tests.engine.test_coded import CODED, build
 from zero import deepspeed
+from zero.deepspeed.checkpoints import _load_model
 from zero.deepspeed.optimizers import Optimizer
 from zero.deepspeed.utils import zero_to_fp32
+from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ConfigError, MachineError
 from zero.testing import run_ranks
 from zero.tracker import RUNNING
@@ -879,6 +883,17 @@ def test_a_root_with_parameters_of_its_own_follows_and_is_saved_under_every_name
         with pytest.raises(ConfigError, match=r"no forward in training mode.* engine\.module\.blocks\.eval\(\)"):
             engine.step()
         Tied().load_state_dict(engine.module_state_dict(), strict=True)
+
+
+def test_a_model_with_codes_loads_equal_values_and_refuses_others_before_it_writes():
+    state, _ = Setting(frozen="nf4").start(SoloWorld(), build)
+    before = zero.full_state_dict(state)
+    values = {name: value if name in CODED else value + 1 for name, value in before.items()}
+    with pytest.raises(ConfigError, match=f"{CODED[-1]} cannot be edited"):
+        _load_model(state, {**values, CODED[-1]: torch.zeros(13, 13)}, strict=False)
+    same(zero.full_state_dict(state), before)
+    _load_model(state, values, strict=False)
+    same(zero.full_state_dict(state), values)
 
 
 # What is left behind

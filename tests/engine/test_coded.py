@@ -9,8 +9,9 @@ from torch import Tensor
 
 import zero
 from tests.common.small import Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss
-from zero.core.codec import CODECS
+from zero.core.codec import CODECS, Codec
 from zero.distributed.world import SoloWorld
+from zero.engine.coded import CodedWeights
 from zero.engine.full import full_state_dict
 from zero.engine.measured import measured
 from zero.errors import ConfigError, PlanError
@@ -228,7 +229,17 @@ def planned(model: torch.nn.Module, coded: tuple[str, ...] = (), train: tuple[st
 def test_matrices_are_coded_but_embeddings_heads_and_norms_are_not():
     assert planned(Head()) == {"mix.weight", "middle.weight"}
     assert planned(Head(), train=("norm.bias", "middle.weight")) == {"mix.weight"}
+    wide = Head()
+    wide.middle, wide.places = torch.nn.Linear(12, 29), torch.nn.Embedding(8, 8)  # rows of words; shape of a matrix
+    wide.square = torch.nn.Linear(8, 8)
+    assert planned(wide) == {"mix.weight", "middle.weight", "square.weight"}
     assert planned(Head(), coded=("middle.*", "head.weight")) == {"middle.weight", "middle.bias", "head.weight"}
+
+
+def test_a_pattern_may_have_any_name_of_a_tied_parameter():
+    tied = Head()
+    tied.other = tied.middle
+    assert planned(tied, coded=("other.weight",)) == {"middle.weight"}
 
 
 @pytest.mark.parametrize(
@@ -244,8 +255,8 @@ def test_matrices_are_coded_but_embeddings_heads_and_norms_are_not():
         (
             (),
             ("mix.weight", "middle.weight"),
-            "precision.frozen=nf4: the model has no frozen matrix. Freeze the base with requires_grad_(False), or set "
-            "precision.frozen=compute.",
+            "precision.frozen=nf4: the model has no frozen matrix. Freeze the base with requires_grad_(False) or "
+            "model.lora.rank=16, or set precision.frozen=compute.",
         ),
     ],
 )
@@ -255,12 +266,51 @@ def test_what_cannot_be_coded_is_named_in_a_line(coded, train, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_base_that_is_not_finite_is_refused_by_name(number):
-    weights = values()
-    weights[CODED[1]][3, 5] = number
-    with pytest.raises(ConfigError, match=r"^blocks.1.linear.weight has a value that is NaN or infinite, so it has no"):
-        train(SoloWorld(), Setting(frozen="nf4"), weights)
+def as_codes(weights: dict[str, Tensor]) -> CodedWeights:
+    """The weights with nf4 codes of the parameters that have them, as another library gives them."""
+    nf4 = CODECS["nf4"]
+    codes = {name: nf4.encode(weights[name].view(-1)) for name in CODED}
+    others = {name: value for name, value in weights.items() if name not in CODED}
+    return CodedWeights(nf4, codes, others, {name: tuple(weights[name].shape) for name in CODED})
+
+
+@pytest.mark.parametrize("frozen", ["compute", "int8"])
+def test_codes_that_the_plan_does_not_keep_are_refused_with_what_to_type(frozen):
+    with pytest.raises(PlanError) as caught:
+        train(SoloWorld(), Setting(frozen=frozen), as_codes(values()))
+    assert str(caught.value) == (
+        "weights have blocks.0.linear.weight, blocks.1.linear.weight, blocks.2.linear.weight in nf4, but the plan does "
+        'not. Give zero.Plan precision=zero.Precision("bf16", frozen="nf4", coded=list(weights.codes)).'
+    )
+
+
+def test_weights_with_codes_are_read_by_range(monkeypatch):
+    """A sample of each parameter expands one row of its codes and not all of them."""
+    weights, numels = values(large), []
+    coded, expected = as_codes(weights), expanded(weights, "nf4", "fp32")
+    assert {*coded} == {*expected}
+    assert all(torch.equal(coded[name], value) for name, value in expected.items())
+    monkeypatch.setattr(Codec, "expand", lambda self, codes, values: numels.append(values.numel()))
+    assert [coded.read(name, 0, 64).numel() for name in CODED] == [64, 64, 64]
+    assert numels == [16384, 16384, 16384]
+
+
+def message_of(world, weights) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train(world, Setting(precision="bf16", frozen="nf4"), weights, large)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf"), 3e38])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_base_that_has_no_codes_is_refused_by_name_on_every_rank(size, number):
+    weights = values(large)
+    weights[CODED[1]][130, 5:] = number  # in the shard of one rank
+    for form in (weights, as_codes(weights)):
+        assert run_ranks(size, message_of, form) == size * [
+            "blocks.1.linear.weight has a value that is NaN, infinite or above 1e36, so it has no codes. Repair the "
+            "weights, or name other parameters in precision.coded."
+        ]
 
 
 def test_an_evaluation_in_inference_mode_computes_with_the_values():
@@ -280,9 +330,9 @@ def test_an_evaluation_in_inference_mode_computes_with_the_values():
 def test_codes_cannot_be_edited():
     state, _ = Setting(frozen="nf4").start(SoloWorld(), build)
     before = full_state_dict(state)
-    with pytest.raises(ConfigError, match=r"^blocks.2.linear.weight cannot be edited, because it is kept as codes."):
+    with pytest.raises(ConfigError, match=r"blocks.2.linear.weight cannot be edited, because it is kept as codes."):
         zero.set_full(state, CODED[2], torch.zeros(13, 13))
-    with zero.gathered(state, ["blocks.2.linear.bias"], modify=True) as full:
+    with zero.gathered(state, modify=True) as full:
         full["blocks.2.linear.bias"].zero_()
     after = full_state_dict(state)
     assert all(torch.equal(before[name], after[name]) for name in CODED)

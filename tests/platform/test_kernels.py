@@ -192,6 +192,16 @@ def test_the_kernel_expands_codes_to_the_bits_of_the_operators(numel, tile_numel
     assert torch.equal(by_kernel, by_operators)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_expands_a_scale_that_is_nan_to_nan(dtype):
+    """A GPU's NaN is 0x7FFFFFFF, to which no rounding may be added."""
+    codec, values = CODECS["nf4"], torch.zeros(333, dtype=dtype)
+    codes = codec.encode(torch.ones(333))
+    codes[:4] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.uint8)
+    torch.ops.zero.expand(values, codes, *codec.tables(values.device), 64)
+    assert values.isnan().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

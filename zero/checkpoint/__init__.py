@@ -13,6 +13,7 @@ from zero.checkpoint.open import (
     open_checkpoint as open_checkpoint,
     open_first as open_first,
     open_latest as open_latest,
+    shape_of as shape_of,
     weights_of as weights_of,
 )
 from zero.checkpoint.publish import Root as Root

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, WEIGHTS, flats
 from zero.checkpoint.manifest import Entry, entries
-from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, weights_of
+from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, shape_of, weights_of
 from zero.checkpoint.save import gather_reports
 from zero.core.codec import CODECS
 from zero.core.layout import Slot
 from zero.core.suggest import some
 from zero.engine.arguments import check_type, type_text
-from zero.engine.coded import coded
+from zero.engine.coded import checked, coded
 from zero.engine.flat_writer import FlatWriter
 from zero.engine.full import full_values
 from zero.engine.full_flat import own_codes
@@ -97,7 +97,7 @@ def load(
     kept = {key for key in wanted if stays(key)}
     _check_partial(checkpoint.folder, partial, wanted, saved, note)
     loaded = {key: entry for key, entry in saved.items() if not stays(key)}
-    _match(checkpoint.folder, loaded, wanted, kept, convert, plan.splitting.shapes())
+    _match(checkpoint, loaded, wanted, kept, convert, plan.splitting.shapes())
     numbers = numbers_of(checkpoint.folder, checkpoint.manifest)
     values = _current(state, kept - _untouched(plan, kept))
     scale = plan.precision.scale.resumed(numbers.scale, dynamic=numbers.dynamic)
@@ -174,7 +174,7 @@ def _check_partial(
 
 
 def _match(
-    folder: Path,
+    checkpoint: Checkpoint,
     saved: Mapping[Key, Entry],
     wanted: Mapping[Key, Entry],
     kept: set[Key],
@@ -186,7 +186,9 @@ def _match(
         "missing": [_words(key) for key in wanted if key not in saved and key not in kept],
         "not in the model": [_words(key) for key in saved if key not in wanted],
         "of another shape than in the model": [
-            f"{_words(key)} {a.shape} for {b.shape}" for key, (a, b) in both.items() if not _same_shape(a, b, shapes)
+            f"{_words(key)} {there} for {here}"
+            for key, (a, b) in both.items()
+            if (there := shape_of(checkpoint, a)) != (here := shapes.get(b.name, b.shape))
         ],
         "of another dtype than in the model": [
             f"{_words(key)} {a.dtype}"
@@ -196,20 +198,11 @@ def _match(
     }
     lines = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
     if lines:
-        key = "convert" if wrong["of another dtype than in the model"] and len(lines) == 1 else "partial"
-        where = f"{key}=[...] of zero.load, or in checkpoint.{key}"
-        raise CheckpointError(f"{folder}: {'; '.join(lines)}. If you expect that, name them in {where}.")
-
-
-def _same_shape(saved: Entry, wanted: Entry, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether two entries of one parameter have the same shape; codes tell the number of their bytes only.
-
-    Args:
-        shapes: the shape of every parameter of the model, by name.
-    """
-    if saved.kind in CODECS:
-        return saved.numel == CODECS[saved.kind].numel(prod(shapes[wanted.name]))
-    return saved.shape == shapes.get(wanted.name, wanted.shape)
+        *others, dtypes = wrong.values()
+        keys = [key for key, names in (("partial", any(others)), ("convert", dtypes)) if names]
+        places = [f"{key}=[...] of zero.load, or in checkpoint.{key}" for key in keys]
+        where = ", and those of another dtype in ".join(places)
+        raise CheckpointError(f"{checkpoint.folder}: {'; '.join(lines)}. If you expect that, name them in {where}.")
 
 
 def _may_become(kind: str, saved: str, dtype: str) -> bool:
@@ -267,7 +260,8 @@ def _fill(
             if key in kept:
                 return own_S[slot.offset + start - first : slot.offset + stop - first]
             read = functools.partial(files.read, entries[key])
-            return _converted(read, entries[key], kind, prod(shapes[slot.name]))(start, stop)
+            numel = prod(shapes[slot.name])
+            return _converted(read, entries[key], kind, numel, plan.precision.compute)(start, stop)
 
         for unit in reported(state.runtime.units, "loading", progress):
             for kind, page_kind in _kinds(plan, unit.spec):
@@ -290,17 +284,20 @@ def _kinds(plan: Plan, unit: UnitSpec) -> list[tuple[str, str]]:
     return [(PARAMETER, PageKind.PARAM), *moments, (FROZEN, PageKind.FROZEN), *codes]
 
 
-def _converted(read: Callable[[int, int], Tensor], entry: Entry, kind: str, numel: int) -> Callable[[int, int], Tensor]:
+def _converted(
+    read: Callable[[int, int], Tensor], entry: Entry, kind: str, numel: int, compute: torch.dtype
+) -> Callable[[int, int], Tensor]:
     """Return a function to ranges of a parameter as `kind`, which may be codes, from its entry in a checkpoint.
 
     Args:
         read: function to ranges of the entry.
         numel: the number of values of the parameter.
+        compute: the dtype in which values of codes are read, rounded as a gather rounds them; for other codes fp32.
     """
     if entry.kind == kind:
-        return read
+        return checked(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
     if entry.kind in CODECS:
-        read = CODECS[entry.kind].values_of(read, numel)
+        read = CODECS[entry.kind].values_of(read, numel, torch.float32 if kind in CODECS else compute)
     return coded(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
 
 

@@ -5,6 +5,7 @@ from an open checkpoint for `load` and for exports, and compares the CRC-32 of e
 """
 
 import itertools
+import math
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from zero.checkpoint.manifest import (
 from zero.checkpoint.publish import Root
 from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader
+from zero.core.codec import CODECS
 from zero.core.loss_scale import LossScale
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_type
@@ -259,6 +261,23 @@ def weights_of(checkpoint: Checkpoint, weights: str) -> dict[str, Entry]:
             f"{checkpoint.folder} has no {weights}. Train with optim.ema=0.999, or in Python with zero.with_ema."
         )
     return by_name
+
+
+def shape_of(checkpoint: Checkpoint, entry: Entry) -> tuple[int, ...]:
+    """Return the shape of an entry's tensor; of codes, which are one string of bytes, the shape of their parameter.
+
+    Raises:
+        CheckpointError: the manifest has no shape that fits the codes.
+    """
+    if entry.kind not in CODECS:
+        return entry.shape
+    shapes = checkpoint.manifest.facts.get("coded")
+    shape = shapes.get(entry.name) if isinstance(shapes, dict) else None
+    shape = tuple(shape) if isinstance(shape, list) else ()
+    sizes = all(type(size) is int and size >= 0 for size in shape)
+    if not sizes or CODECS[entry.kind].nbytes(math.prod(shape)) != entry.numel:
+        raise CheckpointError(f"{checkpoint.folder}: its manifest has no shape for the codes of {entry.name}")
+    return shape
 
 
 class Tensors(AbstractContextManager["Tensors"]):

@@ -38,7 +38,7 @@ NORMAL_FLOAT = (
 """The 16 values of nf4, in units of a block's largest magnitude."""
 
 TINY = 1e-38
-"""The least divisor, for blocks of zeros."""
+"""The least divisor, for blocks of zeros. Its inverse is finite in fp32."""
 
 CHUNK = 2**18
 """Values that are encoded or expanded at once, so that temporaries take 3 MiB. Half as many take a third longer."""
@@ -62,18 +62,18 @@ class Codec(ABC):
 
     @property
     def row_bytes(self) -> int:
-        return self.numel(self.block)
+        return self.nbytes(self.block)
 
-    def numel(self, count: int) -> int:
+    def nbytes(self, count: int) -> int:
         """Return the number of bytes that `count` values take."""
         return self.head_bytes * -(-count // self.block) + self.vector_bytes * -(-count // VECTOR)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the codes of a parameter's values, (n,) fp32 and finite: (`numel(n)`,) uint8.
+        """Return the codes of a parameter's values, (n,) fp32: (`nbytes(n)`,) uint8, of which `is_finite` may be false.
 
         A part of a parameter that begins at a multiple of `block` gives a part of its codes.
         """
-        codes = values.new_empty(self.numel(values.numel()), dtype=torch.uint8)
+        codes = values.new_empty(self.nbytes(values.numel()), dtype=torch.uint8)
         for rows, first, last in self._rows(codes, values.numel()):
             padded = values.new_zeros(rows.shape[0], (rows.shape[1] - self.head_bytes) // self.vector_bytes * VECTOR)
             padded.view(-1)[: last - first].copy_(values[first:last])
@@ -81,9 +81,19 @@ class Codec(ABC):
         return codes
 
     def expand(self, codes: Tensor, values: Tensor) -> None:
-        """Write the values of codes, (`numel(n)`,) uint8, to `values`, (n,) of any floating-point dtype."""
+        """Write the values of codes, (`nbytes(n)`,) uint8, to `values`, (n,) of any floating-point dtype."""
         for rows, first, last in self._rows(codes, values.numel()):
             values[first:last].copy_(self._decoded(rows).view(-1)[: last - first])
+
+    def is_finite(self, codes: Tensor) -> bool:
+        """Return whether all scales of some rows of codes, (n,) uint8, are finite.
+
+        They are not if a value is NaN or infinite, or if the largest values of the blocks of a row of nf4 are above
+        1.3e36 on average, because their sum is infinite.
+        """
+        rows = torch.arange(0, codes.numel(), self.row_bytes, device=codes.device)
+        heads = codes[rows[:, None] + torch.arange(self.head_bytes, device=codes.device)]
+        return bool(heads.view(torch.float32).isfinite().all())
 
     def tables(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the tables of the kernel in `zero.platform.kernels`, on `device`; none if there is no kernel."""
@@ -103,14 +113,16 @@ class Codec(ABC):
 
         return codes
 
-    def values_of(self, codes: Callable[[int, int], Tensor], count: int) -> Callable[[int, int], Tensor]:
-        """Return a function to ranges of the fp32 values of codes; the inverse of `bytes_of`."""
+    def values_of(
+        self, codes: Callable[[int, int], Tensor], count: int, dtype: torch.dtype = torch.float32
+    ) -> Callable[[int, int], Tensor]:
+        """Return a function to ranges of the values of codes, as a gather in `dtype` makes them; see `bytes_of`."""
 
         def values(start: int, stop: int) -> Tensor:
             first, last = start // self.block, -(-stop // self.block)
             end = min(last * self.block, count)
-            whole = torch.empty(end - first * self.block, dtype=torch.float32, device="cpu")
-            self.expand(codes(first * self.row_bytes, self.numel(end)), whole)
+            whole = torch.empty(end - first * self.block, dtype=dtype, device="cpu")
+            self.expand(codes(first * self.row_bytes, self.nbytes(end)), whole)
             return whole[start - first * self.block : stop - first * self.block]
 
         return values
@@ -120,9 +132,9 @@ class Codec(ABC):
         whole, parts = count // self.block * self.block, []
         for first in range(0, whole, CHUNK):
             last = min(first + CHUNK, whole)
-            parts.append((codes[self.numel(first) : self.numel(last)].view(-1, self.row_bytes), first, last))
+            parts.append((codes[self.nbytes(first) : self.nbytes(last)].view(-1, self.row_bytes), first, last))
         if whole < count:
-            parts.append((codes[self.numel(whole) :].view(1, -1), whole, count))
+            parts.append((codes[self.nbytes(whole) :].view(1, -1), whole, count))
         return parts
 
     @abstractmethod
@@ -175,9 +187,9 @@ class Int8(Codec):
     name, block, head_bytes, vector_bytes = "int8", 4 * VECTOR, 4, VECTOR
 
     def _encode(self, values: Tensor, rows: Tensor) -> None:
-        largest = values.abs().amax(1, keepdim=True)
+        largest = values.abs().amax(1, keepdim=True).clamp(min=127 * TINY)
         rows[:, :4].copy_(largest.view(torch.uint8))
-        rows[:, 4:].view(torch.int8).copy_(torch.round(values * (127 / largest.clamp(min=TINY))))
+        rows[:, 4:].view(torch.int8).copy_(torch.round(values * (127 / largest)))
 
     def _decoded(self, rows: Tensor) -> Tensor:
         return rows[:, 4:].view(torch.int8).float().mul_(_numbers(rows[:, :4])).mul_(1 / 127)

@@ -375,8 +375,10 @@ def _load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Loa
         raise ConfigError(
             f"load_state_dict: missing {some(missing)}, unknown {some(unexpected)}. Pass strict=False to allow both."
         )
-    for unit in state.plan.units:
-        slots = [slot.name for layout in unit.layouts for slot in layout.slots]
+    units = state.plan.units
+    codes = [(unit.expanded,) for unit in units]  # first, because another value raises before anything is written
+    for layouts in (*codes, *((unit.trainable, unit.frozen) for unit in units)):
+        slots = [slot.name for layout in layouts for slot in layout.slots]
         present = {name: key for name in slots if (key := keys[name]) is not None}
         if present:
             with gathered(state, list(present), modify=True) as full:

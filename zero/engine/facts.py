@@ -121,7 +121,7 @@ class Facts:
         """Return the dtype in which parameters of a `Flat` are kept and gathered."""
         return torch.uint8 if kind == PageKind.CODES else self.precision.compute
 
-    def full_numel(self, unit: UnitSpec) -> int:
+    def buffer_numel(self, unit: UnitSpec) -> int:
         """Return the number of elements of the unit's gathered buffer: the parameters, then room for arriving codes.
 
         A single rank expands codes in device memory from where they are.
@@ -257,7 +257,7 @@ class Facts:
         largest unit, because a unit that is gathered into a buffer stays there until another one needs it.
         """
         pooled = [unit for unit in self.units if not self.is_resident(unit)]
-        numels = [self.full_numel(unit) for unit in pooled if unit.index not in self.kept_units]
+        numels = [self.buffer_numel(unit) for unit in pooled if unit.index not in self.kept_units]
         if not numels:
             return ()
         return (max(numels),) * min(len(numels), self.splitting.depth + 1 + self.prefetch)
@@ -265,7 +265,7 @@ class Facts:
     def own_buffer_sizes(self) -> dict[int, int]:
         """Return the number of elements of the gathered buffers of the units that stay gathered, by their index."""
         kept = [unit for unit in self.units if unit.index in self.kept_units and not self.is_resident(unit)]
-        return {unit.index: self.full_numel(unit) for unit in kept}
+        return {unit.index: self.buffer_numel(unit) for unit in kept}
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
         """Return the indices of the units that are still gathered when forward ends, and when backward ends."""
@@ -276,7 +276,7 @@ class Facts:
             for place, unit in enumerate(order):
                 for coming in order[place : place + 1 + self.prefetch]:
                     if pool.find(coming.index) is None and pool.has_room_for(coming.index):
-                        pool.take(coming.index, self.full_numel(coming))
+                        pool.take(coming.index, self.buffer_numel(coming))
                     if (buffer := pool.find(coming.index)) is not None:
                         buffer.ahead = True
                 if (buffer := pool.find(unit.index)) is not None:

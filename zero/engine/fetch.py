@@ -126,7 +126,7 @@ def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_
         full_P, arrived = flat.of(full), _unchanged
         if flat.kind == PageKind.CODES:
             room = full[unit.spec.full_numel :].view(torch.uint8)
-            full_P = room if room.numel() else cast(Tensor, unit.codes_S)  # see `Facts.full_numel`
+            full_P = room if room.numel() else cast(Tensor, unit.codes_S)  # see `Facts.buffer_numel`
             arrived = partial(_expanding, plan, unit.spec, full_P, flat.of(full))
         extent = flat.stored.shard(plan.rank)
         pages = [Page(unit.index, flat.kind, n) for n in range(len(plan.cut(flat.stored.S)))]

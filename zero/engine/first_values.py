@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zero.core.suggest import meant, some
 from zero.distributed.world import World
-from zero.engine.coded import coded
+from zero.engine.coded import checked, coded
 from zero.engine.empty import is_meta
 from zero.engine.flat_writer import FlatWriter
 from zero.engine.placeholder import ParameterPlaceholder
@@ -32,7 +32,7 @@ from zero.engine.recorded_values import RecordedValues
 from zero.engine.takeover import buffers_of
 from zero.engine.unit import Splitting, UnitSpec
 from zero.engine.unit_state import UnitState
-from zero.errors import HandshakeError, PlanError
+from zero.errors import ConfigError, HandshakeError, PlanError
 from zero.platform.files import memory_of
 from zero.platform.safetensors_files import RangedWeights, StoredWeights
 from zero.store import Page, PageKind, Store
@@ -145,11 +145,13 @@ class Check:
         samples: unit -> checksum of the names and first elements of its parameters.
         ranges: hash of the ranges that the rank keeps.
         values: checksum of the values in them.
+        error: the first error in these values, which other ranks may not have read; nothing is written after it.
     """
 
     samples: dict[str, str] = field(default_factory=dict)
     ranges: Any = field(default_factory=hashlib.sha256)
     values: int = 0
+    error: ConfigError | None = None
 
 
 @torch.no_grad()
@@ -181,13 +183,18 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values, codes: Mappi
         for stored, slot in zip(flat.stored.slots, flat.values.slots, strict=True):
             first = read(slot.name, 0, min(SAMPLE, slot.numel))
             sample = crc32(memory_of(first), crc32(slot.name.encode(), sample))
+            if check.error is not None:
+                continue
             source: Callable[[int, int], Tensor] = partial(kept, slot.name)
             if plan.precision.frozen is not None and flat.kind == PageKind.CODES:
-                source = coded(plan.precision.frozen, slot.name, slot.numel, source)
-            if slot.name in codes and flat.kind == PageKind.CODES:
-                source = partial(taken, slot.name)
-            writer.write(stored, source)
-        writer.close()
+                make, source = (checked, partial(taken, slot.name)) if slot.name in codes else (coded, source)
+                source = make(plan.precision.frozen, slot.name, slot.numel, source)
+            try:
+                writer.write(stored, source)
+            except ConfigError as error:  # raised in `compare`, because the other ranks wait there
+                check.error = error
+        if check.error is None:
+            writer.close()
     check.samples[unit.spec.name] = f"{sample:08x}"
 
 
@@ -195,8 +202,12 @@ def compare(world: World, check: Check) -> None:
     """Compare the first values of all ranks. Collective.
 
     Raises:
+        ConfigError: a rank has an error in `check`; raised on every rank.
         HandshakeError: the samples of a unit differ, or values of ranks that keep the same ranges.
     """
+    errors = [error for error in world.gather_texts(str(check.error or ""), "first values") if error]
+    if errors:
+        raise ConfigError(errors[0]) from check.error
     world.agree(check.samples, "first values")
     numbers = torch.tensor([int.from_bytes(check.ranges.digest()[:7]), check.values], device="cpu")
     seen: dict[int, tuple[int, int]] = {}  # ranges -> the first rank that keeps them, and its values

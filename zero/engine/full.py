@@ -155,8 +155,9 @@ def gathered(
     Errors are raised on every rank, and then nothing has changed.
 
     Raises:
-        ConfigError: a name does not exist; or an edit was made without `modify`, has another shape, or brings an
-            infinite or NaN value into a tensor that had none (allowed in gradients: the step is skipped then).
+        ConfigError: a name does not exist; or an edit was made without `modify`, is of a parameter that is kept as
+            codes, has another shape, or brings an infinite or NaN value into a tensor that had none (allowed in
+            gradients: the step is skipped then).
         HandshakeError: the ranks called this with different arguments.
         StaleStateError: the state was spent inside the block, or a gradient does not exist.
         WorldError: the ranks made different edits.
@@ -266,6 +267,7 @@ def _edits(
 ) -> dict[str, Tensor]:
     """Return the values that this rank has changed. A name that was removed from the dict counts as unchanged."""
     edits = {}
+    coded = {name for unit in state.plan.units for name in _in(unit.expanded)}
     for name, value in full.items():
         if name not in before:
             raise ConfigError(f"{name!r} was put into the dict, but only what was gathered can be edited")
@@ -280,6 +282,11 @@ def _edits(
             raise ConfigError(
                 f"{name} was edited, but it is a copy, so the edit would be lost. Pass modify=True if every rank makes "
                 "the same edit, or modify=RANK for the edit of one rank (GatheredParameters: modifier_rank=RANK)."
+            )
+        if name in coded:
+            raise ConfigError(
+                f"{name} cannot be edited, because it is kept as codes. Set precision.frozen=compute, or give other "
+                "weights to zero.init."
             )
         narrow = rounded(edited, state.plan.precision.compute) if kind == "param" else edited
         if kind != "grad" and seen.finite and not narrow.isfinite().all():
@@ -300,12 +307,6 @@ def _check_modify(state: State, names: set[str], kind: str, modify: bool | int) 
         )
     if modify is not False and kind == "compute":
         raise ConfigError("kind='compute' is made from the parameters and cannot be edited. Edit kind='param'.")
-    coded = sorted(names.intersection(name for unit in state.plan.units for name in _in(unit.expanded)))
-    if modify is not False and coded:
-        raise ConfigError(
-            f"{some(coded)} cannot be edited, because it is kept as codes. Set precision.frozen=compute, or give other "
-            "weights to zero.init."
-        )
     for unit in state.runtime.units if modify is not False and kind == "grad" else ():
         if not names.isdisjoint(_in(unit.spec.trainable)) and not _has_gradient(state, unit):
             raise StaleStateError(f"no backward of this step has reached {unit.spec.name}: it has no gradient to edit")

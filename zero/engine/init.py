@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type
-from zero.engine.coded import CodedWeights
+from zero.engine.coded import codes_in
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.engine.gather import Gatherer, bind_placeholders
@@ -197,10 +196,12 @@ def init(
 
     Raises:
         HandshakeError: the ranks have different plans, seeds or weights.
-        PlanError: a module that holds parameters has no `reset_parameters`; weights are missing or have another shape
-            (the message names them); or an earlier `init` has taken the model over. The model is unchanged then.
+        PlanError: a module that holds parameters has no `reset_parameters`; weights are missing, have another shape or
+            codes that the plan does not keep (the message names them); or an earlier `init` has taken the model over.
+            The model is unchanged then.
         StoreError: the store already holds another state.
-        ConfigError: `plan` is not a Plan, or `store` is not given.
+        ConfigError: `plan` is not a Plan, `store` is not given, or values of a parameter that is stored as codes are
+            NaN or infinite.
     """
     check_type(plan, Plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
     check_type(store, PrefetchStore, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
@@ -211,8 +212,8 @@ def init(
     values = values_in(model, splitting)
     takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device)
     with if_it_fails(takeover.undo):
-        same = isinstance(weights, CodedWeights) and weights.codec == plan.precision.frozen
-        codes = cast(CodedWeights, weights).codes if same else {}
+        names = {slot.name for unit in plan.units for slot in unit.codes.slots}
+        codes = codes_in(weights, plan.precision.frozen, names)
         first = values_of(splitting, values, model, seed, weights, plan.world)
         units = _filled(plan, store, first, codes, progress)
     takeover.commit()  # frees the original values, because the plan does not count them together with buffers

@@ -58,7 +58,7 @@ class Residency:
     ) -> None:
         self._advance = advance
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
-        self._full_numel = plan.full_numel
+        self._buffer_numel = plan.buffer_numel
         self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
         self._launch_ahead = updater.launch_ahead
         self._hand_off = updater.hand_off if plan.params_offloaded else None
@@ -203,7 +203,7 @@ class Residency:
                 unit.grad_readers += [ready, *tickets]
             if unit.resident is None:
                 assert self.pool is not None
-                buffer = self.pool.take(unit.index, self._full_numel(unit.spec))
+                buffer = self.pool.take(unit.index, self._buffer_numel(unit.spec))
             assert buffer is not None
             buffer.ready = ready
             buffer.arrivals += tickets

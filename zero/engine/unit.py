@@ -314,7 +314,7 @@ def _unit(
         Layout.of(shapes[kind], world_size=world_size, groups=groups) for kind in (PageKind.PARAM, PageKind.FROZEN)
     )
     expanded = Layout.of(shapes[PageKind.CODES], world_size=1)
-    nbytes = {slot.name: (codec.numel(slot.numel),) for slot in expanded.slots if codec is not None}
+    nbytes = {slot.name: (codec.nbytes(slot.numel),) for slot in expanded.slots if codec is not None}
     codes = Layout.of(nbytes, world_size=world_size)
     moments: tuple[str, ...] = ()
     matrices: tuple[Matrices, ...] = ()

@@ -82,7 +82,8 @@ def _faults_of_parameter(parameter: nn.Parameter) -> Faults:
     yield (
         cls.__name__ == "Params4bit",
         " has codes of bitsandbytes. Write from zero.formats import from_bitsandbytes; weights = "
-        "from_bitsandbytes(model) before zero.Plan, and zero.init(..., weights=weights).",
+        'from_bitsandbytes(model), then zero.Plan(..., precision=zero.Precision("bf16", frozen="nf4", '
+        "coded=list(weights.codes))) and zero.init(..., weights=weights).",
     )
     is_packed = library == "bitsandbytes" or not issubclass(cls, nn.Parameter | Unmade)
     yield is_packed, f" is a {cls.__name__} of {library}, whose values zero cannot shard. {ROUNDED}."

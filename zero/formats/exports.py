@@ -8,7 +8,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.checkpoint import Checkpoint, Tensors, open_at, weights_of
+from zero.checkpoint import Checkpoint, Tensors, open_at, shape_of, weights_of
 from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
 from zero.checkpoint.manifest import Entry
 from zero.core.codec import CODECS
+from zero.core.master import rounded
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ConfigError
 from zero.formats.adapter import names_of_peft, refuse_adapters, write as write_adapter
@@ -148,32 +149,18 @@ def _streams(
     for entry in checkpoint.manifest.entries:
         if entry.kind in {*WEIGHTS, BUFFER}:
             entry = trained.get(entry.name, entry) if entry.kind == PARAMETER else entry
-            stream = Stream.read_by(getattr(torch, entry.dtype), entry.shape, partial(files.read, entry))
+            shape = shape_of(checkpoint, entry)
+            cast: Callable[[Tensor, torch.dtype], Tensor] = rounded
+            stream = Stream.read_by(getattr(torch, entry.dtype), shape, partial(files.read, entry))
             if entry.kind in CODECS:
-                shape = _coded_shape(checkpoint, entry)
                 read = CODECS[entry.kind].values_of(partial(files.read, entry), prod(shape))
-                stream = Stream.read_by(torch.float32, shape, read)
-            streams[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name)
+                stream, cast = Stream.read_by(torch.float32, shape, read), Tensor.to  # rounds as a gather does
+            streams[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name, cast)
     ties = checkpoint.manifest.facts.get("ties", {})
     if not isinstance(ties, dict) or not all(isinstance(owner, str) and owner in streams for owner in ties.values()):
         raise CheckpointError(f"{checkpoint.folder}: its manifest ties names to tensors that it does not hold")
     ties = {name: owner for name, owner in ties.items() if name not in streams}
     return {**streams, **{name: streams[owner] for name, owner in ties.items()}}, ties
-
-
-def _coded_shape(checkpoint: Checkpoint, entry: Entry) -> tuple[int, ...]:
-    """Return the shape of a parameter whose codes the checkpoint holds.
-
-    Raises:
-        CheckpointError: the manifest has no shape that fits the codes.
-    """
-    shapes = checkpoint.manifest.facts.get("coded")
-    shape = shapes.get(entry.name) if isinstance(shapes, dict) else None
-    shape = tuple(shape) if isinstance(shape, list) else ()
-    sizes = all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or CODECS[entry.kind].numel(prod(shape)) != entry.numel:
-        raise CheckpointError(f"{checkpoint.folder}: its manifest has no shape for the codes of {entry.name}")
-    return shape
 
 
 @contextlib.contextmanager

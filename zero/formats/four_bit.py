@@ -22,9 +22,12 @@ SCALES = 256
 def from_bitsandbytes(model: nn.Module) -> CodedWeights:
     """Replace each `Linear4bit` of `model` by an `nn.Linear` on meta; return the weights of the whole model.
 
+    The codes are copied to host memory layer by layer, and the layers are freed.
+
         weights = from_bitsandbytes(model)
         precision = zero.Precision("bf16", frozen="nf4", coded=list(weights.codes))
         state = zero.init(plan, zero.open_store(plan), weights=weights)
+        del weights  # frees this copy of the codes
 
     Adapters of peft around these layers stay.
 
@@ -35,9 +38,11 @@ def from_bitsandbytes(model: nn.Module) -> CodedWeights:
     layers = {path: module for path, module in model.named_modules() if _is_4bit(module)}
     for path, layer in layers.items():
         _check(path, layer.weight)
-    codes = {f"{path}.weight".lstrip("."): _codes(layer.weight) for path, layer in layers.items()}
     shapes = {f"{path}.weight".lstrip("."): tuple(layer.weight.quant_state.shape) for path, layer in layers.items()}
-    for path, layer in layers.items():
+    codes = {}
+    for path in [*layers]:
+        layer = layers.pop(path)  # freed before the next one is copied
+        codes[f"{path}.weight".lstrip(".")] = _codes(layer.weight).cpu()
         owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, _plain(layer))
     tensors = {name: value.detach() for name, value in model.named_parameters() if name not in codes}

@@ -93,8 +93,8 @@ class Stream:
             done += block.numel()
         return flat.view(self.shape)
 
-    def to(self, dtype: torch.dtype, what: str) -> "Stream":
-        """Return a stream of the values, converted to another floating-point dtype.
+    def to(self, dtype: torch.dtype, what: str, cast: Callable[[Tensor, torch.dtype], Tensor] = rounded) -> "Stream":
+        """Return a stream of the values, converted by `cast` to another floating-point dtype.
 
         Raises:
             CheckpointError: while the stream is read, if a finite value becomes infinite.
@@ -104,10 +104,10 @@ class Stream:
 
         def cut() -> Iterator[Tensor]:
             for block in self.blocks(what):
-                cast = rounded(block, dtype)
-                if bool((cast.isinf() & block.isfinite()).any()):
+                values = cast(block, dtype)
+                if bool((values.isinf() & block.isfinite()).any()):
                     raise CheckpointError(f"{what}: {dtype} cannot hold its largest value. Choose bf16 or fp32.")
-                yield cast
+                yield values
 
         return Stream(dtype, self.shape, cut)
 

@@ -227,7 +227,8 @@ def _expand(values, codes, pairs, dynamic, numel, TILE: tl.constexpr):
     at = row * 16384 + lane
     if values.dtype.element_ty == tl.int16:
         bits = value.to(tl.int32, bitcast=True)
-        tl.store(values + at, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16), live)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        tl.store(values + at, tl.where(value == value, nearest, 0x7FC0).to(tl.int16), live)
     else:
         tl.store(values + at, value.to(values.dtype.element_ty), live)
 

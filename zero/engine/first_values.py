@@ -205,13 +205,15 @@ def compare(world: World, check: Check) -> None:
         ConfigError: a rank has an error in `check`; raised on every rank.
         HandshakeError: the samples of a unit differ, or values of ranks that keep the same ranges.
     """
-    errors = [error for error in world.gather_texts(str(check.error or ""), "first values") if error]
-    if errors:
-        raise ConfigError(errors[0]) from check.error
     world.agree(check.samples, "first values")
-    numbers = torch.tensor([int.from_bytes(check.ranges.digest()[:7]), check.values], device="cpu")
+    failed = int(check.error is not None)
+    numbers = torch.tensor([int.from_bytes(check.ranges.digest()[:7]), check.values, failed], device="cpu")
+    rows = world.exchange(numbers, what="first values").tolist()
+    if any(failed for *_, failed in rows):
+        errors = world.gather_texts(str(check.error or ""), "errors in first values")
+        raise ConfigError(next(error for error in errors if error)) from check.error
     seen: dict[int, tuple[int, int]] = {}  # ranges -> the first rank that keeps them, and its values
-    for rank, (ranges, values) in enumerate(world.exchange(numbers, what="first values").tolist()):
+    for rank, (ranges, values, _) in enumerate(rows):
         other, expected = seen.setdefault(ranges, (rank, values))
         if values != expected:
             raise HandshakeError(

@@ -1261,7 +1261,9 @@ def test_muon_of_a_config_is_that_of_the_library(stage: int, tmp_path: Path):
     )
 
     def own(world):
-        plan = zero.Plan(net(), world=world, stage=stage, optimizer=optimizer)
+        with world.exclusive():
+            model = net()
+        plan = zero.Plan(model, world=world, stage=stage, optimizer=optimizer)
         state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, lambda model, part: model(part))
         losses = []
         for number in range(3):

@@ -1,4 +1,4 @@
-"""What a test may leave behind in its process: open files of a folder, threads.
+"""Open files of a folder, and threads: a test must leave none behind in its process.
 
 Never all of the process: an engine that an earlier test has dropped is closed, by a thread and with a file, whenever
 Python collects it.

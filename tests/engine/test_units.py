@@ -14,8 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zero
 from zero.engine.empty import is_meta
+from zero.engine.split import split
 from zero.engine.takeover import Takeover
-from zero.engine.unit import Splitting, split
+from zero.engine.unit import Splitting
 from zero.errors import OutsideUnitError, PlanError
 from zero.testing import run_ranks
 from zero.trainer.models.gpt import GPT

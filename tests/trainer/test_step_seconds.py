@@ -14,8 +14,8 @@ from tests.common.small import KiB
 from tests.trainer.test_planning import config, gpu, model_of
 from zero.core.placement import NO_LIMIT
 from zero.engine import placing
+from zero.engine.split import split
 from zero.engine.traffic import traffic
-from zero.engine.unit import split
 from zero.errors import ConfigError
 from zero.testing import run_ranks, simulated_gpu
 from zero.testing.simulated_time import RATES

@@ -132,6 +132,11 @@ class Layout:
         begins = [*(slot.offset for slot in self._filled), self.P]
         return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where each rank's shard begins, and the end: W + 1 indices."""
+        return tuple(rank * self.S for rank in range(self.world_size + 1))
+
     def shard(self, rank: int) -> tuple[int, int]:
         """Return the (start, stop) range of the flat that `rank` owns."""
         return rank * self.S, (rank + 1) * self.S

@@ -218,11 +218,10 @@ def _optim(config: CheckedConfig, schedule: bool) -> dict[str, Any]:
         elif optimizer.torch_adam and "weight_decay" not in optimizer.model_fields_set:
             settings["weight_decay"] = 0.01  # the default of torch.optim.AdamW
     if isinstance(optimizer, Muon):
-        settings |= {"exclude": ["*embed*", "*lm_head*"], "adamw_lr": optimizer.adam_lr}
+        lr = optimizer.lr if "lr" in optimizer.model_fields_set else 3e-4
+        settings |= {"exclude": ["*embed*", "*lm_head*"], "adamw_lr": optimizer.adam_lr or lr}
         if optimizer.muon_lr is not None:
             settings["lr"] = optimizer.muon_lr
-        if optimizer.adam_lr is None:
-            settings["adamw_lr"] = optimizer.lr if "lr" in optimizer.model_fields_set else 3e-4
     of_schedule = _optim_of_schedule(config)
     if "lr" in of_schedule and schedule:
         settings.pop("adamw_lr", None)  # DeepSpeed's schedulers give all groups one rate

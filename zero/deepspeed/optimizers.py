@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zero.core import optim
 from zero.core.optim import Transform
-from zero.engine.unit import embedding_ids
+from zero.engine.split import embedding_ids
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_optimizer
@@ -100,8 +100,8 @@ class Optimizer(torch.optim.Optimizer):
         chosen = config.optim
         if isinstance(chosen, Muon):
             made = cls(parameters, chosen.model_dump(include={"weight_decay", "nesterov", "eps"}), chosen.name)
-            muon = build_optimizer(config)
-            made.param_groups = [part for group in made.param_groups for part in _by_muon(chosen, muon, group, model)]
+            matrices = _matrices(build_optimizer(config), model)
+            made.param_groups = [part for group in made.param_groups for part in _by_muon(chosen, matrices, group)]
             return made
         defaults = chosen.model_dump(include={"lr", "weight_decay", "momentum", "nesterov", "eps"})
         if chosen.name == "adagrad":
@@ -248,14 +248,21 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
     return kind.make(lambda step: float(first["lr"]), clip=clip, groups=groups, **shared)
 
 
-def _by_muon(chosen: Muon, muon: Transform, group: ParamGroup, model: nn.Module) -> list[ParamGroup]:
+def _matrices(muon: Transform, model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that Muon updates."""
+    embedded = embedding_ids(model)
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if muon.orthogonalizes(muon.group_of(name, tuple(parameter.shape), embedding=id(parameter) in embedded))
+    }
+
+
+def _by_muon(chosen: Muon, matrices: set[int], group: ParamGroup) -> list[ParamGroup]:
     """Return a group as two: of the matrices that Muon updates, and of the parameters for AdamW."""
-    names, embedded = names_of(model), embedding_ids(model)
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in group["params"]:
-        name, shape = names.get(id(parameter), ""), tuple(parameter.shape)
-        number = muon.group_of(name, shape, embedding=id(parameter) in embedded)
-        parts[muon.orthogonalizes(number)].append(parameter)
+        parts[id(parameter) in matrices].append(parameter)
     rate = chosen.lr if chosen.adamw_lr is None else chosen.adamw_lr
     own: dict[bool, ParamGroup] = {
         True: {"lr": chosen.lr, "momentum": chosen.momentum},

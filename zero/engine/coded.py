@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zero.core.codec import Codec
 from zero.core.precision import Precision
 from zero.core.suggest import meant, some
+from zero.engine.split import embedding_ids
 from zero.errors import ConfigError, PlanError
 from zero.platform.safetensors_files import RangedWeights
 
@@ -51,8 +52,10 @@ def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
 
 
 def _matrices(model: nn.Module) -> set[str]:
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    tables = {id(parameter) for module in embeddings for parameter in module._parameters.values()}
+    embeddings, tables = (
+        (module for module in model.modules() if isinstance(module, nn.Embedding)),
+        embedding_ids(model),
+    )
     largest = max(embeddings, key=lambda module: module.num_embeddings, default=None)
     head = None if largest is None else largest.weight.shape
     return {

@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 
 from zero.core.layout import Layout
-from zero.core.muon import owners
 from zero.core.optim import Transform
 from zero.core.placement import Tier
 from zero.core.precision import Precision
@@ -210,10 +209,6 @@ class Facts:
         """Return the number of elements of the unit's master, and of each moment, on this rank."""
         return unit.trainable.P if self.full_update else unit.trainable.S
 
-    def owners(self, unit: UnitSpec) -> tuple[int, ...]:
-        """Return where each rank's whole matrices begin in the flat of a unit that Muon updates, and its end."""
-        return owners(unit.matrices, unit.trainable)
-
     @property
     def muon_numels(self) -> tuple[int, int, int] | tuple[()]:
         """The elements of device memory for a unit's directions, a rank's whole matrices, and products of them.
@@ -223,7 +218,7 @@ class Facts:
         units = [unit for unit in self.units if unit.matrices]
         if not units:
             return ()
-        ranges = [b - a for unit in units if not self.full_update for a, b in pairwise(self.owners(unit))]
+        ranges = [b - a for unit in units if not self.full_update for a, b in pairwise(unit.owners)]
         scratch = max(batch.scratch_numel for unit in units for batch in unit.matrices)
         return max(map(self.update_numel, units)), max(ranges, default=0), scratch
 
@@ -232,7 +227,7 @@ class Facts:
         """The floating point operations that orthogonalize the matrices of a step, on the rank with most, per unit."""
 
         def most(unit: UnitSpec) -> int:
-            cuts = (0, unit.trainable.P) if self.full_update else self.owners(unit)
+            cuts = (0, unit.trainable.P) if self.full_update else unit.owners
             ranges = [range(*ends) for ends in pairwise(cuts)]
             return max(sum(batch.flops for batch in unit.matrices if batch.start in ends) for ends in ranges)
 

@@ -43,7 +43,7 @@ class Orthogonalizer:
         if self._plan.full_update:
             self._orthogonalize(unit, directions, 0)
             return
-        even, cuts = [unit.trainable.S * rank for rank in range(self._world.size + 1)], self._plan.owners(unit)
+        even, cuts = unit.trainable.cuts, unit.owners
         first, last = cuts[self._world.rank : self._world.rank + 2]
         owned, what = self._owned[: last - first], f"directions of {unit.name}"
         self._world.reshard(directions, owned, even, cuts, what=what).wait()

@@ -32,8 +32,9 @@ from zero.engine.compile import Backend, check_backend, described
 from zero.engine.facts import Facts, Reduction, Scope, sharers
 from zero.engine.page_table import PageTable
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages, thread_count
+from zero.engine.split import APART, split
 from zero.engine.takeover import refuse_taken
-from zero.engine.unit import APART, Splitting, split
+from zero.engine.unit import Splitting
 from zero.errors import ConfigError, PlanError
 from zero.platform.device import free_host_bytes
 from zero.store import Page, PageKind
@@ -61,7 +62,7 @@ class Plan(PageTable):
         offload: the tiers of offloaded state: a `zero.Offload`, or the name of one of its presets, such as "nvme"; None
             to offload nothing.
         units: classes, or their names, whose instances are units (gathered and released together). None: each element
-            of an outermost `ModuleList` or `Sequential`, see `zero.engine.unit`.
+            of an outermost `ModuleList` or `Sequential`, see `zero.engine.split`.
         bucket: bytes of parameters up to which small units that follow each other in the module tree are merged, which
             sends fewer and larger messages; 0 to merge none. A merged unit has the name of its first one.
         prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.

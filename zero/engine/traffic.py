@@ -146,7 +146,7 @@ def _matrices(plan: Plan) -> Load:
     nodes = [rank // plan.world.local_size for rank in range(plan.sharers)]
     for unit in plan.units if not plan.full_update else ():
         if unit.matrices:
-            even, whole = [unit.trainable.S * rank for rank in range(plan.sharers + 1)], plan.owners(unit)
+            even, whole = unit.trainable.cuts, unit.owners
             for before, after in ((even, whole), (whole, even)):
                 numels = common_numels(after, before, plan.rank)
                 link += sum(numels) - numels[plan.rank]

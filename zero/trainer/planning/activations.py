@@ -10,7 +10,7 @@ from torch import nn
 
 from zero.core.setting_types import RECOMPUTED, Activations as Policy
 from zero.engine.plan import activations_of
-from zero.engine.unit import split
+from zero.engine.split import split
 from zero.settings.build import build_precision
 from zero.trainer.config import Config
 from zero.trainer.evaluate import CHUNK_TOKENS

@@ -20,7 +20,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero
-from tests.common.small import Setting, Small, adamw_in_8bit, adamw_in_bf16, in_bf16, slice_of, small_batch, small_loss
+from tests.common.small import (
+    Setting,
+    Small,
+    adamw_in_8bit,
+    adamw_in_bf16,
+    in_bf16,
+    opened,
+    slice_of,
+    small_batch,
+    small_loss,
+)
 from tests.conftest import LONG_S
 from zero.checkpoint import Root, Saving, Tensors, load, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
@@ -44,15 +54,6 @@ CELLS = [
     for stage, preset in itertools.product(range(4), PRESETS)
     if preset != "infinity" or stage == 3
 ]
-
-
-@contextlib.contextmanager
-def opened(world, setting, build=Small):
-    """(state, step) on a store that is closed afterwards."""
-    plan = setting.plan(world, build)
-    with contextlib.closing(zero.open_store(plan)) as store:
-        yield zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss)
-        store.drain()
 
 
 def trained(world, state, step, steps, accumulate=1):

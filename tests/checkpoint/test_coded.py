@@ -1,6 +1,5 @@
 """A checkpoint holds codes as they are: they load at any setting to the bit, and other formats read their values."""
 
-import contextlib
 from functools import partial
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import zero
-from tests.common.small import Setting, slice_of, small_batch, small_loss
+from tests.common.small import Setting, opened, slice_of, small_batch
 from tests.engine.test_coded import CODED, INFINITY, build, expanded
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.codec import CODECS, Codec
@@ -20,14 +18,6 @@ from zero.formats.exports import export_checkpoint, whole
 from zero.testing import run_ranks
 
 NF4 = Setting(precision="bf16", frozen="nf4")
-
-
-@contextlib.contextmanager
-def opened(world, setting, make=build):
-    plan = setting.plan(world, make)
-    with contextlib.closing(zero.open_store(plan)) as store:
-        yield zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss)
-        store.drain()
 
 
 def stepped(world, state, step, numbers):
@@ -49,14 +39,14 @@ def saved(world, setting, folder, steps=2, make=build):
 
 
 def loaded(world, setting, path, steps=(), **options):
-    with opened(world, setting.but(seed=7)) as (state, step):
+    with opened(world, setting.but(seed=7), build) as (state, step):
         state = load(state, open_checkpoint(world, path), **options)
         return full(stepped(world, state, step, steps))
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]):
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
         assert torch.equal(value, expected[name]), name
 
 
@@ -72,8 +62,8 @@ OTHERS = [
 def test_codes_load_at_any_setting(number, tmp_path: Path):
     """A run that goes on elsewhere ends as the one that never stopped."""
     [(path, there, after), *_] = run_ranks(2, saved, OTHERS[number - 1], tmp_path)
-    for found in run_ranks(2, loaded, OTHERS[number], path):
-        assert_same(found, there)
+    for actual in run_ranks(2, loaded, OTHERS[number], path):
+        assert_same(actual, there)
     assert_same(run_ranks(2, loaded, OTHERS[number], path, (2, 3))[0], after)
     for world in (1, 3):
         assert_same(run_ranks(world, loaded, OTHERS[number], path)[0], there)
@@ -97,13 +87,13 @@ def test_another_form_of_frozen_parameters_reads_the_values(wrote, reads, tmp_pa
         expected = {name: expanded(first, wrote, "fp32")[name] for name in CODED}
     if reads != "compute":
         expected = expanded(expected, reads, "bf16")
-    for found in run_ranks(1, loaded, NF4.but(frozen=reads), path):
+    for actual in run_ranks(1, loaded, NF4.but(frozen=reads), path):
         for name in CODED:
-            assert torch.equal(found[f"param {name}"], expected[name].bfloat16().float()), name
+            assert torch.equal(actual[f"param {name}"], expected[name].bfloat16().float()), name
 
 
 def first_values(world, setting):
-    with opened(world, setting) as (state, _):
+    with opened(world, setting, build) as (state, _):
         return full_state_dict(state)
 
 
@@ -112,10 +102,10 @@ def test_partial_keeps_codes_to_the_bit(offload, tmp_path: Path):
     [(path, there, _), *_] = run_ranks(2, saved, NF4, tmp_path)
     setting = NF4.but(offload=offload, bucket=2**20)  # a flat with kept and loaded codes
     [own, _] = run_ranks(2, first_values, setting.but(seed=7))
-    for found in run_ranks(2, partial(loaded, partial=["blocks.1.linear.weight"]), setting, path):
+    for actual in run_ranks(2, partial(loaded, partial=["blocks.1.linear.weight"]), setting, path):
         for name in CODED:
             expected = own[name] if name == "blocks.1.linear.weight" else there[f"param {name}"]
-            assert torch.equal(found[f"param {name}"], expected), name
+            assert torch.equal(actual[f"param {name}"], expected), name
 
 
 def test_an_export_has_the_values(tmp_path: Path):
@@ -152,8 +142,8 @@ def test_values_of_codes_are_rounded_as_a_gather_rounds_them(tmp_path: Path):
     name = "blocks.1.linear.weight"
     [(path, there, _)] = run_ranks(1, saved, NF4, tmp_path, 1, half)
     assert torch.equal(there[f"param {name}"], torch.ones(13, 13))  # the even neighbour
-    [found] = run_ranks(1, loaded, NF4.but(frozen="compute"), path)
-    assert torch.equal(found[f"param {name}"], there[f"param {name}"])
+    [actual] = run_ranks(1, loaded, NF4.but(frozen="compute"), path)
+    assert torch.equal(actual[f"param {name}"], there[f"param {name}"])
     [checkpoint] = run_ranks(1, open_checkpoint, path)
     export_checkpoint(checkpoint, "torch", tmp_path / "base.pt", dtype=torch.bfloat16)
     assert torch.equal(torch.load(tmp_path / "base.pt")[name].float(), there[f"param {name}"])

@@ -5,8 +5,9 @@ frozen parameters beside trained ones, an unused parameter, one without elements
 statistics.
 """
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,6 +182,17 @@ class Setting:
         """The first state and the step."""
         plan = self.plan(world, build)
         return zero.init(plan, zero.open_store(plan), seed=self.seed), zero.make_step(plan, loss)
+
+
+@contextlib.contextmanager
+def opened(
+    world: zero.World, setting: Setting, build: Callable[[], nn.Module] = Small
+) -> Iterator[tuple[zero.State, Callable[..., Any]]]:
+    """The first state and the step, on a store that is closed afterwards."""
+    plan = setting.plan(world, build)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        yield zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss)
+        store.drain()
 
 
 def wide() -> Small:

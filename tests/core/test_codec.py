@@ -86,8 +86,8 @@ def test_expanding_has_the_bits_of_bitsandbytes(shape, dtype):
     for number, scales in enumerate(state.absmax.split(256)):
         head = torch.stack([state.offset, state.state2.absmax[number]]).view(torch.uint8)
         rows += [head, scales, nibbles[256 * 32 * number :][: 32 * len(scales)]]
-    found = expanded(NF4, torch.cat(rows), values.numel(), dtype).view(shape)
-    assert torch.equal(found, functional.dequantize_4bit(packed, state))
+    expansion = expanded(NF4, torch.cat(rows), values.numel(), dtype).view(shape)
+    assert torch.equal(expansion, functional.dequantize_4bit(packed, state))
 
 
 BITS = {
@@ -131,14 +131,14 @@ def test_the_stored_bits_are_those_of_bitsandbytes(name, dtype):
     functional = pytest.importorskip("bitsandbytes.functional")
     spreads, scales, codes = stored(name)
     if name == "int8":
-        found = torch.ops.bitsandbytes.int8_vectorwise_dequant(codes.view(2, 256), scales)
+        expansion = torch.ops.bitsandbytes.int8_vectorwise_dequant(codes.view(2, 256), scales)
     else:
         _, state = functional.quantize_4bit(
             torch.ones(263, 64, dtype=dtype), compress_statistics=True, quant_type="nf4"
         )
         state.absmax, state.state2.absmax, state.offset = scales, spreads, torch.tensor(0.4)
-        found = functional.dequantize_4bit(codes.view(-1, 1), state)
-    assert digest(found) == BITS[name, dtype]
+        expansion = functional.dequantize_4bit(codes.view(-1, 1), state)
+    assert digest(expansion) == BITS[name, dtype]
 
 
 def test_a_row_of_nf4_has_the_codes_of_bitsandbytes():
@@ -156,8 +156,8 @@ def test_int8_has_the_bits_of_bitsandbytes():
     rows = INT8.encode(values.view(-1)).view(30, 260)
     live = values.any(1)  # for zeros bitsandbytes has a NaN
     assert torch.equal(rows[live, 4:].view(torch.int8), codes[live])
-    found = expanded(INT8, rows.view(-1), values.numel()).view(30, 256)
-    assert torch.equal(found[live], torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales)[live])
+    expansion = expanded(INT8, rows.view(-1), values.numel()).view(30, 256)
+    assert torch.equal(expansion[live], torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales)[live])
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -181,9 +181,9 @@ def test_no_cut_changes_a_bit(codec, numel):
 def test_values_are_near_the_parameter(name, error):
     """Half of the widest gap between two codes is 0.152 of a block's largest value; scales add one per cent."""
     codec, values = CODECS[name], sample(5 * 16384 + 7)
-    found = expanded(codec, codec.encode(values), values.numel())
+    expansion = expanded(codec, codec.encode(values), values.numel())
     width = 64 if name == "nf4" else 256
-    for part, near in zip(values.split(width), found.split(width), strict=True):
+    for part, near in zip(values.split(width), expansion.split(width), strict=True):
         assert (part - near).abs().max() <= error * part.abs().max() + 0.01 * values.abs().max()
 
 
@@ -224,10 +224,10 @@ def test_no_default_dtype_changes_a_bit(codec):
         table.cache_clear()
     try:
         assert torch.equal(codec.encode(values), codes)
-        found = codec.values_of(lambda start, stop: codes[start:stop], 20_000)(0, 20_000)
+        expansion = codec.values_of(lambda start, stop: codes[start:stop], 20_000)(0, 20_000)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expanded(codec, codes, 20_000))
+    assert torch.equal(expansion, expanded(codec, codes, 20_000))
 
 
 def test_bytes_of_a_parameter():

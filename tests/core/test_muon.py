@@ -29,10 +29,10 @@ def test_singular_values_become_about_one_and_their_vectors_stay(shape, dtype):
     make = torch.Generator().manual_seed(sum(shape))
     u, _, v = torch.linalg.svd(torch.randn(shape, generator=make, dtype=torch.float64), full_matrices=False)
     values = torch.linspace(1.0, 0.05, u.shape[-1], dtype=torch.float64)
-    found = orthogonal(u @ torch.diag_embed(values.expand(shape[0], -1)) @ v, dtype)
-    assert torch.linalg.svdvals(found).min() > 0.65
-    assert torch.linalg.svdvals(found).max() < 1.25
-    middle = u.mT @ found @ v.mT
+    factors = orthogonal(u @ torch.diag_embed(values.expand(shape[0], -1)) @ v, dtype)
+    assert torch.linalg.svdvals(factors).min() > 0.65
+    assert torch.linalg.svdvals(factors).max() < 1.25
+    middle = u.mT @ factors @ v.mT
     assert (middle - torch.diag_embed(torch.diagonal(middle, dim1=-2, dim2=-1))).abs().max() < 0.05
 
 
@@ -47,9 +47,9 @@ def test_a_matrix_that_is_not_finite_spoils_itself_alone():
     matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0))
     expected = orthogonal(matrices)
     matrices[1, 2, 3] = float("nan")
-    found = orthogonal(matrices)
-    assert torch.equal(found[[0, 2]], expected[[0, 2]])
-    assert found[1].isnan().all()
+    factors = orthogonal(matrices)
+    assert torch.equal(factors[[0, 2]], expected[[0, 2]])
+    assert factors[1].isnan().all()
 
 
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)

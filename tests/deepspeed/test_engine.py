@@ -1273,8 +1273,8 @@ def test_muon_of_a_config_is_that_of_the_library(stage: int, tmp_path: Path):
 
     disk = {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     expected = run_ranks(2, own)
-    found = run_ranks(2, lambda world: trained(world, model=net, optimizer=MUON, zero_optimization=disk))
-    for (losses, values), (wanted_losses, wanted) in zip(found, expected, strict=True):
+    by_config = run_ranks(2, lambda world: trained(world, model=net, optimizer=MUON, zero_optimization=disk))
+    for (losses, values), (wanted_losses, wanted) in zip(by_config, expected, strict=True):
         assert losses == wanted_losses
         same(values, wanted)
 

@@ -63,17 +63,17 @@ def train(world, setting: Setting, weights: dict[str, Tensor], make=build, steps
         batch = small_batch(number, 6 * world.size * setting.accumulate)
         state, metrics = step(state, slice_of(batch, world, setting.accumulate))
         every.append(metrics)
-    found = {
+    actual = {
         f"{kind} {name}": value
         for kind in ("param", "compute", *plan.optimizer.moments)
         for name, value in full_state_dict(state, kind).items()
     }
     state.close()
-    return every, found
+    return every, actual
 
 
-def assert_same(found, expected):
-    for (metrics, state), (metrics_of_expected, expected_state) in zip(found, expected, strict=True):
+def assert_same(actual, expected):
+    for (metrics, state), (metrics_of_expected, expected_state) in zip(actual, expected, strict=True):
         assert metrics == metrics_of_expected
         assert state.keys() == expected_state.keys()
         for name, value in state.items():
@@ -149,9 +149,9 @@ def test_the_kernel_of_a_gpu_changes_no_bit(offload):
     setting, weights = Setting(precision="bf16", frozen="nf4", offload=OFFLOADS[offload]), values(large)
     expected = expanded(weights, "nf4", "bf16")
     with simulated_gpu(fused=True, races=True, order="late"):
-        for found in run_ranks(2, first_values, setting, weights):
+        for actual in run_ranks(2, first_values, setting, weights):
             for name in CODED:
-                assert torch.equal(found[name], expected[name]), name
+                assert torch.equal(actual[name], expected[name]), name
 
 
 def test_between_nodes_no_gather_changes_a_bit():
@@ -179,8 +179,8 @@ def held(world, setting: Setting):
 def test_the_plan_counts_the_bytes_that_exist(stage, size, between):
     setting = Setting(stage=stage, precision="bf16", frozen="nf4", between=between)
     nodes = {"nodes": 2} if between[0] == "node" else {}
-    for counted, found, codes in run_ranks(2 * size if nodes else size, held, setting, **nodes):
-        assert counted["device"] == found["device"]
+    for counted, actual, codes in run_ranks(2 * size if nodes else size, held, setting, **nodes):
+        assert counted["device"] == actual["device"]
         assert codes * (2 * size if nodes else size) == pytest.approx(0.5167 * 3 * 131 * 131, rel=0.02)
 
 
@@ -196,8 +196,8 @@ def pages(world, setting: Setting) -> tuple[int, int, int]:
 def test_the_plan_counts_pages_of_codes(size):
     setting = Setting(precision="bf16", frozen="nf4", offload=OFFLOADS["cpu"])
     with simulated_gpu():
-        for counted, found, codes in run_ranks(size, pages, setting):
-            assert counted == found
+        for counted, actual, codes in run_ranks(size, pages, setting):
+            assert counted == actual
             assert codes * size == pytest.approx(0.5167 * 3 * 131 * 131, rel=0.02)
 
 
@@ -321,8 +321,8 @@ def test_an_evaluation_in_inference_mode_computes_with_the_values():
     with torch.no_grad():
         expected, _ = small_loss(state.model, batch)
     with torch.inference_mode():
-        found, _ = small_loss(state.model, batch)
-    assert torch.equal(found, expected)
+        actual, _ = small_loss(state.model, batch)
+    assert torch.equal(actual, expected)
     state.model.train()
     step(state, [small_batch(2, 6)])
 
@@ -362,14 +362,14 @@ def test_weights_of_a_folder_are_coded_as_they_are_read(size, tmp_path):
     weights = values(large)
     save_file({name: value.bfloat16() for name, value in weights.items()}, tmp_path / "model.safetensors")
     expected = expanded({name: value.bfloat16().float() for name, value in weights.items()}, "nf4", "fp32")
-    for found in run_ranks(size, first_values, Setting(frozen="nf4"), tmp_path / "model.safetensors"):
+    for actual in run_ranks(size, first_values, Setting(frozen="nf4"), tmp_path / "model.safetensors"):
         for name, value in expected.items():
-            assert torch.equal(found[name], value), name
+            assert torch.equal(actual[name], value), name
 
 
 def test_initial_values_are_coded_alike_in_every_world():
     [plain] = run_ranks(1, first_values, Setting(), None)
     for size in (1, 3):
-        for found in run_ranks(size, first_values, Setting(frozen="nf4"), None):
+        for actual in run_ranks(size, first_values, Setting(frozen="nf4"), None):
             for name, value in expanded(plain, "nf4", "fp32").items():
-                assert torch.equal(found[name], value), name
+                assert torch.equal(actual[name], value), name

@@ -159,9 +159,9 @@ def test_a_mean_of_the_parameters_is_kept_beside():
     def averaged(lr, **how):
         return zero.with_ema(muon(lr, **how), 0.5)
 
-    for found, wanted in run_ranks(2, mean_of, WIDE.but(optimizer=averaged)):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for means, wanted in run_ranks(2, mean_of, WIDE.but(optimizer=averaged)):
+        assert means.keys() == wanted.keys()
+        assert all(torch.equal(means[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("nodes", [2])
@@ -364,8 +364,8 @@ def train_skipping(world, stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_that_run_other_units_exchange_matrices_in_one_order(stage):
     """Over two nodes, where a gather has a second half that begins when somebody waits for it."""
-    found = run_ranks(4, train_skipping, stage, nodes=2)
-    assert len({*found}) == 1
+    digests = run_ranks(4, train_skipping, stage, nodes=2)
+    assert len({*digests}) == 1
 
 
 @pytest.mark.parametrize("accumulate", [2, 3])

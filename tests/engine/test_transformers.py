@@ -309,10 +309,10 @@ def test_adapters_train_on_a_base_in_4_bits(family, stage, offload, saved):
     model = with_adapters(new_model(family).from_pretrained(folder), family)
     began = {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
     expected, state = run_ranks(RANKS, train_on_codes, family, folder, began, "compute", 3, "none")[0]
-    losses, found = run_ranks(RANKS, train_on_codes, family, folder, began, "nf4", stage, offload)[0]
+    losses, adapter = run_ranks(RANKS, train_on_codes, family, folder, began, "nf4", stage, offload)[0]
     assert losses == expected
-    assert found.keys() == state.keys()
-    assert all(torch.equal(value, state[name]) for name, value in found.items())
+    assert adapter.keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in adapter.items())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it

@@ -53,9 +53,9 @@ def taken(world, stage: int):
 
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 3), (3, 2)])
 def test_codes_are_taken_over_as_they_are(size, stage):
-    for expected, found in run_ranks(size, taken, stage):
+    for expected, actual in run_ranks(size, taken, stage):
         for name, value in expected.items():
-            assert torch.equal(found[name], value.bfloat16().float()), name
+            assert torch.equal(actual[name], value.bfloat16().float()), name
 
 
 def test_as_a_mapping_the_weights_are_values():

@@ -208,12 +208,12 @@ def test_a_run_is_resumed_and_exported_and_peft_computes_the_same_logits(family,
         assert zero_train(["export", "run", "--to", "peft", "--out", weights, "--weights", weights]) == 0
         assert sorted(os.listdir(weights)) == ["adapter_config.json", "adapter_model.safetensors"]
         with torch.no_grad():
-            found = loaded_by_peft(base / family, weights)(input_ids=tokens, use_cache=False).logits
-        assert torch.equal(found, logits_of(whole, tokens, weights=weights))
+            logits = loaded_by_peft(base / family, weights)(input_ids=tokens, use_cache=False).logits
+        assert torch.equal(logits, logits_of(whole, tokens, weights=weights))
     saved = json.loads(Path("parameter/adapter_config.json").read_text())
     assert (saved["r"], saved["lora_alpha"], saved["base_model_name_or_path"]) == (4, 8, str(base / family))
     merged = peft.AutoPeftModelForCausalLM.from_pretrained("ema").merge_and_unload()
-    torch.testing.assert_close(merged(input_ids=tokens, use_cache=False).logits, found)
+    torch.testing.assert_close(merged(input_ids=tokens, use_cache=False).logits, logits)
 
 
 def test_a_plan_counts_the_frozen_base_once_and_the_adapter_with_its_moments(base, here, capsys):
@@ -296,9 +296,9 @@ def test_targets_are_the_layers_whose_name_ends_as_the_pattern(patterns, expecte
 
 def test_without_targets_every_linear_layer_but_the_head_has_an_adapter(base):
     for family, count in (("llama", 14), ("gpt2", 8), ("mixtral", 8)):
-        found = targets(hf.build(base / family), ())
-        assert len(found) == count
-        assert "lm_head" not in found
+        layers = targets(hf.build(base / family), ())
+        assert len(layers) == count
+        assert "lm_head" not in layers
 
 
 def test_a_frozen_matrix_costs_two_thirds_of_the_operations(base):

@@ -134,7 +134,7 @@ class Layout:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Where each rank's shard begins, and the end: W + 1 indices."""
+        """The begin of each rank's shard, and the end of the flat: W + 1 indices."""
         return tuple(rank * self.S for rank in range(self.world_size + 1))
 
     def shard(self, rank: int) -> tuple[int, int]:

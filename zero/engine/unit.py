@@ -75,7 +75,7 @@ class UnitSpec:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Where each rank's whole matrices begin in the flat that Muon updates, and its end."""
+        """The begin of each rank's whole matrices in the flat that Muon updates, and the end of the flat."""
         return owners(self.matrices, self.trainable)
 
     def stored(self, kind: str) -> Layout:

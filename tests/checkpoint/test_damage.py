@@ -313,7 +313,7 @@ def test_nothing_is_unpickled_or_evaluated_from_save_to_resume(tmp_path: Path):
 
 # -- disks that fail ---------------------------------------------------------------------------------------------------
 
-FAVOURS = {"direct", "forget"}
+FAVOURS = {"direct", "forget", "link"}
 """Calls that a save can do without."""
 
 

@@ -57,7 +57,8 @@ def laid_out(world: int, shared: list[tuple[dict[str, str], int, int, dict[str, 
     made = tuple(
         Flat(kinds, Layout.of(shapes, world_size=sharers), copies) for kinds, sharers, copies, shapes in shared
     )
-    files = tuple(File(8192 + rank, SHA) for rank in range(world))
+    count = world * (1 + any(flat.frozen for flat in made))
+    files = tuple(File(8192 + number, SHA) for number in range(count))
     defaults = {"format": FORMAT, "step": 20, "finite": True, "facts": {}}
     return Manifest(**{**defaults, "world": world, "flats": made, "files": files, **rest})
 
@@ -117,8 +118,9 @@ def painted(manifest: Manifest) -> None:
     if any(entry.numel > 10**5 for entry in manifest.entries):
         return  # no file is so long, and opening a file compares its length
     written = {(entry.name, entry.kind): bytearray(entry.numel) for entry in manifest.entries}
-    for rank in range(manifest.world):
-        pieces = held(manifest.flats, rank)
+    for number in range(len(manifest.files)):
+        pieces = held(manifest.flats, number, manifest.world)
+        assert all(manifest.flats[piece.flat].frozen == (number >= manifest.world) for piece in pieces)
         assert len({piece.part.key for piece in pieces}) == len(pieces)
         for piece in pieces:
             assert piece.part.nbytes == (piece.stop - piece.start) * getattr(torch, piece.dtype).itemsize
@@ -248,7 +250,10 @@ def tensor(body: dict) -> dict:
 
 
 LIES = {
-    "a newer format": (lambda b: b.update(format=3), "format 3, but this version of zero reads format 2"),
+    "a newer format": (
+        lambda b: b.update(format=FORMAT + 1),
+        "but this version of zero reads format",
+    ),
     "no format": (lambda b: b.pop("format"), "format of the manifest: Field required"),
     "an unknown key": (lambda b: b.update(extra=1), "extra of the manifest: Extra inputs"),
     "an unknown key of a tensor": (lambda b: tensor(b).update(path="x"), r"flats\.0\.tensors\.0\.path of the manifest"),
@@ -258,7 +263,7 @@ LIES = {
         r"flats\.0 .* 2 copies on 2 ranks each need more than 2",
     ),
     "a step of eleven digits": (lambda b: b.update(step=10**10), "step of the manifest: .* value is 10000000000"),
-    "a world of three with two files": (lambda b: b.update(world=3), "2 files for a world of 3"),
+    "a world of three with the files of two": (lambda b: b.update(world=3), "4 files for a world of 3"),
     "a fact that is NaN": (lambda b: b["facts"].update(x=float("nan")), "facts.x.* of the manifest: .* finite number"),
     "a kind that is a path": (lambda b: flat(b).update(kinds={"../x": "int8"}), r"flats\.0\.kinds\.\.\./x"),
     "the same tensor twice": (lambda b: flat(b)["tensors"].append(tensor(b)), r"flats\.0 .*lists a tensor twice"),
@@ -364,7 +369,7 @@ def test_rank_0_makes_the_manifest_of_the_largest_model_in_two_seconds(width: in
     plan = zero.Plan(model, optimizer=optimizer, stage=3, precision="bf16", world=world, room=NO_LIMIT)
     began_s = time.process_time()
     shared = flats(plan, {})
-    parts = [piece.part for piece in held(shared, 0)]
+    parts = [piece.part for piece in held(shared, 0, ranks)]
     size = len(header(parts)) + sum(part.nbytes for part in parts)
     text = to_text(Manifest(FORMAT, 10**9, ranks, shared, (File(size, SHA),) * ranks, True, {}))
     read = from_text(text.encode())

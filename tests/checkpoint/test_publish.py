@@ -709,7 +709,7 @@ DAMAGE = {
         retold(lambda m: m._replace(step=60)),
         "0020: holds step 60, not that",
     ),
-    "a newer format": (reworded('"format":2', '"format":3'), "format 3, but this version of zero reads format 2"),
+    "a newer format": (reworded('"format":3', '"format":4'), "format 4, but this version of zero reads format 3"),
     "another name": (
         lambda folder: folder.rename(folder.parent / step_name(40)),
         "0040: holds step 20, not that of its name",

@@ -180,6 +180,9 @@ class CrashDisk(Disk):
     def close(self, fd: int) -> None:
         del self.held[fd]
 
+    def link(self, old: Path, new: Path) -> None:
+        self._make(new, self._at(old))
+
     def rename(self, old: Path, new: Path) -> None:
         self._folder(old)
         if new.name in self._folder(new.parent).now():

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, WEIGHTS, flats
-from zero.checkpoint.manifest import Entry, entries
+from zero.checkpoint.frozen_file import frozen_version, remember
+from zero.checkpoint.manifest import FROZEN_KINDS, Entry, entries, files_of, held
 from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, shape_of, weights_of
 from zero.checkpoint.save import gather_reports
 from zero.core.codec import CODECS
@@ -29,6 +30,7 @@ from zero.engine.flat_writer import FlatWriter
 from zero.engine.full import full_values
 from zero.engine.full_flat import own_codes
 from zero.engine.plan import Plan
+from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.engine.unit import UnitSpec
@@ -114,10 +116,22 @@ def load(
     runtime.updater.resume(numbers.rested)
     for unit in runtime.units:
         unit.mark_changed(resident=True, frozen=True)
+    _remember_frozen(runtime, checkpoint, kept)
     for random in generators:
         if random is not None:
             set_random(random)
     return following
+
+
+def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: set[Key]) -> None:
+    """Note that a checkpoint has the file of frozen values that this rank would save."""
+    plan, manifest = runtime.plan, checkpoint.manifest
+    world, (_, *frozen) = plan.world.size, files_of(flats(plan, {}), plan.world.rank, plan.world.size)
+    whole = manifest.finite and FROZEN_KINDS.isdisjoint(kind for _, kind in kept)
+    for number in frozen if whole and manifest.world == world else ():
+        saved, own = (held(listed, number, world) for listed in (manifest.flats, flats(plan, {})))
+        if [(piece.part, piece.start) for piece in saved] == [(piece.part, piece.start) for piece in own]:
+            remember(runtime, checkpoint.folder, manifest.files[number], frozen_version(runtime))
 
 
 # -- names and dtypes --------------------------------------------------------------------------------------------------

@@ -1,20 +1,22 @@
 """Read and write the JSON texts of a checkpoint: the manifest, and the index of each rank's file.
 
-The manifest lists the tensors of each flat, the number of ranks that share the flat, and for each rank's file its size
-and the hash of its index. An index has the hashes of one rank's file and the state of that rank's random generators. So
-the manifest grows by 100 bytes per rank, and not with the size of the tensors. Each text is one JSON object in ASCII.
-The last line of the manifest is the SHA-256 of all lines before it:
+The manifest lists the tensors of each flat, the number of ranks that share the flat, and for each file its size and the
+hash of its index. An index has the hashes of one file and the state of its rank's random generators. So the manifest
+grows by 100 bytes per file, and not with the size of the tensors. Each text is one JSON object in ASCII. The last line
+of the manifest is the SHA-256 of all lines before it:
 
     {"facts":{...},"files":[{"index_sha256":"<64 hex digits>","size":8192},..],"finite":true,
      "flats":[{"copies":1,"kinds":{"mu":"float32",..},"sharers":2,"tensors":[{"name":"w","shape":[7,5]},..]},..],
-     "format":2,"step":20,"world":2,
+     "format":3,"step":20,"world":2,
     "sha256":"<64 hex digits>"}
 
     {"crcs":"<8 hex digits for each MiB>","digests":"<64 for each 16 MiB>","random":{...}}
 
 Byte offsets are not stored, because `held` computes them. `Layout.of` places the tensors in a flat. The flat is cut
-into one equal part for each of its `sharers`, and each part again into one for each of the `copies`. A rank's file has
-the rank's part of every flat, once for each kind in alphabetical order, sorted by dtype, the widest first.
+into one equal part for each of its `sharers`, and each part again into one for each of the `copies`. Files 0 to
+world - 1 have each rank's part of the flats that training changes, once for each kind in alphabetical order, sorted by
+dtype, the widest first. If there are frozen flats, file world + rank has the rank's part of those, so that the steps of
+a run can share it.
 
 Hashes detect damage, but not a deliberate change, because anybody can recompute them. So the type of every value is
 checked, no text names a path, and a file must have the length and the header that are computed from the list of
@@ -32,11 +34,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from zero.checkpoint.hashes import BLOCK_BYTES, CRC_BYTES, DIGEST_BYTES, SPAN_BYTES, FileHash
+from zero.core.codec import CODECS
 from zero.core.layout import Layout, Slot
 from zero.errors import CheckpointError
 from zero.platform.safetensors_files import LENGTH_BYTES, NAMES, Part, by_width
 
-FORMAT = 2
+FORMAT = 3
 """The format version that this library writes and reads."""
 
 CAP_BYTES = 64 * 2**20
@@ -44,6 +47,9 @@ CAP_BYTES = 64 * 2**20
 
 ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in NAMES}
 """Name of each dtype that a checkpoint can store -> bytes of one element."""
+
+FROZEN_KINDS = frozenset(("frozen", *CODECS))
+"""The kinds of values that steps do not change: frozen parameters, and their codes by the name of the format."""
 
 _MAX_INT = 2**63 - 1
 _Digits = Annotated[str, Field(pattern="^[0-9a-f]*$")]
@@ -82,6 +88,11 @@ class Flat(NamedTuple):
     kinds: Mapping[str, str]
     layout: Layout
     copies: int
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the flat has tensors, none of which a step changes."""
+        return bool(self.layout.slots) and FROZEN_KINDS.issuperset(self.kinds)
 
     def share(self, rank: int) -> tuple[int, int]:
         """Return the (start, stop) range of the flat that is in the file of `rank`."""
@@ -123,7 +134,7 @@ class Held(NamedTuple):
 
 
 class File(NamedTuple):
-    """The size in bytes of a rank's file, and the SHA-256 of its index."""
+    """The size in bytes of a file, and the SHA-256 of its index."""
 
     size: Annotated[int, Field(ge=LENGTH_BYTES, le=_MAX_INT)]
     index_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -135,7 +146,7 @@ class Manifest(NamedTuple):
     Attributes:
         step: number of steps tried before the save, skipped steps included.
         world: number of ranks.
-        files: one entry per rank.
+        files: one entry per rank, then, if flats are frozen, another one per rank.
         finite: no element of the checkpoint is NaN or infinite.
         facts: JSON values that this module does not interpret.
     """
@@ -170,25 +181,36 @@ def entries(flats: Iterable[Flat]) -> tuple[Entry, ...]:
     )
 
 
-def held(flats: Iterable[Flat], rank: int) -> list[Held]:
-    """List the pieces of tensors in a rank's file, in the order of the file."""
+def files_of(flats: Iterable[Flat], rank: int, world: int) -> range:
+    """Return the numbers of the files that a rank writes."""
+    return range(rank, world * (2 if any(flat.frozen for flat in flats) else 1), world)
+
+
+def held(flats: Iterable[Flat], file: int, world: int) -> list[Held]:
+    """List the pieces of tensors in a file, in the order of the file."""
+    frozen, rank = divmod(file, world)
     pieces = [
         Held(number, kind, dtype, slot, start, stop)
         for number, flat in enumerate(flats)
+        if flat.frozen == bool(frozen)
         for kind, dtype in sorted(flat.kinds.items())
         for slot, start, stop, _ in flat.layout.pieces(*flat.share(rank))
     ]
     return sorted(pieces, key=lambda piece: by_width(piece.part))
 
 
-def file_name(rank: int, world: int) -> str:
-    """Return a name such as rank-00001-of-00002.safetensors."""
-    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+def file_name(file: int, world: int) -> str:
+    """Return a name such as rank-00001-of-00002.safetensors, or frozen-00001-of-00002.safetensors."""
+    return f"{_stem(file, world)}.safetensors"
 
 
-def index_name(rank: int, world: int) -> str:
-    """Return a name such as rank-00001-of-00002.json."""
-    return f"rank-{rank:05d}-of-{world:05d}.json"
+def index_name(file: int, world: int) -> str:
+    """Return a name such as rank-00001-of-00002.json, or frozen-00001-of-00002.json."""
+    return f"{_stem(file, world)}.json"
+
+
+def _stem(file: int, world: int) -> str:
+    return f"{'rank' if file < world else 'frozen'}-{file % world:05d}-of-{world:05d}"
 
 
 def step_name(step: int) -> str:
@@ -319,11 +341,11 @@ def _flat_to_json(flat: Flat) -> dict[str, Any]:
 def _manifest_of(body: Any) -> Manifest:
     """Validate a parsed manifest and return it."""
     text = checked(_ManifestText, body, "the manifest")
-    if len(text.files) != text.world:
-        raise CheckpointError(f"the manifest lists {len(text.files)} files for a world of {text.world}")
     flats = tuple(
         _flat_of(flat, f"flats.{number} of the manifest", text.world) for number, flat in enumerate(text.flats)
     )
+    if len(text.files) != text.world * len(files_of(flats, 0, text.world)):
+        raise CheckpointError(f"the manifest lists {len(text.files)} files for a world of {text.world}")
     return Manifest(text.format, text.step, text.world, flats, tuple(text.files), text.finite, text.facts)
 
 

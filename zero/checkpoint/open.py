@@ -52,7 +52,7 @@ OPEN_FILES = 8
 """Maximum number of files that `Tensors` keeps open. Each takes a file descriptor and 1 MiB of memory."""
 
 Places = dict[tuple[str, str], tuple[int, int]]
-"""(name, kind) of a tensor -> (number of its first element in a rank's file, byte offset of that element there)."""
+"""(name, kind) of a tensor -> (number of its first element in a file, byte offset of that element there)."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
         CheckpointError: a file is damaged; raised on every rank.
     """
     files = checkpoint.manifest.files
-    blocks = ((rank, number) for rank, file in enumerate(files) for number in range(-(-file.size // BLOCK_BYTES)))
+    blocks = ((place, number) for place, file in enumerate(files) for number in range(-(-file.size // BLOCK_BYTES)))
     count = sum(-(-file.size // BLOCK_BYTES) for file in files)
     begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
     mine = list(itertools.islice(blocks, begin, stop))
@@ -228,7 +228,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
             for file, part in itertools.groupby(mine[start:stop], key=lambda block: block[0]):
                 reader, _ = _opened(checkpoint, file)
                 with reader:
-                    for _rank, block in part:
+                    for _file, block in part:
                         reader.check(block)
                         done.append(block)
         except Exception as error:
@@ -288,7 +288,7 @@ class Tensors(AbstractContextManager["Tensors"]):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files: dict[int, tuple[ShardReader, Places]] = {}  # by rank; the most recently used file is last
+        self._files: dict[int, tuple[ShardReader, Places]] = {}  # by number; the most recently used file is last
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
@@ -298,41 +298,42 @@ class Tensors(AbstractContextManager["Tensors"]):
         """Read elements [start, stop) of a tensor flattened in row-major order; return a 1-D CPU tensor as saved."""
         values = torch.empty(stop - start, dtype=getattr(torch, entry.dtype))
         if start < stop:
-            flat = self._checkpoint.manifest.flats[entry.flat]
+            manifest = self._checkpoint.manifest
+            flat = manifest.flats[entry.flat]
             for rank, first, last in flat.holders(entry.start + start, entry.start + stop):
-                reader, places = self._file(rank)
+                reader, places = self._file(rank + manifest.world * flat.frozen)
                 begin, offset = places[entry.name, entry.kind]
                 part = values[first - entry.start - start : last - entry.start - start]
                 reader.read(offset + (first - entry.start - begin) * values.itemsize, memory_of(part))
         return values
 
-    def _file(self, rank: int) -> tuple[ShardReader, Places]:
-        file = self._files.pop(rank, None) or _opened(self._checkpoint, rank)
-        self._files[rank] = file
+    def _file(self, number: int) -> tuple[ShardReader, Places]:
+        file = self._files.pop(number, None) or _opened(self._checkpoint, number)
+        self._files[number] = file
         if len(self._files) > OPEN_FILES:
             reader, _ = self._files.pop(next(iter(self._files)))
             reader.close()
         return file
 
 
-def _opened(checkpoint: Checkpoint, rank: int) -> tuple[ShardReader, Places]:
+def _opened(checkpoint: Checkpoint, number: int) -> tuple[ShardReader, Places]:
     manifest = checkpoint.manifest
-    pieces = held(manifest.flats, rank)
+    pieces = held(manifest.flats, number, manifest.world)
     parts = [piece.part for piece in pieces]
-    path = checkpoint.folder / file_name(rank, manifest.world)
-    reader = ShardReader(checkpoint.disk, path, index_of(checkpoint, rank).hashes, parts)
+    path = checkpoint.folder / file_name(number, manifest.world)
+    reader = ShardReader(checkpoint.disk, path, index_of(checkpoint, number).hashes, parts)
     begins = zip(pieces, offsets(parts), strict=True)
     return reader, {(piece.slot.name, piece.kind): (piece.start, offset) for piece, offset in begins}
 
 
-def index_of(checkpoint: Checkpoint, rank: int) -> Index:
-    """Read the index of a rank's file.
+def index_of(checkpoint: Checkpoint, number: int) -> Index:
+    """Read the index of a file.
 
     Raises:
         CheckpointError: the index does not match its hash in the manifest, or is not valid.
     """
-    manifest, file = checkpoint.manifest, checkpoint.manifest.files[rank]
-    path = checkpoint.folder / index_name(rank, manifest.world)
+    manifest, file = checkpoint.manifest, checkpoint.manifest.files[number]
+    path = checkpoint.folder / index_name(number, manifest.world)
     text = read_bytes(checkpoint.disk, path, index_cap_bytes(file.size))
     if sha256(text).hexdigest() != file.index_sha256:
         raise CheckpointError(f"{path}: is damaged: it does not match the hash in the manifest")

@@ -8,7 +8,7 @@ run dies between these two renames, `sweep` in the next run renames the old fold
 Hashes detect wrong data, and fsync makes a save durable before it is reported as successful. The calls of fsync, in
 order, and what each one protects:
 
-    a rank's two files   their bytes (each rank, in ShardWriter.finish and `write_index`, before `publish`)
+    a rank's files       their bytes (each rank, in ShardWriter.finish and `write_index`, before `publish`)
     the root's parent    the root's own name: without it the root may be lost, with all checkpoints in it
     manifest.json        its bytes: without it a published folder may have half a manifest
     .tmp-...             the names of the files in it: without it a published folder may be empty
@@ -39,6 +39,7 @@ from zero.checkpoint.manifest import (
     Manifest,
     file_name,
     from_text,
+    index_cap_bytes,
     index_name,
     index_to_text,
     step_name,
@@ -63,6 +64,9 @@ class Root:
     Args:
         path: the folder; the first save makes it in its parent, which must exist.
 
+    Attributes:
+        has_links: False after the file system has refused a hard link.
+
     Raises:
         CheckpointError: from any method, if a file call fails; the message names the path.
     """
@@ -70,6 +74,7 @@ class Root:
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.path = path
         self.disk = disk or Disk()
+        self.has_links = True
         self._begun: set[Path] = set()
 
     def begin(self, step: int) -> Path:
@@ -86,11 +91,31 @@ class Root:
         self._begun.add(tmp)
         return tmp
 
-    def write_index(self, tmp: Path, rank: int, world: int, index: Index) -> File:
-        """Write and fsync the index of a rank's file; return the file's entry for the manifest."""
+    def write_index(self, tmp: Path, file: int, world: int, index: Index) -> File:
+        """Write and fsync the index of a file; return the file's entry for the manifest."""
         text = index_to_text(index)
-        write_text(self.disk, tmp / index_name(rank, world), text)
+        write_text(self.disk, tmp / index_name(file, world), text)
         return File(index.hashes.size, sha256(text.encode()).hexdigest())
+
+    def link(self, published: Path, tmp: Path, number: int, world: int, file: File) -> bool:
+        """Add a file of a published checkpoint of this root, and its index, to a folder from `begin`; no bytes move.
+
+        Returns:
+            False if the file system has no hard links, or the checkpoint was removed or replaced. Nothing was added.
+        """
+        names = index_name(number, world), file_name(number, world)
+        try:
+            for name in names:
+                self.disk.link(published / name, tmp / name)
+            text = read_bytes(self.disk, tmp / names[0], index_cap_bytes(file.size))
+            linked = sha256(text).hexdigest() == file.index_sha256
+        except OSError as error:
+            self.has_links, linked = isinstance(error, FileNotFoundError), False
+        if not linked:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    self.disk.unlink(tmp / name)
+        return linked
 
     def publish(self, tmp: Path, step: int, manifest_text: str) -> Path:
         """Write the manifest and rename the temporary folder to its published name.
@@ -209,12 +234,12 @@ class Root:
             raise CheckpointError(
                 f"{folder}: holds step {manifest.step}, not that of its name. Rename it to {step_name(manifest.step)}."
             )
-        _check_names(folder, names, manifest.world)
+        _check_names(folder, names, manifest)
         return manifest
 
     def _check_sizes(self, folder: Path, manifest: Manifest) -> None:
-        for rank, file in enumerate(manifest.files):
-            path = folder / file_name(rank, manifest.world)
+        for number, file in enumerate(manifest.files):
+            path = folder / file_name(number, manifest.world)
             with naming(path, "reading its size"), closing(self.disk, self.disk.open(path)) as fd:
                 nbytes = self.disk.size(fd)
             if nbytes != file.size:
@@ -304,8 +329,9 @@ def _parse(path: Path) -> _Aside | None:
     return _Aside(path, match[1], int(match[2])) if match else None
 
 
-def _check_names(folder: Path, names: set[str], world: int) -> None:
-    expected = {MANIFEST_NAME, *(name(rank, world) for rank in range(world) for name in (file_name, index_name))}
+def _check_names(folder: Path, names: set[str], manifest: Manifest) -> None:
+    world, files = manifest.world, range(len(manifest.files))
+    expected = {MANIFEST_NAME, *(name(file, world) for file in files for name in (file_name, index_name))}
     if missing := sorted(expected - names):
         raise CheckpointError(
             f"{folder}: the files of {world} rank{'s' * (world > 1)} are not complete: {some(missing)} missing"

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from zero.checkpoint.contents import check, flats
-from zero.checkpoint.manifest import FORMAT, File, Index, Manifest, file_name, held, to_text
+from zero.checkpoint.frozen_file import FrozenFile, frozen_version, recall, remember
+from zero.checkpoint.manifest import FORMAT, File, Held, Index, Manifest, file_name, files_of, held, to_text
 from zero.checkpoint.pieces import on_host, staging_bytes, values_of
 from zero.checkpoint.publish import Root
 from zero.checkpoint.shard import ShardWriter
@@ -38,7 +39,7 @@ from zero.core.loss_scale import LossScale
 from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_type
-from zero.engine.plan import Plan
+from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, if_it_fails, with_class
@@ -100,10 +101,21 @@ def version() -> str | None:
     return next((package.version for package in metadata.distributions(name="functional-zero")), None)
 
 
-def snapshot_bytes(plan: Plan) -> int:
+def snapshot_bytes(state: State, root: Root) -> int:
     """Return the bytes of host memory that `Saving(behind=True)` needs to copy this rank's part of the state."""
-    copies = sum(piece.part.nbytes for piece in held(flats(plan, buffers_of(plan.model)), plan.world.rank))
-    return copies + plan.model_buffer_bytes + staging_bytes(plan)
+    plan, listed = state.plan, flats(state.plan, buffers_of(state.model))
+    numbers = files_of(listed, plan.world.rank, plan.world.size)
+    if _shareable(state.runtime, root) is not None:
+        numbers = numbers[:1]
+    parts = [piece.part for number in numbers for piece in held(listed, number, plan.world.size)]
+    return sum(part.nbytes for part in parts) + plan.model_buffer_bytes + staging_bytes(plan)
+
+
+def _shareable(runtime: Runtime, root: Root) -> FrozenFile | None:
+    """Return the published file with the run's frozen values that a save under `root` may link."""
+    published = recall(runtime)
+    near = published is not None and published.folder.parent == root.path.absolute()
+    return published if near and root.has_links else None
 
 
 class Saving:
@@ -151,7 +163,8 @@ class Saving:
             finite=False,
             facts={**numbers, **({"coded": coded} if coded else {}), "given": dict(facts or {})},
         )
-        self._held = held(self._manifest.flats, plan.world.rank)
+        self._files = files_of(self._manifest.flats, plan.world.rank, plan.world.size)
+        self._shared, self._frozen_version = _shareable(state.runtime, root), frozen_version(state.runtime)
         gather_reports(self._world, lambda: check(buffers))
         self._folder = Path(by_rank_0(self._world, lambda: str(root.begin(state.tried))))
         with if_it_fails(self.abandon):
@@ -176,7 +189,11 @@ class Saving:
         with if_it_fails(self.abandon):
             join(self._world, self._threads)
             reports = gather_reports(self._world, lambda: self._report)
-            return Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
+            folder = Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
+        own = reports[self._world.rank]
+        if own["finite"] and len(own["files"]) > 1:
+            remember(self._runtime, folder, File(*own["files"][1]), self._frozen_version)
+        return folder
 
     def abandon(self) -> None:
         """Remove the files of this save as far as possible; errors are ignored."""
@@ -184,7 +201,9 @@ class Saving:
             self._root.abandon(self._folder)
 
     def _publish(self, reports: list[dict[str, Any]]) -> Path:
-        files = tuple(File(*report["file"]) for report in reports)
+        files = tuple(
+            File(*file) for column in zip(*(report["files"] for report in reports), strict=True) for file in column
+        )
         manifest = self._manifest._replace(files=files, finite=all(report["finite"] for report in reports))
         return self._root.publish(self._folder, manifest.step, to_text(manifest))
 
@@ -211,26 +230,44 @@ class Saving:
             raise CheckpointError("the script ended before the checkpoint was written. Call finish() before.")
 
     def _write(self, progress: Progress, *, behind: Callable[[], None] | None = None) -> None:
-        rank, world, plan = self._world.rank, self._world.size, self._runtime.plan
-        parts = [piece.part for piece in self._held]
-        path = self._folder / file_name(rank, world)
-        finite, done, total = True, 0, sum(part.nbytes for part in parts)
-        with self._reporting(), ShardWriter(self._root.disk, path, parts, behind=behind) as writer:
+        world, plan, listed = self._world.size, self._runtime.plan, self._manifest.flats
+        with self._reporting(), ExitStack() as stack:
+            linked, finite = self._link(), True
+            pieces = {number: held(listed, number, world) for number in self._files if number not in linked}
+            done, total = 0, sum(piece.part.nbytes for several in pieces.values() for piece in several)
+            writers = {
+                number: stack.enter_context(self._writer(number, several, behind)) for number, several in pieces.items()
+            }
             with closing(Arena(staging_bytes(plan), plan.world.compute, pin=plan.offload.pin)) as staging:
                 memory = staging.take(staging.nbytes)
                 with plan.world.compute.paging("saving", after=PASSED):
-                    for tensor in values_of(self._held, self._manifest.flats, self._buffers, self._runtime, memory):
-                        if behind is not None:
-                            behind()
-                        finite = finite and _is_finite(tensor)
-                        writer.write(memory_of(tensor))
-                        done += tensor.nbytes
-                        progress("saving", done, total)
+                    for number, writer in writers.items():
+                        for tensor in values_of(pieces[number], listed, self._buffers, self._runtime, memory):
+                            if behind is not None:
+                                behind()
+                            finite = finite and _is_finite(tensor)
+                            writer.write(memory_of(tensor))
+                            done += tensor.nbytes
+                            progress("saving", done, total)
                 if behind is not None:
                     self._end_copies()  # before the arena waits for the device
-            index = Index(writer.finish(), self._random)
-            file = self._root.write_index(self._folder, rank, world, index)
-            self._report = {"file": file, "finite": finite}
+            for number, writer in writers.items():
+                # an index that later checkpoints share has no state of this step
+                index = Index(writer.finish(), self._random if number < world else None)
+                linked[number] = self._root.write_index(self._folder, number, world, index)
+            self._report = {"files": [linked[number] for number in self._files], "finite": finite}
+
+    def _link(self) -> dict[int, File]:
+        """Link the file of frozen values if a checkpoint has it; return number -> entry of the files that exist."""
+        if self._shared is None:
+            return {}
+        folder, file, _ = self._shared
+        number = self._files[1]
+        return {number: file} if self._root.link(folder, self._folder, number, self._world.size, file) else {}
+
+    def _writer(self, number: int, pieces: list[Held], behind: Callable[[], None] | None) -> ShardWriter:
+        path = self._folder / file_name(number, self._world.size)
+        return ShardWriter(self._root.disk, path, [piece.part for piece in pieces], behind=behind)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import torch
 
 from zero.checkpoint import Root
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, lone
-from zero.checkpoint.manifest import FORMAT, Index, Manifest, file_name, held, step_name, to_text
+from zero.checkpoint.manifest import FORMAT, Index, Manifest, file_name, files_of, held, step_name, to_text
 from zero.checkpoint.save import facts_of
 from zero.checkpoint.shard import ShardWriter
 from zero.core.precision import Precision
@@ -238,15 +238,16 @@ def _publish(
         finite=False,
         facts={**facts_of(step, scale, dynamic=False, ties=ties), "given": {}},
     )
-    pieces = held(manifest.flats, 0)
-    parts = [piece.part for piece in pieces]
+    pieces = {file: held(manifest.flats, file, 1) for file in files_of(manifest.flats, 0, 1)}
     folder = root.begin(number)
     with if_it_fails(partial(root.abandon, folder)):
-        streams, finite = counted([values[piece.flat][2] for piece in pieces], "importing", progress), True
-        with ShardWriter(root.disk, folder / file_name(0, 1), parts) as writer:
-            for piece, stream in zip(pieces, streams, strict=True):
-                for block in stream.blocks(f"{piece.slot.name} ({piece.kind})"):
-                    finite = finite and bool(block.isfinite().all())
-                    writer.write(memory_of(block))
-            file = root.write_index(folder, 0, 1, Index(writer.finish(), None))
-        return root.publish(folder, number, to_text(manifest._replace(files=(file,), finite=finite)))
+        inputs = [values[piece.flat][2] for several in pieces.values() for piece in several]
+        streams, finite, files = iter(counted(inputs, "importing", progress)), True, []
+        for file, several in pieces.items():
+            with ShardWriter(root.disk, folder / file_name(file, 1), [piece.part for piece in several]) as writer:
+                for piece in several:
+                    for block in next(streams).blocks(f"{piece.slot.name} ({piece.kind})"):
+                        finite = finite and bool(block.isfinite().all())
+                        writer.write(memory_of(block))
+                files.append(root.write_index(folder, file, 1, Index(writer.finish(), None)))
+        return root.publish(folder, number, to_text(manifest._replace(files=tuple(files), finite=finite)))

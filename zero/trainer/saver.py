@@ -157,7 +157,7 @@ class Saver:
         """Return whether every rank's machine has memory for a copy of the state; False without `checkpoint.async`."""
         if not self._keys.async_:
             return False
-        needs, free = snapshot_bytes(state.plan), free_host_bytes() // self._world.local_size
+        needs, free = snapshot_bytes(state, self.root), free_host_bytes() // self._world.local_size
         fits = "False" not in self._world.gather_texts(str(needs + MARGIN_BYTES < free), "room for a copy")
         if not fits:
             self._tracker.note(

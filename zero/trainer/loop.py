@@ -285,7 +285,7 @@ def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker
     trains = config.mode == "train"
     refuse_other_model(config, checkpoint)
     if trains:
-        refuse_other_moments(config, state.plan.optimizer, checkpoint)
+        refuse_other_moments(config, state.plan, checkpoint)
     return load(
         state,
         checkpoint,

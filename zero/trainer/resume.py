@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero.checkpoint import Checkpoint
-from zero.checkpoint.contents import BUFFER, WEIGHTS
+from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
 from zero.core import suggest
-from zero.core.optim import Transform
 from zero.core.schema import flat
+from zero.engine.plan import Plan
 from zero.errors import CheckpointError
 from zero.trainer.config import Config, kinds
 
@@ -45,15 +45,20 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
         )
 
 
-def refuse_other_moments(config: Config, optimizer: Transform, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if the checkpoint has other moments than the optimizer.
+def refuse_other_moments(config: Config, plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a parameter that trains in both has other moments in the checkpoint than in the plan.
 
     Raises:
         CheckpointError: moments differ, and `checkpoint.partial` is empty. The message names the settings to add.
     """
-    there = {entry.kind for entry in checkpoint.manifest.entries} - {*WEIGHTS, BUFFER}
-    lacking = sorted({*optimizer.moments} - {*optimizer.copies} - there)
-    beyond = sorted(there - {*optimizer.moments})
+    saved = {(entry.name, entry.kind) for entry in checkpoint.manifest.entries}
+    both = [
+        (unit, slot.name) for unit in plan.units for slot in unit.trainable.slots if (slot.name, PARAMETER) in saved
+    ]
+    names, here = {name for _, name in both}, {(name, kind) for unit, name in both for kind in unit.moments}
+    there = {(name, kind) for name, kind in saved if name in names and kind not in {*WEIGHTS, BUFFER}}
+    lacking = sorted({kind for _, kind in here - there} - {*plan.optimizer.copies})
+    beyond = sorted({kind for _, kind in there - here})
     if config.checkpoint.partial or not (lacking or beyond):
         return
     ours, theirs = config.plain()["optim"], _saved(checkpoint.facts).get("optim")

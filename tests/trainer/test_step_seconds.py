@@ -23,6 +23,7 @@ from zero.tracker import Tracker
 from zero.trainer.planning import Activations, Machine, plan_text, probes, resolve_auto, trace
 from zero.trainer.planning.choices import plan_choice
 from zero.trainer.planning.cost import Ahead, Rates, break_even, limits, step_seconds
+from zero.trainer.planning.machine import PaperWorld
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.tracing import Work
 
@@ -130,6 +131,24 @@ def test_a_step_lasts_as_long_as_a_simulation_of_its_pages(tier, units, microbat
             ahead = Ahead(on_host=share)
         step_s = step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=ahead)
         assert step_s == pytest.approx(expected_s, rel=0.1), (in_s, out_s, share)
+
+
+@pytest.mark.parametrize(("device", "each"), [("cpu", 24.0), ("cuda", 33 / 64 + 2)])
+def test_codes_are_expanded_in_each_forward_and_each_backward(device, each):
+    plans = []
+    for frozen in ("compute", "nf4"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)), nn.Linear(64, 1))
+        model[:4].requires_grad_(False)
+        precision = zero.Precision("bf16", frozen=frozen)
+        world = PaperWorld(1, local_size=1, device=device)
+        plans.append(
+            zero.Plan(model, optimizer=zero.adamw(1e-3), precision=precision, world=world, accumulate=3, room=NO_LIMIT)
+        )
+    rates = replace(FREE, memory_bytes=1e3)
+    values_s, codes_s = (step_seconds(plan, rates, Work(1.0), Work(2.0)) for plan in plans)
+    still = sum(len(units - {4}) for units in plans[1].gathered_at_turns())  # the last unit trains
+    gathers = 3 * (2 * 4 - still)
+    assert codes_s - values_s == pytest.approx(gathers * 64 * 64 * each / 1e3)
 
 
 @pytest.mark.parametrize("part", ["in", "out"])

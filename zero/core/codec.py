@@ -53,12 +53,15 @@ class Codec(ABC):
         block: the number of values of a row.
         head_bytes: bytes of a row beside those of its vectors.
         vector_bytes: bytes of a row for each 64 values.
+        moved_bytes: bytes of memory that operators could read and write in the time that they take to expand a value;
+            measured on an EPYC core that copies 27 GB/s.
     """
 
     name: ClassVar[str]
     block: ClassVar[int]
     head_bytes: ClassVar[int]
     vector_bytes: ClassVar[int]
+    moved_bytes: ClassVar[float]
 
     @property
     def row_bytes(self) -> int:
@@ -149,7 +152,7 @@ class Codec(ABC):
 class NF4(Codec):
     """4-bit codes with scales in 8 bits."""
 
-    name, block, head_bytes, vector_bytes = "nf4", 256 * VECTOR, 8, 1 + VECTOR // 2
+    name, block, head_bytes, vector_bytes, moved_bytes = "nf4", 256 * VECTOR, 8, 1 + VECTOR // 2, 24.0
 
     def tables(self, device: torch.device) -> tuple[Tensor, ...]:
         return _pairs(device), _dynamic(device)
@@ -184,7 +187,7 @@ class NF4(Codec):
 class Int8(Codec):
     """8-bit codes with a scale for each 256 values."""
 
-    name, block, head_bytes, vector_bytes = "int8", 4 * VECTOR, 4, VECTOR
+    name, block, head_bytes, vector_bytes, moved_bytes = "int8", 4 * VECTOR, 4, VECTOR, 12.0
 
     def _encode(self, values: Tensor, rows: Tensor) -> None:
         largest = values.abs().amax(1, keepdim=True).clamp(min=127 * TINY)

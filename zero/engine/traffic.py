@@ -28,6 +28,8 @@ class Load(NamedTuple):
     """Bytes received from other ranks."""
     wire: float = 0
     """The part of `link` that is received from ranks of other nodes."""
+    memory: float = 0
+    """Bytes of the device's own memory that expanding codes reads and writes."""
 
     def __add__(self, other: object) -> "Load":
         assert isinstance(other, Load)
@@ -188,7 +190,18 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
 def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
     """Return the bytes that a rank receives in a gather of a unit; with secondary shards only those of its own node."""
     gather = _gather(plan, sum(plan.stored_dtype(flat.kind).itemsize * flat.stored.P for flat in unit.flats))
-    return Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
+    gather = Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
+    return gather._replace(memory=_expanding_bytes(plan, unit))
+
+
+def _expanding_bytes(plan: Plan, unit: UnitSpec) -> float:
+    """Return the bytes of memory that are read and written to expand a unit's codes."""
+    codec, device = plan.precision.frozen, plan.world.compute
+    if codec is None:
+        return 0.0
+    fused = not device.shares_memory and bool(codec.tables(torch.device("cpu")))
+    each = codec.vector_bytes / VECTOR + plan.precision.compute.itemsize if fused else codec.moved_bytes
+    return each * sum(slot.numel for slot in unit.expanded.slots)
 
 
 def _gather(plan: Plan, full_bytes: int) -> Load:

@@ -116,6 +116,7 @@ def step_seconds(
     ] * plan.accumulate
     passes[0] = (forward_s, passes[0][1] + moved.first)
     passes[-1] = (backward_s, passes[-1][1] + moved.last)
+    passes = [(compute_s + load.memory / rates.memory_bytes, load) for compute_s, load in passes]
     if plan.world.compute.shares_memory:  # its cores copy data for other ranks
         passes = [(compute_s + _link_seconds(load, rates), load._replace(link=0, wire=0)) for compute_s, load in passes]
     (first_s, first), *later = passes

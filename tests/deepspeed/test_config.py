@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
 import train
+import zero
 from zero.core import schema
 from zero.core.setting_types import MOST
 from zero.deepspeed import config_source
@@ -502,6 +504,19 @@ def test_units_and_ways_between_nodes_are_said_in_the_section_of_zero():
     ways = {"gather": "world", "reduce": "node", "shard": "node"}
     told = translate(of(zero_optimization={"stage": 3, "units": ["Block"], **ways})).settings["zero"]
     assert told == {"stage": 3, "units": ("Block",), **ways}
+
+
+def test_frozen_parameters_are_codes_by_deepspeeds_key_and_by_ours():
+    frozen = {"zero_quantized_nontrainable_weights": True}
+    assert translate(of(zero_optimization=frozen)).settings["precision"] == {"compute": "fp32", "frozen": "int8"}
+    both = {**frozen, "frozen": "nf4"}
+    config = of(zero_optimization=both, bf16={"enabled": True}, optimizer=sgd())
+    assert translate(config).settings["precision"] == {"compute": "bf16", "frozen": "nf4"}
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    model[0].requires_grad_(False)
+    engine, *_ = zero.initialize(model=model, config=config)
+    assert [slot.name for unit in engine.state.plan.units for slot in unit.codes.slots] == ["0.weight"]
+    engine.destroy()
 
 
 def test_the_script_refuses_in_one_line(script, capsys, monkeypatch):

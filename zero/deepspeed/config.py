@@ -145,7 +145,9 @@ def _precision(config: CheckedConfig) -> dict[str, Any]:
         scale["initial"] = 2.0**fp16.initial_scale_power
         if scale["initial"] > Settings().precision.scale.maximum:  # DeepSpeed has no maximum
             scale["maximum"] = scale["initial"]
-    return {"compute": compute, **_moved(keys, "precision"), **({"scale": scale} if scale else {})}
+    frozen = {"frozen": "int8"} if keys.zero_optimization.zero_quantized_nontrainable_weights else {}
+    moved = frozen | _moved(keys.zero_optimization, "precision") | _moved(keys, "precision")
+    return {"compute": compute, **moved, **({"scale": scale} if scale else {})}
 
 
 def _offload(config: CheckedConfig) -> dict[str, Any]:

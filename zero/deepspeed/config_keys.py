@@ -89,6 +89,8 @@ class ZeroOptimization(Section):
     gather: Word | None = to("zero.gather")
     reduce: Word | None = to("zero.reduce")
     shard: Word | None = to("zero.shard")
+    frozen: Word | None = to("precision.frozen")
+    zero_quantized_nontrainable_weights: bool = means("`precision.frozen=int8`", False)
 
 
 class Aio(Section):
@@ -359,7 +361,7 @@ _IGNORED = {
     "zero_optimization.": "reduce_bucket_size allgather_bucket_size allgather_partitions leaf_module.names "
     "overlap_comm round_robin_gradients memory_efficient_linear mics_shard_size mics_hierarchical_params_gather "
     "reduce_scatter zero_hpz_partition_size contiguous_gradients ignore_unused_parameters pipeline_loading_checkpoint "
-    "load_from_fp32_weights elastic_checkpoint zero_quantized_weights zero_quantized_nontrainable_weights "
+    "load_from_fp32_weights elastic_checkpoint zero_quantized_weights "
     "zero_quantized_gradients zeropp_loco_param zenflow sub_group_size cpu_offload_use_pin_memory "
     "leaf_module.name_suffixes use_multi_rank_bucket_allreduce compute_grad_norm enable_sanity_checks "
     "parameter_alignment override_module_apply log_trace_cache_warnings save_muon_momentum_buffer_in_memory",

@@ -1,6 +1,7 @@
 """A run with codes has the bits of the run whose frozen parameters were expanded once and kept in the compute dtype."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -9,13 +10,15 @@ from torch import Tensor
 
 import zero
 from tests.common.small import Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss
+from tests.faults.disks import FaultyFiles, flip
 from zero.core.codec import CODECS, Codec
 from zero.distributed.world import SoloWorld
 from zero.engine.coded import CodedWeights
 from zero.engine.full import full_state_dict
 from zero.engine.measured import measured
 from zero.engine.traffic import traffic
-from zero.errors import ConfigError, PlanError
+from zero.errors import ConfigError, PlanError, StoreError
+from zero.store import NvmeStore
 from zero.testing import run_ranks, simulated_gpu
 
 KiB = 1024
@@ -348,6 +351,26 @@ def test_a_base_that_has_no_codes_is_refused_by_name_on_every_rank(size, number)
             "blocks.1.linear.weight has a value that is NaN, infinite or above 1e36, so it has no codes. Repair the "
             "weights, or name other parameters in precision.coded."
         ]
+
+
+def test_a_damaged_page_of_codes_is_named_and_no_step_uses_it(tmp_path):
+    setting, named = Setting(precision="bf16", frozen="nf4", offload=INFINITY), set()
+
+    def train_on(disk: NvmeStore) -> float:
+        plan = setting.plan(SoloWorld(), build)
+        with contextlib.closing(zero.open_store(plan, disk=disk)) as store:
+            step = zero.make_step(plan, small_loss)
+            _, metrics = step(zero.init(plan, store), [small_batch(0, 6)])
+            return metrics.loss
+
+    expected = train_on(NvmeStore(tmp_path))
+    for at in range(1, 40):
+        files = FaultyFiles(flip(77), at=at, only="pread")
+        try:
+            assert train_on(NvmeStore(tmp_path, files=files)) == expected
+        except StoreError as error:
+            named.add(re.sub(r" of unit .*: the", ": the", str(error)))
+    assert "page codes 0: the checksum differs, so the disk returned other data than was written" in named
 
 
 def test_an_evaluation_in_inference_mode_computes_with_the_values():

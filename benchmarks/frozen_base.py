@@ -29,7 +29,7 @@ ZERO = {"zero nf4": "nf4", "zero int8": "int8", "zero bf16": "compute"}
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--system", help="measure one system in this process")
+    parser.add_argument("--system", choices=[*ZERO, "bitsandbytes"], help="measure one system in this process")
     parser.add_argument("--offload", default="none")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=24)
@@ -83,7 +83,11 @@ def by_zero(options: argparse.Namespace, frozen: str) -> Any:
         model = adapted(model_of(options))
     precision = zero.Precision("bf16", frozen=frozen)
     plan = zero.Plan(
-        model, optimizer=zero.adamw(lr=1e-4), precision=precision, offload=options.offload, world=zero.World.from_env()
+        model,
+        optimizer=zero.adamw(lr=1e-4, clip=1.0),
+        precision=precision,
+        offload=options.offload,
+        world=zero.World.from_env(),
     )
     step = zero.make_step(plan, loss_of)
     held = [zero.init(plan, zero.open_store(plan))]

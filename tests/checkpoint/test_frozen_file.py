@@ -10,7 +10,7 @@ import torch
 
 import zero
 from tests.checkpoint.test_coded import NF4, assert_same, full, stepped
-from tests.common.small import Setting, opened
+from tests.common.small import Setting, Small, opened
 from tests.engine.test_coded import build
 from zero.checkpoint import Root, Saving, load, open_checkpoint, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
@@ -72,33 +72,87 @@ def test_a_resumed_run_goes_on_with_the_file_of_its_checkpoint(tmp_path: Path):
     root = tmp_path / "root"
     folders, _ = run_processes(2, train_and_save, NF4, root)[0]
     first = files_of(folders[0])
-    assert files_of(run_processes(2, resume_and_save, NF4, folders[2], root)[0]) == first
-    assert first.keys() == files_of(run_processes(2, resume_and_save, NF4, folders[2], tmp_path / "other")[0]).keys()
-    for size, other in ((2, tmp_path / "other"), (1, root)):
-        fresh = files_of(run_ranks(size, resume_and_save, NF4, folders[1], other)[0])
-        assert set(fresh.values()).isdisjoint(first.values()), "another root, or another number of ranks"
-    as_values = files_of(run_ranks(2, resume_and_save, BF16, folders[1], root)[0])
-    assert set(as_values.values()).isdisjoint(first.values()), "the frozen values have another form"
+    for folder in (root, tmp_path / "of another run"):
+        assert files_of(run_processes(2, resume_and_save, NF4, folders[2], folder)[0]) == first
+    for size, setting in ((1, NF4), (2, BF16)):
+        fresh = files_of(run_ranks(size, resume_and_save, setting, folders[1], root)[0])
+        assert set(fresh.values()).isdisjoint(first.values()), "another number of ranks, or another form"
 
 
 def test_an_edit_of_frozen_values_is_in_the_next_checkpoint(tmp_path: Path):
     world, name = SoloWorld(), "blocks.0.linear.weight"
-    with opened(world, BF16, build) as (state, _):
+    with opened(world, BF16, build) as (state, step):
         before = save(state, tmp_path)
+        zero.set_full(state, "blocks.0.gain", torch.tensor(0.5))
+        state = stepped(world, state, step, (0,))
+        assert files_of(save(state, tmp_path)) == files_of(before), "an edit of what trains"
         zero.set_full(state, name, torch.full((13, 13), 0.5))
-        state = stepped(world, state, _, (0,))
+        state = stepped(world, state, step, (1,))
         after = save(state, tmp_path)
         assert set(files_of(before).values()).isdisjoint(files_of(after).values())
     assert bool((restored(world, BF16, after)[f"param {name}"] == 0.5).all())
     assert not bool((restored(world, BF16, before)[f"param {name}"] == 0.5).all())
 
 
+def every_part_trains() -> torch.nn.Module:
+    return Small().requires_grad_(True)
+
+
+def frozen_bias() -> torch.nn.Module:
+    model = every_part_trains()
+    model.blocks[0].linear.bias.requires_grad_(False)
+    return model
+
+
+def load_with_a_frozen_bias(world, path: Path, root: Path):
+    with opened(world, BF16, frozen_bias) as (state, _):
+        name = "blocks.0.linear.bias"
+        state = load(state, open_checkpoint(world, path), partial=[f"[mn]u/{name}"], convert=[name])
+        return files_of(save(state, root))
+
+
+def test_a_parameter_that_trained_in_the_checkpoint_may_be_frozen_on_one_rank_of_several(tmp_path: Path):
+    def all_train(world):
+        with opened(world, BF16, every_part_trains) as (state, _):
+            return save(state, tmp_path / "trained")
+
+    path = run_ranks(3, all_train)[0]
+    assert not files_of(path)
+    assert len(run_ranks(3, load_with_a_frozen_bias, path, tmp_path / "root")[0]) == 6
+
+
 class NoLinks(Disk):
-    asked = 0
+    def __init__(self, code: int = errno.EPERM, times: int = 99) -> None:
+        self.code, self.times, self.asked = code, times, 0
 
     def link(self, old: Path, new: Path) -> None:
         self.asked += 1
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        if self.asked <= self.times:
+            raise OSError(self.code, os.strerror(self.code))
+        super().link(old, new)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_link_that_fails_once_costs_one_copy(behind, tmp_path: Path):
+    world, root = SoloWorld(), Root(tmp_path / "root", NoLinks(errno.EIO, times=1))
+    with opened(world, NF4, build) as (state, step):
+        folders = []
+        for number in range(3):
+            state = stepped(world, state, step, (number,))
+            folders.append(Saving(state, root, behind=behind).finish())
+        values = full(state)
+    assert files_of(folders[0]) != files_of(folders[1]) == files_of(folders[2])
+    assert_same(restored(world, NF4, folders[2]), values)
+
+
+def test_a_file_that_was_cut_short_is_written_anew(tmp_path: Path):
+    world = SoloWorld()
+    with opened(world, NF4, build) as (state, step):
+        (path,) = save(state, tmp_path).glob("frozen-*.safetensors")
+        os.truncate(path, 100)
+        state = stepped(world, state, step, (0,))
+        folder, values = save(state, tmp_path), full(state)
+    assert_same(restored(world, NF4, folder), values)
 
 
 def test_a_disk_without_links_gets_whole_files_and_is_asked_once(tmp_path: Path):

@@ -194,6 +194,16 @@ class Story:
         self.promised[step] = frozenset({new})
         self.look()
 
+    def link(self, step: int, source: int) -> None:
+        """Publish a step that has the files of another one."""
+        folder, tmp = self.root.path / step_name(source), self.root.begin(step)
+        self._complete[step] = set(self.promised[source])
+        files = self.root.read_manifest(folder).files
+        assert all(self.root.link(folder, tmp, number, WORLD, file) for number, file in enumerate(files))
+        self.root.publish(tmp, step, to_text(manifest(step, list(files))))
+        self.promised[step] = self.promised[source]
+        self.look()
+
     def retain(self, keep: int, every: int | None = None) -> None:
         newest = self.root.steps()[-keep:]  # one may be whole, and not acknowledged since its last fsync failed
         for step in set(self.promised) - set(newest):
@@ -270,7 +280,17 @@ def again_where_the_name_was_not_synchronised(story: Story) -> None:
     story.retain(2)
 
 
-STORIES = [the_same_step_again, with_retention, again_where_the_name_was_not_synchronised]
+def with_links(story: Story) -> None:
+    """The files outlive the folder in which they were written."""
+    story.save(20)
+    story.link(40, source=20)
+    story.link(60, source=40)
+    story.save(80)
+    story.retain(2)
+
+
+STORIES = [the_same_step_again, with_retention, again_where_the_name_was_not_synchronised, with_links]
+RETAINING = with_retention, with_links
 
 
 def test_no_crash_loses_what_was_acknowledged_or_shows_what_is_not_whole():
@@ -312,8 +332,8 @@ def test_every_fsync_is_needed(tell):
     for number, kind in enumerate(roles):
         if number == whole.disk.fail_at:  # it is left out as it is
             continue
-        is_discard = kind == roles[number - 1] == "root" and tell is with_retention
-        laws = frozenset({"partial"} if is_discard else {"lost"} if tell is with_retention else {"lost", "partial"})
+        is_discard = kind == roles[number - 1] == "root" and tell in RETAINING
+        laws = frozenset({"partial"} if is_discard else {"lost"} if tell in RETAINING else {"lost", "partial"})
         story = Story(skip=frozenset({number}), since=number, until=laws)
         tell(story)
         if kind == "parent" and number > 0:

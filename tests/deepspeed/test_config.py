@@ -517,6 +517,10 @@ def test_frozen_parameters_are_codes_by_deepspeeds_key_and_by_ours():
     engine, *_ = zero.initialize(model=model, config=config)
     assert [slot.name for unit in engine.state.plan.units for slot in unit.codes.slots] == ["0.weight"]
     engine.destroy()
+    config["zero_optimization"] = frozen
+    engine, *_ = zero.initialize(model=nn.Linear(4, 4), config=config)
+    assert engine.state.plan.precision.frozen is None, "nothing is frozen"
+    engine.destroy()
 
 
 def test_the_script_refuses_in_one_line(script, capsys, monkeypatch):

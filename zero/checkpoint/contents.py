@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zero.checkpoint.manifest import ITEM_BYTES, Flat
-from zero.core.codec import CODECS
+from zero.checkpoint.manifest import FROZEN_KINDS, ITEM_BYTES, Flat
 from zero.core.layout import Layout
 from zero.engine.plan import Plan
 from zero.engine.unit import UnitSpec
@@ -19,7 +18,7 @@ from zero.errors import CheckpointError
 
 PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 
-WEIGHTS = frozenset((PARAMETER, FROZEN, *CODECS))
+WEIGHTS = FROZEN_KINDS | {PARAMETER}
 """The kinds of parameters' values. Codes of frozen parameters have the name of their format."""
 
 

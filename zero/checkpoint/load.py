@@ -125,11 +125,13 @@ def load(
 
 def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: set[Key]) -> None:
     """Note that a checkpoint has the file of frozen values that this rank would save."""
-    plan, manifest = runtime.plan, checkpoint.manifest
-    world, (_, *frozen) = plan.world.size, files_of(flats(plan, {}), plan.world.rank, plan.world.size)
-    whole = manifest.finite and FROZEN_KINDS.isdisjoint(kind for _, kind in kept)
-    for number in frozen if whole and manifest.world == world else ():
-        saved, own = (held(listed, number, world) for listed in (manifest.flats, flats(plan, {})))
+    manifest, world, listed = checkpoint.manifest, runtime.plan.world, flats(runtime.plan, {})
+    numbers = files_of(listed, world.rank, world.size)
+    alike = manifest.world == world.size and files_of(manifest.flats, world.rank, world.size) == numbers
+    if not alike or not manifest.finite or not FROZEN_KINDS.isdisjoint(kind for _, kind in kept):
+        return
+    for number in numbers[1:]:
+        saved, own = (held(several, number, world.size) for several in (manifest.flats, listed))
         if [(piece.part, piece.start) for piece in saved] == [(piece.part, piece.start) for piece in own]:
             remember(runtime, checkpoint.folder, manifest.files[number], frozen_version(runtime))
 
@@ -225,7 +227,7 @@ def _may_become(kind: str, saved: str, dtype: str) -> bool:
     Frozen parameters accept every floating-point dtype and codes, floating-point buffers the former, and moments accept
     fp32 and bf16.
     """
-    if kind in WEIGHTS - {PARAMETER}:
+    if kind in FROZEN_KINDS:
         return "float" in saved or saved == "uint8"
     if kind == BUFFER and "float" in dtype:
         return "float" in saved

@@ -1,4 +1,4 @@
-"""Read and write the JSON texts of a checkpoint: the manifest, and the index of each rank's file.
+"""Read and write the JSON texts of a checkpoint: the manifest, and the index of each file.
 
 The manifest lists the tensors of each flat, the number of ranks that share the flat, and for each file its size and the
 hash of its index. An index has the hashes of one file and the state of its rank's random generators. So the manifest
@@ -116,7 +116,7 @@ class Flat(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The elements [start, stop) of a tensor, flattened in row-major order, that one rank's file has."""
+    """The elements [start, stop) of a tensor, flattened in row-major order, that a file has."""
 
     flat: int
     kind: str
@@ -166,7 +166,7 @@ class Manifest(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The hashes of one rank's file, and the state of its random generators (None in an imported checkpoint)."""
+    """The hashes of a file, and the state of its rank's random generators (None in a frozen file and an import)."""
 
     hashes: FileHash
     random: dict[str, Any] | None

@@ -40,7 +40,7 @@ def on_host(buffer: Tensor) -> Tensor:
 def values_of(
     pieces: Iterable[Held], flats: Sequence[Flat], buffers: Mapping[str, Tensor], runtime: Runtime, memory: Tensor
 ) -> Iterator[Tensor]:
-    """Yield the pieces of this rank's file in order, as contiguous CPU tensors; each is valid until the next one.
+    """Yield the pieces of a file of this rank in order, as contiguous CPU tensors; each is valid until the next one.
 
     Args:
         buffers: copies of the model's buffers, from `on_host`.

@@ -49,6 +49,9 @@ from zero.errors import CheckpointError
 from zero.platform.files import named, naming
 from zero.platform.step_folders import MANIFEST_NAME, step_of
 
+NO_LINKS = errno.EPERM, errno.ENOTSUP, errno.ENOSYS
+"""Errors of a file system that has no hard links."""
+
 
 class _Aside(NamedTuple):
     """An unpublished folder in the root; `kind` is "tmp", "old" or "del"."""
@@ -98,19 +101,23 @@ class Root:
         return File(index.hashes.size, sha256(text.encode()).hexdigest())
 
     def link(self, published: Path, tmp: Path, number: int, world: int, file: File) -> bool:
-        """Add a file of a published checkpoint of this root, and its index, to a folder from `begin`; no bytes move.
+        """Add a file of a published checkpoint, and its index, to a folder from `begin`; no bytes move.
 
         Returns:
-            False if the file system has no hard links, or the checkpoint was removed or replaced. Nothing was added.
+            False if the file system refuses the link, or the files are not those that `file` describes. Nothing was
+            added then.
         """
         names = index_name(number, world), file_name(number, world)
         try:
             for name in names:
                 self.disk.link(published / name, tmp / name)
             text = read_bytes(self.disk, tmp / names[0], index_cap_bytes(file.size))
+            self._check_size(tmp / names[1], file)
             linked = sha256(text).hexdigest() == file.index_sha256
         except OSError as error:
-            self.has_links, linked = isinstance(error, FileNotFoundError), False
+            self.has_links, linked = error.errno not in NO_LINKS, False
+        except CheckpointError:  # the files are damaged
+            linked = False
         if not linked:
             for name in names:
                 with contextlib.suppress(OSError):
@@ -188,7 +195,8 @@ class Root:
         fewer than `keep` are valid, nothing is removed.
 
         Args:
-            keep: at least 2, so that one checkpoint is left if the newest is damaged.
+            keep: at least 2, so that one checkpoint is left if the newest is damaged (but for a frozen file that both
+                share).
             every: older steps that are multiples of this number are kept, too; None keeps no older steps.
             valid: returns whether a folder is a valid checkpoint. Called for the newest folders first, until it has
                 returned True `keep` times.
@@ -239,11 +247,13 @@ class Root:
 
     def _check_sizes(self, folder: Path, manifest: Manifest) -> None:
         for number, file in enumerate(manifest.files):
-            path = folder / file_name(number, manifest.world)
-            with naming(path, "reading its size"), closing(self.disk, self.disk.open(path)) as fd:
-                nbytes = self.disk.size(fd)
-            if nbytes != file.size:
-                raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
+            self._check_size(folder / file_name(number, manifest.world), file)
+
+    def _check_size(self, path: Path, file: File) -> None:
+        with naming(path, "reading its size"), closing(self.disk, self.disk.open(path)) as fd:
+            nbytes = self.disk.size(fd)
+        if nbytes != file.size:
+            raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
 
     def _published(self) -> list[int]:
         """Return the steps of names in the root that are folders."""

@@ -39,7 +39,6 @@ from zero.core.loss_scale import LossScale
 from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_type
-from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, if_it_fails, with_class
@@ -105,17 +104,10 @@ def snapshot_bytes(state: State, root: Root) -> int:
     """Return the bytes of host memory that `Saving(behind=True)` needs to copy this rank's part of the state."""
     plan, listed = state.plan, flats(state.plan, buffers_of(state.model))
     numbers = files_of(listed, plan.world.rank, plan.world.size)
-    if _shareable(state.runtime, root) is not None:
+    if root.has_links and recall(state.runtime) is not None:
         numbers = numbers[:1]
     parts = [piece.part for number in numbers for piece in held(listed, number, plan.world.size)]
     return sum(part.nbytes for part in parts) + plan.model_buffer_bytes + staging_bytes(plan)
-
-
-def _shareable(runtime: Runtime, root: Root) -> FrozenFile | None:
-    """Return the published file with the run's frozen values that a save under `root` may link."""
-    published = recall(runtime)
-    near = published is not None and published.folder.parent == root.path.absolute()
-    return published if near and root.has_links else None
 
 
 class Saving:
@@ -164,15 +156,17 @@ class Saving:
             facts={**numbers, **({"coded": coded} if coded else {}), "given": dict(facts or {})},
         )
         self._files = files_of(self._manifest.flats, plan.world.rank, plan.world.size)
-        self._shared, self._frozen_version = _shareable(state.runtime, root), frozen_version(state.runtime)
+        self._frozen_version = frozen_version(state.runtime)
         gather_reports(self._world, lambda: check(buffers))
         self._folder = Path(by_rank_0(self._world, lambda: str(root.begin(state.tried))))
         with if_it_fails(self.abandon):
             self._random = random_state()
             self._buffers = {name: on_host(buffer) for name, buffer in buffers.items()}  # a forward may change them
-            if behind:
+            published = recall(state.runtime) if root.has_links else None
+            self._linked = {} if published is None else self._link(published)
+            if behind and (published is None or self._linked):
                 self._start()
-            else:
+            else:  # also if a link fails that `snapshot_bytes` counted on
                 self._write(progress)
 
     @property
@@ -230,40 +224,45 @@ class Saving:
             raise CheckpointError("the script ended before the checkpoint was written. Call finish() before.")
 
     def _write(self, progress: Progress, *, behind: Callable[[], None] | None = None) -> None:
-        world, plan, listed = self._world.size, self._runtime.plan, self._manifest.flats
+        plan, listed, done, finite = self._runtime.plan, self._manifest.flats, 0, True
+        files, writers = dict(self._linked), dict[int, ShardWriter]()
+        pieces = {number: held(listed, number, self._world.size) for number in self._files if number not in files}
+        total = sum(piece.part.nbytes for several in pieces.values() for piece in several)
+
+        def finish() -> None:
+            for number in [*writers]:
+                files[number] = self._finish(number, writers.pop(number))
+
         with self._reporting(), ExitStack() as stack:
-            linked, finite = self._link(), True
-            pieces = {number: held(listed, number, world) for number in self._files if number not in linked}
-            done, total = 0, sum(piece.part.nbytes for several in pieces.values() for piece in several)
-            writers = {
-                number: stack.enter_context(self._writer(number, several, behind)) for number, several in pieces.items()
-            }
             with closing(Arena(staging_bytes(plan), plan.world.compute, pin=plan.offload.pin)) as staging:
                 memory = staging.take(staging.nbytes)
                 with plan.world.compute.paging("saving", after=PASSED):
-                    for number, writer in writers.items():
-                        for tensor in values_of(pieces[number], listed, self._buffers, self._runtime, memory):
+                    for number, several in pieces.items():
+                        writers[number] = stack.enter_context(self._writer(number, several, behind))
+                        for tensor in values_of(several, listed, self._buffers, self._runtime, memory):
                             if behind is not None:
                                 behind()
                             finite = finite and _is_finite(tensor)
-                            writer.write(memory_of(tensor))
+                            writers[number].write(memory_of(tensor))
                             done += tensor.nbytes
                             progress("saving", done, total)
+                        if behind is None:  # otherwise all copies come first
+                            finish()
                 if behind is not None:
                     self._end_copies()  # before the arena waits for the device
-            for number, writer in writers.items():
-                # an index that later checkpoints share has no state of this step
-                index = Index(writer.finish(), self._random if number < world else None)
-                linked[number] = self._root.write_index(self._folder, number, world, index)
-            self._report = {"files": [linked[number] for number in self._files], "finite": finite}
+            finish()
+            self._report = {"files": [files[number] for number in self._files], "finite": finite}
 
-    def _link(self) -> dict[int, File]:
-        """Link the file of frozen values if a checkpoint has it; return number -> entry of the files that exist."""
-        if self._shared is None:
-            return {}
-        folder, file, _ = self._shared
-        number = self._files[1]
-        return {number: file} if self._root.link(folder, self._folder, number, self._world.size, file) else {}
+    def _link(self, published: FrozenFile) -> dict[int, File]:
+        """Link the file of frozen values; return number -> entry of the files that exist."""
+        number, file = self._files[1], published.file
+        linked = self._root.link(published.folder, self._folder, number, self._world.size, file)
+        return {number: file} if linked else {}
+
+    def _finish(self, number: int, writer: ShardWriter) -> File:
+        # the index of a file that later checkpoints share has no state of this step
+        index = Index(writer.finish(), self._random if number < self._world.size else None)
+        return self._root.write_index(self._folder, number, self._world.size, index)
 
     def _writer(self, number: int, pieces: list[Held], behind: Callable[[], None] | None) -> ShardWriter:
         path = self._folder / file_name(number, self._world.size)

@@ -1,4 +1,4 @@
-"""Write and read one rank's file of a checkpoint: plain safetensors, piece by piece, in bounded memory.
+"""Write and read a file of a checkpoint: plain safetensors, piece by piece, in bounded memory.
 
 A file is a header, computed from the list of parts, and the bytes of the parts. The writer knows names, dtypes and
 shapes when it begins, and never seeks back. The reader computes every offset from the manifest and does not trust the

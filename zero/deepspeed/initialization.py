@@ -23,6 +23,7 @@ from zero.deepspeed.runtime.dataloader import Loader
 from zero.deepspeed.runtime.lr_schedules import SCHEDULES, Scheduler
 from zero.deepspeed.zero import flag_leaf_modules, get_z3_leaf_modules
 from zero.distributed.world import World, open_default_group
+from zero.engine.coded import frozen_matrices
 from zero.engine.empty import is_meta, lacks_values
 from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
@@ -113,7 +114,7 @@ def initialize(
         translation = translate(_only_config(args, config, config_params), world_size=world.size, schedule=False)
         for line in translation.notes if world.rank == 0 else ():
             log.warning("%s", line)
-        settings = _settings(translation, world)
+        settings = _settings(translation, world, model)
         passed, made = _optimizer(optimizer, model_parameters, model, settings, translation)
         recorded = run_settings(settings, made)  # before a scheduler writes into the groups
         scheduler = _scheduler(lr_scheduler, made, translation) if trained(made) else None
@@ -186,9 +187,9 @@ def _only_config(args: Any, config: ConfigSource | None, config_params: ConfigSo
     return passed[0]
 
 
-def _settings(translation: Translation, world: World) -> Settings:
+def _settings(translation: Translation, world: World, model: nn.Module) -> Settings:
     """Return the config as settings; "auto" is rejected, because a user's model has no planner."""
-    settings = translation.settings
+    settings = dict(translation.settings)
     if settings["zero"]["stage"] == "auto":
         raise ConfigError("zero_optimization.stage=auto: write a number. zero-train mode=plan compares them.")
     if "batch" not in settings:
@@ -196,6 +197,8 @@ def _settings(translation: Translation, world: World) -> Settings:
             "train_batch_size=auto: write the rows of a step (train_batch_size) or of a microbatch "
             "(train_micro_batch_size_per_gpu) as a number."
         )
+    if translation.keys.zero_optimization.frozen is None and not frozen_matrices(model):
+        settings["precision"] = {**settings["precision"], "frozen": "compute"}  # DeepSpeed's key does nothing then
     without_units = {key: value for key, value in settings["zero"].items() if key != "units"}
     return Settings.read({**settings, "zero": without_units}).on(world.size)
 

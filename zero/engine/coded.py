@@ -32,7 +32,7 @@ def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
     first = {id(parameter): name for name, parameter in parameters.items()}
     names = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad and parameter.numel()}
-    chosen = set[str]() if precision.coded else _matrices(model) & frozen
+    chosen = set[str]() if precision.coded else frozen_matrices(model)
     if not (chosen or precision.coded):
         raise PlanError(
             f"precision.frozen={precision.frozen.name}: the model has no frozen matrix. Freeze the base with "
@@ -51,7 +51,8 @@ def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def _matrices(model: nn.Module) -> set[str]:
+def frozen_matrices(model: nn.Module) -> set[str]:
+    """Return the full names of the parameters that are stored as codes by default."""
     embeddings, tables = (
         (module for module in model.modules() if isinstance(module, nn.Embedding)),
         embedding_ids(model),
@@ -61,7 +62,8 @@ def _matrices(model: nn.Module) -> set[str]:
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and id(parameter) not in tables and parameter.shape != head
+        if not parameter.requires_grad and parameter.numel() and parameter.dim() > 1
+        if id(parameter) not in tables and parameter.shape != head
     }
 
 

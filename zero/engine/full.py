@@ -437,7 +437,7 @@ def _write_flat(
     writer = FlatWriter(state.plan, state.runtime.store, unit, part)
     writer.write_all(lambda slot, start, stop: slot.of(flat).view(-1)[start:stop])
     if kind == "param":
-        unit.mark_changed(resident=True, frozen=True)
+        unit.mark_changed(resident=True, frozen=layout is unit.spec.frozen)
 
 
 def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) -> None:

@@ -57,17 +57,30 @@ def refuse_other_moments(config: Config, plan: Plan, checkpoint: Checkpoint) -> 
     ]
     names, here = {name for _, name in both}, {(name, kind) for unit, name in both for kind in unit.moments}
     there = {(name, kind) for name, kind in saved if name in names and kind not in {*WEIGHTS, BUFFER}}
-    lacking = sorted({kind for _, kind in here - there} - {*plan.optimizer.copies})
-    beyond = sorted({kind for _, kind in there - here})
+    lacking = {key for key in here - there if key[1] not in plan.optimizer.copies}
+    beyond, ours, theirs = there - here, config.plain()["optim"], _saved(checkpoint.facts).get("optim")
     if config.checkpoint.partial or not (lacking or beyond):
         return
-    ours, theirs = config.plain()["optim"], _saved(checkpoint.facts).get("optim")
-    problems = [f"lacks {', '.join(lacking)}, which optim={ours['name']} keeps"] * bool(lacking)
-    problems += [f"has {', '.join(beyond)}, which optim={ours['name']} does not keep"] * bool(beyond)
+    problems = [f"lacks {_words(lacking, there)}, which optim={ours['name']} keeps"] * bool(lacking)
+    problems += [f"has {_words(beyond, here)}, which optim={ours['name']} does not keep"] * bool(beyond)
     overrides = _as_saved("optim", ours, theirs) if isinstance(theirs, Mapping) else []
     ways = [" ".join(overrides)] * bool(overrides)
-    ways.append(f"checkpoint.partial=[{','.join(f'{moment}/*' for moment in (*lacking, *beyond))}] to load the rest")
+    patterns = [*_patterns(lacking, there), *_patterns(beyond, here)]
+    listed = f"=[{','.join(patterns)}]" if len(patterns) <= suggest.SHOWN else " with each of these"
+    ways.append(f"checkpoint.partial{listed} to load the rest")
     raise CheckpointError(f"{checkpoint.folder} {' and '.join(problems)}. Add {', or '.join(ways)}.")
+
+
+def _patterns(keys: set[tuple[str, str]], others: set[tuple[str, str]]) -> list[str]:
+    """Return patterns of `checkpoint.partial` that match moments, (name, kind), and none of `others`."""
+    shared = {kind for _, kind in others}
+    whole = {f"{kind}/*" for _, kind in keys if kind not in shared}
+    return sorted(whole | {f"{kind}/{name}" for name, kind in keys if kind in shared})
+
+
+def _words(keys: set[tuple[str, str]], others: set[tuple[str, str]]) -> str:
+    """Return the kinds of moments; one that `others` have of other parameters with the parameters' names."""
+    return suggest.some([pattern.removesuffix("/*") for pattern in _patterns(keys, others)])
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ ROOMS = [
     "losses",
     "platform",
     "distributed",
+    "sequence",
     "store",
     "engine",
     "checkpoint",

@@ -66,6 +66,22 @@ def test_tokens_that_do_not_count_have_no_gradient_and_none_at_all_is_nan():
         assert zero.losses.linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), chunk).isnan()
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_a_sum_is_the_mean_times_the_tokens_that_count_and_zero_for_none(chunk):
+    hidden, weight, targets, _ = draw(16, 8, 50)
+    targets[::2] = -100
+    total = zero.losses.linear_cross_entropy(hidden, weight, targets, chunk, reduction="sum")
+    gradient = torch.autograd.grad(total / 8, hidden)[0]
+    mean, for_hidden, _ = in_chunks(hidden, weight, targets, None, chunk)
+    assert torch.allclose(total / 8, mean)
+    assert torch.allclose(gradient, for_hidden, atol=1e-7)
+    none = zero.losses.linear_cross_entropy(hidden, weight, targets.fill_(-100), chunk, reduction="sum")
+    assert none == 0
+    assert (torch.autograd.grad(none, hidden)[0] == 0).all()
+    with pytest.raises(ConfigError, match="reduction='most': must be mean or sum"):
+        zero.losses.linear_cross_entropy(hidden, weight, targets, chunk, reduction="most")
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 15, 20])
 def test_entries_that_cannot_come_have_no_share_wherever_chunks_end(chunk):
     """A padded vocabulary has a bias of minus infinity at its end: 0 times that would be NaN."""

@@ -13,7 +13,7 @@ from zero.platform.installed import require
 require("torch", "pydantic", "yaml", "psutil", "rich", "packaging", "safetensors", "zlib_ng")
 
 if TYPE_CHECKING:
-    from zero import deepspeed as deepspeed, losses as losses
+    from zero import deepspeed as deepspeed, losses as losses, sequence as sequence
     from zero.checkpoint.load import load as load
     from zero.checkpoint.open import open_checkpoint as open_checkpoint, open_latest as open_latest
     from zero.checkpoint.save import save as save
@@ -95,7 +95,7 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("functional-zero")
-    if name in ("deepspeed", "losses"):
+    if name in ("deepspeed", "losses", "sequence"):
         return import_module(f"zero.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute {name!r}")

@@ -35,8 +35,9 @@ def linear_cross_entropy(
     chunk: int | Literal["auto"] | None = "auto",
     *,
     bias: Tensor | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """Return the mean cross entropy of `hidden @ weight.T + bias`, in nats: a 0-dim fp32 tensor.
+    """Return the cross entropy of `hidden @ weight.T + bias`, in nats: a 0-dim fp32 tensor.
 
     Args:
         hidden: (..., D), input of the last linear layer, of any floating-point dtype.
@@ -45,22 +46,25 @@ def linear_cross_entropy(
         chunk: number of vocabulary entries whose logits exist at a time, 1 or more; "auto": 32 MiB of fp32 logits, at
             least 64 entries, and the plain loss if all logits take no more; None: the plain loss.
         bias: (V,) or None.
+        reduction: mean or sum over the tokens that count.
 
     Returns:
-        `F.cross_entropy` of the fp32 logits, up to the rounding of fp32; NaN if no token counts. It can be
+        `F.cross_entropy` of the fp32 logits, up to the rounding of fp32; a mean is NaN if no token counts. It can be
             differentiated once, with respect to hidden, weight and bias.
 
     Raises:
-        ConfigError: shapes do not fit, a chunk is not a size, or, on a CPU, a target is not an entry of the vocabulary;
-            on a GPU such a target ends the program, as with `F.cross_entropy`.
+        ConfigError: shapes do not fit, a chunk is not a size, a reduction is not known, or, on a CPU, a target is not
+            an entry of the vocabulary; on a GPU such a target ends the program, as with `F.cross_entropy`.
         IndexError: on a CPU, the plain loss is used and a target is not an entry of the vocabulary.
     """
     _check(hidden, weight, targets, bias)
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"reduction={reduction!r}: must be mean or sum")
     rows, goals = hidden.flatten(0, -2), targets.flatten()
     size = _chunk(chunk, len(rows), len(weight))
     if size is None:
-        return F.cross_entropy(F.linear(rows, weight, bias).float(), goals, ignore_index=IGNORED)
-    loss = _LinearCrossEntropy.apply(rows, weight, bias, goals, size)
+        return F.cross_entropy(F.linear(rows, weight, bias).float(), goals, ignore_index=IGNORED, reduction=reduction)
+    loss = _LinearCrossEntropy.apply(rows, weight, bias, goals, size, reduction == "mean")
     assert isinstance(loss, Tensor)
     return loss
 
@@ -100,7 +104,9 @@ def _check_range(targets: Tensor, vocab: int) -> None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, mean: bool
+    ) -> Tensor:
         _check_range(targets, len(weight))
         total = torch.full(targets.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
         chosen = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
@@ -111,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = torch.logaddexp(total, logits.logsumexp(1))
             del logits
         counts = targets != IGNORED
-        number = counts.sum()
+        number = counts.sum() if mean else torch.ones((), device=hidden.device)
         ctx.save_for_backward(hidden, weight, bias, targets, total, number)
         ctx.chunk = chunk
         return torch.where(counts, total - chosen, 0).sum() / number
@@ -137,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if for_hidden is not None:
                 for_hidden += share @ weight[first:last]
             del share
-        return None if for_hidden is None else for_hidden.to(hidden.dtype), for_weight, for_bias, None, None
+        return None if for_hidden is None else for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None
 
 
 def _empty(like: Tensor) -> Tensor:

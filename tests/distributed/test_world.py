@@ -123,6 +123,20 @@ def native_sums(world: World) -> dict[str, bool]:
     return results
 
 
+def turned(world: World) -> list[bool]:
+    """An all-to-all is a transposition: chunk s of rank r becomes chunk r of rank s. Every dtype, empty too."""
+    right = []
+    for dtype in DTYPES:
+        for numel in (0, 3):
+            sent = [(integers(numel * world.size, r, 4) % 2).to(dtype) for r in range(world.size)]
+            expected_P = torch.cat([full_P.view(world.size, -1)[world.rank] for full_P in sent])
+            recv_P, before = torch.zeros_like(expected_P), world.traffic.reduce_bytes
+            world.all_to_all(sent[world.rank], recv_P, what="heads").wait()
+            received = world.traffic.reduce_bytes - before
+            right += [bits(recv_P) == bits(expected_P), received == numel * (world.size - 1) * dtype.itemsize]
+    return right
+
+
 def small_things(world: World) -> dict[str, object]:
     scalar, table = torch.tensor(1.0 + world.rank), torch.full((2, 3), world.rank)
     world.all_reduce(scalar, what="norm").wait()
@@ -153,7 +167,7 @@ def out_of_order(world: World) -> tuple[list[float], list[float]]:
     return full_P.tolist(), sum_S.tolist()
 
 
-LAWS = (transpose, placed, sums, native_sums, small_things, out_of_order)
+LAWS = (transpose, placed, sums, native_sums, turned, small_things, out_of_order)
 
 
 def all_laws(world: World) -> dict[str, object]:
@@ -234,6 +248,10 @@ def test_chunks_are_added_in_rank_order_in_the_dtype_of_the_sum(outcome):
 def test_sums_of_the_backend_are_near_and_repeat(outcome):
     for rank in outcome:
         assert all(rank["native_sums"].values()), rank["native_sums"]
+
+
+def test_an_all_to_all_transposes_chunks_and_counts_their_bytes(outcome):
+    assert all(all(rank["turned"]) for rank in outcome)
 
 
 def test_small_things_reach_every_rank(outcome):
@@ -329,6 +347,8 @@ def test_sizes_and_dtypes_that_do_not_fit_are_refused():
         world.reduce_scatter(torch.zeros(4)[::2], torch.zeros(2), torch.zeros(2))
     with pytest.raises(WorldError, match="ranks 0 to 0"):
         world.broadcast(torch.zeros(1), source=1)
+    with pytest.raises(LayoutError, match="all_to_all of heads: the tensor must be 2"):
+        world.all_to_all(torch.zeros(2), torch.zeros(3), what="heads")
 
 
 def test_a_sum_inside_its_own_summand_is_refused():

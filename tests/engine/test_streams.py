@@ -23,6 +23,7 @@ from zero.checkpoint import Saving, load, open_checkpoint, save
 from zero.deepspeed.zero import safe_get_full_grad
 from zero.engine import saved_tensors
 from zero.engine.full import digest
+from zero.sequence import SequenceParallel, SharedRows, attention, open_group
 from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
 from zero.testing.instrumented_gpu import InstrumentedGpu, WaitSite
 from zero.testing.races import Agent, History
@@ -305,6 +306,24 @@ def train_and_edit(world: zero.World, path: Path, **given) -> str:
     return closed(state)
 
 
+def train_in_slices(world: zero.World, path: Path, **given) -> str:
+    """All ranks share rows: attention is between their slices, before the blocks and after them."""
+    state, _ = start(world, path, **given)
+    parallel = SequenceParallel(open_group(world, world.size))
+
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        q = x.view(1, len(x), 4, -1).transpose(1, 2)
+        return attention(q, q, q, SharedRows(parallel.group)).transpose(1, 2).reshape_as(x)
+
+    def loss_in_slices(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return parallel.loss(attended(model(attended(x))).float().square().sum(), torch.ones(len(x)))
+
+    step = zero.make_step(state.plan, loss_in_slices)
+    for number in range(STEPS):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+    return closed(state)
+
+
 def train_and_forget(world: zero.World, path: Path, **given) -> str:
     """A step's gradients are dropped as they are on their way, and the step goes on."""
     state, _ = start(world, path, accumulate=3, **given)
@@ -462,6 +481,7 @@ SCENARIOS: dict[str, partial[str]] = {
         f"{preset} at stage {stage}": scenario(preset=preset, stage=stage, accumulate=2)
         for preset, stage in (("cpu", 0), ("cpu", 1), ("nvme", 1), ("nvme", 2))
     },
+    "in slices": scenario(train_in_slices),
     "cpu, state on a disk": scenario(preset="cpu", tiers={"optimizer": "nvme"}),
     "cpu, updated by the host": scenario(preset="cpu", compute="host"),
     "serial": scenario(preset="nvme", update="serial"),
@@ -661,6 +681,7 @@ OTHERS = {
     "zero/engine/step.py:Step._reduce": "the reducer, whose waits are in the list",
     "zero/deepspeed/engine.py": "a step, whose waits are in the list",
     "zero/store/prefetch.py:PrefetchStore.drain": "passes waits on",
+    "zero/sequence.py:SequenceParallel.loss": "`World.all_reduce`, whose wait is in the list",
     "zero/engine/step.py:_drain": "`test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again` has it",
 }
 """Files, or functions, with calls that are named like waits, and why they are none of the list."""
@@ -720,6 +741,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/staging.py:Staging._send self._device.aside": {"aside": "cpu"},
     "engine/staging.py:Staging.opened self._complete().wait": {"wait": "cpu"},
     "engine/step.py:Step.abandon self._plan.world.compute.join": {"join": "interrupted"},
+    "sequence.py:_exchanged handle.wait": {"collective": "in slices"},
     "engine/totals.py:gather_totals handle.wait": {"collective": "stage 1"},
     "engine/transfer.py:_through_slot.work device.paging": {"wait": "nvme", "paging": "nvme"},
     "engine/unit_state.py:UnitState.await_grad_readers self.grad_readers[-1].wait": {

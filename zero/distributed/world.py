@@ -273,6 +273,25 @@ class World(contextlib.AbstractContextManager["World"]):
             self._moved["wire_bytes"] += (r // self.local_size != rank // self.local_size) * numel * source.itemsize
         return self._timed(self._reshard(source, into, before, after, op))
 
+    def all_to_all(self, full_P: Tensor, recv_P: Tensor, *, what: str = "") -> Handle:
+        """Start to send chunk r of `full_P` to rank r, where it becomes chunk `rank` of `recv_P` (all-to-all).
+
+        Args:
+            full_P: (W * S,), the chunks that this rank sends, its own included.
+            recv_P: like `full_P`, not in its memory; filled when the returned handle has been waited for.
+            what: names the subject in error messages.
+
+        Raises:
+            WorldError: the world is closed. The handle's `wait` raises the errors of other ranks.
+        """
+        op = _label("all_to_all", what)
+        _check(op, full_P, full_P.numel() // self.size * self.size, full_P.dtype)
+        _check(op, recv_P, full_P.numel(), full_P.dtype)
+        # here, because messages between processes leave it out, as sums have no use for it
+        recv_P.view(self.size, -1)[self.rank].copy_(full_P.view(self.size, -1)[self.rank])
+        self._count(full_P.nbytes // self.size, gather=False)
+        return self._timed(self._exchange(full_P, recv_P, op))
+
     def all_reduce(self, values: Tensor, *, what: str = "") -> Handle:
         """Start to replace `values` (contiguous, any shape, small) by their sum over ranks, added in rank order.
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zero.distributed.failure import GRACE_S, by_rank, first_line, some_ranks
 from zero.distributed.process_group import signature_of
@@ -78,7 +79,8 @@ class _Shared:
                 self.fail(rank, different)
                 raise different
             if len(collective.buffers) == len(ranks):
-                with torch.no_grad():
+                # the modes of this thread, such as selective recomputation, must not see the data of other ranks move
+                with torch.no_grad(), _disable_current_modes():
                     move([collective.buffers[r] for r in ranks])
                 collective.done = True
                 collective.buffers.clear()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero.errors import ConfigError
 from zero.losses import linear_cross_entropy
+from zero.sequence import SharedRows, attention
 from zero.trainer.models.gpt_config import GPTConfig
 
 
@@ -83,9 +84,10 @@ class Rotary(nn.Module):
         self._fill(self.cos.device)
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate x, (b, h, t, d) with t <= seq. Computes in fp32 and returns the dtype of x."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        """Rotate x, (b, h, t, d), at positions from `first` on. Computes in fp32 and returns the dtype of x."""
+        places = slice(first, first + x.shape[-2])
+        cos, sin = self.cos[places], self.sin[places]
         left, right = x.float().chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).to(x.dtype)
 
@@ -100,9 +102,13 @@ class Attention(nn.Module):
         self.out = Linear(config.width, config.width, std=config.init_std / math.sqrt(2 * config.layers))
         self.rotary = rotary
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: SharedRows | None = None) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "b t (qkv h d) -> qkv b h t d", qkv=3, h=self.heads)
-        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        if rows is None:
+            y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        else:
+            first = rows.group.rank * x.shape[1]
+            y = attention(self.rotary(q, first), self.rotary(k, first), v, rows)
         return self.out(rearrange(y, "b h t d -> b t (h d)"))
 
 
@@ -130,8 +136,8 @@ class Block(nn.Module):
         self.attention_norm, self.attention = _norm(config), Attention(config, rotary)
         self.mlp_norm, self.mlp = _norm(config), MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, rows: SharedRows | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rows)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -140,9 +146,10 @@ class GPT(nn.Module):
 
     Its forward maps tokens (b, t) int64 to logits (b, t, vocab) in the parameters' dtype. With targets (b, t) int64 it
     returns their mean cross entropy, 0-dim fp32, without holding all logits at once if `config.chunked_loss` is set.
+    With `rows` the tokens are this rank's slice of rows that a group of ranks shares, see `zero.sequence`.
 
     Raises:
-        ConfigError: more than `config.seq` tokens.
+        ConfigError: rows of more than `config.seq` tokens.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -156,25 +163,27 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        if tokens.shape[1] > self.config.seq:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, rows: SharedRows | None = None) -> Tensor:
+        length = tokens.shape[1] * (1 if rows is None else rows.group.size)
+        if length > self.config.seq:
             raise ConfigError(
-                f"{tokens.shape[1]} tokens do not fit model.seq={self.config.seq}. Raise model.seq or cut the text."
+                f"{length} tokens do not fit model.seq={self.config.seq}. Raise model.seq or cut the text."
             )
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, rows)
         return self.head(self.norm(x), targets, "auto" if self.config.chunked_loss else None)
 
 
-def loss(model: Callable[[Tensor, Tensor], Tensor], batch: Tensor) -> Tensor:
+def loss(model: Callable[..., Tensor], batch: Tensor, rows: SharedRows | None = None) -> Tensor:
     """Return the mean cross entropy over next tokens, in nats, fp32.
 
     Args:
-        model: a `GPT`, or a function that maps tokens (b, t) and targets (b, t) to their mean cross entropy.
+        model: a `GPT`, or a function that maps tokens (b, t), targets (b, t) and `rows` to their mean cross entropy.
         batch: (b, t + 1) int64; each row contains both inputs and targets.
+        rows: the rows of which `batch` is a slice; None: `batch` has whole rows.
     """
-    return model(batch[:, :-1], batch[:, 1:])
+    return model(batch[:, :-1], batch[:, 1:], rows)
 
 
 def generate(

@@ -1,0 +1,226 @@
+"""Sequence parallelism by heads (Ulysses): the ranks of a group share rows, and each holds a slice of their tokens.
+
+Everything but attention treats tokens one by one, so a rank computes it for its own slice. `attention` exchanges slices
+for heads: each rank gets all tokens of h / G heads, computes plain attention, and exchanges the result back. So
+activations shrink by G, and a rank sends and receives about four slices of hidden states in each forward of attention.
+
+    group = zero.sequence.open_group(world, 2)
+    parallel = zero.sequence.SequenceParallel(group)
+    inputs, targets = parallel.slice({"input_ids": ids, "labels": labels})    # rows that both ranks hold
+    hidden = model(**inputs)                       # attention calls zero.sequence.attention(q, k, v, inputs["rows"])
+    loss = parallel.loss(zero.losses.linear_cross_entropy(hidden, weight, targets, reduction="sum"), targets)
+
+Letters: G ranks of a group, b rows, t tokens of a row, s = t / G tokens of a slice, h heads, d channels of a head.
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero.distributed.world import World
+from zero.errors import ConfigError
+from zero.losses import IGNORED
+
+Documents = tuple[tuple[int, ...], ...]
+"""For each row, the tokens of its documents."""
+
+
+class SharedRows(NamedTuple):
+    """Rows of which each rank of a group holds a slice of the tokens."""
+
+    group: World
+    documents: Documents | None = None
+    """Tokens attend within their document only; None: each row is one document."""
+
+
+def open_group(world: World, size: int) -> World:
+    """Return this rank's group of `size` consecutive ranks, which share rows. Collective.
+
+    Raises:
+        ConfigError: `size` does not divide the number of ranks.
+    """
+    if size < 1 or world.size % size:
+        raise ConfigError(f"{world.size} ranks do not divide into groups of {size}. Choose another size.")
+    first = world.rank // size * size
+    return world.part(range(first, first + size), "sequence")
+
+
+def check_heads(heads: int, kv_heads: int, size: int, name: str = "sequence parallelism") -> None:
+    """Raise ConfigError unless the heads divide over a group of `size` ranks.
+
+    Args:
+        kv_heads: heads of keys and values; fewer than `size` are repeated, if `size` is a multiple.
+        name: the setting that the message names.
+    """
+    if heads % size:
+        raise ConfigError(f"{name}: {heads} attention heads do not divide over {size} ranks. Choose a divisor.")
+    if kv_heads % size and size % kv_heads:
+        raise ConfigError(
+            f"{name}: {kv_heads} heads of keys and values can neither be divided over {size} ranks nor repeated for "
+            "them. Choose a divisor or a multiple."
+        )
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: SharedRows, *, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Return causal attention over whole rows for this rank's slice of tokens, (b, h, s, d). Collective in the group.
+
+    Args:
+        q: (b, h, s, d).
+        k, v: (b, kv heads, s, d), where kv heads divide h.
+        scale: factor of the scores; None: 1 / sqrt(d).
+        dropout: the probability that a weight is set to zero.
+
+    Raises:
+        ConfigError: the heads do not divide over the ranks, see `check_heads`.
+    """
+    size, kv_heads = rows.group.size, k.shape[1]
+    check_heads(q.shape[1], kv_heads, size)
+    if kv_heads % size:
+        k, v = (x.repeat_interleave(size // kv_heads, dim=1) for x in (k, v))
+    qkv = _Exchange.apply(rows.group, True, q, k, v)
+    result = _within_documents(qkv, rows.documents, {"scale": scale, "dropout_p": dropout})
+    return _Exchange.apply(rows.group, False, result)[0]
+
+
+def _within_documents(qkv: Sequence[Tensor], documents: Documents | None, how: Mapping[str, Any]) -> Tensor:
+    """Return causal attention within each document, one document after the other: no mask of t x t is made."""
+    if documents is None:
+        q, k, v = qkv
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], **how)
+    if len(set(documents)) > 1:
+        rows = zip(*(x.split(1) for x in qkv), strict=True)
+        return torch.cat([_within_documents(row, (n,), how) for row, n in zip(rows, documents, strict=True)])
+    parts = zip(*(x.split(documents[0], dim=2) for x in qkv), strict=True)
+    return torch.cat([_within_documents(part, None, how) for part in parts], dim=2)
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all from slices of tokens to slices of heads, or back. Each is the other's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, group: World, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _exchanged(group, to_heads, tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *_exchanged(ctx.group, not ctx.to_heads, grads)
+
+
+def _exchanged(group: World, to_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Exchange (b, h, s, d) for (b, h / G, t, d), or back. The exchanges are all started before the first is awaited.
+
+    Tokens are outermost in what travels, so whole rows arrive in the order of their tokens and are not copied again.
+    """
+    sent = [_by_head(x, group.size) if to_heads else _by_token(x, group.size) for x in tensors]
+    received = [torch.empty_like(x) for x in sent]
+    handles = [
+        group.all_to_all(x.view(-1), into.view(-1), what="attention") for x, into in zip(sent, received, strict=True)
+    ]
+    for handle in handles:
+        handle.wait()
+    return tuple(
+        x.flatten(0, 1).permute(1, 2, 0, 3) if to_heads else x.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+        for x in received
+    )
+
+
+def _by_head(x: Tensor, size: int) -> Tensor:
+    """Return (b, h, s, d) as (G, s, b, h / G, d), which rank r of the group gets the r-th part of."""
+    return x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4).contiguous()
+
+
+def _by_token(x: Tensor, size: int) -> Tensor:
+    """Return (b, h / G, t, d) as (G, s, b, h / G, d)."""
+    return x.unflatten(2, (size, -1)).permute(2, 3, 0, 1, 4).contiguous()
+
+
+class SequenceParallel:
+    """Slices of rows, and the loss over them, for one rank of a group.
+
+    Args:
+        group: the ranks that share rows, see `open_group`.
+    """
+
+    def __init__(self, group: World) -> None:
+        self.group = group
+
+    def slice(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """Return the model's arguments and the targets for this rank's slice of rows that the whole group holds.
+
+        A document begins where positions do not go on by one, and padding is a document of its own.
+
+        Args:
+            batch: `input_ids` and `labels`, (b, t) int64, where G divides t; if need be `position_ids`, (b, t), and
+                `attention_mask`, (b, t), which is 0 for padding. Labels of tokens that do not count are -100.
+
+        Returns:
+            `input_ids` and `position_ids`, (b, s), and `rows`, the argument of `attention`, by name; and the targets,
+                (b, s): the label of the next token, also if that is on another rank.
+
+        Raises:
+            ConfigError: `batch` has other keys, or G does not divide t; or a row has padding between its tokens.
+        """
+        ids, labels, positions = _checked(batch, self.group.size)
+        mask = batch.get("attention_mask")
+        documents = None if mask is None and "position_ids" not in batch else _documents(positions, mask)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        own = [x.chunk(self.group.size, dim=1)[self.group.rank].contiguous() for x in (ids, positions, targets)]
+        rows = SharedRows(self.group, documents)
+        return {"input_ids": own[0], "position_ids": own[1], "rows": rows}, own[2]
+
+    def loss(self, total: Tensor, targets: Tensor) -> Tensor:
+        """Return a loss whose mean over the group's ranks is the mean over all tokens that count. Collective.
+
+        The engine takes this mean, together with the mean over groups.
+
+        Args:
+            total: the sum of the losses of this rank's tokens.
+            targets: this rank's targets; tokens with -100 do not count, and a slice may have no others.
+        """
+        count = (targets != IGNORED).sum()
+        self.group.all_reduce(count, what="counted tokens").wait()
+        return total * (self.group.size / count)
+
+
+def _checked(batch: Mapping[str, Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, labels and positions, (b, t) each."""
+    known = {"input_ids", "labels", "position_ids", "attention_mask"}
+    if not known >= batch.keys() >= {"input_ids", "labels"}:
+        raise ConfigError(
+            f"a batch with {', '.join(sorted(batch))} cannot be sliced. Pass input_ids, labels and, if need be, "
+            "position_ids and attention_mask."
+        )
+    ids, labels = batch["input_ids"], batch["labels"]
+    if ids.shape[1] % size:
+        raise ConfigError(f"rows of {ids.shape[1]} tokens do not divide into {size} slices. Pad or cut them.")
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+    return ids, labels, positions.expand_as(ids)
+
+
+def _documents(positions: Tensor, mask: Tensor | None) -> Documents:
+    """Return the documents of rows; the host waits for the device."""
+    begins = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=True)
+    if mask is not None:
+        turns = mask[:, 1:] != mask[:, :-1]
+        resumes = turns & (mask[:, 1:] != 0) & (mask[:, :-1].cummax(dim=1).values != 0)
+        if (resumes & ~begins[:, 1:]).any():
+            raise ConfigError(
+                "attention_mask: a row has padding between its tokens. Pass position_ids that begin anew after it."
+            )
+        begins[:, 1:] |= turns
+    tokens = positions.shape[1]
+    return tuple(
+        tuple(stop - start for start, stop in pairwise([*row.nonzero().flatten().tolist(), tokens]))
+        for row in begins.cpu()
+    )

@@ -53,7 +53,7 @@ def train(config: Config, folder: Path) -> "Summary":
         zero.World.from_env(config.launch.timeout, config.launch.asked_device()) as world,
         open_tracker(config.tracker, folder if world.rank == 0 else None, steps=config.steps) as tracker,
     ):
-        task = build_task(config)  # the model, without memory, and its loss
+        task = build_task(config, world)  # the model, without memory, and its loss
         data = open_data(config.source(), config.model.seq, config.seed, world, tracker.progress)
         world.agree({**flat(config), "digest of the data": data.digest})
 

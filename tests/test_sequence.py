@@ -92,7 +92,7 @@ def test_slices_have_the_labels_and_positions_of_their_rows():
     slices = run_ranks(4, lambda world: SequenceParallel(world).slice({"input_ids": ids, "labels": labels}))
     assert torch.equal(torch.cat([inputs["input_ids"] for inputs, _ in slices], dim=1), ids)
     assert torch.equal(torch.cat([inputs["position_ids"] for inputs, _ in slices], dim=1), torch.arange(8).expand(2, 8))
-    assert {inputs["rows"].documents for inputs, _ in slices} == {None}
+    assert {inputs["shared_rows"].documents for inputs, _ in slices} == {None}
     targets = torch.cat([targets for _, targets in slices], dim=1)
     assert targets.tolist() == [[1, 2, 3, 4, 5, 6, 7, -100], [9, 10, 11, -100, 13, 14, 15, -100]]
 
@@ -176,7 +176,7 @@ def in_slices(world, size: int, **how):
     plan = zero.Plan(model, world=world, optimizer=zero.adamw(LR, weight_decay=0.0), **how)
     with closing(zero.open_store(plan)) as store:
         state = zero.init(plan, store)
-        step = zero.make_step(plan, partial(loss, rows=SharedRows(group)))
+        step = zero.make_step(plan, partial(loss, shared_rows=SharedRows(group)))
         losses = []
         for number in range(STEPS):
             rows = batch(number).chunk(world.size // size)[world.rank // size]

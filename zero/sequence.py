@@ -7,7 +7,7 @@ activations shrink by G, and a rank sends and receives about four slices of hidd
     group = zero.sequence.open_group(world, 2)
     parallel = zero.sequence.SequenceParallel(group)
     inputs, targets = parallel.slice({"input_ids": ids, "labels": labels})    # rows that both ranks hold
-    hidden = model(**inputs)                       # attention calls zero.sequence.attention(q, k, v, inputs["rows"])
+    hidden = model(**inputs)                        # its layers call zero.sequence.attention(q, k, v, shared_rows)
     loss = parallel.loss(zero.losses.linear_cross_entropy(hidden, weight, targets, reduction="sum"), targets)
 
 Letters: G ranks of a group, b rows, t tokens of a row, s = t / G tokens of a slice, h heads, d channels of a head.
@@ -163,7 +163,7 @@ class SequenceParallel:
                 `attention_mask`, (b, t), which is 0 for padding. Labels of tokens that do not count are -100.
 
         Returns:
-            `input_ids` and `position_ids`, (b, s), and `rows`, the argument of `attention`, by name; and the targets,
+            `input_ids` and `position_ids`, (b, s), and `shared_rows` for `attention`, by name; and the targets,
                 (b, s): the label of the next token, also if that is on another rank.
 
         Raises:
@@ -175,7 +175,7 @@ class SequenceParallel:
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         own = [x.chunk(self.group.size, dim=1)[self.group.rank].contiguous() for x in (ids, positions, targets)]
         rows = SharedRows(self.group, documents)
-        return {"input_ids": own[0], "position_ids": own[1], "rows": rows}, own[2]
+        return {"input_ids": own[0], "position_ids": own[1], "shared_rows": rows}, own[2]
 
     def loss(self, total: Tensor, targets: Tensor) -> Tensor:
         """Return a loss whose mean over the group's ranks is the mean over all tokens that count. Collective.

@@ -13,6 +13,7 @@ def solve_batch(
     accumulate: int | Auto,
     ranks: int,
     names: tuple[str, str, str] = ("batch.global", "batch.micro", "batch.accumulate"),
+    unit: str = "rank",
 ) -> tuple[int, int, int]:
     """Return (global, micro, accumulate) with each "auto" replaced by the number that follows from the others.
 
@@ -22,6 +23,7 @@ def solve_batch(
         accumulate: microbatches per step and rank; "auto" is 1 unless `rows` and `micro` are both numbers.
         ranks: the number of ranks.
         names: the names of `rows`, `micro` and `accumulate` in messages.
+        unit: the word for a rank in messages; "group" if several ranks share rows.
 
     Raises:
         ConfigError: `rows` and `micro` are both "auto", or the numbers contradict each other or do not divide.
@@ -36,7 +38,7 @@ def solve_batch(
     product = micro * accumulate * ranks
     if rows not in ("auto", product):
         factors = [f"{key}={value}" for key, value in typed.items() if value != "auto"]
-        text = " x ".join([*factors, f"{ranks} rank{'s' * (ranks > 1)}"])
+        text = " x ".join([*factors, f"{ranks} {unit}{'s' * (ranks > 1)}"])
         if len(factors) == 2:
             raise ConfigError(f"{names[0]}={rows} is not {text} = {product}. Set one of the three to auto.")
         raise ConfigError(f"{names[0]}={rows} does not divide by {text}. Choose a multiple.")

@@ -76,7 +76,15 @@ class Settings(Section):
         Raises:
             ConfigError: the batch does not divide over `ranks`.
         """
-        return self.model_copy(update={"batch": self.batch.solved(ranks)})
+        return self.model_copy(update={"batch": self.batch_on(ranks)})
+
+    def batch_on(self, ranks: int) -> Batch:
+        """Return the batch with every "auto" replaced by its number.
+
+        Raises:
+            ConfigError: the batch does not divide over `ranks`.
+        """
+        return self.batch.solved(ranks)
 
     def plain(self) -> dict[str, Any]:
         """Return a nested dict of plain values, keys as the user types them; the inverse of `read`."""

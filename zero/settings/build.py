@@ -44,7 +44,7 @@ def build_plan(config: Settings, model: nn.Module, world: World, **overrides: An
         "activations": sharding.activations_by_pattern,
         "compile": sharding.compile,
         "update": sharding.update,
-        "accumulate": config.batch.solved(world.size).numbers()[2],
+        "accumulate": config.batch_on(world.size).numbers()[2],
         "gather": sharding.gather,
         "reduce": sharding.reduce,
         "shard": sharding.shard,

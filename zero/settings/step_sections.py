@@ -138,9 +138,9 @@ class Batch(Section):
         """Whether only `batch.global` is set, so that the microbatch may be chosen."""
         return self.global_ != "auto" and self.micro == "auto" and self.accumulate == "auto"
 
-    def solved(self, ranks: int) -> "Batch":
+    def solved(self, ranks: int, unit: str = "rank") -> "Batch":
         """Return the batch with "auto" replaced by numbers; see `solve_batch`."""
-        rows, micro, accumulate = solve_batch(self.global_, self.micro, self.accumulate, ranks)
+        rows, micro, accumulate = solve_batch(self.global_, self.micro, self.accumulate, ranks, unit=unit)
         return Batch(**{"global": rows, "micro": micro, "accumulate": accumulate})
 
     def numbers(self) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 Validation rows are split into chunks, whose size depends on neither the number of ranks nor the batch, and the ranks
 take chunks in turn. A rank for which the last turn has no chunk computes another rank's chunk and ignores the result,
-because every rank must run the model equally often.
+because every rank must run the model equally often. Ranks that share rows take slices of the same chunks.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from zero.distributed.world import World
 from zero.progress import Progress, silent
 from zero.trainer.config import Config
 from zero.trainer.data.source import TextConfig
-from zero.trainer.data.windows import Data
+from zero.trainer.data.windows import Data, slice_of
 from zero.trainer.launch import preempted
 from zero.trainer.models import generate
 
@@ -24,21 +24,29 @@ step."""
 
 
 def validation_loss(
-    loss: Callable[[Tensor], Tensor], data: Data, world: World, *, rows: int, progress: Progress = silent
+    loss: Callable[[Tensor], Tensor],
+    data: Data,
+    world: World,
+    *,
+    rows: int,
+    sequence: int = 1,
+    progress: Progress = silent,
 ) -> float:
     """Return the mean loss over the first `rows` validation rows, or over all if there are fewer. Collective.
 
     Args:
-        loss: maps rows (b, seq + 1) int64 on the world's device to their mean loss.
+        loss: maps rows (b, seq + 1) int64 on the world's device, or this rank's slice of them, to their mean loss.
+        sequence: number of consecutive ranks that share rows.
         progress: called with the number of chunks that all ranks have evaluated.
     """
     whole = data.validation(0, min(rows, data.validation_rows))
     chunks = whole.split(max(1, CHUNK_TOKENS // (whole.shape[1] - 1)))
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for first in range(0, len(chunks), world.size):
+    group, place = divmod(world.rank, sequence)
+    for first in range(0, len(chunks), world.size // sequence):
         progress("validation", first, len(chunks))
-        number = first + world.rank
-        chunk = chunks[number % len(chunks)].to(world.device)
+        number = first + group
+        chunk = slice_of(chunks[number % len(chunks)], place, sequence).to(world.device)
         mean = loss(chunk).double()
         if number < len(chunks):
             total += torch.stack((mean * len(chunk), mean.new_tensor(len(chunk))))

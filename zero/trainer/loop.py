@@ -25,7 +25,7 @@ from zero.tracker.meter import Meter, Summary
 from zero.tracker.report import run as report
 from zero.tracker.report.folder import mapping
 from zero.trainer.config import Config
-from zero.trainer.data.windows import Data
+from zero.trainer.data.windows import Data, slice_of
 from zero.trainer.evaluate import sample_text, validation_loss
 from zero.trainer.launch import describe, preempted
 from zero.trainer.planning import against_measured, measured
@@ -121,14 +121,15 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 return
 
     def microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
-        """Return this rank's microbatches of step `number`, (micro, seq + 1) tokens each.
+        """Return this rank's microbatches of step `number`, (micro, seq + 1) tokens each, or its slices of them.
 
         They depend on seed and step alone.
         """
+        sequence = self._config.zero.sequence
+        group, place = divmod(self._world.rank, sequence)
         count = self._accumulate * self._micro
-        first = self._world.rank * count
-        batch = self._data.batch(1 if self._config.debug.overfit else number, first, first + count)
-        return batch.to(self._world.device).split(self._micro)
+        batch = self._data.batch(1 if self._config.debug.overfit else number, group * count, (group + 1) * count)
+        return slice_of(batch, place, sequence).to(self._world.device).split(self._micro)
 
     @contextlib.contextmanager
     def recorded(self, number: int) -> Iterator[None]:
@@ -249,8 +250,9 @@ class Run(contextlib.AbstractContextManager["Run"]):
     def _validate(self) -> None:
         with self._meter.paused():
             of_chunk = partial(self._cross_entropy, self._state)
-            rows, show = self._config.val.rows, self._tracker.progress
-            self._meter.validated(validation_loss(of_chunk, self._data, self._world, rows=rows, progress=show))
+            how = {"rows": self._config.val.rows, "sequence": self._config.zero.sequence}
+            show = self._tracker.progress
+            self._meter.validated(validation_loss(of_chunk, self._data, self._world, **how, progress=show))
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts that a checkpoint stores in addition to the state."""

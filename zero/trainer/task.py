@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from zero.core.sizes import size_text
 from zero.core.suggest import some
+from zero.distributed.world import SoloWorld, World
 from zero.engine.empty import empty
 from zero.errors import ConfigError
+from zero.integrations.sequence import sequence_parallel
+from zero.sequence import SharedRows, open_group
 from zero.trainer.config import Config
 from zero.trainer.models import hf
 from zero.trainer.models.gpt import GPT, loss
@@ -38,36 +41,49 @@ class Task(NamedTuple):
     """Lines about the initial weights, printed if the run starts without a checkpoint."""
 
 
-def build_task(config: Config) -> Task:
+def build_task(config: Config, world: World | None = None) -> Task:
     """Build the model of a run and its functions.
 
     For an evaluation the model is frozen, so that its plan holds no master, moment or gradient.
 
+    Args:
+        world: the world of the run or of its plan; needed if `zero.sequence` is more than 1, and then collective.
+
     Raises:
         ConfigError: transformers cannot build the model, or it does not fit the data.
     """
-    chosen = config.model
-    task = _of_transformers(config, chosen) if isinstance(chosen, HFConfig) else _gpt(config, chosen)
+    chosen, shared_rows = config.model, None
+    if config.zero.sequence > 1:
+        assert world is not None
+        shared_rows = SharedRows(open_group(world, config.zero.sequence))
+    if isinstance(chosen, HFConfig):
+        task = _of_transformers(config, chosen, shared_rows)
+    else:
+        task = _gpt(config, chosen, shared_rows)
     if config.mode == "eval":
         task.model.requires_grad_(False)
     return task
 
 
-def loss_of(config: Config, model: nn.Module) -> Callable[..., Tensor]:
-    """Return the loss function of a model: the mean cross entropy, in chunks if the settings and the model allow it."""
+def loss_of(config: Config, model: nn.Module, shared_rows: SharedRows | None) -> Callable[..., Tensor]:
+    """Return the loss function of a model: the mean cross entropy, in chunks if the settings and the model allow it.
+
+    Slices have equally many tokens, which all count, so the mean over ranks of the means is the mean over all tokens.
+    """
     if not isinstance(config.model, HFConfig):
-        return loss
-    return partial(hf.loss, chunked=config.model.chunked_loss and hf.gives_logits(model))
+        return partial(loss, shared_rows=shared_rows)
+    chunked = config.model.chunked_loss and hf.gives_logits(model)
+    return partial(hf.loss, chunked=chunked, shared_rows=shared_rows)
 
 
-def _gpt(config: Config, sizes: GPTConfig) -> Task:
+def _gpt(config: Config, sizes: GPTConfig, shared_rows: SharedRows | None) -> Task:
     with empty():
         model = GPT(sizes)
-    mean = loss_of(config, model)
+    mean = loss_of(config, model, shared_rows)
     return Task(model, mean, mean, lambda model, tokens: model(tokens), None, sizes.flops_per_token)
 
 
-def _of_transformers(config: Config, chosen: HFConfig) -> Task:
+def _of_transformers(config: Config, chosen: HFConfig, shared_rows: SharedRows | None) -> Task:
     model: Any = hf.build(chosen.path)
     settings = model.config
     if other := hf.not_causal(model):
@@ -87,6 +103,10 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
             f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}. "
             f"Set model.seq={longest}."
         )
+    whole_rows = None
+    if shared_rows is not None:
+        sequence_parallel(model, shared_rows.group)
+        whole_rows = SharedRows(SoloWorld(shared_rows.group.device))
     if chosen.lora.rank:
         add_lora(model, chosen)
     folder = Path(chosen.path)
@@ -105,9 +125,10 @@ def _of_transformers(config: Config, chosen: HFConfig) -> Task:
             f"model.chunked_loss: {type(model).__name__} changes the result of its head, so all logits are held in "
             f"memory ({size_text(4 * chosen.seq * text.vocab_size)} for each row)"
         )
-    mean = loss_of(config, model)
+    mean = loss_of(config, model, shared_rows)
+    logits = partial(hf.logits, shared_rows=whole_rows)
     flops = hf.flops_per_token(model, chosen.seq)
-    return Task(model, partial(mean, router=router), mean, hf.logits, weights, flops, tuple(notes))
+    return Task(model, partial(mean, router=router), mean, logits, weights, flops, tuple(notes))
 
 
 def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Iterator[str]:

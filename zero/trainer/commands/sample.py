@@ -96,7 +96,8 @@ def main(words: Sequence[str]) -> int:
                 f"{checkpoint.folder}: it does not contain the settings of its model, because train.py did not save it"
             )
         evaluation = {"mode": "eval", "resume": str(checkpoint.folder)}  # no training
-        config = read({**saved, **evaluation, "offload": {}, "launch": {}, "batch": {}}).on(world.size)
+        whole_rows = {"zero": {**saved.get("zero", {}), "sequence": 1}}
+        config = read({**saved, **evaluation, **whole_rows, "offload": {}, "launch": {}, "batch": {}}).on(world.size)
         encode, decode = coder(config.source())
         task = build_task(config)
         plan = build_plan(config, task.model, world)

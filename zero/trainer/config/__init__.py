@@ -11,7 +11,8 @@ from zero.core.schema import Section
 from zero.core.setting_types import Place, key
 from zero.errors import ConfigError
 from zero.settings import Settings
-from zero.trainer.config.sections import Checkpoint, Debug, Explain, Launch, Machine, Sample, Val
+from zero.settings.step_sections import Batch
+from zero.trainer.config.sections import Checkpoint, Debug, Explain, Launch, Machine, Sample, Val, ZeroOfRun
 from zero.trainer.data.source import DataConfig, HFTextConfig, TextConfig, TokensConfig
 from zero.trainer.models.gpt_config import UNIT_CLASSES, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
@@ -53,6 +54,7 @@ class Config(Settings):
         trades="a slower step while it records",
         example="true",
     )
+    zero: ZeroOfRun = ZeroOfRun()
     model: Model = GPTConfig()
     data: DataConfig = TextConfig()
     val: Val = Val()
@@ -76,6 +78,12 @@ class Config(Settings):
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps:
             raise ConfigError(f"debug.stop_at={stop_at} is above steps={self.steps}. Lower it.")
+        if self.zero.sequence > 1 and self.zero.compile:
+            raise ConfigError("zero.compile cannot compile the exchanges of zero.sequence. Remove one of them.")
+        if self.model.seq % self.zero.sequence:
+            raise ConfigError(
+                f"zero.sequence={self.zero.sequence} does not divide model.seq={self.model.seq}. Choose a divisor."
+            )
         if isinstance(self.model, GPTConfig):
             self._model_agrees(self.model)
         return self
@@ -89,6 +97,10 @@ class Config(Settings):
             if name not in (*UNIT_CLASSES, "auto"):
                 units, nearest = list(self.zero.units), suggest.nearest(name, UNIT_CLASSES)
                 raise ConfigError(f"zero.units={suggest.shown(units)}: {name} is not a class of this model. {nearest}")
+        if model.heads % self.zero.sequence:
+            raise ConfigError(
+                f"zero.sequence={self.zero.sequence} does not divide model.heads={model.heads}. Choose a divisor."
+            )
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
         if absent in self.zero.units:
             raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}. Write {norm}.")
@@ -143,6 +155,19 @@ class Config(Settings):
         """
         launch = self.launch.model_copy(update={"ranks": ranks})
         return super().on(ranks).model_copy(update={"launch": launch})
+
+    def batch_on(self, ranks: int) -> Batch:
+        """Return the batch with every "auto" replaced by its number; ranks of a group share rows.
+
+        Raises:
+            ConfigError: `zero.sequence` does not divide `ranks`, or the batch does not divide over the groups.
+        """
+        sequence = self.zero.sequence
+        if ranks % sequence:
+            raise ConfigError(
+                f"launch.ranks={ranks} does not divide into groups of zero.sequence={sequence}. Choose a multiple."
+            )
+        return self.batch.solved(ranks // sequence, "rank" if sequence == 1 else "group")
 
 
 read = Config.read

@@ -23,6 +23,7 @@ from zero.core.setting_types import (
     memory_of,
     or_auto,
 )
+from zero.settings.step_sections import Zero
 
 
 def _disk(value: object) -> int:
@@ -37,6 +38,19 @@ def _pcie(value: object) -> str:
 
 Disk = Annotated[int | Literal["auto"], or_auto("a size such as 4TB", _disk)]
 PCIe = Annotated[str, Reads("a generation from 3 to 6 and lanes, such as 5x16", _pcie)]
+
+
+class ZeroOfRun(Zero):
+    """Sharding and movement of the training state."""
+
+    sequence: Whole = key(
+        1,
+        "ranks that share rows and hold slices of their tokens, for long rows (sequence parallelism by heads); it "
+        "divides ranks, model.seq and attention heads",
+        unit="ranks",
+        trades="activations, a slice of a row on each rank, against exchanges of tokens for heads in each attention",
+        example="2 launch.ranks=2",
+    )
 
 
 class Val(Section):

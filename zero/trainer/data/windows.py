@@ -36,6 +36,12 @@ class Data(Protocol):
         """Return the text of a 1-D tensor of tokens."""
 
 
+def slice_of(rows: Tensor, number: int, count: int) -> Tensor:
+    """Return slice `number` of `count` of rows, (b, seq + 1): (b, seq / count + 1), with the last token's target."""
+    tokens = (rows.shape[1] - 1) // count
+    return rows[:, number * tokens : (number + 1) * tokens + 1]
+
+
 def decode_numbers(tokens: Tensor) -> str:
     """Return the token numbers as text, separated by spaces."""
     return " ".join(str(token) for token in tokens.tolist())

@@ -102,13 +102,13 @@ class Attention(nn.Module):
         self.out = Linear(config.width, config.width, std=config.init_std / math.sqrt(2 * config.layers))
         self.rotary = rotary
 
-    def forward(self, x: Tensor, rows: SharedRows | None = None) -> Tensor:
+    def forward(self, x: Tensor, shared_rows: SharedRows | None = None) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "b t (qkv h d) -> qkv b h t d", qkv=3, h=self.heads)
-        if rows is None:
+        if shared_rows is None:
             y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         else:
-            first = rows.group.rank * x.shape[1]
-            y = attention(self.rotary(q, first), self.rotary(k, first), v, rows)
+            first = shared_rows.group.rank * x.shape[1]
+            y = attention(self.rotary(q, first), self.rotary(k, first), v, shared_rows)
         return self.out(rearrange(y, "b h t d -> b t (h d)"))
 
 
@@ -136,8 +136,8 @@ class Block(nn.Module):
         self.attention_norm, self.attention = _norm(config), Attention(config, rotary)
         self.mlp_norm, self.mlp = _norm(config), MLP(config)
 
-    def forward(self, x: Tensor, rows: SharedRows | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rows)
+    def forward(self, x: Tensor, shared_rows: SharedRows | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), shared_rows)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -146,7 +146,7 @@ class GPT(nn.Module):
 
     Its forward maps tokens (b, t) int64 to logits (b, t, vocab) in the parameters' dtype. With targets (b, t) int64 it
     returns their mean cross entropy, 0-dim fp32, without holding all logits at once if `config.chunked_loss` is set.
-    With `rows` the tokens are this rank's slice of rows that a group of ranks shares, see `zero.sequence`.
+    With `shared_rows` the tokens are this rank's slice of rows that a group of ranks shares, see `zero.sequence`.
 
     Raises:
         ConfigError: rows of more than `config.seq` tokens.
@@ -163,27 +163,27 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, rows: SharedRows | None = None) -> Tensor:
-        length = tokens.shape[1] * (1 if rows is None else rows.group.size)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, shared_rows: SharedRows | None = None) -> Tensor:
+        length = tokens.shape[1] * (1 if shared_rows is None else shared_rows.group.size)
         if length > self.config.seq:
             raise ConfigError(
                 f"{length} tokens do not fit model.seq={self.config.seq}. Raise model.seq or cut the text."
             )
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, rows)
+            x = block(x, shared_rows)
         return self.head(self.norm(x), targets, "auto" if self.config.chunked_loss else None)
 
 
-def loss(model: Callable[..., Tensor], batch: Tensor, rows: SharedRows | None = None) -> Tensor:
+def loss(model: Callable[..., Tensor], batch: Tensor, shared_rows: SharedRows | None = None) -> Tensor:
     """Return the mean cross entropy over next tokens, in nats, fp32.
 
     Args:
-        model: a `GPT`, or a function that maps tokens (b, t), targets (b, t) and `rows` to their mean cross entropy.
+        model: a `GPT`, or a function that maps tokens (b, t), targets (b, t) and `shared_rows` to a mean cross entropy.
         batch: (b, t + 1) int64; each row contains both inputs and targets.
-        rows: the rows of which `batch` is a slice; None: `batch` has whole rows.
+        shared_rows: the rows of which `batch` is a slice; None: `batch` has whole rows.
     """
-    return model(batch[:, :-1], batch[:, 1:], rows)
+    return model(batch[:, :-1], batch[:, 1:], shared_rows)
 
 
 def generate(

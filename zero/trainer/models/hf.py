@@ -30,6 +30,7 @@ from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
 from zero.platform.installed import require_hf
 from zero.platform.safetensors_files import RangedWeights, StoredWeights
+from zero.sequence import SharedRows
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
 """Files of a model's folder that an export copies: settings, tokenizer, templates."""
@@ -153,19 +154,37 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
     return HFWeights(model, StoredWeights(Path(path).expanduser()))
 
 
-def logits(model: Callable[..., Any], tokens: Tensor) -> Tensor:
+def logits(model: Callable[..., Any], tokens: Tensor, *, shared_rows: SharedRows | None = None) -> Tensor:
     """Return logits (b, t, vocab) for tokens (b, t) int64."""
     _give_logits(model)
-    return model(input_ids=tokens).logits
+    return model(input_ids=tokens, **_places(tokens, shared_rows)).logits
 
 
-def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False) -> Tensor:
+def _places(tokens: Tensor, shared_rows: SharedRows | None) -> dict[str, Any]:
+    """Return the arguments for tokens (b, s) that are a slice of shared rows; none for tokens of whole rows."""
+    if shared_rows is None:
+        return {}
+    first, count = shared_rows.group.rank * tokens.shape[1], tokens.shape[1]
+    positions = torch.arange(first, first + count, device=tokens.device).expand_as(tokens)
+    return {"position_ids": positions, "shared_rows": shared_rows}
+
+
+def loss(
+    model: Any,
+    rows: Tensor,
+    *,
+    router: float = 0.0,
+    chunked: bool = False,
+    shared_rows: SharedRows | None = None,
+) -> Tensor:
     """Return the mean cross entropy over next tokens, in nats, fp32, plus `router` times the model's auxiliary loss.
 
     Args:
         rows: (b, t + 1) int64; each row contains both inputs and targets.
         router: weight of the auxiliary loss, which balances the load of experts; models without experts have none.
         chunked: never hold all logits, see `linear_cross_entropy`; allowed only if `gives_logits(model)`.
+        shared_rows: the rows of which `rows` is a slice; None: `rows` are whole. For a model that
+            `zero.sequence_parallel` has changed.
     """
     if chunked:
         head = model.get_output_embeddings()
@@ -173,7 +192,7 @@ def loss(model: Any, rows: Tensor, *, router: float = 0.0, chunked: bool = False
         head.forward = lambda hidden: linear_cross_entropy(hidden, head.weight, rows[:, 1:], bias=head.bias)
     else:
         _give_logits(model)
-    outputs = model(input_ids=rows[:, :-1])
+    outputs = model(input_ids=rows[:, :-1], **_places(rows[:, :-1], shared_rows))
     mean = outputs.logits if chunked else F.cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
     unbalanced = outputs.get("aux_loss")
     return mean if unbalanced is None else mean + router * unbalanced

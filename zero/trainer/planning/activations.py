@@ -11,9 +11,11 @@ from torch import nn
 from zero.core.setting_types import RECOMPUTED, Activations as Policy
 from zero.engine.plan import activations_of
 from zero.engine.split import split
+from zero.sequence import SharedRows
 from zero.settings.build import build_precision
 from zero.trainer.config import Config
 from zero.trainer.evaluate import CHUNK_TOKENS
+from zero.trainer.planning.machine import PaperGroup
 from zero.trainer.planning.tracing import META, Traced, trace
 from zero.trainer.task import loss_of
 
@@ -51,6 +53,9 @@ class Activations:
         self._splitting = split(model, world_size=1, class_names=names)
         self.site_names = [site.name for site in self._splitting.sites]
         self._compute = build_precision(config).compute
+        sequence = config.zero.sequence
+        self._group = PaperGroup(sequence, local_size=sequence, device="cpu")
+        self._shared_rows = SharedRows(self._group) if sequence > 1 else None
         self._traced: dict[tuple[int, int, _Policies, bool], Traced] = {}
 
     def resolved(self, config: Config) -> "Activations":
@@ -124,8 +129,8 @@ class Activations:
             self._traced[key] = trace(
                 self._model,
                 self._splitting,
-                loss_of(self._config, self._model),
-                torch.empty(rows, seq + 1, dtype=torch.int64, device=META),
+                loss_of(self._config, self._model, self._shared_rows),
+                torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META),
                 compute=self._compute,
                 policies=activations_of(self._splitting, dict(policies)),
                 backward=backward,

@@ -203,7 +203,7 @@ def planned(config: Config, model: nn.Module, world: World, room: Room | None, a
     Raises:
         DoesNotFit: see `Plan`.
     """
-    rows = config.batch.solved(world.size).numbers()[1]
+    rows = config.batch_on(world.size).numbers()[1]
     counts = activations.resolved(config).planned(rows, world.compute.kind)
     return build_plan(config, model, world, room=room, check_writes=config.debug.check_writes, **counts)
 
@@ -232,14 +232,14 @@ def _advised(error: ConfigError, activations: Activations, rows: int, device: st
 
 def batches(config: Config, ranks: int) -> Iterator[Batch]:
     """Yield the possible batches as numbers, the largest microbatch first; several if only `batch.global` is set."""
-    batch = config.batch
-    if not batch.is_open:
-        yield batch.solved(ranks)
+    batch = config.batch_on(ranks)
+    if not config.batch.is_open:
+        yield batch
         return
-    rows = batch.solved(ranks).numbers()[1]
-    for accumulate in range(1, rows + 1):
-        if rows % accumulate == 0:
-            yield batch.model_copy(update={"accumulate": accumulate}).solved(ranks)
+    rows, micro, _ = batch.numbers()
+    for accumulate in range(1, micro + 1):
+        if micro % accumulate == 0:
+            yield Batch(**{"global": rows, "micro": micro // accumulate, "accumulate": accumulate})
 
 
 def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:

@@ -1,9 +1,11 @@
 """The machine that a plan is for: this machine, or one that is described by settings alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from zero.core.placement import Room, usable_bytes, usable_host_bytes
 from zero.core.sizes import GiB, size_text
@@ -12,6 +14,7 @@ from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device, free_host_bytes
+from zero.platform.handle import Done
 from zero.platform.peak_flops import PEAKS, Peak, peak_of
 from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
@@ -31,6 +34,16 @@ class PaperWorld(World):
         raise WorldError(f"{arguments[-1]}: a world on paper has no other ranks")
 
     _gather = _exchange = _reshard = _sum = _broadcast = _refuse
+
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
+        return PaperGroup(len(ranks), local_size=len(ranks), device=self.compute.kind)
+
+
+class PaperGroup(PaperWorld):
+    """Rank 0 of a group whose exchanges move nothing, for traces of tensors that have no memory."""
+
+    def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
+        return Done()
 
 
 @dataclass(frozen=True)

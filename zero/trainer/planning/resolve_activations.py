@@ -74,7 +74,7 @@ def _largest_offload(config: Config, machine: Machine, activations: Activations,
     The copies back overlap as well, because backward takes longer than forward. Host memory must hold the activations
     beside the state.
     """
-    rows = config.batch.solved(machine.ranks).numbers()[1]
+    rows = config.batch_on(machine.ranks).numbers()[1]
     room_bytes = budget_bytes(config.offload.host_budget, machine.room.host) - least.placement.bytes["host"]
 
     def is_too_much(count: int) -> bool:

@@ -69,7 +69,7 @@ def resolve_auto(
     if world.compute.shares_memory and config.offload.compute == "auto":
         config = with_compute(config, "device")
     settled = "auto" not in (config.zero.stage, config.zero.activations, config.offload.compute)
-    several_microbatches = config.batch.is_open and config.batch.solved(world.size).numbers()[1] > 1
+    several_microbatches = config.batch.is_open and config.batch_on(world.size).numbers()[1] > 1
     if settled and not several_microbatches:
         return Resolved(config.on(world.size), None)
     links = between_ranks(world) if config.zero.stage == "auto" else {}
@@ -120,7 +120,7 @@ def _choose_activations(
 
 def _predicted(config: Config, machine: Machine, model: nn.Module, activations: Activations, rates: Rates) -> float:
     """Return the predicted seconds of a step with these settings, whose batch is in numbers."""
-    rows = config.batch.solved(machine.ranks).numbers()[1]
+    rows = config.batch_on(machine.ranks).numbers()[1]
     plan = planned(config, model, machine.world, machine.room, activations)
     traced = activations.resolved(config).of(rows, machine.device)
     return step_seconds(plan, rates, traced.forward, traced.backward)

@@ -63,11 +63,11 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         ConfigError: the batch does not divide over the ranks, or no plan can be made with a setting.
     """
     machine = Machine.described(config)
-    config, notes = _with_rows(config, machine.ranks)
+    config, notes = _with_rows(config, machine.ranks // config.zero.sequence)
     auto = config.zero.activations == "auto"
     if auto:
         config = with_activations(config, "remat")
-    model = build_task(config).model
+    model = build_task(config, machine.world).model
     activations = Activations(config, model)
     if machine.paper:
         rates = assumed(config, machine)
@@ -125,7 +125,11 @@ def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]]) -> s
 
 
 def _with_rows(config: Config, ranks: int) -> tuple[Config, list[str]]:
-    """Return the settings with a batch of at least one row for each rank, and a note if the batch was smaller."""
+    """Return the settings with a batch of at least one row for each rank, and a note if the batch was smaller.
+
+    Args:
+        ranks: number of ranks, or of groups that share rows.
+    """
     rows = config.batch.global_
     if rows == "auto" or rows >= ranks:
         return config, []

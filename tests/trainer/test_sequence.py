@@ -1,0 +1,149 @@
+"""Rows that ranks of train.py share: the same losses and updates as whole rows, in smaller activations.
+
+Tolerances. Ranks add the gradients of tokens in another order, which AdamW may make a part of a step of: see
+tests/engine/test_transformers.py.
+"""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+import train  # noqa: E402
+import zero  # noqa: E402
+from zero.engine.full import full_state_dict  # noqa: E402
+from zero.errors import ConfigError  # noqa: E402
+from zero.settings.build import build_plan  # noqa: E402
+from zero.testing import run_ranks  # noqa: E402
+from zero.trainer.config import read  # noqa: E402
+from zero.trainer.data import open_data  # noqa: E402
+from zero.trainer.data.windows import slice_of  # noqa: E402
+from zero.trainer.evaluate import validation_loss  # noqa: E402
+from zero.trainer.task import build_task  # noqa: E402
+
+STEPS, ROWS, SEQ, RANKS, LR = 3, 8, 16, 4, 1e-2
+LLAMA = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32}
+GPT2 = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "eos_token_id": 0}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8, "num_key_value_heads": 1}),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folders of small models that transformers saved, by family."""
+    transformers.utils.logging.disable_progress_bar()
+    root = tmp_path_factory.mktemp("saved")
+    for family, (architecture, sizes) in FAMILIES.items():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **sizes)
+        config.architectures = [architecture]
+        getattr(transformers, architecture)(config).save_pretrained(root / family)
+    return root
+
+
+def settings(model, sequence, **more):
+    return read(
+        {
+            "steps": STEPS,
+            "model": {"seq": SEQ, **model},
+            "data": {"name": "synthetic", "vocab": 32},
+            "zero": {"sequence": sequence, **more},
+            "batch": {"global": ROWS, "accumulate": 2},
+            "optim": {"name": "adamw", "lr": LR, "clip": 0.5},
+            "schedule": {"name": "constant"},
+        }
+    )
+
+
+def trained(world, config):
+    """Losses, last values, and the last validation loss, with the rows that a run takes."""
+    config, sequence = config.on(world.size), config.zero.sequence
+    with world.exclusive():
+        task = build_task(config, world)
+    data, (_, micro, accumulate) = open_data(config.source(), SEQ, config.seed), config.batch.numbers()
+    plan, (group, place) = build_plan(config, task.model, world), divmod(world.rank, sequence)
+    with contextlib.closing(zero.open_store(plan)) as store:
+        state, losses = zero.init(plan, store, seed=config.seed, weights=task.weights), []
+        step = zero.make_step(plan, task.loss)
+        for number in range(1, STEPS + 1):
+            rows = data.batch(number, group * micro * accumulate, (group + 1) * micro * accumulate)
+            state, metrics = step(state, slice_of(rows, place, sequence).split(micro))
+            losses.append(metrics.loss)
+        forward = zero.make_forward(plan, task.cross_entropy)
+        last = validation_loss(lambda rows: forward(state, rows), data, world, rows=5, sequence=sequence)
+        logits = zero.make_forward(plan, task.logits)(state, data.validation(0, 1)[:, :7])
+        return losses, full_state_dict(state), last, logits
+
+
+@pytest.mark.parametrize("family", ["gpt", *FAMILIES])
+def test_losses_and_updates_are_those_of_whole_rows(family, saved):
+    """Keys and values of one head are repeated; the loss is in chunks; samples are generated from whole rows."""
+    model = {"name": "gpt", "vocab": 32, "width": 32, "layers": 2, "heads": 4}
+    if family != "gpt":
+        model = {"name": "hf", "path": str(saved / family)}
+    losses, values, last, logits = run_ranks(RANKS, trained, settings(model, 1))[0]
+    for sequence, activations in ((2, "keep"), (4, "remat")):
+        outcome = run_ranks(RANKS, trained, settings(model, sequence, activations=activations))
+        assert outcome[0][0] == pytest.approx(losses, rel=1e-5)
+        assert outcome[0][2] == pytest.approx(last, rel=1e-5)
+        assert {rank[2] for rank in outcome} == {outcome[0][2]}
+        torch.testing.assert_close(outcome[0][3], logits, atol=2e-4, rtol=1e-4)
+        for name, value in values.items():
+            torch.testing.assert_close(outcome[0][1][name], value, rtol=1e-5, atol=LR / 50)
+
+
+TINY = ["debug=tiny", "val.every=3", "tracker.console=none", "launch.device=cpu", "checkpoint.every=3", "steps=6"]
+TINY += ["batch.global=4", "sample.tokens=3"]
+
+
+def rows_of(folder: Path) -> dict[int, tuple[float, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["train/loss"], row["val/loss"] or 0.0) for row in lines}
+
+
+@pytest.mark.process
+def test_a_run_goes_on_with_other_slices_with_the_same_rows_and_tokens(here):
+    """Steps 1 to 3 in two slices, 4 to 6 in whole rows; a run of one rank has the same, and each token counts once."""
+    assert train.main([*TINY, "hydra.run.dir=a", "launch.ranks=2", "zero.sequence=2", "debug.stop_at=3"]) == 0
+    assert train.main([*TINY, "hydra.run.dir=a", "launch.ranks=2", "resume=latest"]) == 0
+    assert train.main([*TINY, "hydra.run.dir=b"]) == 0
+    ours, theirs = rows_of(here / "a"), rows_of(here / "b")
+    assert [*ours] == [*theirs] == [1, 2, 3, 4, 5, 6]
+    for step, numbers in ours.items():
+        assert numbers == pytest.approx(theirs[step], rel=1e-4)
+    tokens = [json.loads((here / folder / "summary.json").read_text())["tokens"] for folder in ("a", "b")]
+    assert tokens == [6 * 4 * 32] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"sequence": 3}, "zero.sequence=3 does not divide model.seq=128. Choose a divisor."),
+        ({"sequence": 8}, "zero.sequence=8 does not divide model.heads=4. Choose a divisor."),
+        ({"sequence": 0}, "zero.sequence=0: must be at least 1"),
+    ],
+)
+def test_slices_that_do_not_divide_are_one_line(words, why):
+    with pytest.raises(ConfigError) as refusal:
+        read({"zero": words})
+    assert str(refusal.value) == why
+
+
+def test_groups_that_do_not_divide_are_one_line():
+    config = read({"zero": {"sequence": 2}, "batch": {"global": 3}})
+    with pytest.raises(ConfigError, match=r"^launch.ranks=3 does not divide into groups of zero.sequence=2\."):
+        config.on(3)
+    with pytest.raises(ConfigError, match=r"^batch.global=3 does not divide by 2 groups. Choose a multiple.$"):
+        config.on(4)
+    assert config.on(2).batch.numbers() == (3, 3, 1)

@@ -1,0 +1,120 @@
+"""Sequence parallelism for models of transformers: an attention function that exchanges slices of tokens for heads.
+
+The function is registered with transformers, and the model gets the rows with each call, as an argument that models
+pass on to their attention. A model whose result would differ is refused: by its settings, or in the first forward.
+
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero.distributed.world import World
+from zero.errors import ConfigError
+from zero.platform.installed import require_hf
+from zero.sequence import SequenceParallel, SharedRows, attention, check_heads
+
+NAME = "zero_sequence"
+"""The name of the attention function."""
+
+HARMLESS = {
+    *("cache", "cache_position", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states"),
+    *("output_router_logits", "position_ids", "return_dict", "use_cache"),
+}
+"""Arguments that models pass to attention and that do not change its result."""
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense"}
+"""Kinds of layers that mix tokens in attention only."""
+
+
+def sequence_parallel(model: nn.Module, group: World) -> SequenceParallel:
+    """Let a model of transformers attend over rows that the ranks of a group share; return their slices and loss.
+
+    Call the model with the arguments that `SequenceParallel.slice` returns. A module of one's own needs no such call:
+    it calls `zero.sequence.attention`, and `SequenceParallel(group)` makes its slices.
+
+    Args:
+        model: a causal language model, before `zero.init`; its `set_attn_implementation` is called.
+        group: the ranks that share rows, see `zero.sequence.open_group`.
+
+    Raises:
+        ConfigError: `model` is not a model of transformers, its heads do not divide over the group, or it mixes tokens
+            in another way. By the model: an argument of attention that this attention does not honour.
+    """
+    require_hf("transformers", "sequence parallelism of a model needs")
+    from transformers import AttentionInterface, PreTrainedModel
+
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel
+    if not isinstance(base, PreTrainedModel):
+        raise ConfigError(
+            f"sequence_parallel: {type(base).__name__} is not a model of transformers. Call zero.sequence.attention in "
+            "its forward, and use zero.sequence.SequenceParallel(group)."
+        )
+    for problem in _problems(base, base.config.get_text_config()):
+        name = type(base).__name__
+        raise ConfigError(f"sequence parallelism cannot train a {name}: {problem}. Use a group of 1 rank.")
+    _check_heads(base.config.get_text_config(), group.size)
+    AttentionInterface.register(NAME, _attend)
+    base.set_attn_implementation(NAME)
+    return SequenceParallel(group)
+
+
+def _check_heads(config: Any, size: int) -> None:
+    heads = config.num_attention_heads
+    check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, size)
+
+
+def _problems(model: Any, config: Any) -> Iterator[str]:
+    """Yield the reasons why a model's slices would not have the results of its rows."""
+    if not model._supports_attention_backend or getattr(config, "num_attention_heads", None) is None:
+        yield "it does not call the attention function that it is set to"
+    if any("position" in name and getattr(module, "padding_idx", None) for name, module in model.named_modules()):
+        yield "it counts positions from its padding token on"
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if others := kinds - ATTENTION_LAYERS:
+        yield f"it has layers of {', '.join(sorted(others))}, which mix tokens"
+    for rope in _rope_types(getattr(config, "rope_parameters", None)):
+        if "dynamic" in rope or rope == "longrope":
+            yield f"its positions are rotated by the length of a row ({rope})"
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yield the kinds of rotary embeddings in settings, which may be nested by kind of layer."""
+    if isinstance(parameters, Mapping):
+        yield str(parameters.get("rope_type", "default"))
+        for value in parameters.values():
+            yield from _rope_types(value)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as `sdpa_attention_forward` of transformers does, over whole rows: (b, s, h, d)."""
+    if "shared_rows" not in others:
+        raise ConfigError(
+            "attention got no shared_rows. Call the model with the arguments that SequenceParallel.slice returns."
+        )
+    rows: SharedRows = others.pop("shared_rows")
+    if attention_mask is not None:
+        raise ConfigError("attention got a mask. Pass attention_mask to SequenceParallel.slice, not to the model.")
+    window = others.pop("sliding_window", None)
+    if window is not None and window < query.shape[2] * rows.group.size:
+        raise ConfigError(f"sequence parallelism has no sliding_window={window}. Use rows of at most {window} tokens.")
+    is_causal = others.pop("is_causal", None)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal) or key.shape[2] != query.shape[2]:
+        raise ConfigError(f"sequence parallelism is for causal self-attention, not for {type(module).__name__}")
+    for name, argument in others.items():
+        if name not in HARMLESS and argument is not None and argument is not False:
+            raise ConfigError(f"sequence parallelism does not honour {name} of {type(module).__name__}")
+    result = attention(query, key, value, rows, scale=scaling, dropout=dropout)
+    return result.transpose(1, 2).contiguous(), None

@@ -125,6 +125,19 @@ def functions(folder: Path) -> None:
         zero.load(state, zero.open_checkpoint(world, latest.folder)).runtime.store.close()
 
 
+def sequence(folder: Path) -> None:
+    """A model of transformers whose rows ranks share."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import zero
+
+    with zero.World.from_env() as world, zero.empty():
+        parallel = zero.sequence_parallel(GPT2LMHeadModel(GPT2Config(n_layer=1)), zero.sequence.open_group(world, 1))
+        _, targets = parallel.slice(dict.fromkeys(("input_ids", "labels"), torch.ones(1, 4, dtype=torch.int64)))
+        parallel.loss(torch.ones(()), targets)
+
+
 def engine(folder: Path) -> None:
     """A loop of DeepSpeed's names."""
     import argparse
@@ -171,7 +184,7 @@ def main(folder: Path) -> None:
     for info in walk_packages(deepspeed.__path__, "zero.deepspeed."):
         with unmoved(info.name):
             import_module(info.name)
-    for scenario in (functions, engine):
+    for scenario in (functions, engine, *[sequence] * bool(find_spec("transformers"))):
         with unmoved(scenario.__name__):
             scenario(folder)
     for name in ("transformers", "lightning"):

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         record as record,
     )
     from zero.errors import ZeroError as ZeroError
+    from zero.integrations.sequence import sequence_parallel as sequence_parallel
     from zero.platform.timeline import Timeline as Timeline
     from zero.tracker.track import track as track
 
@@ -85,6 +86,7 @@ _NAMES = {
     "deepspeed.initialization": "initialize init_distributed add_config_arguments",
     "deepspeed.engine": "Engine",
     "tracker.track": "track",
+    "integrations.sequence": "sequence_parallel",
     "errors": "ZeroError",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

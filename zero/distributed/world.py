@@ -441,6 +441,9 @@ class SoloWorld(World):
     def __init__(self, device: torch.device | str = "cpu", *, timeout_s: float = 300.0) -> None:
         super().__init__(0, 1, device=device, timeout_s=timeout_s)
 
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
+        return self
+
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
     ) -> Handle:

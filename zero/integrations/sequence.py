@@ -70,7 +70,10 @@ def _problems(model: Any, config: Any) -> Iterator[str]:
     """Yield the reasons why a model's slices would not have the results of its rows."""
     if not model._supports_attention_backend or getattr(config, "num_attention_heads", None) is None:
         yield "it does not call the attention function that it is set to"
-    if any("position" in name and getattr(module, "padding_idx", None) for name, module in model.named_modules()):
+    tables = [
+        module for name, module in model.named_modules() if "position" in name and isinstance(module, nn.Embedding)
+    ]
+    if any(table.padding_idx is not None for table in tables):
         yield "it counts positions from its padding token on"
     kinds = {*(getattr(config, "layer_types", None) or ())}
     if others := kinds - ATTENTION_LAYERS:

@@ -7,24 +7,31 @@ tests/engine/test_transformers.py.
 import contextlib
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 import train  # noqa: E402
 import zero  # noqa: E402
+from tests.trainer.test_planning import gpu, peak_of  # noqa: E402
 from zero.engine.full import full_state_dict  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.settings.build import build_plan  # noqa: E402
-from zero.testing import run_ranks  # noqa: E402
+from zero.testing import run_processes, run_ranks  # noqa: E402
 from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import open_data  # noqa: E402
 from zero.trainer.data.windows import slice_of  # noqa: E402
 from zero.trainer.evaluate import validation_loss  # noqa: E402
+from zero.trainer.planning import Activations, Machine, PaperWorld, choices, plan_text  # noqa: E402
+from zero.trainer.planning.cost import compute_seconds  # noqa: E402
+from zero.trainer.planning.rates import assumed  # noqa: E402
+from zero.trainer.planning.tracing import Work  # noqa: E402
 from zero.trainer.task import build_task  # noqa: E402
 
 STEPS, ROWS, SEQ, RANKS, LR = 3, 8, 16, 4, 1e-2
@@ -147,3 +154,102 @@ def test_groups_that_do_not_divide_are_one_line():
     with pytest.raises(ConfigError, match=r"^batch.global=3 does not divide by 2 groups. Choose a multiple.$"):
         config.on(4)
     assert config.on(2).batch.numbers() == (3, 3, 1)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+LONG = {"vocab": 256, "width": 64, "layers": 4, "heads": 4, "seq": 1024}
+
+
+def long_rows(sequence):
+    return read(
+        {
+            "model": LONG,
+            "zero": {"sequence": sequence, "stage": 0},
+            "batch": {"global": 1},
+            "launch": {"malloc": "lean"},
+        }
+    )
+
+
+def peak_of_a_step(world, config):
+    """The most bytes that live at once in a step on this rank, beside the bytes at its begin; and those planned."""
+    config = config.on(world.size)
+    task = build_task(config, world)
+    plan = build_plan(config, task.model, world)
+    rows = torch.zeros(1, LONG["seq"] + 1, dtype=torch.int64)
+    own = slice_of(rows, world.rank, world.size)
+    state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, task.loss)
+    state, _ = step(state, [own])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(state, [own])
+    return peak_of(profiled)
+
+
+@pytest.mark.process
+def test_activations_of_a_slice_are_those_that_are_planned_a_share_of_those_of_a_row():
+    planned, measured = {}, {}
+    for sequence in (1, 2, 4):
+        config = long_rows(sequence)
+        world = PaperWorld(sequence, local_size=sequence, device="cpu")
+        planned[sequence] = Activations(config, build_task(config, world).model).of(1, "cpu").peak_bytes
+        measured[sequence] = max(run_processes(sequence, peak_of_a_step, config))
+        assert measured[sequence] == pytest.approx(planned[sequence], rel=0.1)
+    for share in (planned, measured):
+        assert share[2] <= 0.55 * share[1]
+        assert share[4] <= 0.30 * share[1]
+
+
+LIMITED = [
+    "model.width=64",
+    "model.layers=4",
+    "model.heads=4",
+    "model.seq=2048",
+    "val.rows=1",
+    "steps=2",
+    "val.every=0",
+]
+LIMITED += ["batch.global=1", "sample.tokens=0", "offload.host_budget=50MiB", "launch.malloc=lean"]
+LIMITED += ["launch.device=cpu", "tracker.console=none"]
+
+
+@pytest.mark.process
+def test_a_row_that_does_not_fit_the_memory_of_a_rank_trains_on_two(here, capfd):
+    assert train.main(LIMITED) == 2
+    assert "50.0 MiB" in capfd.readouterr().err
+    assert train.main([*LIMITED, "launch.ranks=2", "zero.sequence=2"]) == 0
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+@pytest.mark.parametrize("activations", ["keep", "remat", "auto"])
+def test_the_longest_row_that_is_printed_fits_and_a_longer_one_does_not(sequence, activations):
+    words = {"model": LONG, "zero": {"sequence": sequence, "activations": activations}, "batch": {"global": 2}}
+    words |= {"mode": "plan", "plan": {"ranks": 2, "device_memory": "512MiB", "host_memory": "1GiB", "disk": "1GiB"}}
+    text, fits = plan_text(read(words))
+    assert fits
+    shared = f", shared by {sequence} ranks" * (sequence > 1)
+    tokens = int(re.search(rf"longest row that fits: ([\d,]+) tokens{shared}\n", text)[1].replace(",", ""))
+    assert tokens > 1024
+    assert tokens % sequence == 0
+    least = "remat" if activations == "auto" else activations
+    for length, expected in ((tokens, True), (round(1.1 * tokens) // 64 * 64, False)):
+        zero_ = {"sequence": sequence, "activations": least}
+        longer = read({**words, "model": {**LONG, "seq": length}, "zero": zero_})
+        candidates = choices(longer, Machine.described(longer), *_model_and_rates(longer))
+        assert any(choice.fits for choice in candidates if choice.preset == "none") == expected
+
+
+def _model_and_rates(config):
+    machine = Machine.described(config)
+    return build_task(config, machine.world).model, assumed(config, machine)
+
+
+def test_exchanges_are_predicted_to_take_time():
+    """Each exchange brings this rank the other ranks' half of q, k, v or the result."""
+    config = long_rows(2)
+    traced = Activations(config, build_task(config, PaperWorld(2, local_size=2, device="cpu")).model).of(1, "cpu")
+    slice_bytes = 512 * 64 * 4
+    assert traced.forward.exchanged_bytes == 4 * 4 * slice_bytes / 2
+    assert traced.backward.exchanged_bytes == traced.forward.exchanged_bytes
+    rates = assumed(config, gpu(2))
+    assert compute_seconds(Work(exchanged_bytes=rates.link_bytes), rates) == 1

@@ -134,5 +134,6 @@ class Activations:
                 compute=self._compute,
                 policies=activations_of(self._splitting, dict(policies)),
                 backward=backward,
+                exchanged=lambda: self._group.traffic.reduce_bytes,
             )
         return self._traced[key]

@@ -74,6 +74,7 @@ def compute_seconds(work: Work, rates: Rates) -> float:
         + work.attention_flops / rates.attention_flops
         + work.nbytes / rates.memory_bytes
         + work.launches * rates.launch_s
+        + work.exchanged_bytes / rates.link_bytes
     )
 
 

@@ -36,6 +36,7 @@ from zero.trainer.planning.cost import (
     seconds_text,
     step_seconds,
 )
+from zero.trainer.planning.longest_row import longest_row
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import with_disk_or_without
 from zero.trainer.planning.rates import assumed, with_drives
@@ -87,6 +88,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     lines = [
         *_answer(winner, candidates, machine, overrides),
         *(_limits(winner, machine, model, rates, activations) if winner else ()),
+        *(_longest(winner, config, machine, model, activations) if winner else ()),
         "",
         *_sentence(
             f"{candidates[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
@@ -207,6 +209,15 @@ def _limits(
     }
     if worth := [f"{name} {times:.2f}" for name, times in gains.items() if times > 1 + ALIKE]:
         yield from _sentence(f"times the tokens/s: {', '.join(worth)}")
+
+
+def _longest(
+    winner: Choice, config: Config, machine: Machine, model: nn.Module, activations: Activations
+) -> Iterator[str]:
+    """Yield the longest row that fits alone in a microbatch."""
+    tokens, is_limit = longest_row(winner, config, machine, model, activations)
+    shared = f", shared by {config.zero.sequence} ranks" * (config.zero.sequence > 1)
+    yield from _sentence(f"longest row that fits: {tokens:,} tokens{shared}{', as many as the model has' * is_limit}")
 
 
 def _digits(value: float) -> int:

@@ -52,6 +52,8 @@ class Work(NamedTuple):
     """Bytes read and written by all other operators."""
     launches: float = 0
     """Number of operators, without those that only make views."""
+    exchanged_bytes: float = 0
+    """Bytes received from the ranks that share rows."""
 
     def __add__(self, other: object) -> "Work":
         assert isinstance(other, Work)
@@ -107,6 +109,7 @@ def trace(
     compute: torch.dtype,
     policies: Activations | Mapping[str, Activations] = "keep",
     backward: bool = True,
+    exchanged: Callable[[], int] = lambda: 0,
 ) -> Traced:
     """Return the memory and work of one microbatch.
 
@@ -118,6 +121,7 @@ def trace(
         compute: dtype of the parameters.
         policies: the activation policy of all sites, or of each site by its name.
         backward: trace backward too; False: trace an evaluation, without gradients.
+        exchanged: returns the bytes received so far from the ranks that share rows.
     """
     copied = _copy_on_meta(model, compute)
     values = {
@@ -143,12 +147,15 @@ def trace(
     live = _Live([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
     attach(copied, splitting, lambda site: partial(call, site))
     with torch.set_grad_enabled(backward), live:
+        began_bytes = exchanged()
         result = loss(copied, microbatch)
-        forward, live.work = live.work, Work()
+        forward_bytes = exchanged() - began_bytes
+        forward, live.work = live.work + Work(exchanged_bytes=forward_bytes), Work()
         if backward:
             (result[0] if isinstance(result, tuple) else result).backward()
+    back = live.work + Work(exchanged_bytes=exchanged() - began_bytes - forward_bytes)
     made = _median(live.made)
-    return Traced(live.peak_bytes, host.allocated_bytes, forward, live.work, live.products, live.attention, made)
+    return Traced(live.peak_bytes, host.allocated_bytes, forward, back, live.products, live.attention, made)
 
 
 def _copy_on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
@@ -304,7 +311,7 @@ class _Fusing(nn.Module):
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **kwargs: Any
 ) -> Tensor:
-    fused = dropout_p == 0 and query.ndim == key.ndim == value.ndim == 4 and not kwargs.get("enable_gqa")
+    fused = dropout_p == 0 and query.ndim == key.ndim == value.ndim == 4
     if not fused or (attn_mask is not None and attn_mask.requires_grad):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **kwargs)
     return aten._scaled_dot_product_flash_attention_for_cpu(

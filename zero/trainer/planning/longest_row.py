@@ -1,0 +1,76 @@
+"""The longest row that fits in a microbatch, beside the state that a plan places."""
+
+from torch import nn
+
+from zero.core.placement import budget_bytes
+from zero.trainer.config import Config
+from zero.trainer.planning.activations import Activations
+from zero.trainer.planning.choices import Choice, bytes_by_tier
+from zero.trainer.planning.machine import Machine
+from zero.trainer.task import build_task
+
+ROUND_TOKENS = 64
+"""Rows are rounded down to this many tokens for each rank that shares them."""
+
+ATTEMPTS = 4
+"""Limit on the lengths that are traced. A trace of a long row with a large vocabulary takes seconds."""
+
+CLOSE = 0.03
+"""Relative difference between two lengths at which the search ends."""
+
+
+def longest_row(
+    choice: Choice, config: Config, machine: Machine, model: nn.Module, activations: Activations
+) -> tuple[int, bool]:
+    """Return the tokens of the longest row that fits alone in a microbatch, and whether the model has no longer ones.
+
+    Bytes are almost linear in tokens, so the next length to trace is taken from a line through the last two.
+
+    Args:
+        choice: a choice that fits. Its state stays where it is.
+        config: the settings that rows are traced with.
+        activations: the traces of `model`, the model with the rows of `config`.
+    """
+    room_bytes = _room_bytes(choice, config, machine) + _buffer_bytes(model)
+    step, most = ROUND_TOKENS * config.zero.sequence, _longest_of(model)
+    before, tokens, longest = (0, 0), config.model.seq, 0
+    nbytes = activations.resolved(config).bytes(1, machine.device) + _buffer_bytes(model)
+    for _ in range(ATTEMPTS):
+        if nbytes <= room_bytes:
+            longest = max(longest, tokens)
+        slope = (nbytes - before[1]) / (tokens - before[0])
+        following = int(tokens + (room_bytes - nbytes) / slope)
+        following = min(following, most or following) // step * step
+        if following < step or abs(following - tokens) <= CLOSE * tokens:
+            break
+        before, tokens = (tokens, nbytes), following
+        nbytes = _bytes_of(config, tokens, machine)
+    return longest, most is not None and longest == most // step * step
+
+
+def _room_bytes(choice: Choice, config: Config, machine: Machine) -> int:
+    """Return the bytes that activations may take on the device of a rank, or in host memory if the CPU computes."""
+    offload, room = config.offload, machine.room
+    if machine.device == "cuda":
+        has_bytes, tier = budget_bytes(offload.device_budget, room.device), "device"
+    else:
+        has_bytes, tier = budget_bytes(offload.host_budget, room.host), "host"
+    return has_bytes - bytes_by_tier(choice.plan)[tier] + choice.plan.activation_bytes
+
+
+def _bytes_of(config: Config, tokens: int, machine: Machine) -> int:
+    """Return the bytes that grow with a row, for one of `tokens` tokens: activations, and tables of positions."""
+    longer = config.model_copy(update={"model": config.model.model_copy(update={"seq": tokens})})
+    model = build_task(longer, machine.world).model
+    return Activations(longer, model).bytes(1, machine.device) + _buffer_bytes(model)
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    return sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _longest_of(model: nn.Module) -> int | None:
+    """Return the number of positions of a model of transformers; None: as many as are set."""
+    settings = getattr(model, "config", None)
+    text = getattr(settings, "get_text_config", lambda: None)()
+    return getattr(text, "max_position_embeddings", None)

@@ -106,8 +106,17 @@ def printed_by(world: zero.World, name: str) -> str:
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
         main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
-        main(**({"steps": 10} if name == "own_loop" else {}))
+        main(**({"steps": 10} if name in ("own_loop", "long_rows") else {}))
     return printed.getvalue()
+
+
+def test_ranks_share_the_rows_of_the_example_of_long_rows(here: Path):
+    pytest.importorskip("transformers")
+    page, source = blocks("docs/parallelism.md"), (EXAMPLES / "long_rows.py").read_text()
+    assert [block for block in page if "sequence_parallel" in block and block in source], "paste it from long_rows.py"
+    one, two, three, four = run_processes(4, printed_by, "long_rows")
+    assert losses(one)[-1] < 5.5
+    assert not two + three + four, "only rank 0 prints"
 
 
 @pytest.mark.parametrize("name", ["own_loop", "initialize"])  # tests/integrations/ has the others on two ranks
@@ -359,7 +368,7 @@ def test_every_block_of_the_docs_has_a_test():
         "hugging-face": 1,
         "hugging-face-trainer": 1,
     }
-    tested |= {"coming-from-deepspeed": 1, "coming-from-fsdp": 1, "schedulers": 1}
+    tested |= {"parallelism": 1, "coming-from-deepspeed": 1, "coming-from-fsdp": 1, "schedulers": 1}
     counted = {page.stem: len(blocks(str(page.relative_to(ROOT)))) for page in PAGES}
     assert {page: count for page, count in counted.items() if count} == tested
 

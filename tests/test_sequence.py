@@ -199,13 +199,13 @@ def check(losses, parameters, exact) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_run_in_slices_is_the_run_of_whole_rows_with_the_same_bits_at_every_stage(size, exact):
+def test_a_run_in_slices_is_the_run_of_whole_rows_with_the_same_bits_at_every_stage(size, exact, tmp_path):
     """Also where units are recomputed in backward, which exchanges again, and where the state is on another tier."""
     settings = [
         {"stage": 0},
         {"stage": 1},
         {"stage": 2, "offload": zero.Offload("cpu", page_bytes=4096)},
-        {"stage": 3, "activations": "remat"},
+        {"stage": 3, "activations": "remat", "offload": zero.Offload("infinity", path=str(tmp_path), page_bytes=4096)},
         {"stage": 3, "activations": {"blocks.0": "selective", "*": "offload"}},
     ]
     digests = set()

@@ -192,8 +192,10 @@ def direction_of_torch(weight: Tensor, momentum: Tensor, gradient: Tensor, adjus
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_every_one_of_fifty_steps_is_that_of_torch(adjust):
-    """Of a GPT, from the same state. An element of a direction may be rounded to the next bf16 number, because `lerp`
-    rounds in another order; the iteration makes more of that where singular values are small. Most steps have none.
+    """Of a GPT, from the same state. An element may be rounded to the next bf16 number: of a direction, because `lerp`
+    rounds in another order, or of a product, because a processor with bf16 units adds a batch of matrices otherwise
+    than one. The iteration raises a small singular value, and its error, by up to 3.4445 to the fifth. Most steps have
+    none: the largest of 50 was 2^-6.0 with AVX2 and 2^-5.9 with bf16 units.
     """
     (world,) = [zero.World.from_env()]
     optimizer = partial(zero.muon, adjust=adjust, blocks={"*.qkv.weight": 3})
@@ -215,7 +217,7 @@ def test_every_one_of_fifty_steps_is_that_of_torch(adjust):
                 wanted = 0.02 * direction_of_torch(*parts[:3], adjust)
                 error.append(float((parts[3] - parts[0] - wanted).norm() / wanted.norm()))
     assert sorted(error)[len(error) // 2] < 1e-5
-    assert max(error) < 2**-6
+    assert max(error) < 2**-5
     assert metrics.loss < first - 1, "it learnt something"
 
 

@@ -38,7 +38,8 @@ def main(steps: int = 30, length: int = 512) -> None:
 
     text = torch.tensor(list(Path(F.__file__).read_bytes()))  # the source of torch.nn.functional
     draw = torch.Generator().manual_seed(world.rank // group.size)  # ranks of a group have the same rows
-    documents = torch.arange(length).remainder(length // 4).unsqueeze(0)  # four in a row: positions begin anew
+    tokens = torch.arange(length, device=world.device)
+    documents = tokens.remainder(length // 4).unsqueeze(0)  # four in a row: positions begin anew
     for number in range(1, steps + 1):
         starts = torch.randint(len(text) - length, (1, 1), generator=draw)
         rows = text[starts + torch.arange(length)].to(world.device)

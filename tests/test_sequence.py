@@ -9,10 +9,11 @@ import torch.nn.functional as F
 
 import zero
 from zero.engine.full import digest, full_state_dict
-from zero.errors import ConfigError
+from zero.errors import ConfigError, HandshakeError
 from zero.sequence import SequenceParallel, SharedRows, _documents, attention, open_group
 from zero.testing import run_processes, run_ranks
 from zero.trainer.models import GPT, GPTConfig, loss
+from zero.trainer.planning.machine import PaperWorld
 
 ROWS, TOKENS = 2, 12
 DOCUMENTS = {
@@ -78,8 +79,25 @@ def test_groups_are_consecutive_ranks():
         return group.rank, group.exchange(number).flatten().tolist()
 
     assert run_ranks(4, run) == [(0, [0, 1]), (1, [0, 1]), (0, [2, 3]), (1, [2, 3])]
+    names = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PaperWorld, "part", lambda world, ranks, name: names.append(name))
+        for size in (1, 2, 4):
+            open_group(PaperWorld(4, local_size=4, device="cpu"), size)
+    assert len(set(names)) == 3, "communicators of a GPU are found by their names"
     with pytest.raises(ConfigError, match="3 ranks do not divide into groups of 2"):
         run_ranks(3, partial(open_group, size=2))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "position_ids"])
+def test_ranks_of_a_group_with_different_rows_are_one_line(name):
+    def run(world):
+        batch = {key: torch.zeros(1, 8, dtype=torch.int64) for key in ("input_ids", "labels", "position_ids")}
+        batch[name] += world.rank
+        SequenceParallel(open_group(world, 2)).slice(batch)
+
+    with pytest.raises(HandshakeError, match=f"different rows of a group: {name}"):
+        run_ranks(2, run)
 
 
 # -- slices of a batch, and the loss over them -------------------------------------------------------------------------
@@ -112,6 +130,7 @@ def test_documents_begin_where_positions_do_and_padding_is_apart():
     ("batch", "why"),
     [
         ({"input_ids": torch.zeros(1, 4)}, "a batch with input_ids cannot be sliced"),
+        ({"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 3)}, r"labels has shape \(1, 3\), but input_ids"),
         (dict.fromkeys(("input_ids", "labels", "token_type_ids"), torch.zeros(1, 4)), "token_type_ids cannot"),
         (dict.fromkeys(("input_ids", "labels"), torch.zeros(1, 5)), "5 tokens do not divide into 2 slices"),
     ],

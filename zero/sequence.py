@@ -15,6 +15,7 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 """
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from zero.distributed.world import World
 from zero.errors import ConfigError
 from zero.losses import IGNORED
+from zero.platform.files import memory_of
 
 Documents = tuple[tuple[int, ...], ...]
 """For each row, the tokens of its documents."""
@@ -47,7 +49,7 @@ def open_group(world: World, size: int) -> World:
     if size < 1 or world.size % size:
         raise ConfigError(f"{world.size} ranks do not divide into groups of {size}. Choose another size.")
     first = world.rank // size * size
-    return world.part(range(first, first + size), "sequence")
+    return world.part(range(first, first + size), f"sequence of {size}")
 
 
 def check_heads(heads: int, kv_heads: int, size: int, name: str = "sequence parallelism") -> None:
@@ -151,12 +153,13 @@ class SequenceParallel:
     """
 
     def __init__(self, group: World) -> None:
-        self.group = group
+        self.group, self._compared = group, False
 
     def slice(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         """Return the model's arguments and the targets for this rank's slice of rows that the whole group holds.
 
-        A document begins where positions do not go on by one, and padding is a document of its own.
+        Collective the first time, when the ranks compare their rows. A document begins where positions do not go on by
+        one, and padding is a document of its own.
 
         Args:
             batch: `input_ids` and `labels`, (b, t) int64, where G divides t; if need be `position_ids`, (b, t), and
@@ -168,8 +171,13 @@ class SequenceParallel:
 
         Raises:
             ConfigError: `batch` has other keys, or G does not divide t; or a row has padding between its tokens.
+            HandshakeError: the ranks of the group have different rows.
         """
         ids, labels, positions = _checked(batch, self.group.size)
+        if not self._compared:
+            hashes = {name: sha256(memory_of(tensor.cpu().contiguous())).hexdigest() for name, tensor in batch.items()}
+            self.group.agree(hashes, "rows of a group")
+            self._compared = True
         mask = batch.get("attention_mask")
         documents = None if mask is None and "position_ids" not in batch else _documents(positions, mask)
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -185,6 +193,9 @@ class SequenceParallel:
         Args:
             total: the sum of the losses of this rank's tokens.
             targets: this rank's targets; tokens with -100 do not count, and a slice may have no others.
+
+        Returns:
+            A 0-dim tensor; NaN if no token of the group counts.
         """
         count = (targets != IGNORED).sum()
         self.group.all_reduce(count, what="counted tokens").wait()
@@ -200,6 +211,11 @@ def _checked(batch: Mapping[str, Tensor], size: int) -> tuple[Tensor, Tensor, Te
             "position_ids and attention_mask."
         )
     ids, labels = batch["input_ids"], batch["labels"]
+    for name in ("labels", "attention_mask"):
+        if name in batch and batch[name].shape != ids.shape:
+            raise ConfigError(
+                f"{name} has shape {tuple(batch[name].shape)}, but input_ids {tuple(ids.shape)}. Pass one per token."
+            )
     if ids.shape[1] % size:
         raise ConfigError(f"rows of {ids.shape[1]} tokens do not divide into {size} slices. Pad or cut them.")
     positions = batch.get("position_ids")

@@ -111,10 +111,22 @@ def test_settings_whose_result_would_differ_are_one_line(own, why):
         run_ranks(2, partial(in_slices, **own), "qwen2", {})
 
 
+@pytest.mark.parametrize(
+    ("family", "own", "why"),
+    [
+        ("phimoe", {"sliding_window": 8}, "no sliding_window=8"),
+        ("nemotron", {}, "NemotronAttention got no shared_rows"),
+    ],
+)
+def test_models_that_hide_their_window_or_the_rows_are_one_line(family, own, why):
+    with pytest.raises(ConfigError, match=why):
+        run_ranks(2, partial(in_slices, **own), family, {})
+
+
 def test_calls_that_are_not_of_slices_are_one_line():
     model = new_model("llama")
     parallel = zero.sequence_parallel(model, zero.World.from_env(device="cpu"))
-    with pytest.raises(ConfigError, match="attention got no shared_rows"):
+    with pytest.raises(ConfigError, match="LlamaAttention got no shared_rows"):
         model(input_ids=IDS)
     inputs, _ = parallel.slice(batch_of({}))
     with pytest.raises(ConfigError, match="attention got a mask"):

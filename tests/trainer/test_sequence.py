@@ -230,6 +230,11 @@ def test_the_longest_row_that_is_printed_fits_and_a_longer_one_does_not(sequence
     shared = f", shared by {sequence} ranks" * (sequence > 1)
     tokens = int(re.search(rf"longest row that fits: ([\d,]+) tokens{shared}\n", text)[1].replace(",", ""))
     assert tokens > 1024
+    if activations == "keep":
+        text, fits = plan_text(read({**words, "model": {**LONG, "seq": 16 * 4096}}))
+        assert not fits
+        longest = int(re.search(rf"longest row that fits: ([\d,]+) tokens{shared}\n", text)[1].replace(",", ""))
+        assert longest == pytest.approx(tokens, rel=0.1), "also if the row of the settings does not fit"
     assert tokens % sequence == 0
     least = "remat" if activations == "auto" else activations
     for length, expected in ((tokens, True), (round(1.1 * tokens) // 64 * 64, False)):

@@ -62,8 +62,14 @@ def sequence_parallel(model: nn.Module, group: World) -> SequenceParallel:
 
 
 def _check_heads(config: Any, size: int) -> None:
-    heads = config.num_attention_heads
-    check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, size)
+    heads, name = config.num_attention_heads, f"sequence parallelism of a {config.model_type}"
+    check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, size, name)
+
+
+def _window_in_masks(module: Any) -> int | None:
+    """Return the window of a model that puts it into masks and does not pass it to attention, as Phimoe does."""
+    config = getattr(module, "config", None)
+    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 
 def _problems(model: Any, config: Any) -> Iterator[str]:
@@ -105,12 +111,13 @@ def _attend(
     """Compute attention as `sdpa_attention_forward` of transformers does, over whole rows: (b, s, h, d)."""
     if "shared_rows" not in others:
         raise ConfigError(
-            "attention got no shared_rows. Call the model with the arguments that SequenceParallel.slice returns."
+            f"{type(module).__name__} got no shared_rows. Call the model with what SequenceParallel.slice returns; a "
+            "model that does not pass it on to its attention cannot be trained so."
         )
     rows: SharedRows = others.pop("shared_rows")
     if attention_mask is not None:
         raise ConfigError("attention got a mask. Pass attention_mask to SequenceParallel.slice, not to the model.")
-    window = others.pop("sliding_window", None)
+    window = others.pop("sliding_window", _window_in_masks(module))
     if window is not None and window < query.shape[2] * rows.group.size:
         raise ConfigError(f"sequence parallelism has no sliding_window={window}. Use rows of at most {window} tokens.")
     is_causal = others.pop("is_causal", None)

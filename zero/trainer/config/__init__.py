@@ -160,14 +160,22 @@ class Config(Settings):
         """Return the batch with every "auto" replaced by its number; ranks of a group share rows.
 
         Raises:
-            ConfigError: `zero.sequence` does not divide `ranks`, or the batch does not divide over the groups.
+            ConfigError: as `groups`, or the batch does not divide over the groups.
         """
-        sequence = self.zero.sequence
-        if ranks % sequence:
+        return self.batch.solved(self.groups(ranks), "rank" if self.zero.sequence == 1 else "group")
+
+    def groups(self, ranks: int) -> int:
+        """Return the number of groups of ranks that share rows.
+
+        Raises:
+            ConfigError: `zero.sequence` does not divide `ranks`.
+        """
+        if ranks % self.zero.sequence:
             raise ConfigError(
-                f"launch.ranks={ranks} does not divide into groups of zero.sequence={sequence}. Choose a multiple."
+                f"launch.ranks={ranks} does not divide into groups of zero.sequence={self.zero.sequence}. Choose a "
+                "multiple."
             )
-        return self.batch.solved(ranks // sequence, "rank" if sequence == 1 else "group")
+        return ranks // self.zero.sequence
 
 
 read = Config.read

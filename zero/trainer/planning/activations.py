@@ -72,7 +72,9 @@ class Activations:
         if rows > 1:
             settings["use a smaller batch.micro"] = self.bytes(1, device)
         if self._config.model.seq > 1:
-            settings["use a smaller model.seq"] = self.bytes(rows, device, seq=self._config.model.seq // 2)
+            settings["use a smaller model.seq or a larger zero.sequence"] = self.bytes(
+                rows, device, seq=self._config.model.seq // 2
+            )
         return settings
 
     def of(self, rows: int, device: str, *, remat: bool | None = None, seq: int | None = None) -> Traced:

@@ -12,7 +12,7 @@ from zero.trainer.task import build_task
 ROUND_TOKENS = 64
 """Rows are rounded down to this many tokens for each rank that shares them."""
 
-ATTEMPTS = 4
+ATTEMPTS = 5
 """Limit on the lengths that are traced. A trace of a long row with a large vocabulary takes seconds."""
 
 CLOSE = 0.03
@@ -41,7 +41,11 @@ def longest_row(
         slope = (nbytes - before[1]) / (tokens - before[0])
         following = int(tokens + (room_bytes - nbytes) / slope)
         following = min(following, most or following) // step * step
-        if following < step or abs(following - tokens) <= CLOSE * tokens:
+        if abs(following - tokens) <= CLOSE * tokens:
+            if nbytes <= room_bytes:
+                break
+            following = int((1 - CLOSE) * following) // step * step
+        if following < step:
             break
         before, tokens = (tokens, nbytes), following
         nbytes = _bytes_of(config, tokens, machine)

@@ -36,7 +36,7 @@ from zero.trainer.planning.cost import (
     seconds_text,
     step_seconds,
 )
-from zero.trainer.planning.longest_row import longest_row
+from zero.trainer.planning.longest_row import ROUND_TOKENS, longest_row
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import with_disk_or_without
 from zero.trainer.planning.rates import assumed, with_drives
@@ -64,7 +64,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         ConfigError: the batch does not divide over the ranks, or no plan can be made with a setting.
     """
     machine = Machine.described(config)
-    config, notes = _with_rows(config, machine.ranks // config.zero.sequence)
+    config, notes = _with_rows(config, config.groups(machine.ranks))
     auto = config.zero.activations == "auto"
     if auto:
         config = with_activations(config, "remat")
@@ -88,7 +88,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     lines = [
         *_answer(winner, candidates, machine, overrides),
         *(_limits(winner, machine, model, rates, activations) if winner else ()),
-        *(_longest(winner, config, machine, model, activations) if winner else ()),
+        *(_longest(winner, config, machine, model, activations) if winner else _longest_alone(config, machine, rates)),
         "",
         *_sentence(
             f"{candidates[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
@@ -218,6 +218,16 @@ def _longest(
     tokens, is_limit = longest_row(winner, config, machine, model, activations)
     shared = f", shared by {config.zero.sequence} ranks" * (config.zero.sequence > 1)
     yield from _sentence(f"longest row that fits: {tokens:,} tokens{shared}{', as many as the model has' * is_limit}")
+
+
+def _longest_alone(config: Config, machine: Machine, rates: Rates) -> Iterator[str]:
+    """Yield the longest row that fits, if rows of the settings do not, but short ones do."""
+    short = {"model": config.model.model_copy(update={"seq": ROUND_TOKENS * config.zero.sequence})}
+    config = config.model_copy(update=short)
+    model = build_task(config, machine.world).model
+    activations = Activations(config, model)
+    if winner := best(choices(config, machine, model, rates, activations=activations)):
+        yield from _longest(winner, config, machine, model, activations)
 
 
 def _digits(value: float) -> int:

@@ -134,6 +134,7 @@ def test_arithmetic_touches_nothing_outside():
         (
             r"torch\.distributed(?!\.checkpoint)",
             {
+                "distributed.mesh",
                 "distributed.process_group",
                 "distributed.rendezvous",
                 "testing.processes",

@@ -7,6 +7,7 @@ of its operation, so only messages of equal operations match.
 Every wait has a deadline. After a failed operation the group cannot be used again.
 """
 
+import re
 import time
 import zlib
 from collections import Counter, deque
@@ -33,6 +34,9 @@ from zero.distributed.stalled import StallWatch, Wait, cut_sockets, open_sockets
 from zero.errors import MachineError, WorldError
 from zero.platform.device import Device
 from zero.platform.handle import Done, Handle, Then
+
+_LOST = re.compile(r"[Cc]onnection (closed|reset)|[Tt]imed out")
+"""The errors of gloo that end a collective of the script's, because of another rank."""
 
 RECENT_OPS = 64
 """Number of latest operations that a rank remembers, to find the first one that differs between ranks."""
@@ -113,6 +117,19 @@ class ProcessGroup:
         """Tell the other ranks that this one leaves because of `error`."""
         self._raised = True
         self._notes.post(Note.of_raise(error))
+
+    def fail_beside(self, error: BaseException) -> None:
+        """Do as `fail`, but if a collective of torch has lost another rank, note on `error` the rank that failed."""
+        lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _LOST.search(str(error)))
+        if not lost:
+            self.fail(error)
+            return
+        self._raised = True
+        mine = Note.of_wait(error, "a collective of torch", dict(self._started), None)
+        self._notes.post(mine)
+        notes = self._notes.read()
+        cause = explain(self.rank, self.size, mine, notes, self._wait_s, Notes.board, self._hosts)
+        error.add_note(str(cause))
 
     def open_part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:
         """Open a GPU communicator of some ranks. On a CPU nothing is opened, because messages are matched by tags.

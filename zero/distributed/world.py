@@ -19,16 +19,20 @@ import json
 import threading
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from zero.distributed.failure import field_difference
+from zero.distributed.mesh import dimension_of, ranks_of
 from zero.distributed.ordered_sum import ordered_sum
 from zero.distributed.process_group import (
     ProcessGroup,
@@ -74,17 +78,21 @@ class World(contextlib.AbstractContextManager["World"]):
     Attributes:
         rank: 0 to size - 1.
         size: W.
-        local_size: number of ranks on this node, which share its memory.
+        local_size: number of the world's ranks on this node.
         nodes_alike: whether all nodes have the same number of ranks, with consecutive ranks; otherwise collectives do
             not go by node.
         device: the device of this rank's full tensors.
         compute: streams, memory and measurements of that device, for the engine.
         timeout_s: the longest wait for another rank, in seconds; then an error names the missing rank.
         traffic: bytes that this rank received in gathers and reductions, and time of waits.
+        coordinates: this rank's place in the dimensions beside the world, by name, such as {"tp": 1}: in checkpoints.
         keeps_default_group: `close` leaves torch's default process group open, because the script may use it.
     """
 
+    coordinates: Mapping[str, int] = MappingProxyType({})
     keeps_default_group = False
+    _whole: "World | None" = None  # None: not a part
+    _ranks: Sequence[int]  # rank of this world -> its rank in the whole world
 
     def __init__(self, rank: int, size: int, *, device: torch.device | str, timeout_s: float) -> None:
         if not 0 <= rank < size:
@@ -93,6 +101,7 @@ class World(contextlib.AbstractContextManager["World"]):
             raise ConfigError(f"launch.timeout must be more than 0 seconds, not {timeout_s}")
         self.rank = rank
         self.size = size
+        self._ranks = range(size)
         self.local_size = size
         self.nodes_alike = True
         self.compute = compute_device(torch.device(device))
@@ -109,10 +118,20 @@ class World(contextlib.AbstractContextManager["World"]):
         """The number of machines."""
         return -(-self.size // self.local_size)
 
+    @property
+    def whole(self) -> "World":
+        """The world of all ranks of the run, if this one is a part of it; else this one."""
+        return self if self._whole is None else self._whole
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of this world's ranks among all ranks of the run."""
+        return tuple(self._ranks)
+
     def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> "World":
         """Return some ranks as a world with its own order of operations. Collective among them.
 
-        Its traffic is added to the whole world's, and closing the whole world closes it.
+        Its traffic is added to the whole world's, and the two are closed together.
 
         Args:
             ranks: the ranks, in their order in the part; this rank is among them.
@@ -146,8 +165,11 @@ class World(contextlib.AbstractContextManager["World"]):
 
     def _be_part(self, whole: "World", ranks: Sequence[int]) -> None:
         """Make this world the part `ranks` of `whole`, with the traffic counter of `whole`."""
+        self._whole, self._ranks = whole, tuple(ranks)
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
-        self.local_size = sum(rank // whole.local_size == whole.rank // whole.local_size for rank in ranks)
+        nodes = [rank // whole.local_size for rank in ranks]
+        self.local_size = nodes.count(whole.rank // whole.local_size)
+        self.nodes_alike = whole.nodes_alike and nodes == sorted(nodes) and len({*Counter(nodes).values()}) == 1
         self.compute, self.device, self.timeout_s = whole.compute, whole.device, whole.timeout_s
         self._moved = whole._moved
 
@@ -168,6 +190,57 @@ class World(contextlib.AbstractContextManager["World"]):
         if env_int("WORLD_SIZE", "1") == 1:
             return SoloWorld(claim_device(device, env_int("LOCAL_RANK", "0")), timeout_s=timeout_s)
         return ProcessWorld(timeout_s=timeout_s, device=device)
+
+    @staticmethod
+    def from_group(
+        group: object,
+        *,
+        coordinates: Mapping[str, int] = MappingProxyType({}),
+        timeout_s: float = 300.0,
+        device: str | None = None,
+    ) -> "World":
+        """Open the world of the ranks of a process group of torch. Collective: every rank of the run passes its group.
+
+        State is sharded over this group alone. Connections are opened between all ranks of the run, beside torch's, so
+        that an error of any rank reaches all; closing the world closes them.
+
+        Args:
+            group: the process group, or a mesh of one dimension.
+            coordinates: the names of the dimensions that are split in other ways, and this rank's place in each, such
+                as {"tp": 1}. Checkpoints have them.
+            timeout_s, device: as in `from_env`.
+
+        Raises:
+            ConfigError: `group` is not a group with this rank; or as `from_env`.
+        """
+        return _world_of(ranks_of(group), coordinates, timeout_s, device)
+
+    @staticmethod
+    def from_mesh(mesh: object, name: str, *, timeout_s: float = 300.0, device: str | None = None) -> "World":
+        """Open the world of one dimension of a mesh, as `from_group`. Collective among all ranks of the run.
+
+        Args:
+            mesh: a `DeviceMesh` of torch with named dimensions.
+            name: the dimension, which may be a flattened one. The others are in `coordinates`.
+            timeout_s: as in `from_env`.
+            device: as in `from_env`, but by default the mesh's.
+
+        Raises:
+            ConfigError: the mesh has no such dimension, or not this rank; or as `from_env`.
+        """
+        line = dimension_of(mesh, name)
+        return _world_of(line.ranks, line.coordinates, timeout_s, device or line.device)
+
+    def beside(self, group: object) -> "World":
+        """Return the ranks of another group of this rank as a world for host tensors, closed with this one. Collective.
+
+        Args:
+            group: a process group, a mesh of one dimension, or a part of the same whole world, which is returned.
+        """
+        if isinstance(group, World):
+            return group
+        ranks = ranks_of(group)
+        return self.whole.part(ranks, f"beside {_name_of(ranks)}")
 
     def gather(self, shard_S: Tensor, full_P: Tensor, *, what: str = "") -> Handle:
         """Start to copy rank r's shard into full_P[r * S : (r + 1) * S], on every rank (all-gather).
@@ -442,7 +515,7 @@ class SoloWorld(World):
         super().__init__(0, 1, device=device, timeout_s=timeout_s)
 
     def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
-        return self
+        return copy(self)
 
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
@@ -474,7 +547,6 @@ class Transport(World):
     """The three primitives for processes: by messages for host tensors, by collectives for GPU tensors."""
 
     _processes: ProcessGroup
-    _ranks: Sequence[int]  # rank of this world -> its rank in the process group
     _name: str  # name of the order of its operations
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
@@ -540,7 +612,7 @@ class ProcessWorld(Transport):
         here = claim_device(device, env_int("LOCAL_RANK", "0"))
         super().__init__(env_int("RANK"), env_int("WORLD_SIZE"), device=here, timeout_s=timeout_s)
         self._processes = ProcessGroup(self.rank, self.size, self.compute, timeout_s)
-        self._ranks, self._name = range(self.size), ""
+        self._name = ""
         self.local_size = self._processes.local_size
         self.nodes_alike = self._are_nodes_alike()
 
@@ -571,8 +643,34 @@ class _ProcessPart(Transport):
 
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:
         self._be_part(whole, ranks)
-        self._processes, self._ranks, self._name = whole._processes, tuple(ranks), name
+        self._world, self._processes, self._name = whole, whole._processes, name
         self._processes.open_part(ranks, name, priority=priority)
+
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
+        return self._world.part([self._ranks[rank] for rank in ranks], f"{name} of {self._name}", priority=priority)
+
+    def on_host(self, tensor: Tensor, what: str = "") -> Tensor:
+        return self._world.on_host(tensor, what)
+
+    def at(self, place: str) -> None:
+        self._world.at(place)
+
+    def fail(self, error: BaseException) -> None:
+        self._processes.fail_beside(error)
+
+    def close(self) -> None:
+        self._world.close()
+
+
+def _world_of(ranks: Sequence[int], coordinates: Mapping[str, int], timeout_s: float, device: str | None) -> World:
+    world = World.from_env(timeout_s, device).part(ranks, _name_of(ranks))
+    world.coordinates = dict(coordinates)
+    return world
+
+
+def _name_of(ranks: Sequence[int]) -> str:
+    """Return a short name of some ranks, which differs from that of others, because their operations may differ."""
+    return f"{len(ranks)} ranks {crc32(repr(tuple(ranks)).encode()):08x}"
 
 
 _OPENING = threading.Lock()

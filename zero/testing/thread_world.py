@@ -149,7 +149,7 @@ class ThreadWorld(World):
 
     def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 120.0) -> None:
         super().__init__(rank, shared.size, device="cpu", timeout_s=timeout_s)
-        self._shared, self._ranks, self._name = shared, tuple(range(shared.size)), ""
+        self._shared, self._name = shared, ""
         self._numbers = Counter[tuple[str, bool]]()  # (part, aside) -> number of collectives started
 
     @classmethod
@@ -174,8 +174,8 @@ class ThreadWorld(World):
 
     def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
         part = copy(self)
-        part._be_part(self, ranks)
-        part._ranks, part._name = tuple(ranks), name
+        part._be_part(self.whole, [self._ranks[rank] for rank in ranks])
+        part._name = f"{name} of {self._name}" if self._name else name
         return part
 
     @contextlib.contextmanager
@@ -188,10 +188,10 @@ class ThreadWorld(World):
             self._shared.generator_lock.release()
 
     def fail(self, error: BaseException) -> None:
-        self._shared.fail(self.rank, error)
+        self._shared.fail(self._ranks[self.rank], error)
 
     def close(self) -> None:
-        self._shared.leave(self.rank)
+        self._shared.leave(self._ranks[self.rank])
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         return self._start(op, _Buffers(shard_S, full_P), _move_gather, aside=aside)

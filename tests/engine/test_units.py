@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zero
 from zero.engine.empty import is_meta
@@ -244,17 +243,11 @@ def one_rank_group():
     distributed.destroy_process_group()
 
 
-def parallel(model: nn.Module) -> nn.Module:
-    parallelize_module(model.inner[0], init_device_mesh("cpu", (1,)), ColwiseParallel())
-    return model
-
-
 SHARDED = {
     "fully_shard": (
         lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
         r"^the model is a FSDPBlock, .* Pass the model as it is before FSDP\.$",
     ),
-    "parallelize_module": (parallel, r"^parameter inner\.0\.weight of a Linear is a DTensor, .* before fully_shard or"),
     "DistributedDataParallel": (
         nn.parallel.DistributedDataParallel,
         r"^the model is a Distributed.* Pass its \.module\.$",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.suggest import meant, some
+from zero.distributed.mesh import local_part
 from zero.distributed.world import World
 from zero.engine.coded import checked, coded
 from zero.engine.empty import is_meta
@@ -143,12 +144,14 @@ class Check:
 
     Attributes:
         samples: unit -> checksum of the names and first elements of its parameters.
+        parameters: parameter -> checksum of its first elements.
         ranges: hash of the ranges that the rank keeps.
         values: checksum of the values in them.
         error: the first error in these values, which other ranks may not have read; nothing is written after it.
     """
 
     samples: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
     ranges: Any = field(default_factory=hashlib.sha256)
     values: int = 0
     error: ConfigError | None = None
@@ -183,6 +186,7 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values, codes: Mappi
         for stored, slot in zip(flat.stored.slots, flat.values.slots, strict=True):
             first = read(slot.name, 0, min(SAMPLE, slot.numel))
             sample = crc32(memory_of(first), crc32(slot.name.encode(), sample))
+            check.parameters[slot.name] = f"{crc32(memory_of(first)):08x}"
             if check.error is not None:
                 continue
             source: Callable[[int, int], Tensor] = partial(kept, slot.name)
@@ -225,7 +229,8 @@ def compare(world: World, check: Check) -> None:
 def values_in(model: nn.Module, splitting: Splitting) -> dict[str, Tensor]:
     """Return the values of all parameters that are not on meta, by full name."""
     parameters = {name: model.get_parameter(name) for name in splitting.names}
-    return {name: parameter.detach() for name, parameter in parameters.items() if not is_meta(parameter)}
+    local = {name: local_part(parameter) for name, parameter in parameters.items()}
+    return {name: parameter.detach() for name, parameter in local.items() if not is_meta(parameter)}
 
 
 def _known(weights: Mapping[str, Tensor], names: tuple[str, ...]) -> str:

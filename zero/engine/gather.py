@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from zero.core.setting_types import RECOMPUTED, Activations
 from zero.core.tree import replaced, tensors_in
+from zero.distributed.mesh import Placed, is_dtensor, local_part, spec_of, with_spec
 from zero.engine.compile import Compiler
 from zero.engine.graph import (
     LARGE_NUMEL,
@@ -54,7 +55,7 @@ from zero.engine.recompute import recomputed_call
 from zero.engine.reduce import Reducer
 from zero.engine.residency import Residency
 from zero.engine.saved_tensors import InPlace, Kept
-from zero.engine.takeover import Body, Run, call_with
+from zero.engine.takeover import NOTHING, Body, Run, call_with
 from zero.engine.unit import Binding, Site
 from zero.engine.unit_state import UnitState
 from zero.engine.unsupported import note_dtypes
@@ -98,6 +99,13 @@ class Packed(NamedTuple):
     stride: tuple[int, ...]
 
 
+class PackedPlaced(NamedTuple):
+    """A saved DTensor whose local part is a view of its unit's gathered buffer."""
+
+    local: Packed
+    spec: Any
+
+
 class Gatherer:
     """Runner of a model's sites: it gathers their units, runs them, and delivers their gradients.
 
@@ -135,6 +143,8 @@ class Gatherer:
         self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
         self._places_of: dict[str, list[Place]] = {}  # by the site's path, in the order of its bindings
+        self._placed = plan.placed
+        self._placed_of: dict[str, dict[str, Placed]] = {}  # by the site's path and the name in its `Body`
         self._check_writes = plan.check_writes
         self.entering: Callable[[], None] = lambda: None
         self.arriving: Callable[[], None] = lambda: None
@@ -194,6 +204,8 @@ class Gatherer:
     def place(self, site: Site, bound: Binding, place: Place) -> None:
         """Register one place of a parameter in the model; call it in the order of the site's bindings."""
         self._places_of.setdefault(site.path, []).append(place)
+        if (placed := self._placed.get(place.placeholder.full_name)) is not None:
+            self._placed_of.setdefault(site.path, {})[f"module.{bound.local}"] = placed
         if bound.trainable:
             self._units[bound.unit].placeholders[bound.slot] = place.placeholder
 
@@ -225,7 +237,8 @@ class Gatherer:
                 else:
                     pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
             parameters = self._parameters(site, body.module, units, recomputing)
-            call = partial(call_with, path=site.path, check_writes=self._check_writes)
+            placed = self._placed_of.get(site.path, NOTHING)
+            call = partial(call_with, path=site.path, check_writes=self._check_writes, placed=placed)
             before = nodes_of((args, kwargs))  # before the call, which may change its inputs in place
             policy = self._policies[site.name]
             self._sends = policy == "offload"
@@ -327,6 +340,11 @@ class Gatherer:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
+        if self._placed and is_dtensor(tensor):
+            local = self._pack(local_part(tensor))
+            if isinstance(local, Packed):
+                return PackedPlaced(local, spec_of(tensor))
+            return Kept(tensor, tensor._version)
         buffer = None if self.pool is None else self.pool.holding(tensor)
         if buffer is None:
             stays = not self._sends or storage_address(tensor) in self._resident_addresses
@@ -336,6 +354,8 @@ class Gatherer:
         return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
 
     def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, PackedPlaced):
+            return with_spec(self._unpack(packed.local), packed.spec)
         if not isinstance(packed, Packed):
             return packed.unchanged() if isinstance(packed, Kept) else self.activations.find(packed)
         unit = self._units[packed.unit]

@@ -13,6 +13,7 @@ from torch import Tensor
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type
+from zero.engine.beside import refuse_equal_parts
 from zero.engine.coded import codes_in
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
@@ -122,7 +123,7 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> St
     if len(folders) > 1:
         for folder in folders:  # raises an error with the folder's name if it is missing or not writable
             NvmeStore(folder).close()
-        rooms = _rooms(folders, nbytes, plan.world.local_size)
+        rooms = _rooms(folders, nbytes, plan.world.whole.local_size)
     rates = [1.0 for _ in folders]
     if nbytes >= PROBED_BYTES and len(folders) > 1:
         rates = [
@@ -195,7 +196,8 @@ def init(
         progress: called with the number of units that are initialized.
 
     Raises:
-        HandshakeError: the ranks have different plans, seeds or weights.
+        HandshakeError: the ranks have different plans, seeds or weights, or ranks of a norm group other values of a
+            replicated parameter.
         PlanError: a module that holds parameters has no `reset_parameters`; weights are missing, have another shape or
             codes that the plan does not keep (the message names them); or an earlier `init` has taken the model over.
             The model is unchanged then.
@@ -206,11 +208,13 @@ def init(
     check_type(plan, Plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
     check_type(store, PrefetchStore, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
     assert isinstance(store, PrefetchStore)
+    if weights is None:
+        refuse_equal_parts(plan.model, plan.replicated)
     store.claim()
     plan.world.agree(plan.fields() | {"seed": str(seed)})
     model, splitting = plan.model, plan.splitting
     values = values_in(model, splitting)
-    takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device)
+    takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device, plan.placed)
     with if_it_fails(takeover.undo):
         names = {slot.name for unit in plan.units for slot in unit.codes.slots}
         codes = codes_in(weights, plan.precision.frozen, names)
@@ -235,6 +239,9 @@ def _filled(
         units.append(empty_unit(plan, store, spec))
         fill(plan, store, units[-1], values, codes, check)
     compare(plan.world, check)
+    for group, names in zip(plan.norm_groups, plan.replicated, strict=True):
+        group.agree(plan.fields_of_groups(), "settings of norm_groups")
+        group.agree({name: check.parameters[name] for name in sorted(names)}, "first values of replicated parameters")
     return tuple(units)
 
 

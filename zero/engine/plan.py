@@ -27,6 +27,7 @@ from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.arguments import type_text
+from zero.engine.beside import check_muon, placements, replicated_names, worlds_beside
 from zero.engine.coded import coded_names
 from zero.engine.compile import Backend, check_backend, described
 from zero.engine.facts import Facts, Reduction, Scope, sharers
@@ -91,12 +92,21 @@ class Plan(PageTable):
         shard: "node" keeps a copy of the state on each node, sharded over its ranks, as hybrid sharding does. Gradients
             are then reduced by node. Parameters never cross nodes, sums cross them twice. `gather="node"` with
             `reduce="node"` sends as few bytes between nodes, with one copy of the state.
+        norm_groups: process groups of torch, or meshes of one dimension, beside the world's, whose ranks hold other
+            parts of the model: tensor parallelism, experts. The norm is over all of them, and a skipped step, the loss,
+            flags and failures are the same on all. They are exchanged over one group after the other.
+        replicated: patterns of the names of parameters that are equal on all ranks of `norm_groups`, and count once in
+            the norm. A DTensor knows that of its own mesh. None: none, or in a model with DTensors all.
         room: bytes that this rank may use on each tier; None: the bytes that are free now.
         activation_bytes: bytes to count for activations on the device; they are not allocated.
         host_activation_bytes: bytes to count for activations that units offload to host memory.
 
     Attributes:
         activations: the policy of each site, by its name.
+        norm_groups: the worlds of `norm_groups`.
+        placed: the placement of each parameter that was a DTensor, by name; the plan is for its local part.
+        replicated: for each norm group, the names of parameters that are equal on all of its ranks.
+        uncounted: the names of parameters that count in the norm on another rank.
         placement: the tier of parameters, of gradients, and of every page of master and moments.
         arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
         staging_slots: the number of slots on a GPU through which pages in host memory are updated.
@@ -130,6 +140,8 @@ class Plan(PageTable):
         gather: Scope | Literal["auto"] = "auto",
         reduce: Reduction | Literal["auto"] = "auto",
         shard: Scope = "world",
+        norm_groups: Sequence[object] = (),
+        replicated: Sequence[str] | None = None,
         room: Room | None = None,
         activation_bytes: int = 0,
         host_activation_bytes: int = 0,
@@ -164,6 +176,10 @@ class Plan(PageTable):
         precision = precision if isinstance(precision, Precision) else Precision(precision)
         offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
         offload = offload.at(parameters_sharded=stage.parameters)
+        self.norm_groups = worlds_beside(world, norm_groups)
+        self.placed = placements(model, world, self.norm_groups)
+        if compile and self.placed:
+            raise PlanError("zero.compile does not compile modules with DTensors. Set zero.compile=false.")
         splitting = split(
             model,
             world_size=sharers(world, shard),
@@ -175,6 +191,11 @@ class Plan(PageTable):
         )
         self.activations = activations_of(splitting, by_pattern)
         optimizer.check_groups(splitting.shapes())
+        check_muon(splitting, optimizer, self.placed)
+        self.replicated = replicated_names(splitting, self.placed, self.norm_groups, replicated)
+        self.uncounted = frozenset[str]().union(
+            *(names for group, names in zip(self.norm_groups, self.replicated, strict=True) if group.rank > 0)
+        )
         _, param_tier, grad_tier = lowest_tiers(offload)
         uneven = not world.nodes_alike or world.size % world.local_size
         if uneven and "node" in (gather, reduce, shard):
@@ -324,6 +345,8 @@ class Plan(PageTable):
             "version of torch": torch.__version__,
             "version of python": platform.python_version(),
         }
+        if self.norm_groups:
+            agreed["norm_groups"] = " ".join(str(group.size) for group in self.norm_groups)
         if "auto" in self.offload.kinds:
             agreed["tiers of offload=auto"] = hashlib.sha256(repr(self.placement).encode()).hexdigest()[:16]
         if self.has_nodes and "node" in (self.gather, self.reduce, self.shard):
@@ -332,6 +355,12 @@ class Plan(PageTable):
             slots = repr((unit.trainable.slots, unit.frozen.slots, unit.codes.slots)).encode()
             agreed[f"zero.units {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
         return agreed
+
+    def fields_of_groups(self) -> dict[str, str]:
+        """Return the settings, as text, that must be equal on all ranks of the norm groups."""
+        names = ("zero.update", "batch.accumulate", "precision")
+        agreed = {name: text for name, text in self.fields().items() if name in (*names, *self.optimizer.fields())}
+        return agreed | {"ranks of the world": str(self.world.size)}
 
     def __str__(self) -> str:
         tiers = {tier: by_kind for tier, by_kind in self.bytes.items() if any(by_kind.values())}
@@ -391,7 +420,7 @@ def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
     world, device = facts.world, facts.world.compute
     device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes())
     host_bytes = usable_host_bytes(offload, free_host_bytes(), device_is_host=facts.device_is_host)
-    mine = f"{device_bytes} {host_bytes // world.local_size}"
+    mine = f"{device_bytes} {host_bytes // world.whole.local_size}"
     if shared or "auto" in offload.kinds or has_many_pages(facts, offload):
         mine = world.share(mine)
     return Room(*map(int, mine.split()))

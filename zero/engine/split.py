@@ -12,6 +12,7 @@ The user's model is not changed: a `Splitting` consists of names and sizes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from torch import nn
@@ -21,6 +22,7 @@ from zero.core.layout import Layout
 from zero.core.muon import Matrices
 from zero.core.optim import Transform
 from zero.core.suggest import meant
+from zero.distributed.mesh import local_part
 from zero.engine.unit import ROOT, Binding, Owner, Site, Splitting, UnitSpec
 from zero.engine.unsupported import check_model
 from zero.errors import PlanError
@@ -35,10 +37,14 @@ matrices beside a unit of other parameters of its site."""
 
 
 class _Visited(NamedTuple):
-    """A parameter that `_walk` has visited, with its full name and the path of its unit's site."""
+    """A parameter that `_walk` has visited, with its full name and the path of its unit's site.
+
+    `shape` is the shape of its values on this rank, which have a part of a DTensor.
+    """
 
     name: str
     parameter: nn.Parameter
+    shape: tuple[int, ...]
     unit: str
 
 
@@ -78,8 +84,9 @@ def split(
     embedded = embedding_ids(model)
 
     def group(key: int, parameter: _Visited) -> int:
-        shape = tuple(parameter.parameter.shape)
-        return optimizer.group_of(parameter.name, shape, embedding=key in embedded) if optimizer else 0
+        if optimizer is None:
+            return 0
+        return optimizer.group_of(parameter.name, parameter.shape, embedding=key in embedded)
 
     groups = {key: group(key, parameter) for key, parameter in visited.items()}
     names = _by_optimizer({key: into[parameter.unit] for key, parameter in visited.items()}, visited, optimizer, groups)
@@ -127,9 +134,9 @@ def _unit(
     lookup: bool,
 ) -> UnitSpec:
     shapes: dict[PageKind, dict[str, tuple[int, ...]]] = {kind: {} for kind in PageKind}
-    for full_name, parameter, _ in parameters:
+    for full_name, parameter, shape, _ in parameters:
         frozen = PageKind.CODES if full_name in coded else PageKind.FROZEN
-        shapes[PageKind.PARAM if parameter.requires_grad else frozen][full_name] = tuple(parameter.shape)
+        shapes[PageKind.PARAM if parameter.requires_grad else frozen][full_name] = shape
     trainable, plain = (
         Layout.of(shapes[kind], world_size=world_size, groups=groups) for kind in (PageKind.PARAM, PageKind.FROZEN)
     )
@@ -160,11 +167,11 @@ def _by_optimizer(
         return names
     matrices = {
         key
-        for key, (_, parameter, _) in visited.items()
+        for key, (_, parameter, *_) in visited.items()
         if parameter.requires_grad and optimizer.orthogonalizes(groups[key])
     }
     mixed = {names[key] for key in matrices}
-    vectors = {key for key, (_, parameter, _) in visited.items() if names[key] in mixed and parameter.ndim < 2}
+    vectors = {key for key, (_, _, shape, _) in visited.items() if names[key] in mixed and len(shape) < 2}
     also = {name for key, name in names.items() if key not in matrices | vectors}
     apart = {key: f"{names[key] or ROOT}{APART}" for key in matrices if names[key] in also}
     return names | apart | dict.fromkeys(vectors, SHARED)
@@ -195,8 +202,8 @@ def _merged(visited: Iterable[_Visited], lookups: set[str], bucket_numel: int) -
     merged, because backward does not gather the former.
     """
     numels: dict[str, int] = {}
-    for _, parameter, unit in visited:
-        numels[unit] = numels.get(unit, 0) + parameter.numel()
+    for _, _, shape, unit in visited:
+        numels[unit] = numels.get(unit, 0) + prod(shape)
     into: dict[str, str] = {}
     last, total = "", 0
     for name, numel in numels.items():
@@ -225,7 +232,8 @@ def _walk(
             site, local = sites.setdefault(id(module), path), ""
         parameters = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
         for name, parameter in parameters:
-            visited.setdefault(id(parameter), _Visited(f"{path}.{name}".lstrip("."), parameter, site))
+            shape = tuple(local_part(parameter).shape)
+            visited.setdefault(id(parameter), _Visited(f"{path}.{name}".lstrip("."), parameter, shape, site))
             if (site, id(module)) not in bound:
                 needs.setdefault(site, {})[local + name] = id(parameter)
         bound.add((site, id(module)))

@@ -143,7 +143,8 @@ class State:
             return None, "its state was closed after this error"
         forms, world = runtime.takeover.forms, runtime.plan.world
         try:
-            needed_bytes = runtime.plan.numel * max(form.dtype.itemsize for form in forms.values()) * world.local_size
+            widest = max(form.dtype.itemsize for form in forms.values())
+            needed_bytes = runtime.plan.numel * widest * world.whole.local_size
             if needed_bytes > (free_bytes := int(world.share(str(free_host_bytes())))):
                 return None, f"they take {size_text(needed_bytes)} of host memory, but {size_text(free_bytes)} is free"
             runtime.settle()

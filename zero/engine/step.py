@@ -28,7 +28,7 @@ from zero.engine.arguments import (
 from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
-from zero.engine.totals import GradientStatus, Totals, check_gradients, first_nonfinite_unit, gather_totals
+from zero.engine.totals import GradientStatus, Totals, check_gradients, first_nonfinite_unit, gather_totals, over_groups
 from zero.errors import ConfigError, PlanError, StoreError, if_it_fails
 from zero.platform.timeline import Timeline
 from zero.store import PrefetchStore
@@ -54,7 +54,7 @@ class Metrics(NamedTuple):
     aux: Mapping[str, float]
     """The means over the global batch of the further numbers that `loss_fn` returned with the loss, by name."""
     rank_flags: tuple[float, ...]
-    """Each rank's `flag`, see `make_step`, by rank."""
+    """Each rank's `flag`, see `make_step`, by rank; with norm groups by the rank there and then by the world's rank."""
 
 
 class Step:
@@ -258,7 +258,7 @@ class Step:
             totals = exchange()
         if totals.one_order:
             reducer.adopt_order()
-        return totals
+        return over_groups(self._plan.norm_groups, totals)
 
     def _check_begun(self) -> None:
         if not self.microbatches:

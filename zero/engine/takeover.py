@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zero.distributed.mesh import Placed, is_dtensor, local_part
 from zero.engine.empty import Unmade, is_meta
 from zero.engine.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer, version_of
 from zero.engine.unit import Site, Splitting
@@ -22,6 +24,8 @@ from zero.errors import ConfigError, PlanError, StaleStateError, if_it_fails
 
 BATCH_NORM = nn.BatchNorm1d.forward
 """The forward that torch's batch norms of all dimensions share; buffers of subclasses that override it keep dtypes."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -47,15 +51,23 @@ class Takeover:
     Args:
         model: the model, which is changed in place; if an error is raised it is unchanged.
         dtype, device: dtype and device of gathered parameters.
+        placed: the placements of parameters that are DTensors, by name. Their local parts become new parameters.
 
     Raises:
         PlanError: the model is already taken over.
     """
 
-    def __init__(self, model: nn.Module, splitting: Splitting, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        splitting: Splitting,
+        dtype: torch.dtype,
+        device: torch.device,
+        placed: Mapping[str, Placed] = NOTHING,
+    ) -> None:
         refuse_taken(model)
         _watch_optimizers()
-        self._model, self._splitting = model, splitting
+        self._model, self._splitting, self._placed = model, splitting, placed
         self._undo, self._detach = ExitStack(), ExitStack()
         self._parameters: dict[str, tuple[ParameterPlaceholder, Form]] = {}
         self._buffers = [
@@ -65,6 +77,11 @@ class Takeover:
             if buffer is not None
         ]
         with if_it_fails(self.undo):
+            for name in placed:
+                dtensor = model.get_parameter(name)
+                local = nn.Parameter(local_part(dtensor).detach(), dtensor.requires_grad)
+                self._undo.callback(self._exchange, local, dtensor)
+                self._exchange(dtensor, local)
             for name in splitting.names:
                 parameter, form = model.get_parameter(name), Form.of(model.get_parameter(name))
                 values = parameter.data
@@ -119,19 +136,26 @@ class Takeover:
             if is_meta(placeholder) == (values is None):
                 placeholder.given_back(cls, value)
             else:
-                self._exchange(placeholder, nn.Parameter(value, placeholder.requires_grad))
+                self._give(placeholder, nn.Parameter(value, placeholder.requires_grad))
+        for name, placement in self._placed.items():
+            local = self._model.get_parameter(name)
+            self._exchange(local, nn.Parameter(placement.wrap(local.detach()), local.requires_grad))
         for module, name, form in self._buffers:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = buffer.to(form.device, form.dtype)
         self._parameters = {}
 
-    def _exchange(self, placeholder: ParameterPlaceholder, parameter: nn.Parameter) -> None:
+    def _give(self, placeholder: ParameterPlaceholder, parameter: nn.Parameter) -> None:
         register_hooks(parameter, placeholder.hooks)
+        self._exchange(placeholder, parameter)
+
+    def _exchange(self, parameter: nn.Parameter, other: nn.Parameter) -> None:
+        """Put `other` in place of `parameter` everywhere in the model."""
         for module in self._model.modules():
             for name, held in module._parameters.items():
-                if held is placeholder:
-                    module._parameters[name] = parameter
+                if held is parameter:
+                    module._parameters[name] = other
 
 
 @cache
@@ -249,10 +273,12 @@ def call_with(
     buffers: Mapping[str, Tensor] | None = None,
     path: str = "",
     check_writes: bool = False,
+    placed: Mapping[str, Placed] = NOTHING,
 ) -> Any:
     """Run `module` with `parameters`, and `buffers` if given, in place of its own.
 
     Args:
+        placed: the placements of parameters that the module sees as DTensors, by their names in `parameters`.
         path: the path of the module in the model, for messages.
         check_writes: also compare the values of parameters before and after, and undo writes.
 
@@ -260,16 +286,18 @@ def call_with(
         StaleStateError: the forward wrote into a parameter or replaced it, which would change only the gathered copy of
             this rank.
     """
+    if placed:
+        parameters = {name: _as_placed(value, placed.get(name)) for name, value in parameters.items()}
     held = dict(parameters) | dict(buffers or {})
     versions = [version_of(parameter) for parameter in parameters.values()]
-    copies = {name: parameter.detach().clone() for name, parameter in parameters.items() if check_writes}
+    copies = {name: local_part(value).detach().clone() for name, value in parameters.items() if check_writes}
     try:
         return functional_call(module, held, args, kwargs, tie_weights=False)
     finally:
         for (name, parameter), version in zip(parameters.items(), versions, strict=True):
             written = version_of(parameter) != version
-            if check_writes and not same_bits(parameter.detach(), copies[name]):
-                parameter.data.copy_(copies[name])
+            if check_writes and not same_bits(local_part(parameter).detach(), copies[name]):
+                local_part(parameter).data.copy_(copies[name])
                 written = True
             if written or held[name] is not parameter:
                 full_name = f"{path}.{name.rpartition('module.')[2]}".lstrip(".")
@@ -279,6 +307,10 @@ def call_with(
                     "such a tensor in a buffer, or write between steps: zero.gathered(state or engine, names, "
                     "modify=True)."
                 )
+
+
+def _as_placed(value: Tensor, placement: Placed | None) -> Tensor:
+    return value if placement is None or is_dtensor(value) else placement.wrap(value)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

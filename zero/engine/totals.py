@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero.distributed.world import World
 from zero.engine.arguments import NOTHING_TRAINS
 from zero.engine.runtime import Runtime
 from zero.errors import ConfigError, WorldError
@@ -95,18 +96,42 @@ def gather_totals(
     )
 
 
+def over_groups(groups: Sequence[World], totals: Totals) -> Totals:
+    """Exchange the totals of a world over norm groups, one after the other. Collective among the ranks of each.
+
+    Squares are added, losses and further numbers averaged, flags listed by the rank in the group.
+    """
+    for group in groups:
+        seen = sum(1 << status for status in totals.statuses)
+        mine = [totals.square_sum, seen, totals.loss, *totals.aux.values(), *totals.rank_flags]
+        rows = group.exchange(torch.tensor(mine, dtype=torch.float64, device="cpu"), what="norms and losses").tolist()
+        squares, masks, *columns = zip(*rows, strict=True)
+        loss, *others = (sum(column) / group.size for column in columns[: 1 + len(totals.aux)])
+        totals = totals._replace(
+            square_sum=sum(squares),
+            statuses={status for status in GradientStatus if any(int(mask) >> status & 1 for mask in masks)},
+            loss=loss,
+            aux=dict(zip(totals.aux, others, strict=True)),
+            rank_flags=tuple(flag for row in rows for flag in row[3 + len(others) :]),
+        )
+    return totals
+
+
 _EXTRA, _FINGERPRINT = 4, 8
 """Factors that pack a status below 4, a bit and a CRC-32 into one number, which is exact in fp64."""
 
 
 def first_nonfinite_unit(runtime: Runtime) -> str | None:
-    """Return the name of the first unit with an infinite or NaN gradient. Collective."""
+    """Return the name of the first unit with an infinite or NaN gradient, on any norm group's ranks. Collective."""
     world, names = runtime.plan.world, [unit.spec.name for unit in runtime.units]
     units = _squares(runtime)
     squares = world.compute.on_host(torch.stack([*units.values()])).tolist()
     nonfinite = (index for index, square in zip(units, squares, strict=True) if not math.isfinite(square))
     mine = torch.tensor([next(nonfinite, len(names))], device="cpu")
-    return dict(enumerate(names)).get(int(world.exchange(mine, what="the first nonfinite unit").min()))
+    name = dict(enumerate(names)).get(int(world.exchange(mine, what="the first nonfinite unit").min()))
+    for group in runtime.plan.norm_groups:
+        name = next(filter(None, group.gather_texts(name or "", "the first nonfinite unit")), None)
+    return name
 
 
 def _squares(runtime: Runtime) -> dict[int, Tensor]:

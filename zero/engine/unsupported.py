@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from zero.core.precision import DTYPES, Precision
 from zero.core.suggest import some
+from zero.distributed.mesh import is_dtensor
 from zero.engine.empty import Unmade, is_meta
 from zero.errors import PlanError
 from zero.platform.safetensors_files import NAMES
@@ -76,16 +77,12 @@ def _faults_of_parameter(parameter: nn.Parameter) -> Faults:
     cls, dtype = type(parameter), parameter.dtype
     library = cls.__module__.partition(".")[0]
     yield (
-        cls.__module__.startswith("torch.distributed"),
-        f" is a {cls.__name__}, sharded already. Pass the model as it is before fully_shard or parallelize_module.",
-    )
-    yield (
         cls.__name__ == "Params4bit",
         " has codes of bitsandbytes. Write from zero.formats import from_bitsandbytes; weights = "
         'from_bitsandbytes(model), then zero.Plan(..., precision=zero.Precision("bf16", frozen="nf4", '
         "coded=list(weights.codes))) and zero.init(..., weights=weights).",
     )
-    is_packed = library == "bitsandbytes" or not issubclass(cls, nn.Parameter | Unmade)
+    is_packed = library == "bitsandbytes" or not (issubclass(cls, nn.Parameter | Unmade) or is_dtensor(parameter))
     yield is_packed, f" is a {cls.__name__} of {library}, whose values zero cannot shard. {ROUNDED}."
     yield (
         dtype.is_complex,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zero.core.fused import numbers, optimizer_of, signed, tables
 from zero.core.kept import Kept, Pass
-from zero.core.layout import Layout
+from zero.core.layout import Layout, Slot
 from zero.core.master import cut_as, in_fp32
 from zero.core.moments import permutation
 from zero.core.optim import Hyper
@@ -133,10 +133,15 @@ class Updater:
     def measure(self, unit: UnitState) -> None:
         """Compute the sum of squares of the unit's final gradient, over this rank's shard and groups that train.
 
-        It is always added over ranges of the shard, so the bits do not depend on stage, page size or tier.
+        It is always added over ranges of the shard, so the bits do not depend on stage, page size or tier. Parameters
+        that count on another rank of a norm group add 0, or NaN if they are not finite.
         """
         grad_S = unit.own_grad_S(self._rank)
-        squares = [self._device.sum_of_squares(grad_S[first:last]) for first, last in self._training(unit)]
+        squares = []
+        for first, last, counts in self._training(unit):
+            squares.append(self._device.sum_of_squares(grad_S[first:last]))
+            if not counts:
+                squares[-1] = squares[-1] * 0.0
         if squares:
             unit.step.squares = functools.reduce(torch.add, squares)
         else:
@@ -408,15 +413,22 @@ class Updater:
         if groups := [group for part in parts if not part.staged for group in part.groups]:
             self._store.expect(groups)
 
-    def _training(self, unit: UnitState) -> list[tuple[int, int]]:
-        """Return the maximal ranges of this rank's shard in which all groups train, as (start, stop) in the shard."""
-        layout = unit.spec.trainable
-        if all(self._trains):
-            return [(0, layout.S)]
+    def _training(self, unit: UnitState) -> list[tuple[int, int, bool]]:
+        """Return the maximal ranges of this rank's shard in which all groups train.
+
+        Returns:
+            (start, stop) in the shard, and whether the range counts in the norm.
+        """
+        layout, uncounted = unit.spec.trainable, self._plan.uncounted
+        if all(self._trains) and not uncounted:
+            return [(0, layout.S, True)]
         first, last = layout.shard(self._rank)
-        runs = groupby(layout.segments(first, last), key=lambda segment: self._trains[segment.group])
-        adjoining = [list(run) for trains, run in runs if trains]
-        return [(run[0].start - first, run[-1].stop - first) for run in adjoining]
+
+        def key(extent: tuple[Slot, int, int]) -> tuple[bool, bool]:
+            return self._trains[extent[0].group], extent[0].name not in uncounted
+
+        runs = ((*flags, list(run)) for flags, run in groupby(layout.extents(first, last), key=key))
+        return [(run[0][1] - first, run[-1][2] - first, counts) for trains, counts, run in runs if trains]
 
 
 def run_kernel(optimizer: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece) -> None:

@@ -20,6 +20,7 @@ from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, WEIGHTS, flats
 from zero.checkpoint.frozen_file import frozen_version, remember
 from zero.checkpoint.manifest import FROZEN_KINDS, Entry, entries, files_of, held
 from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, shape_of, weights_of
+from zero.checkpoint.publish import check_coordinates
 from zero.checkpoint.save import gather_reports
 from zero.core.codec import CODECS
 from zero.core.layout import Slot
@@ -69,9 +70,9 @@ def load(
         progress: called with the number of units loaded so far.
 
     Raises:
-        CheckpointError: names, shapes or dtypes do not match, a pattern of `partial` matches nothing, or the checkpoint
-            has no such `weights`; nothing was changed. Also if a file was damaged after the checkpoint was opened;
-            then the state cannot be used again.
+        CheckpointError: names, shapes, dtypes or coordinates do not match, a pattern of `partial` matches nothing, or
+            the checkpoint has no such `weights`; nothing was changed. Also if a file was damaged after the checkpoint
+            was opened; then the state cannot be used again.
     """
     check_type(state, State, "zero.load", "state = zero.load(state, checkpoint)")
     if not isinstance(checkpoint, Checkpoint):
@@ -80,6 +81,7 @@ def load(
             "state = zero.load(state, zero.open_checkpoint(world, folder))."
         )
     runtime, plan = state.runtime, state.plan
+    check_coordinates(checkpoint.folder, checkpoint.manifest.facts.get("coordinates", {}), plan.world.coordinates)
     runtime.tree.check()
     runtime.settle()
     partial, convert = tuple(partial), tuple(convert)

@@ -5,6 +5,7 @@ from an open checkpoint for `load` and for exports, and compares the CRC-32 of e
 """
 
 import itertools
+import json
 import math
 import random
 import threading
@@ -35,7 +36,7 @@ from zero.checkpoint.manifest import (
     index_name,
     step_name,
 )
-from zero.checkpoint.publish import Root
+from zero.checkpoint.publish import Root, own_root
 from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader
 from zero.core.codec import CODECS
@@ -121,6 +122,8 @@ def open_checkpoint(
 def open_latest(world: World, path: Path | str, *, progress: Progress = silent) -> tuple[Checkpoint | None, list[str]]:
     """Open the newest valid checkpoint under `path`. Collective.
 
+    With coordinates it is collective among all ranks of the run, and each opens the newest step that all have.
+
     Args:
         world: the ranks that divide the verification among themselves.
         path: the folder of checkpoints, the `root` of `save`; or one checkpoint.
@@ -132,11 +135,36 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
 
     Raises:
         ConfigError: `world` is not a World, or `path` not a path.
-        CheckpointError: there are checkpoints, but none is valid.
+        CheckpointError: there are checkpoints, but none is valid, or none has the world's coordinates.
     """
     check_type(world, World, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     check_folder(path, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
-    return newest(world, Path(path), progress=progress)
+    if not world.coordinates:
+        return newest(world, Path(path), progress=progress)
+    root = own_root(Path(path), world.coordinates)
+    folders = [root.path / step_name(step) for step in _common_steps(world, Path(path), root)]
+    return open_first(world, folders, progress=progress)
+
+
+def _common_steps(world: World, path: Path, root: Root) -> list[int]:
+    """Return the steps that all coordinates have saved, the newest first. Collective among all ranks of the run.
+
+    Args:
+        root: the checkpoints of this world's coordinates in `path`.
+    """
+
+    def listed() -> list[list[int]]:
+        return [root.steps(), Root(path).steps()] if not is_step(path) else [[], [0]]
+
+    own, others = by_rank_0(world, listed)
+    texts = world.whole.gather_texts(json.dumps(own), "steps of checkpoints")
+    every = [set(json.loads(text)) for text in texts]
+    common = sorted(set.intersection(*every), reverse=True)
+    if any(every) and not common:
+        raise CheckpointError(f"{path}: no step was saved by all ranks. Restore one, or train anew in another folder.")
+    if others and not common:
+        raise CheckpointError(f"{path}: has no folder {root.path.name}. Pass the folder that zero.save got.")
+    return common
 
 
 def open_first(
@@ -156,10 +184,16 @@ def open_first(
         if suspect and folder in suspect:
             rejected.append(f"{folder}: {suspect[folder]}")
             continue
+        checkpoint, fault = None, ""
         try:
-            return open_checkpoint(world, folder, progress=progress), rejected
+            checkpoint = open_checkpoint(world, folder, progress=progress)
         except CheckpointError as error:
-            rejected.append(str(error))
+            fault = str(error)
+        if world.coordinates:  # damaged on one is rejected by all
+            fault = next(filter(None, world.whole.gather_texts(fault, "reports of a checkpoint")), "")
+        if checkpoint is not None and not fault:
+            return checkpoint, rejected
+        rejected.append(fault)
     if rejected:
         raise CheckpointError(
             f"{folders[0].parent}: none of its {len(rejected)} checkpoints is valid. Restore one, or train anew in "

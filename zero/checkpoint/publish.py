@@ -26,7 +26,7 @@ import re
 import secrets
 import stat
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -80,15 +80,19 @@ class Root:
         self.has_links = True
         self._begun: set[Path] = set()
 
-    def begin(self, step: int) -> Path:
-        """Make the temporary folder that the save of `step` is written into, and return its path."""
-        tmp = self._aside("tmp", step)
+    def make(self) -> None:
+        """Make the root itself in its parent, unless it exists."""
         with naming(self.path, "making it"):
             with contextlib.suppress(FileExistsError):
                 self.disk.make_folder(self.path)
             # Also if the root exists already, because the process that made it may have been killed before its fsync.
             self.disk.fsync_folder(self.path.parent)
             self._check_not_writable(self.path.resolve())
+
+    def begin(self, step: int) -> Path:
+        """Make the temporary folder that the save of `step` is written into, and return its path."""
+        tmp = self._aside("tmp", step)
+        self.make()
         with naming(tmp, "making it"):
             self.disk.make_folder(tmp)
         self._begun.add(tmp)
@@ -332,6 +336,20 @@ class Root:
         with contextlib.suppress(FileNotFoundError):
             return stat.S_ISDIR(self.disk.mode(path))
         return False
+
+
+def own_root(path: Path, coordinates: Mapping[str, int]) -> Root:
+    """Return the root in `path` of the checkpoints with these coordinates, see `World.coordinates`."""
+    return Root(path / "-".join(f"{name}-{place}" for name, place in sorted(coordinates.items())))
+
+
+def check_coordinates(folder: Path, saved: object, coordinates: Mapping[str, int]) -> None:
+    """Raise CheckpointError if the checkpoint in `folder`, with coordinates `saved`, is of other coordinates."""
+    if saved != coordinates:
+        raise CheckpointError(
+            f"{folder}: has coordinates {saved}, but this rank {dict(coordinates)}. Pass the folder that zero.save got "
+            "to zero.open_latest, which opens each rank's own."
+        )
 
 
 def _parse(path: Path) -> _Aside | None:

@@ -33,7 +33,7 @@ from zero.checkpoint.contents import check, flats
 from zero.checkpoint.frozen_file import FrozenFile, frozen_version, recall, remember
 from zero.checkpoint.manifest import FORMAT, File, Held, Index, Manifest, file_name, files_of, held, to_text
 from zero.checkpoint.pieces import on_host, staging_bytes, values_of
-from zero.checkpoint.publish import Root
+from zero.checkpoint.publish import Root, own_root
 from zero.checkpoint.shard import ShardWriter
 from zero.core.loss_scale import LossScale
 from zero.distributed.failure import some_ranks
@@ -61,7 +61,8 @@ def save(
 
     Args:
         state: a state of any stage and tier. Its deferred updates are applied first. It can be used afterwards.
-        root: the folder that holds a run's checkpoints, on a disk that all ranks share; made if its parent exists.
+        root: the folder that holds a run's checkpoints, on a disk that all ranks share; made if its parent exists. A
+            world with coordinates, such as {"tp": 1}, has a folder of its own in it, tp-1.
         facts: JSON values for `Checkpoint.facts`, such as the config.
         progress: called with the number of bytes that this rank has written.
 
@@ -134,11 +135,16 @@ class Saving:
         check_type(state, State, "zero.save", "zero.save(state, folder)")
         if not isinstance(root, Root):
             check_folder(root, "zero.save", "zero.save(state, folder)")
-            root = Root(Path(root))
         state.runtime.tree.check()
         state.runtime.settle()
         plan, buffers = state.plan, buffers_of(state.model)
-        self._world, self._root = plan.world, root
+        if plan.norm_groups and not plan.world.coordinates:
+            raise CheckpointError(
+                "norm_groups: their checkpoints would have one name. Open the world by zero.World.from_mesh, or "
+                'by zero.World.from_group(..., coordinates={"tp": 1}).'
+            )
+        self._world, whole = plan.world, root if isinstance(root, Root) else Root(Path(root))
+        self._root = root if isinstance(root, Root) else own_root(whole.path, plan.world.coordinates)
         self._runtime, self._threads = state.runtime, list[threading.Thread]()
         self._copied, self._stopped = threading.Event(), threading.Event()
         self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
@@ -153,21 +159,31 @@ class Saving:
             flats=flats(plan, buffers),
             files=(),
             finite=False,
-            facts={**numbers, **({"coded": coded} if coded else {}), "given": dict(facts or {})},
+            facts={
+                **numbers,
+                **({"coded": coded} if coded else {}),
+                **({"coordinates": dict(plan.world.coordinates)} if plan.world.coordinates else {}),
+                "given": dict(facts or {}),
+            },
         )
         self._files = files_of(self._manifest.flats, plan.world.rank, plan.world.size)
         self._frozen_version = frozen_version(state.runtime)
         gather_reports(self._world, lambda: check(buffers))
-        self._folder = Path(by_rank_0(self._world, lambda: str(root.begin(state.tried))))
+        self._folder = Path(by_rank_0(self._world, lambda: str(self._begin(whole, state.tried))))
         with if_it_fails(self.abandon):
             self._random = random_state()
             self._buffers = {name: on_host(buffer) for name, buffer in buffers.items()}  # a forward may change them
-            published = recall(state.runtime) if root.has_links else None
+            published = recall(state.runtime) if self._root.has_links else None
             self._linked = {} if published is None else self._link(published)
             if behind and (published is None or self._linked):
                 self._start()
             else:  # also if a link fails that `snapshot_bytes` counted on
                 self._write(progress)
+
+    def _begin(self, whole: Root, step: int) -> Path:
+        if whole.path != self._root.path:  # several coordinates may make it
+            whole.make()
+        return self._root.begin(step)
 
     @property
     def is_written(self) -> bool:

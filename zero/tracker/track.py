@@ -13,6 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from zero.checkpoint.publish import own_root
 from zero.checkpoint.save import by_rank_0
 from zero.core import suggest
 from zero.core.secret import refuse_secrets
@@ -71,6 +72,7 @@ def track(
         state: the state before the first step. If it was loaded from a checkpoint, its steps are counted.
         folder: the run folder, created if missing. If `state` continues a run, rows are appended. Otherwise a folder
             with rows of another run is left unchanged, and `run-2`, `run-3`, ... below it is used; see `Track.folder`.
+            A world with coordinates, such as {"tp": 1}, has a folder of its own in it, tp-1.
         samples: number of samples in all microbatches of a step on this rank, equal on all ranks. Speed is then in
             samples per second.
         tokens: number of tokens instead of samples. Speed is then in tokens per second, and the loss is assumed to be
@@ -125,7 +127,8 @@ def track(
         skipped=state.skipped,
         flops_per_token=None if flops is None else float(flops),
     )
-    return Track(state, Path(folder), settings, meter, unit, steps=steps, config=plain, records=timeline)
+    own = own_root(Path(folder), state.plan.world.coordinates).path
+    return Track(state, own, settings, meter, unit, steps=steps, config=plain, records=timeline)
 
 
 class Track:

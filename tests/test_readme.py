@@ -40,6 +40,9 @@ SHOWN = {"own_loop": "own-loop.md", "initialize": "coming-from-deepspeed.md", "h
 SHOWN |= {"hf_trainer": "hugging-face-trainer.md", "lightning_trainer": "lightning.md", "fsdp2": "coming-from-fsdp.md"}
 """Example -> the page of docs/ whose first block shows it."""
 
+BESIDE = ("tensor_parallel", "split_mlp", "experts")
+"""The examples of which docs/parallelism.md shows lines."""
+
 NEEDS = {"hugging_face": "transformers", "hf_trainer": "accelerate", "lightning_trainer": "lightning"}
 PINNED = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")  # of Trainer, without a GPU
 LIGHTNINGS = pytest.mark.filterwarnings(
@@ -124,6 +127,27 @@ def test_an_example_runs_on_two_ranks(name: str, here: Path):
     first, second = run_processes(2, printed_by, name)
     assert losses(first)[-1] < 5.5
     assert not second, "only rank 0 prints"
+
+
+def printed_on_a_mesh(_: zero.World, name: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](steps=20)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_example_beside_other_parallelism_learns_on_four_ranks(name: str, here: Path):
+    first, *others = run_processes(4, printed_on_a_mesh, name)
+    assert losses(first)[-1] < losses(first)[0] < 1
+    assert not any(others), "only rank 0 prints"
+
+
+def test_the_page_of_other_parallelism_shows_lines_of_its_examples():
+    sources = [(EXAMPLES / f"{name}.py").read_text() for name in (*BESIDE, "long_rows")]
+    shown = blocks("docs/parallelism.md")
+    assert len(shown) == 5
+    assert all(any(block in source for source in sources) for block in shown), "paste them from the examples"
+    assert all(len(source.splitlines()) <= 100 for source in sources)
 
 
 # -- the README and the other blocks of the docs -----------------------------------------------------------------------
@@ -368,7 +392,7 @@ def test_every_block_of_the_docs_has_a_test():
         "hugging-face": 1,
         "hugging-face-trainer": 1,
     }
-    tested |= {"parallelism": 1, "coming-from-deepspeed": 1, "coming-from-fsdp": 1, "schedulers": 1}
+    tested |= {"parallelism": 5, "coming-from-deepspeed": 1, "coming-from-fsdp": 1, "schedulers": 1}
     counted = {page.stem: len(blocks(str(page.relative_to(ROOT)))) for page in PAGES}
     assert {page: count for page, count in counted.items() if count} == tested
 

@@ -1,5 +1,7 @@
 """A checkpoint beside other parallelism holds the coordinates of its ranks, and each coordinate loads its own."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +70,31 @@ def common_steps(whole: zero.World, folder: Path, what: str) -> Any:
             newest.rename(folder / "elsewhere")
         if what == "damaged":
             file = next(newest.glob("*.safetensors"))
-            file.write_bytes(file.read_bytes()[:-1] + b"?")
+            *content, last = file.read_bytes()
+            file.write_bytes(bytes([*content, last ^ 1]))
+        if what == "mixed":
+            newest.rename(folder / "elsewhere")
+    whole.barrier()
+    if what == "mixed":
+        zero.save(state, folder)
+    whole.barrier()
+    if what == "mixed" and whole.rank == 1:
+        shutil.rmtree(newest)
+        (folder / "elsewhere").rename(newest)
     whole.barrier()
     checkpoint, rejected = zero.open_latest(world, folder / "tp-0" if what == "named" else folder)
     return checkpoint and checkpoint.step, len(rejected)
 
 
-@pytest.mark.parametrize(("what", "opened_step"), [("whole", (2, 0)), ("missing", (1, 0)), ("damaged", (1, 1))])
+@pytest.mark.parametrize(
+    ("what", "opened_step"), [("whole", (2, 0)), ("missing", (1, 0)), ("damaged", (1, 1)), ("mixed", (1, 1))]
+)
 def test_all_coordinates_open_the_newest_step_that_all_have(what: str, opened_step: Any, tmp_path: Path):
     assert run_ranks(2, common_steps, tmp_path / "checkpoints", what) == [opened_step] * 2
 
 
 def test_the_folder_of_another_coordinate_is_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"tp-0: has no folder tp-\d\. Pass the folder that zero\.save got\."):
+    with pytest.raises(CheckpointError, match=r"tp-0: is of one coordinate or of none\. Pass the folder"):
         run_ranks(2, common_steps, tmp_path / "checkpoints", "named")
 
 
@@ -93,9 +107,29 @@ def unnamed(whole: zero.World, folder: Path) -> None:
 
 
 def test_a_world_without_coordinates_saves_no_part_of_a_model(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"^norm_groups: their checkpoints would have one name\. Open the world"):
+    with pytest.raises(CheckpointError, match=r": worlds without coordinates would write to one name\. Open the world"):
         run_ranks(2, unnamed, tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def as_one(world: zero.World, folder: Path, *, saves: bool) -> Any:
+    """Save or open a checkpoint on the only rank of a norm group."""
+    with world.exclusive():
+        model = Pair(0)
+    alone = world.part([world.rank], "tp")
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world, norm_groups=[alone], replicated=["equal.*"])
+    state = zero.init(plan, zero.open_store(plan))
+    return zero.save(state, folder).name if saves else zero.open_latest(world, folder)
+
+
+def test_a_norm_group_of_one_rank_saves_as_without_it(tmp_path: Path):
+    assert run_ranks(2, partial(as_one, saves=True), tmp_path / "checkpoints") == ["step-0000000000"] * 2
+
+
+def test_checkpoints_of_coordinates_are_not_passed_over_without_them(tmp_path: Path):
+    run_ranks(2, common_steps, tmp_path / "checkpoints", "whole")
+    with pytest.raises(CheckpointError, match=r"has checkpoints in tp-0, tp-1, of other coordinates than \{\}\."):
+        run_ranks(1, partial(as_one, saves=False), tmp_path / "checkpoints")
 
 
 def tracked(whole: zero.World, folder: Path) -> str:

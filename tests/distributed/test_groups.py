@@ -1,6 +1,7 @@
 """A world of some of a run's ranks: it sees its own ranks, nodes and failures, and no operation of another world."""
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero
 from tests.common.small import Setting, train_small
 from tests.conftest import LONG_S
+from zero.distributed.process_group import _LOST
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.world import SoloWorld
-from zero.errors import WorldError
-from zero.testing import run_processes, run_ranks
+from zero.errors import ConfigError, WorldError
+from zero.testing import run_processes, run_ranks, simulated_gpu
 
 
 def seen(world: zero.World) -> dict[str, Any]:
@@ -88,6 +90,35 @@ def apart(_: zero.World) -> list[float]:
 def test_ranks_that_wait_long_do_not_take_another_worlds_operations_for_theirs():
     results = run_processes(4, apart, timeout_s=LONG_S)
     assert results == [[0.0] * numel + [1.0] * numel for numel in (3, 4, 3, 4)]
+
+
+def communicators(_: zero.World, *, equally: bool) -> Any:
+    """Return the GPU communicators of a world and a norm group; rank 0 may have a process group more."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if not equally and dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    try:
+        with zero.World.from_mesh(mesh, "dp", timeout_s=LONG_S) as world:
+            assert seen(world.beside(mesh["tp"]))["ranks"] == tuple(mesh["tp"].mesh.tolist())
+            return len(world._processes._parts)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("equally", [True, False])
+def test_a_world_of_gpus_has_one_communicator_and_refuses_names_that_would_differ(equally: bool):
+    with simulated_gpu():
+        counts = run_processes(4, partial(communicators, equally=equally), timeout_s=LONG_S)
+    if equally:
+        assert counts == [1] * 4
+    else:
+        assert "ranks 0, 2 have [5, 4] process groups of torch. Make as many on each rank" in str(counts[0])
+
+
+def test_only_errors_of_gloo_are_lost_connections():
+    assert _LOST.search("[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    assert _LOST.search("[/src/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete")
+    assert not _LOST.search("DataLoader timed out after 5 seconds")
 
 
 def of_nodes(whole: zero.World, ranks: list[int]) -> tuple[int, int, bool] | None:

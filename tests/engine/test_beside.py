@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ from torch.nn import functional as F
 
 import zero
 from tests.conftest import LONG_S
+from zero.engine import saved_tensors
 from zero.engine.full import digest
-from zero.errors import ConfigError, HandshakeError, PlanError, RankFailedError
+from zero.engine.saved_tensors import OnHost
+from zero.errors import ConfigError, HandshakeError, OutsideUnitError, PlanError, RankFailedError
 from zero.testing import run_processes, run_ranks, simulated_gpu
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -61,7 +64,8 @@ def opened(world: zero.World, kind: str, mesh: Any, **settings: Any) -> tuple[ze
 
 
 def loss_fn(model: nn.Module, rows: Tensor) -> Tensor:
-    return F.mse_loss(model(rows).squeeze(-1), rows[:, 0] * rows[:, 1])
+    values = model(rows.to(next(model.parameters()).dtype)).squeeze(-1).float()
+    return F.mse_loss(values, rows[:, 0] * rows[:, 1])
 
 
 def grid(kind: str, shape: tuple[int, int] = (2, 2)) -> Any:
@@ -189,8 +193,68 @@ def test_a_mesh_of_one_rank_trains_dtensors_too(one_rank_group: Any):
         for number in range(STEPS):
             state, metrics = step(state, [rows_of(number, 0)])
             every.append((metrics.loss, metrics.grad_norm))
+        with pytest.raises(OutsideUnitError, match=r"^1\.up\.weight is a DTensor, of which this rank has a part"):
+            state.model[1].up.weight.sum()
+        assert state.model.state_dict()["1.up.weight"].shape == state.model[1].up.weight.shape
     expected, _ = alone(plain("tensor_parallel", one_rank_group), 1)
     torch.testing.assert_close(torch.tensor(every), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_dtensors_on_a_simulated_gpu_stay_there_when_activations_are_offloaded(
+    one_rank_group: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Each activation that is copied to the host comes back, and bits are those without offloading."""
+    sent, back = list[Any](), list[Any]()
+    keep, find = OnHost.keep, OnHost.find
+    monkeypatch.setattr(saved_tensors, "LEAST_BYTES", 1)
+    monkeypatch.setattr(OnHost, "keep", lambda *args: (sent.append(kept := keep(*args)), kept)[1])
+    monkeypatch.setattr(OnHost, "find", lambda *args: (back.append(args[1]), find(*args))[1])
+    mesh, results = grid("tensor_parallel", (1, 1)), []
+    with simulated_gpu(races=True, order="late"):
+        for activations in ("keep", "offload"):
+            with zero.World.from_mesh(mesh, "dp") as world:
+                state, step = opened(world, "tensor_parallel", mesh, activations=activations, offload="cpu")
+                for number in range(STEPS):
+                    state, _ = step(state, [rows_of(number, 0)])
+                results.append(digest(state))
+                state.close()
+    assert results[0] == results[1]
+    assert {id(kept) for kept in sent} == {id(kept) for kept in back} != set()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "accumulate": {"accumulate": 2},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+}
+
+
+def otherwise(_: zero.World) -> list[Any]:
+    """Return, by setting and stage, digest and metrics of a short training."""
+    mesh, results = grid("tensor_parallel"), []
+    with zero.World.from_mesh(mesh, "dp", timeout_s=LONG_S) as world:
+        for settings in OTHERS.values():
+            for stage in (2, 3):
+                state, step = opened(world, "tensor_parallel", mesh, stage=stage, **settings)
+                every = []
+                for number in range(STEPS):
+                    parts = [world.rank + 2 * turn for turn in range(state.plan.accumulate)]
+                    state, metrics = step(state, [rows_of(number, part) for part in parts])
+                    every.append((metrics.loss, metrics.grad_norm))
+                results.append((digest(state), every))
+                state.close()
+    return results
+
+
+def test_dtensors_train_in_several_microbatches_and_in_half_precision(one_rank_group: Any):
+    ranks = run_processes(4, otherwise, timeout_s=LONG_S)
+    for number, (name, settings) in enumerate(OTHERS.items()):
+        expected, _ = alone(plain("tensor_parallel", one_rank_group), 2 * settings.get("accumulate", 1))
+        rounding = 1e-5 if name == "accumulate" else 5e-2
+        for results in ranks:
+            first, second = results[2 * number : 2 * number + 2]
+            assert first == second
+            torch.testing.assert_close(torch.tensor(first[1]), torch.tensor(expected), rtol=rounding, atol=1e-6)
 
 
 class Tokens(nn.Module):
@@ -282,10 +346,11 @@ def poisoned(_: zero.World, kind: str, names: list[str]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("kind", ["tensor_parallel", "split_mlp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_nan_on_one_coordinate_skips_the_step_on_all_ranks(kind: str):
     """In a matrix that is split, and in a norm, which does not count in the norm of that rank."""
-    names = ["2.up.weight" if kind == "tensor_parallel" else "2.up", "3.norm.bias"]
+    split = {"tensor_parallel": "2.up.weight", "split_mlp": "2.up", "experts": "2.experts.0.0.weight"}
+    names = [split[kind], "1.norm.bias"]
     assert (
         run_processes(4, poisoned, kind, names, timeout_s=LONG_S) == [[(True, name[0], 0, True) for name in names]] * 4
     )
@@ -334,7 +399,7 @@ class Pair(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=seed))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.own(torch.tanh(self.equal(x)))
+        return torch.cat([self.own(x), torch.tanh(self.equal(x))], -1)  # the gradient of "equal" is equal, too
 
 
 def pair_loss(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -406,6 +471,39 @@ def unequal(whole: zero.World, what: str) -> None:
     zero.init(plan, zero.open_store(plan))
 
 
+class Partly(Pair):
+    """A model whose gradient of "equal" is a part on each rank, as of torch's norms without SequenceParallel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(torch.tanh(self.equal(x)))
+
+
+def partial_gradients(whole: zero.World, names: list[str]) -> None:
+    world, group = whole.part([whole.rank], f"dp {whole.rank}"), whole.part([0, 1], "tp")
+    with whole.exclusive():
+        model = Partly(whole.rank) if names[0] == names[1] else Pair(whole.rank)
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world, norm_groups=[group], replicated=["equal.*"])
+    state = zero.init(plan, zero.open_store(plan))
+
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = model(x).square().mean()
+        return y, {names[whole.rank]: y}
+
+    zero.make_step(plan, loss)(state, [torch.ones(2, 5)])
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a", "a"], r"parameters that are equal on ranks 0, 1 have other gradients there, with sums of squares from"),
+        (["a", "b"], r"aux: ranks of norm_groups return other names\."),
+    ],
+)
+def test_a_step_compares_gradients_of_equal_parameters_and_names(names: list[str], said: str):
+    with pytest.raises(ConfigError, match=said):
+        run_ranks(2, partial_gradients, names)
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     {
@@ -447,6 +545,20 @@ def refusals(_: zero.World) -> dict[str, str]:
             model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, places))
             return model
 
+        def hooked() -> nn.Module:
+            model = over(tp, [Shard(0)])
+            model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+            return model
+
+        def opened_by_hand() -> None:
+            with patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
+                zero.World.from_mesh(mesh, "dp")
+
+        def of(group: Any, tp: Any) -> Callable[[], Any]:
+            return lambda: zero.World.from_group(group, coordinates={"tp": tp}, timeout_s=LONG_S)
+
+        apart = zero.World.from_mesh(mesh, "tp", timeout_s=LONG_S)
+
         def on_meta() -> None:
             with zero.empty():
                 model = Pair(0)
@@ -469,6 +581,14 @@ def refusals(_: zero.World) -> dict[str, str]:
             "string": (PlanError, lambda: plan(Pair(0), replicated="equal.*")),
             "no list": (PlanError, lambda: plan(Pair(0), norm_groups=tp)),
             "its own": (PlanError, lambda: plan(Pair(0), norm_groups=[mesh["dp"]])),
+            "twice": (PlanError, lambda: plan(Pair(0), norm_groups=[tp, tp])),
+            "apart": (PlanError, lambda: plan(Pair(0), norm_groups=[apart])),
+            "hook": (PlanError, lambda: plan(hooked())),
+            "by hand": (ConfigError, opened_by_hand),
+            "no place": (ConfigError, of(tp, -1)),
+            "one name": (ConfigError, of(mesh["dp"], 0)),
+            "other names": (ConfigError, of(tp, dist.get_rank())),
+            "overlap": (ConfigError, of(tp if dist.get_rank() < 2 else mesh["dp"], 0)),
             "alone": (PlanError, lambda: plan(Pair(0), norm_groups=[], replicated=["equal.*"])),
             "equal parts": (PlanError, on_meta),
         }
@@ -479,7 +599,7 @@ REFUSALS = {
     "dimension": "mesh has no dimension named pp: it has dp, tp. Name one of these.",
     "no mesh": "mesh is ProcessGroup: must be a DeviceMesh, from init_device_mesh.",
     "no group": "group is DeviceMesh: must be a process group of torch with this rank, or a mesh of one dimension.",
-    "elsewhere": "group is int: must be a process group of torch with this rank, or a mesh of one dimension.",
+    "elsewhere": "group does not have this rank. Pass a group with this rank on every rank.",
     "not there": "mesh does not have rank 0. Make it of all ranks of the run.",
     "no norm group": "parameter 1.up.weight is a DTensor over ranks 0, 1, which are no group of norm_groups. Write "
     'zero.Plan(..., norm_groups=[mesh["tp"]]).',
@@ -492,6 +612,17 @@ REFUSALS = {
     "string": "replicated='equal.*' is one string. Pass a list: ['equal.*'].",
     "no list": "norm_groups is a DeviceMesh. Pass a list of groups: [group].",
     "its own": "norm_groups: ranks 0, 2 are in the world, too. Pass groups of other dimensions only.",
+    "twice": "norm_groups: ranks 0, 1 are in another group, too. Pass groups of other dimensions only.",
+    "apart": "norm_groups: a world was opened apart from the plan's. Pass torch's group or mesh instead.",
+    "hook": "parameter weight is a DTensor with a gradient hook. Register the hook after zero.init.",
+    "by hand": "torch's process group has rank 0 of 4, but RANK and WORLD_SIZE say 0 of 1. Start with torchrun, or set "
+    "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.",
+    "no place": "coordinates: 'tp' is -1. Pass names and whole numbers: {\"tp\": 1}.",
+    "one name": "coordinates: two worlds have {'tp': 0}, so their checkpoints would have one name.",
+    "other names": "group: the ranks have the worlds ([0, 1], {'tp': 0}), ([0, 1], {'tp': 1}), ([2, 3], {'tp': 2}), "
+    "([2, 3], {'tp': 3}), but each rank must be in one, with the same coordinates on all its ranks.",
+    "overlap": "group: the ranks have the worlds ([0, 1], {'tp': 0}), ([0, 2], {'tp': 0}), ([1, 3], {'tp': 0}), but "
+    "each rank must be in one, with the same coordinates on all its ranks.",
     "alone": "replicated is for the ranks of norm_groups. Write zero.Plan(..., norm_groups=[group]).",
     "equal parts": "own.weight, own.bias: each rank of norm_groups has another part, but zero.init would make equal "
     "ones. Build the model with its values, pass weights=, or name parameters that are equal in replicated=[...].",
@@ -502,6 +633,7 @@ def test_combinations_that_cannot_train_are_named_in_one_line():
     first, *others = run_processes(4, refusals, timeout_s=LONG_S)
     assert first | {"of both": REFUSALS["of the world"]} == REFUSALS | {"of both": REFUSALS["of the world"]}
     assert all(texts.keys() >= first.keys() - {"elsewhere", "not there"} for texts in others)
+    assert all(texts["other names"] == first["other names"] for texts in others), "raised alike by all"
 
 
 def restored(_: zero.World) -> Any:
@@ -511,10 +643,13 @@ def restored(_: zero.World) -> Any:
         state, step = opened(world, "tensor_parallel", mesh)
         state, _ = step(state, [rows_of(0, world.rank)])
         evaluated = zero.make_forward(state.plan, lambda model, rows: model(rows))(state, rows_of(1, 0))
-        model = state.model
+        model, calls = state.model, list[Tensor]()
+        model[1].up.weight.register_hook(calls.append)
         state.close()
-        return torch.equal(evaluated, model(rows_of(1, 0))), type(model[1].up.weight).__name__
+        values = model(rows_of(1, 0))
+        values.sum().backward()
+        return torch.equal(evaluated, values), type(model[1].up.weight).__name__, len(calls)
 
 
-def test_a_closed_state_leaves_a_model_of_dtensors():
-    assert run_processes(4, restored, timeout_s=LONG_S) == [(True, "DTensor")] * 4
+def test_a_closed_state_leaves_a_model_of_dtensors_with_its_hooks():
+    assert run_processes(4, restored, timeout_s=LONG_S) == [(True, "DTensor", 1)] * 4

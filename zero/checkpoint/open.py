@@ -36,11 +36,12 @@ from zero.checkpoint.manifest import (
     index_name,
     step_name,
 )
-from zero.checkpoint.publish import Root, own_root
+from zero.checkpoint.publish import Root, own_root, parts_in
 from zero.checkpoint.save import by_rank_0, gather_reports, join
 from zero.checkpoint.shard import THREADS, ShardReader
 from zero.core.codec import CODECS
 from zero.core.loss_scale import LossScale
+from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_type
 from zero.errors import CheckpointError
@@ -139,31 +140,42 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
     """
     check_type(world, World, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     check_folder(path, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
-    if not world.coordinates:
-        return newest(world, Path(path), progress=progress)
-    root = own_root(Path(path), world.coordinates)
-    folders = [root.path / step_name(step) for step in _common_steps(world, Path(path), root)]
-    return open_first(world, folders, progress=progress)
+    if world.coordinates:
+        root = own_root(Path(path), world)
+        folders = [root.path / step_name(step) for step in _common_steps(world, root)]
+        opened = open_first(world, folders, progress=progress)
+    else:
+        opened = newest(world, Path(path), progress=progress)
+    if opened[0] is None and (parts := by_rank_0(world, lambda: parts_in(Path(path)))):
+        raise CheckpointError(
+            f"{path}: has checkpoints in {some(parts)}, of other coordinates than {dict(world.coordinates)}. Open the "
+            "world with their dimensions, or train anew in another folder."
+        )
+    return opened
 
 
-def _common_steps(world: World, path: Path, root: Root) -> list[int]:
+def _common_steps(world: World, root: Root) -> list[int]:
     """Return the steps that all coordinates have saved, the newest first. Collective among all ranks of the run.
 
     Args:
-        root: the checkpoints of this world's coordinates in `path`.
+        root: the checkpoints of this world's coordinates.
+
+    Raises:
+        CheckpointError: its parent is one checkpoint or holds some itself, or no step was saved by all.
     """
+    path = root.path.parent
 
-    def listed() -> list[list[int]]:
-        return [root.steps(), Root(path).steps()] if not is_step(path) else [[], [0]]
+    def listed() -> list[int]:
+        if is_step(path) or Root(path).steps():
+            raise CheckpointError(f"{path}: is of one coordinate or of none. Pass the folder that zero.save got.")
+        return root.steps()
 
-    own, others = by_rank_0(world, listed)
+    own = by_rank_0(world, listed)
     texts = world.whole.gather_texts(json.dumps(own), "steps of checkpoints")
     every = [set(json.loads(text)) for text in texts]
     common = sorted(set.intersection(*every), reverse=True)
     if any(every) and not common:
         raise CheckpointError(f"{path}: no step was saved by all ranks. Restore one, or train anew in another folder.")
-    if others and not common:
-        raise CheckpointError(f"{path}: has no folder {root.path.name}. Pass the folder that zero.save got.")
     return common
 
 
@@ -190,7 +202,11 @@ def open_first(
         except CheckpointError as error:
             fault = str(error)
         if world.coordinates:  # damaged on one is rejected by all
-            fault = next(filter(None, world.whole.gather_texts(fault, "reports of a checkpoint")), "")
+            number = "" if checkpoint is None else checkpoint.manifest.facts.get("save")
+            texts = world.whole.gather_texts(json.dumps([fault, number]), "reports of a checkpoint")
+            faults, numbers = zip(*map(json.loads, texts), strict=True)
+            mixed = f"{folder}: other coordinates hold another save of this step" if len({*numbers}) > 1 else ""
+            fault = next(filter(None, faults), mixed)
         if checkpoint is not None and not fault:
             return checkpoint, rejected
         rejected.append(fault)

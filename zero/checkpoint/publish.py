@@ -45,6 +45,7 @@ from zero.checkpoint.manifest import (
     step_name,
 )
 from zero.core.suggest import some
+from zero.distributed.world import World
 from zero.errors import CheckpointError
 from zero.platform.files import named, naming
 from zero.platform.step_folders import MANIFEST_NAME, step_of
@@ -338,9 +339,24 @@ class Root:
         return False
 
 
-def own_root(path: Path, coordinates: Mapping[str, int]) -> Root:
-    """Return the root in `path` of the checkpoints with these coordinates, see `World.coordinates`."""
-    return Root(path / "-".join(f"{name}-{place}" for name, place in sorted(coordinates.items())))
+def own_root(path: Path, world: World) -> Root:
+    """Return the root in `path` of the checkpoints of `world`, a folder of its own if it has coordinates.
+
+    Raises:
+        CheckpointError: it is a part of the run and has none.
+    """
+    if world.size < world.whole.size and not world.coordinates:
+        raise CheckpointError(
+            f"{path}: worlds without coordinates would write to one name. Open the world by zero.World.from_mesh, or "
+            'by zero.World.from_group(..., coordinates={"tp": 1}).'
+        )
+    return Root(path / "-".join(f"{name}-{place}" for name, place in sorted(world.coordinates.items())))
+
+
+def parts_in(path: Path) -> list[str]:
+    """Return the names of folders in `path` that hold checkpoints with coordinates."""
+    named = (folder for folder in path.glob("*-*") if re.fullmatch(r"\w+-\d+(-\w+-\d+)*", folder.name))
+    return sorted(folder.name for folder in named if folder.is_dir() and Root(folder).steps())
 
 
 def check_coordinates(folder: Path, saved: object, coordinates: Mapping[str, int]) -> None:

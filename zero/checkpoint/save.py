@@ -17,6 +17,7 @@ import json
 import math
 import platform
 import random
+import secrets
 import tempfile
 import threading
 import time
@@ -62,7 +63,8 @@ def save(
     Args:
         state: a state of any stage and tier. Its deferred updates are applied first. It can be used afterwards.
         root: the folder that holds a run's checkpoints, on a disk that all ranks share; made if its parent exists. A
-            world with coordinates, such as {"tp": 1}, has a folder of its own in it, tp-1.
+            world with coordinates, such as {"tp": 1}, has a folder of its own in it, tp-1; then all ranks of the run
+            save together.
         facts: JSON values for `Checkpoint.facts`, such as the config.
         progress: called with the number of bytes that this rank has written.
 
@@ -138,13 +140,7 @@ class Saving:
         state.runtime.tree.check()
         state.runtime.settle()
         plan, buffers = state.plan, buffers_of(state.model)
-        if plan.norm_groups and not plan.world.coordinates:
-            raise CheckpointError(
-                "norm_groups: their checkpoints would have one name. Open the world by zero.World.from_mesh, or "
-                'by zero.World.from_group(..., coordinates={"tp": 1}).'
-            )
-        self._world, whole = plan.world, root if isinstance(root, Root) else Root(Path(root))
-        self._root = root if isinstance(root, Root) else own_root(whole.path, plan.world.coordinates)
+        self._world, self._root = plan.world, root if isinstance(root, Root) else own_root(Path(root), plan.world)
         self._runtime, self._threads = state.runtime, list[threading.Thread]()
         self._copied, self._stopped = threading.Event(), threading.Event()
         self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
@@ -162,14 +158,14 @@ class Saving:
             facts={
                 **numbers,
                 **({"coded": coded} if coded else {}),
-                **({"coordinates": dict(plan.world.coordinates)} if plan.world.coordinates else {}),
+                **(_beside(plan.world) if plan.world.coordinates else {}),
                 "given": dict(facts or {}),
             },
         )
         self._files = files_of(self._manifest.flats, plan.world.rank, plan.world.size)
         self._frozen_version = frozen_version(state.runtime)
         gather_reports(self._world, lambda: check(buffers))
-        self._folder = Path(by_rank_0(self._world, lambda: str(self._begin(whole, state.tried))))
+        self._folder = Path(by_rank_0(self._world, lambda: str(self._begin(state.tried))))
         with if_it_fails(self.abandon):
             self._random = random_state()
             self._buffers = {name: on_host(buffer) for name, buffer in buffers.items()}  # a forward may change them
@@ -180,9 +176,9 @@ class Saving:
             else:  # also if a link fails that `snapshot_bytes` counted on
                 self._write(progress)
 
-    def _begin(self, whole: Root, step: int) -> Path:
-        if whole.path != self._root.path:  # several coordinates may make it
-            whole.make()
+    def _begin(self, step: int) -> Path:
+        if self._world.coordinates:  # several may make the folder of all
+            Root(self._root.path.parent).make()
         return self._root.begin(step)
 
     @property
@@ -294,6 +290,11 @@ class Saving:
             yield
         except Exception as error:
             self._report = {"error": with_class(error)}
+
+
+def _beside(world: World) -> dict[str, Any]:
+    """Return the facts of one coordinate's checkpoint; "save" is equal on all that were saved together. Collective."""
+    return {"coordinates": dict(world.coordinates), "save": world.whole.share(secrets.token_hex(8))}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -20,12 +20,23 @@ def ranks_of(group: Any) -> tuple[int, ...]:
         ConfigError: `group` is neither, or this rank is not in it.
     """
     group = group.get_group() if _is_mesh(group) and group.ndim == 1 else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("group does not have this rank. Pass a group with this rank on every rank.")
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             f"group is {type(group).__name__}: must be a process group of torch with this rank, or a mesh of one "
             "dimension."
         )
     return tuple(sorted(dist.get_process_group_ranks(group), key=lambda rank: dist.get_group_rank(group, rank)))
+
+
+def check_started(rank: int, size: int) -> None:
+    """Raise ConfigError unless torch's default process group has this `rank` of `size`, as the environment says."""
+    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise ConfigError(
+            f"torch's process group has rank {dist.get_rank()} of {dist.get_world_size()}, but RANK and WORLD_SIZE say "
+            f"{rank} of {size}. Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+        )
 
 
 class Dimension(NamedTuple):

@@ -35,8 +35,8 @@ from zero.errors import MachineError, WorldError
 from zero.platform.device import Device
 from zero.platform.handle import Done, Handle, Then
 
-_LOST = re.compile(r"[Cc]onnection (closed|reset)|[Tt]imed out")
-"""The errors of gloo that end a collective of the script's, because of another rank."""
+_LOST = re.compile(r"\.cc:\d+\].*([Cc]onnection (closed|reset)|[Tt]imed out)", re.DOTALL)
+"""The errors of gloo, with its line, that end a collective of the script's, because of another rank."""
 
 RECENT_OPS = 64
 """Number of latest operations that a rank remembers, to find the first one that differs between ranks."""
@@ -146,6 +146,10 @@ class ProcessGroup:
         options = nccl_options(timeout) if priority and backend == "nccl" else None
         self._compute.join()  # NCCL splits a communicator only after all operations on it have ended
         self._parts[name] = dist.new_group(list(ranks), timeout, backend, options, use_local_synchronization=True)
+
+    def has_part(self, name: str) -> bool:
+        """Return whether there is a GPU communicator of this part."""
+        return name in self._parts
 
     def close(self, *, keep_default: bool) -> None:
         """Leave the group. With `keep_default` torch's default process group stays open."""
@@ -288,6 +292,11 @@ def nccl_options(timeout: timedelta) -> "dist.ProcessGroupNCCL.Options":
 def default_group() -> dist.ProcessGroup | None:
     """Return torch's default process group; None if it is not open."""
     return dist.group.WORLD
+
+
+def group_count() -> int:
+    """Return the number of torch's process groups with this rank, from which torch makes names of further ones."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def open_group_of_one(backend: str) -> None:

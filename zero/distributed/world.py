@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from zero.distributed.failure import field_difference
-from zero.distributed.mesh import dimension_of, ranks_of
+from zero.distributed.mesh import check_started, dimension_of, ranks_of
 from zero.distributed.ordered_sum import ordered_sum
 from zero.distributed.process_group import (
     ProcessGroup,
@@ -42,11 +42,12 @@ from zero.distributed.process_group import (
     all_to_all_uneven,
     broadcast,
     default_group,
+    group_count,
     open_group_of_one,
     reduce_scatter,
 )
 from zero.distributed.rendezvous import check_environment, env_int
-from zero.errors import ConfigError, HandshakeError, LayoutError, WorldError
+from zero.errors import ConfigError, HandshakeError, LayoutError, WorldError, if_it_fails
 from zero.platform.cuda import claim_device, compute_device
 from zero.platform.handle import Done, Handle as Handle, Then
 
@@ -207,11 +208,12 @@ class World(contextlib.AbstractContextManager["World"]):
         Args:
             group: the process group, or a mesh of one dimension.
             coordinates: the names of the dimensions that are split in other ways, and this rank's place in each, such
-                as {"tp": 1}. Checkpoints have them.
+                as {"tp": 1}: the same on all ranks of the group, and others in each group. Checkpoints need them.
             timeout_s, device: as in `from_env`.
 
         Raises:
-            ConfigError: `group` is not a group with this rank; or as `from_env`.
+            ConfigError: `group` is not a group with this rank, ranks passed other groups or coordinates, or the
+                environment does not describe torch's process group; or as `from_env`.
         """
         return _world_of(ranks_of(group), coordinates, timeout_s, device)
 
@@ -240,7 +242,10 @@ class World(contextlib.AbstractContextManager["World"]):
         if isinstance(group, World):
             return group
         ranks = ranks_of(group)
-        return self.whole.part(ranks, f"beside {_name_of(ranks)}")
+        return self.whole._beside(ranks, f"beside {_name_of(ranks)}")
+
+    def _beside(self, ranks: Sequence[int], name: str) -> "World":
+        return self.part(ranks, name)
 
     def gather(self, shard_S: Tensor, full_P: Tensor, *, what: str = "") -> Handle:
         """Start to copy rank r's shard into full_P[r * S : (r + 1) * S], on every rank (all-gather).
@@ -515,7 +520,11 @@ class SoloWorld(World):
         super().__init__(0, 1, device=device, timeout_s=timeout_s)
 
     def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
-        return copy(self)
+        if [*ranks] != [0]:
+            raise ConfigError(f"{name}: this run has one rank, not ranks {', '.join(map(str, ranks))}.")
+        part = copy(self)
+        part._be_part(self.whole, [0])
+        return part
 
     def reduce_scatter(
         self, full_P: Tensor, recv_P: Tensor, sum_S: Tensor, *, accumulate: bool = False, what: str = ""
@@ -632,7 +641,12 @@ class ProcessWorld(Transport):
         self._processes.fail(error)
 
     def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> "World":
-        return _ProcessPart(self, ranks, name, priority=priority)
+        part = _ProcessPart(self, ranks, name)
+        part.open(priority=priority)
+        return part
+
+    def _beside(self, ranks: Sequence[int], name: str) -> World:
+        return _ProcessPart(self, ranks, name)
 
     def close(self) -> None:
         self._processes.close(keep_default=self.keeps_default_group)
@@ -641,31 +655,73 @@ class ProcessWorld(Transport):
 class _ProcessPart(Transport):
     """Some of the ranks of a `ProcessWorld`: host messages use its connections, GPUs have a communicator per part."""
 
-    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:
+    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
         self._be_part(whole, ranks)
-        self._world, self._processes, self._name = whole, whole._processes, name
-        self._processes.open_part(ranks, name, priority=priority)
+        self._processes, self._name = whole._processes, name
+
+    def open(self, *, priority: bool) -> None:
+        """Open the part's communicator of a GPU. Collective.
+
+        Raises:
+            ConfigError: torch would name it differently on its ranks, which would wait for each other.
+        """
+        if not self.compute.shares_memory:
+            counts = self.exchange(torch.tensor([group_count()], device="cpu"), what="numbers of process groups")
+            if counts.unique().numel() > 1:
+                raise ConfigError(
+                    f"ranks {', '.join(map(str, self.ranks))} have {counts.flatten().tolist()} process groups of "
+                    "torch. Make as many on each rank, by init_device_mesh or new_group."
+                )
+        self._processes.open_part(self.ranks, self._name, priority=priority)
 
     def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
-        return self._world.part([self._ranks[rank] for rank in ranks], f"{name} of {self._name}", priority=priority)
+        return self.whole.part([self._ranks[rank] for rank in ranks], f"{name} of {self._name}", priority=priority)
 
     def on_host(self, tensor: Tensor, what: str = "") -> Tensor:
-        return self._world.on_host(tensor, what)
+        return self.whole.on_host(tensor, what)
 
     def at(self, place: str) -> None:
-        self._world.at(place)
+        self.whole.at(place)
 
     def fail(self, error: BaseException) -> None:
         self._processes.fail_beside(error)
 
+    def _by_collective(self, tensor: Tensor) -> bool:
+        return self._processes.has_part(self._name) and super()._by_collective(tensor)
+
     def close(self) -> None:
-        self._world.close()
+        self.whole.close()
 
 
 def _world_of(ranks: Sequence[int], coordinates: Mapping[str, int], timeout_s: float, device: str | None) -> World:
-    world = World.from_env(timeout_s, device).part(ranks, _name_of(ranks))
+    """Open the world of `ranks`, with `coordinates` that no other ranks have. Collective among all ranks of the run."""
+    for name, place in coordinates.items():
+        if not (str(name).isidentifier() and type(place) is int and place >= 0):
+            raise ConfigError(f'coordinates: {name!r} is {place!r}. Pass names and whole numbers: {{"tp": 1}}.')
+    check_started(env_int("RANK", "0"), env_int("WORLD_SIZE", "1"))
+    whole = World.from_env(timeout_s, device)
+    with if_it_fails(whole.close):
+        _check_worlds(whole.gather_texts(json.dumps([*ranks, dict(coordinates)], sort_keys=True), "coordinates"))
+        world = whole.part(ranks, _name_of(ranks))
     world.coordinates = dict(coordinates)
     return world
+
+
+def _check_worlds(texts: Sequence[str]) -> None:
+    """Raise ConfigError, on every rank, unless the ranks of all worlds and their coordinates fit together.
+
+    Args:
+        texts: by rank of the run, the ranks and the coordinates of its world.
+    """
+    worlds = [(members, coordinates) for *members, coordinates in map(json.loads, sorted({*texts}))]
+    if sorted(rank for members, _ in worlds for rank in members) != [*range(len(texts))]:
+        raise ConfigError(
+            f"group: the ranks have the worlds {', '.join(map(str, worlds))}, but each rank must be in one, with the "
+            "same coordinates on all its ranks."
+        )
+    places = [coordinates for _, coordinates in worlds if coordinates]
+    if twice := [place for place in places if places.count(place) > 1]:
+        raise ConfigError(f"coordinates: two worlds have {twice[0]}, so their checkpoints would have one name.")
 
 
 def _name_of(ranks: Sequence[int]) -> str:

@@ -22,17 +22,21 @@ def worlds_beside(world: World, norm_groups: object) -> tuple[World, ...]:
     """Return the worlds of norm groups. Collective among the ranks of each.
 
     Raises:
-        PlanError: they are no list, or one shares further ranks with `world`.
+        PlanError: they are no list, a world of another run, or one shares further ranks with `world` or another one.
     """
     if not isinstance(norm_groups, list | tuple):
         raise PlanError(f"norm_groups is a {type(norm_groups).__name__}. Pass a list of groups: [group].")
     worlds = tuple(world.beside(group) for group in norm_groups)
-    for other in worlds:
-        if len(shared := set(other.ranks) & set(world.ranks)) > 1:
-            raise PlanError(
-                f"norm_groups: ranks {', '.join(map(str, sorted(shared)))} are in the world, too. Pass groups of other "
-                "dimensions only."
-            )
+    if any(other.whole is not world.whole for other in worlds):
+        raise PlanError("norm_groups: a world was opened apart from the plan's. Pass torch's group or mesh instead.")
+    for number, other in enumerate(worlds):
+        for before in (world, *worlds[:number]):
+            if len(shared := set(other.ranks) & set(before.ranks)) > 1:
+                where = "the world" if before is world else "another group"
+                raise PlanError(
+                    f"norm_groups: ranks {', '.join(map(str, sorted(shared)))} are in {where}, too. Pass groups of "
+                    "other dimensions only."
+                )
     return worlds
 
 
@@ -40,7 +44,8 @@ def placements(model: nn.Module, world: World, norm_groups: Sequence[World]) -> 
     """Return the placement of each parameter that is a DTensor, by name.
 
     Raises:
-        PlanError: a DTensor is a sum over ranks, is split over ranks of `world`, or over ranks that are no norm group.
+        PlanError: a DTensor is a sum over ranks, is on another device than `world`, or is split over ranks of `world`
+            or over ranks that are no norm group.
     """
     placed: dict[str, Placed] = {}
     for name, parameter in model.named_parameters():
@@ -50,7 +55,10 @@ def placements(model: nn.Module, world: World, norm_groups: Sequence[World]) -> 
         where = f"parameter {name} is a DTensor"
         if placement.is_partial:
             raise PlanError(f"{where} of partial sums. Redistribute it to Shard or Replicate.")
-        if parameter._backward_hooks:
+        device = placement.mesh.device_type
+        if not str(world.device).startswith(device):
+            raise PlanError(f'{where} on {device}, but the world is on {world.device}. Open it with device="{device}".')
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise PlanError(f"{where} with a gradient hook. Register the hook after zero.init.")
         for ranks, _ in placement.groups:
             others = set(ranks) - {world.ranks[world.rank]}
@@ -94,7 +102,7 @@ def replicated_names(
     def is_equal(name: str, group: World) -> bool:
         placements = placed[name].groups if name in placed else []
         over_group = [replicated for ranks, replicated in placements if set(ranks) == set(group.ranks)]
-        return all(over_group) if over_group else name in equal
+        return group.size == 1 or (all(over_group) if over_group else name in equal)
 
     return [frozenset(name for name in aliases if is_equal(name, group)) for group in norm_groups]
 

@@ -205,6 +205,7 @@ class Gatherer:
         """Register one place of a parameter in the model; call it in the order of the site's bindings."""
         self._places_of.setdefault(site.path, []).append(place)
         if (placed := self._placed.get(place.placeholder.full_name)) is not None:
+            place.placeholder.is_part = True
             self._placed_of.setdefault(site.path, {})[f"module.{bound.local}"] = placed
         if bound.trainable:
             self._units[bound.unit].placeholders[bound.slot] = place.placeholder
@@ -341,10 +342,10 @@ class Gatherer:
 
     def _pack(self, tensor: Tensor) -> Any:
         if self._placed and is_dtensor(tensor):
-            local = self._pack(local_part(tensor))
-            if isinstance(local, Packed):
-                return PackedPlaced(local, spec_of(tensor))
-            return Kept(tensor, tensor._version)
+            local = local_part(tensor)
+            if self.pool is None or self.pool.holding(local) is None:
+                return Kept(tensor, tensor._version)
+            return PackedPlaced(self._pack(local), spec_of(tensor))
         buffer = None if self.pool is None else self.pool.holding(tensor)
         if buffer is None:
             stays = not self._sends or storage_address(tensor) in self._resident_addresses

@@ -56,6 +56,7 @@ class ParameterPlaceholder(nn.Parameter):
         recipe: the recorded initialization, see `empty`; None if there is no record.
         hooks: gradient hooks, called in order on this rank's gradient before it is reduced.
         is_constant: whether this is the detached form of the parameter, as `detach` returns it.
+        is_part: whether the parameter is the local part of a DTensor, which only the modules of its unit may read.
     """
 
     full_name: str
@@ -68,6 +69,7 @@ class ParameterPlaceholder(nn.Parameter):
     recipe: Recipe | None
     hooks: "OrderedDict[int, Hook]"
     is_constant: bool
+    is_part: bool
 
     @classmethod
     def taken(
@@ -120,7 +122,7 @@ class ParameterPlaceholder(nn.Parameter):
         self.full_name, self.home, self.regather = name, home, None
         self.gradient = self.source = self.full_value = None
         self.hooks = OrderedDict()
-        self.is_constant = self.may_be_edited = False
+        self.is_constant = self.may_be_edited = self.is_part = False
         return self
 
     @property
@@ -163,6 +165,7 @@ class ParameterPlaceholder(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             made = Tensor._make_subclass(ParameterPlaceholder, self.data, False)._begin(self.full_name, self.home, None)
         made.regather, made.full_value, made.is_constant = self.regather, self.full_value, True
+        made.is_part = self.is_part
         return made
 
     def _local_grad(self) -> Tensor | None:
@@ -181,10 +184,15 @@ class ParameterPlaceholder(nn.Parameter):
         The view has an autograd history if the parameter trains and gradients are enabled, unless `constant`.
 
         Raises:
-            OutsideUnitError: the parameter has no values yet.
+            OutsideUnitError: the parameter has no values yet, or is a part of a DTensor and not `constant`.
         """
         if (full := self.seen_in_full(constant=constant)) is not None:
             return full
+        if self.is_part and not constant:
+            raise OutsideUnitError(
+                f"{self.full_name} is a DTensor, of which this rank has a part, and was read outside of its unit. Read "
+                "the part with zero.gathered or state_dict(), or compute with it in the forward of its module."
+            )
         if self.regather is None:
             raise OutsideUnitError(
                 f"parameter {self.full_name} has no values yet. Call zero.init or zero.initialize first."

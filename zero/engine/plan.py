@@ -106,7 +106,7 @@ class Plan(PageTable):
         norm_groups: the worlds of `norm_groups`.
         placed: the placement of each parameter that was a DTensor, by name; the plan is for its local part.
         replicated: for each norm group, the names of parameters that are equal on all of its ranks.
-        uncounted: the names of parameters that count in the norm on another rank.
+        equal_over: the name of a parameter -> the numbers of the norm groups on whose ranks it is equal.
         placement: the tier of parameters, of gradients, and of every page of master and moments.
         arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
         staging_slots: the number of slots on a GPU through which pages in host memory are updated.
@@ -193,9 +193,10 @@ class Plan(PageTable):
         optimizer.check_groups(splitting.shapes())
         check_muon(splitting, optimizer, self.placed)
         self.replicated = replicated_names(splitting, self.placed, self.norm_groups, replicated)
-        self.uncounted = frozenset[str]().union(
-            *(names for group, names in zip(self.norm_groups, self.replicated, strict=True) if group.rank > 0)
-        )
+        self.equal_over = {
+            name: tuple(number for number, equal in enumerate(self.replicated) if name in equal)
+            for name in frozenset[str]().union(*self.replicated)
+        }
         _, param_tier, grad_tier = lowest_tiers(offload)
         uneven = not world.nodes_alike or world.size % world.local_size
         if uneven and "node" in (gather, reduce, shard):

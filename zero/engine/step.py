@@ -249,7 +249,7 @@ class Step:
         """Sum gradients over ranks and exchange losses and norms; repeat both if any rank has an extra flat."""
         runtime, reducer = self._runtime, self._runtime.reducer
         reducer.finish()
-        runtime.log.note(repr(hyper))
+        runtime.log.note(repr((hyper, sorted(self._aux))))
         losses = [torch.stack(losses).sum() for losses in self._losses if losses]
         exchange = partial(gather_totals, runtime, losses, self._aux, flag, self._gradient_status())
         totals = exchange()

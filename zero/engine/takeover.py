@@ -139,7 +139,9 @@ class Takeover:
                 self._give(placeholder, nn.Parameter(value, placeholder.requires_grad))
         for name, placement in self._placed.items():
             local = self._model.get_parameter(name)
-            self._exchange(local, nn.Parameter(placement.wrap(local.detach()), local.requires_grad))
+            dtensor = nn.Parameter(placement.wrap(local.detach()), local.requires_grad)
+            register_hooks(dtensor, local._backward_hooks or {})
+            self._exchange(local, dtensor)
         for module, name, form in self._buffers:
             buffer = module._buffers.get(name)
             if buffer is not None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class Totals(NamedTuple):
     """Whether any rank has an extra flat of gradients, which is not in `square_sum`."""
     one_order: bool
     """Whether the units' gradients became ready in the same order on all ranks."""
+    equal_squares: Sequence[float] = ()
+    """For each norm group, the part of `square_sum` of parameters that are equal on its ranks."""
 
     def norm(self, divisor: float) -> float:
         """Return the L2 norm of the mean gradient over all parameters, rounded once to fp32.
@@ -74,6 +77,10 @@ def gather_totals(
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
         torch.stack([*_squares(runtime).values()] or [zero]).sum(),  # one number, because W ranks receive W of them
     ]
+    measured += [
+        torch.stack([runtime.units[index].step.equal_squares[number] for index in _squares(runtime)] or [zero]).sum()
+        for number in range(len(runtime.plan.norm_groups))
+    ]
     facts = status + _EXTRA * reducer.has_extra + _FINGERPRINT * runtime.log.fingerprint
     numbers = reducer.order_seen, flag, facts
     # `new_full` launches a kernel; `torch.tensor` would copy from the host and wait for the copy
@@ -82,17 +89,20 @@ def gather_totals(
     what = "norms and losses"
     [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
     handle.wait()
-    *means, squares, orders, flags, all_facts = world.on_host(everyone, what).view(world.size, -1).T.tolist()
+    rows = world.on_host(everyone, what).view(world.size, -1).T.tolist()
+    means, (squares, *equal, orders, flags, all_facts) = rows[: 1 + len(names)], rows[1 + len(names) :]
     _check_fingerprints(runtime, [int(facts) // _FINGERPRINT for facts in all_facts])
     loss, *others = (sum(numbers) / world.size for numbers in means)
+    sharers = runtime.plan.sharers  # the ranks of one copy of the state
     return Totals(
-        sum(squares[: runtime.plan.sharers]),  # the ranks of one copy of the state
+        sum(squares[:sharers]),
         loss,
         dict(zip(names, others, strict=True)),
         tuple(flags),
         {int(facts) % _EXTRA for facts in all_facts},
         any_extra=any(int(facts) // _EXTRA % 2 for facts in all_facts),
         one_order=len(set(orders)) == 1,
+        equal_squares=[sum(column[:sharers]) for column in equal],
     )
 
 
@@ -100,22 +110,42 @@ def over_groups(groups: Sequence[World], totals: Totals) -> Totals:
     """Exchange the totals of a world over norm groups, one after the other. Collective among the ranks of each.
 
     Squares are added, losses and further numbers averaged, flags listed by the rank in the group.
+
+    Raises:
+        ConfigError: the ranks return other further numbers, or have other gradients of equal parameters.
     """
-    for group in groups:
-        seen = sum(1 << status for status in totals.statuses)
-        mine = [totals.square_sum, seen, totals.loss, *totals.aux.values(), *totals.rank_flags]
+    for group, equal in zip(groups, totals.equal_squares, strict=True):
+        seen, names = sum(1 << status for status in totals.statuses), crc32(repr([*totals.aux]).encode())
+        mine = [names, equal, totals.square_sum, seen, totals.loss, *totals.aux.values(), *totals.rank_flags]
         rows = group.exchange(torch.tensor(mine, dtype=torch.float64, device="cpu"), what="norms and losses").tolist()
-        squares, masks, *columns = zip(*rows, strict=True)
+        hashes, equals, squares, masks, *columns = zip(*rows, strict=True)
+        if len(set(hashes)) > 1:
+            raise ConfigError("aux: ranks of norm_groups return other names. Return the same names on all ranks.")
+        _check_equal(group, equals, sum(squares))
         loss, *others = (sum(column) / group.size for column in columns[: 1 + len(totals.aux)])
         totals = totals._replace(
             square_sum=sum(squares),
             statuses={status for status in GradientStatus if any(int(mask) >> status & 1 for mask in masks)},
             loss=loss,
             aux=dict(zip(totals.aux, others, strict=True)),
-            rank_flags=tuple(flag for row in rows for flag in row[3 + len(others) :]),
+            rank_flags=tuple(flag for row in rows for flag in row[5 + len(others) :]),
         )
     return totals
 
+
+def _check_equal(group: World, squares: Sequence[float], square_sum: float) -> None:
+    """Raise ConfigError if gradients of parameters that are equal on a norm group's ranks differ beyond rounding."""
+    low, high = min(squares), max(squares)
+    if math.isfinite(square_sum) and high - low > max(_ROUNDING * high, _NOISE * square_sum):
+        raise ConfigError(
+            f"norm_groups: parameters that are equal on ranks {', '.join(map(str, group.ranks))} have other gradients "
+            f"there, with sums of squares from {low:.3g} to {high:.3g}. Make each gradient whole on all of these ranks "
+            "(SequenceParallel for torch's norms, an all-reduce in backward for layers by hand)."
+        )
+
+
+_ROUNDING, _NOISE = 1e-2, 1e-6
+"""Differences of sums of squares that are rounding: a part of the larger sum, and of the sum over all parameters."""
 
 _EXTRA, _FINGERPRINT = 4, 8
 """Factors that pack a status below 4, a bit and a CRC-32 into one number, which is exact in fp64."""

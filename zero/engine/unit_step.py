@@ -64,6 +64,7 @@ class UnitStep:
         reductions: the number of reductions under way.
         published: whether `grad` is final, or will be when its all-gather has ended.
         squares: the sum of squares of this rank's shard of the final gradient, 0-dim fp64; None if it is not final.
+        equal_squares: for each norm group, the part of `squares` of parameters that are equal on its ranks.
         borrowed: the buffer that an offloaded gradient has borrowed.
         narrow: whether an offloaded gradient is in `Facts.first_grad_dtype`.
         reducing: whether a reduction writes into an offloaded gradient, so that it must stay open.
@@ -85,6 +86,7 @@ class UnitStep:
     reductions: int = 0
     published: bool = False
     squares: Tensor | None = None
+    equal_squares: list[Tensor] = field(default_factory=list)
     borrowed: Scratch | None = None
     narrow: bool = False
     reducing: bool = False

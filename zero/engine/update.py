@@ -137,11 +137,15 @@ class Updater:
         that count on another rank of a norm group add 0, or NaN if they are not finite.
         """
         grad_S = unit.own_grad_S(self._rank)
-        squares = []
-        for first, last, counts in self._training(unit):
+        groups, squares = self._plan.norm_groups, list[Tensor]()
+        equal = [grad_S.new_zeros((), dtype=torch.float64) for _ in groups]
+        for first, last, equal_on in self._training(unit):
             squares.append(self._device.sum_of_squares(grad_S[first:last]))
-            if not counts:
+            for number in equal_on:
+                equal[number] = equal[number] + squares[-1]
+            if any(groups[number].rank > 0 for number in equal_on):
                 squares[-1] = squares[-1] * 0.0
+        unit.step.equal_squares = equal
         if squares:
             unit.step.squares = functools.reduce(torch.add, squares)
         else:
@@ -413,22 +417,22 @@ class Updater:
         if groups := [group for part in parts if not part.staged for group in part.groups]:
             self._store.expect(groups)
 
-    def _training(self, unit: UnitState) -> list[tuple[int, int, bool]]:
+    def _training(self, unit: UnitState) -> list[tuple[int, int, Sequence[int]]]:
         """Return the maximal ranges of this rank's shard in which all groups train.
 
         Returns:
-            (start, stop) in the shard, and whether the range counts in the norm.
+            (start, stop) in the shard, and the numbers of the norm groups on whose ranks the range is equal.
         """
-        layout, uncounted = unit.spec.trainable, self._plan.uncounted
-        if all(self._trains) and not uncounted:
-            return [(0, layout.S, True)]
+        layout, equal = unit.spec.trainable, self._plan.equal_over
+        if all(self._trains) and not equal:
+            return [(0, layout.S, ())]
         first, last = layout.shard(self._rank)
 
-        def key(extent: tuple[Slot, int, int]) -> tuple[bool, bool]:
-            return self._trains[extent[0].group], extent[0].name not in uncounted
+        def key(extent: tuple[Slot, int, int]) -> tuple[bool, Sequence[int]]:
+            return self._trains[extent[0].group], equal.get(extent[0].name, ())
 
-        runs = ((*flags, list(run)) for flags, run in groupby(layout.extents(first, last), key=key))
-        return [(run[0][1] - first, run[-1][2] - first, counts) for trains, counts, run in runs if trains]
+        runs = ((*keys, list(run)) for keys, run in groupby(layout.extents(first, last), key=key))
+        return [(run[0][1] - first, run[-1][2] - first, numbers) for trains, numbers, run in runs if trains]
 
 
 def run_kernel(optimizer: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece) -> None:

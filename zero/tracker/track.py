@@ -127,7 +127,7 @@ def track(
         skipped=state.skipped,
         flops_per_token=None if flops is None else float(flops),
     )
-    own = own_root(Path(folder), state.plan.world.coordinates).path
+    own = own_root(Path(folder), state.plan.world).path
     return Track(state, own, settings, meter, unit, steps=steps, config=plain, records=timeline)
 
 

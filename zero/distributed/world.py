@@ -47,7 +47,7 @@ from zero.distributed.process_group import (
     reduce_scatter,
 )
 from zero.distributed.rendezvous import check_environment, env_int
-from zero.errors import ConfigError, HandshakeError, LayoutError, WorldError, if_it_fails
+from zero.errors import ConfigError, HandshakeError, LayoutError, WorldError
 from zero.platform.cuda import claim_device, compute_device
 from zero.platform.handle import Done, Handle as Handle, Then
 
@@ -700,10 +700,12 @@ def _world_of(ranks: Sequence[int], coordinates: Mapping[str, int], timeout_s: f
             raise ConfigError(f'coordinates: {name!r} is {place!r}. Pass names and whole numbers: {{"tp": 1}}.')
     check_started(env_int("RANK", "0"), env_int("WORLD_SIZE", "1"))
     whole = World.from_env(timeout_s, device)
-    with if_it_fails(whole.close):
+    with contextlib.ExitStack() as failure:
+        failure.push(whole)
         _check_worlds(whole.gather_texts(json.dumps([*ranks, dict(coordinates)], sort_keys=True), "coordinates"))
         world = whole.part(ranks, _name_of(ranks))
-    world.coordinates = dict(coordinates)
+        world.coordinates = dict(coordinates)
+        failure.pop_all()
     return world
 
 

@@ -114,7 +114,7 @@ def test_a_world_without_coordinates_saves_no_part_of_a_model(tmp_path: Path):
 
 def as_one(world: zero.World, folder: Path, *, saves: bool) -> Any:
     """Save or open a checkpoint on the only rank of a norm group."""
-    with world.exclusive():
+    with world.exclusive(), zero.empty():
         model = Pair(0)
     alone = world.part([world.rank], "tp")
     plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world, norm_groups=[alone], replicated=["equal.*"])
@@ -122,7 +122,7 @@ def as_one(world: zero.World, folder: Path, *, saves: bool) -> Any:
     return zero.save(state, folder).name if saves else zero.open_latest(world, folder)
 
 
-def test_a_norm_group_of_one_rank_saves_as_without_it(tmp_path: Path):
+def test_a_norm_group_of_one_rank_begins_and_saves_as_without_it(tmp_path: Path):
     assert run_ranks(2, partial(as_one, saves=True), tmp_path / "checkpoints") == ["step-0000000000"] * 2
 
 

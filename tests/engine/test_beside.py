@@ -195,7 +195,8 @@ def test_a_mesh_of_one_rank_trains_dtensors_too(one_rank_group: Any):
             every.append((metrics.loss, metrics.grad_norm))
         with pytest.raises(OutsideUnitError, match=r"^1\.up\.weight is a DTensor, of which this rank has a part"):
             state.model[1].up.weight.sum()
-        assert state.model.state_dict()["1.up.weight"].shape == state.model[1].up.weight.shape
+        with zero.gathered(state, ["1.up.weight"]), torch.no_grad():
+            assert torch.equal(state.model[1].up.weight.clone(), state.model.state_dict()["1.up.weight"])
     expected, _ = alone(plain("tensor_parallel", one_rank_group), 1)
     torch.testing.assert_close(torch.tensor(every), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
@@ -554,6 +555,11 @@ def refusals(_: zero.World) -> dict[str, str]:
             model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
             return model
 
+        def elsewhere() -> None:
+            sharded = over(tp, [Shard(0)])
+            with patch.object(DeviceMesh, "device_type", "cuda"):
+                plan(sharded)
+
         def opened_by_hand() -> None:
             with patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
                 zero.World.from_mesh(mesh, "dp")
@@ -587,6 +593,7 @@ def refusals(_: zero.World) -> dict[str, str]:
             "its own": (PlanError, lambda: plan(Pair(0), norm_groups=[mesh["dp"]])),
             "twice": (PlanError, lambda: plan(Pair(0), norm_groups=[tp, tp])),
             "apart": (PlanError, lambda: plan(Pair(0), norm_groups=[apart])),
+            "device": (PlanError, elsewhere),
             "hook": (PlanError, lambda: plan(hooked())),
             "by hand": (ConfigError, opened_by_hand),
             "no place": (ConfigError, of(tp, -1)),
@@ -618,6 +625,7 @@ REFUSALS = {
     "its own": "norm_groups: ranks 0, 2 are in the world, too. Pass groups of other dimensions only.",
     "twice": "norm_groups: ranks 0, 1 are in another group, too. Pass groups of other dimensions only.",
     "apart": "norm_groups: a world was opened apart from the plan's. Pass torch's group or mesh instead.",
+    "device": 'parameter weight is a DTensor on cuda, but the world is on cpu. Open it with device="cuda".',
     "hook": "parameter weight is a DTensor with a gradient hook. Register the hook after zero.init.",
     "by hand": "torch's process group has rank 0 of 4, but RANK and WORLD_SIZE say 0 of 1. Start with torchrun, or set "
     "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.",

@@ -40,6 +40,7 @@ def train(config: Config, folder: Path) -> "Summary":
     import torch  # here, so that a rejected command line does not wait for it
 
     import zero
+    from zero.engine.replay import check_replay
     from zero.tracker import open_tracker
     from zero.trainer.loop import Run, out_of_memory_explained, resumed
     from zero.trainer.planning import Activations, plan_of_run, resolve_auto
@@ -61,6 +62,7 @@ def train(config: Config, folder: Path) -> "Summary":
         config, predicted_s = resolve_auto(config, task.model, world, tracker, activations)
         if world.rank == 0:
             write_config(config, folder)
+        check_replay(config.debug.replay, world, "debug.replay")
         plan = plan_of_run(config, task.model, world, activations)
         tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}\nfolder {folder}")
 
@@ -75,7 +77,7 @@ def train(config: Config, folder: Path) -> "Summary":
             state = zero.init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
             state = resumed(state, checkpoint, config, tracker)
             with Run(config, state, task, data, tracker, folder, checkpoint, predicted_s) as run:
-                step = zero.make_step(plan, task.loss, flag=run.flag)
+                step = zero.make_step(plan, task.loss, flag=run.flag, replay=config.debug.replay)
                 for number in run.steps():
                     with run.recorded(number):
                         state, metrics = step(state, run.microbatches(number))

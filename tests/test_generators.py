@@ -121,6 +121,8 @@ def functions(folder: Path) -> None:
         zero.set_full(state, name, zero.get_full(state, name))
         with zero.gathered(state, [name], modify=True):
             pass
+        for _ in zero.stream_weights(state):
+            pass
         latest, _ = zero.open_latest(world, folder / "functions")
         zero.load(state, zero.open_checkpoint(world, latest.folder)).runtime.store.close()
 

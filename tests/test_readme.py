@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import indent
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from torch import nn
 import train
 import zero
 from tests.common.command_lines import refusal_of
+from tests.common.inference import Engine, Group, Remote
 from tests.conftest import LONG_S
 from zero.__main__ import main as zero_train
 from zero.testing import forked_ranks, run_processes
@@ -61,10 +63,10 @@ def run(source: str, names: dict[str, Any]) -> None:
     exec(compile(source, "a page", "exec"), names)
 
 
-def own_loop(**settings: Any) -> dict[str, Any]:
+def own_loop(world: zero.World | None = None, **settings: Any) -> dict[str, Any]:
     """Make the names that the blocks of docs/own-loop.md go on from: those of its example."""
     names = runpy.run_path(str(EXAMPLES / "own_loop.py"))
-    world = zero.World.from_env()
+    world = world or zero.World.from_env()
     with zero.empty():
         model = nn.Sequential(nn.Embedding(256, 64), names["Block"](64), nn.Linear(64, 256))
     plan = zero.Plan(model, optimizer=zero.adamw(lr=3e-3), world=world, **settings)
@@ -231,7 +233,7 @@ def test_a_settings_file_of_the_docs_counts_and_its_mistake_is_shown_as_it_is_sa
 
 def test_the_blocks_of_own_loop_run(here: Path):
     names = own_loop(accumulate=2)
-    pieces, evaluation, text, _ = blocks("docs/own-loop.md")
+    pieces, evaluation, text, *_ = blocks("docs/own-loop.md")
     run(pieces, names)
     assert names["state"].step == 1
     run(evaluation, names)
@@ -239,6 +241,80 @@ def test_the_blocks_of_own_loop_run(here: Path):
     assert (here / "checkpoints").is_dir()
     run(text, names)
     assert names["tokens"].shape == (1, 24)
+
+
+def feed(world: zero.World, address: Any) -> list[dict[str, torch.Tensor]]:
+    """Train, and feed the engine at `address` by the functions of the docs, then by vLLM's calls for full weights.
+
+    Returns the weights of this rank's state at each of the three.
+    """
+    names = own_loop(world=world, stage=3, precision="bf16")
+    run(blocks("docs/own-loop.md")[3], names)
+    state, step = names["state"], zero.make_step(names["plan"], names["loss_fn"])
+    sends = world.rank == 0
+    engine, group = (Remote(address), Group("127.0.0.1", 0, 0, 2)) if sends else (None, None)
+    broadcast = None
+    if engine is not None and group is not None:
+        place = {"master_address": "127.0.0.1", "master_port": group.store.port, "rank_offset": 1, "world_size": 2}
+        with ThreadPoolExecutor(1) as beside:
+            call = beside.submit(engine.init_weights_update_group, **place, group_name="weights", backend="gloo")
+            group.connect()
+            call.result()
+        broadcast = group.broadcast
+    held = []
+    for number in range(3):
+        if number == 0:
+            names["send_all"](state, engine, broadcast)
+        elif number == 1:
+            names["send_changes"](state, engine, broadcast, since=0)
+        else:
+            send_all_to_vllm(state, engine, broadcast)
+        if engine is not None:
+            engine.generate()
+        held.append(
+            {name: tensor.to(torch.bfloat16) for name, tensor in zero.full_state_dict(state, "compute").items()}
+        )
+        state, _ = step(state, [names["batch"]])
+    if engine is not None:
+        engine.leave()
+    return held
+
+
+def send_all_to_vllm(state: zero.State, engine: Any, broadcast: Any) -> None:
+    """All parameters in one call of `update_weights`, as vLLM's own trainers send them."""
+    sends, shapes = state.plan.world.rank == 0, state.plan.splitting.shapes()
+    with ThreadPoolExecutor(1) as beside:
+        if sends:
+            engine.start_weight_update()
+            info = {
+                "names": [*shapes],
+                "dtype_names": ["bfloat16"] * len(shapes),
+                "shapes": [*map(list, shapes.values())],
+            }
+            call = beside.submit(engine.update_weights, info)
+        for _, tensor in zero.stream_weights(state):
+            if sends:
+                broadcast(tensor)
+        if sends:
+            call.result()
+            engine.finish_weight_update()
+
+
+def test_an_engine_in_another_process_has_the_weights_of_the_trainers():
+    """This process is the engine; two trainers run the functions of the docs."""
+    engine = Engine()
+    with engine.served() as address:
+        [held, others] = run_processes(2, feed, address)
+    for received, first, second in zip(engine.seen, held, others, strict=True):
+        assert received.keys() == first.keys()
+        assert all(torch.equal(received[name], first[name]) for name in first)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    parameters, rounds = len(held[0]), "".join(f"{name} " for name in engine.calls).split("generate ")
+    assert rounds[0] == "init_weights_update_group " + "update_weights_from_distributed " * parameters
+    first, *updates, last, _ = rounds[1].split(" ")
+    assert (first, {*updates}, last) == ("start_weight_update", {"update_weights"}, "finish_weight_update")
+    assert len(updates) <= parameters
+    assert rounds[2] == "start_weight_update update_weights finish_weight_update "
 
 
 def test_the_loop_of_tracking_goes_on_where_it_stopped(here: Path):
@@ -386,7 +462,7 @@ def test_the_recipe_for_ray_runs_its_rank(here: Path, monkeypatch: pytest.Monkey
 def test_every_block_of_the_docs_has_a_test():
     tested = {
         "README": 2,
-        "own-loop": 4,
+        "own-loop": 5,
         "tracking": 1,
         "whole-values": 1,
         "hugging-face": 1,

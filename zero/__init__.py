@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         make_step as make_step,
         record as record,
     )
+    from zero.engine.streaming import stream_weights as stream_weights
     from zero.errors import ZeroError as ZeroError
     from zero.integrations.sequence import sequence_parallel as sequence_parallel
     from zero.platform.timeline import Timeline as Timeline
@@ -82,6 +83,7 @@ _NAMES = {
     "engine.step": "make_step Step Metrics make_forward record",
     "platform.timeline": "Timeline",
     "engine.full": "full_state_dict gathered get_full set_full",
+    "engine.streaming": "stream_weights",
     "checkpoint": "save load open_checkpoint open_latest",
     "deepspeed.initialization": "initialize init_distributed add_config_arguments",
     "deepspeed.engine": "Engine",

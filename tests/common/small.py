@@ -212,3 +212,13 @@ def train_small(
         every.append(metrics)
     assert state.step == steps, "a skipped step proves nothing"
     return digest(state), every
+
+
+@contextlib.contextmanager
+def deterministic(*, warn_only: bool = False) -> Iterator[None]:
+    """Have torch choose kernels that compute the same bits each time, as a step that is made twice on a GPU needs."""
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

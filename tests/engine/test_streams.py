@@ -9,6 +9,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import zero
+from tests.common.small import deterministic
 from zero.checkpoint import Saving, load, open_checkpoint, save
 from zero.deepspeed.zero import safe_get_full_grad
 from zero.engine import saved_tensors
@@ -394,6 +396,27 @@ def train_and_look_at_one(world: zero.World, path: Path, **given) -> str:
     return told
 
 
+def train_and_stream(world: zero.World, path: Path, **given) -> str:
+    """Patches of a step leave, and make the weights of the step before it those of now."""
+    state, step = start(world, path, **given)
+    weights = dict(zero.stream_weights(state, keep=True))
+    for number in range(STEPS):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+        for name, indices, values, _ in zero.stream_weights(state, changed_since=number):
+            weights[name].view(-1)[indices.long()] = values
+    told = " ".join(str(float(tensor.float().sum())) for tensor in weights.values())
+    return f"{told} {closed(state)}"
+
+
+def train_twice(world: zero.World, path: Path, **given) -> str:
+    """Every step is made twice."""
+    state, _ = start(world, path, **given)
+    step = zero.make_step(state.plan, loss, replay=1)
+    for number in range(STEPS):
+        state, _ = step(state, [rows(number, world, torch.bfloat16)])
+    return closed(state)
+
+
 def train_interrupted(world: zero.World, path: Path, **given) -> str:
     """A gather breaks off after its copies were enqueued, and the step is made again."""
     state, step = start(world, path, **given)
@@ -513,6 +536,9 @@ SCENARIOS: dict[str, partial[str]] = {
         train_while_saving, preset="nvme", precision=zero.Precision("bf16", master="whole")
     ),
     "saved behind an edit": scenario(train_while_saving, edit=True),
+    "streamed": scenario(train_and_stream),
+    "streamed at stage 1": scenario(train_and_stream, stage=1),
+    **{f"made twice, {preset}": scenario(train_twice, preset=preset) for preset in ("cpu", "infinity")},
     "edited at stage 1": scenario(train_and_edit, stage=1),
     "edited": scenario(train_and_edit, preset="infinity"),
     "edited at stage 0": scenario(train_and_edit, stage=0),
@@ -561,7 +587,8 @@ def result(name: str, path: Path) -> str:
     """Train on two ranks, on two nodes of two each, or alone, as the name says."""
     nodes = 2 if name.startswith("two nodes") else 1
     size = 1 if name.endswith(", alone") else 2
-    return " ".join(run_ranks(size * nodes, SCENARIOS[name.removesuffix(", alone")], path, nodes=nodes))
+    with deterministic() if name.startswith("made twice") else nullcontext():
+        return " ".join(run_ranks(size * nodes, SCENARIOS[name.removesuffix(", alone")], path, nodes=nodes))
 
 
 def expected(name: str, path: Path) -> str:
@@ -702,7 +729,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
     "engine/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
     "engine/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
-    "engine/full.py:_gradient unit.step.left.wait": {"wait": "a loop of one's own at stage 1"},
+    "engine/full_flat.py:summed_gradient unit.step.left.wait": {"wait": "a loop of one's own at stage 1"},
     "engine/full_flat.py:gather_flat runtime.routes.gather().wait": {"collective": "stage 1"},
     "engine/full_flat.py:updated_range load().wait": {"ticket": "nvme"},
     "engine/gradient.py:PagedGradients._await_coming self._coming[-1].wait": {"ticket": "infinity, two microbatches"},
@@ -725,6 +752,9 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/reduce.py:Reducer._take flat.free.wait": {"wait": "stage 0"},
     "engine/reduce.py:Reducer._drain handle.wait": {"collective": "forgotten"},
     "engine/reduce.py:Reducer._drain self._done.wait": {"wait": "forgotten, of many"},
+    "engine/replay.py:Replay._copy self._store.read().wait": {"ticket": "made twice, infinity"},
+    "engine/replay.py:Replay._sums self._device.join": {"join": "made twice, cpu"},
+    "engine/replay.py:Replay.watched self._device.join": {"join": "made twice, cpu"},
     "engine/residency.py:Residency._start self._device.aside": {"aside": "stage 1"},
     "engine/runtime.py:Runtime.await_copies self.copying[-1].wait": {"ticket": "saved behind at stage 1"},
     "engine/runtime.py:Runtime.finish_step self.store.drain": {"drain": "serial"},
@@ -743,6 +773,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/step.py:Step.abandon self._plan.world.compute.join": {"join": "interrupted"},
     "sequence.py:_exchanged handle.wait": {"collective": "in slices"},
     "engine/totals.py:gather_totals handle.wait": {"collective": "stage 1"},
+    "engine/streaming.py:_changed handle.wait": {"collective": "streamed"},
     "engine/transfer.py:_through_slot.work device.paging": {"wait": "nvme", "paging": "nvme"},
     "engine/unit_state.py:UnitState.await_grad_readers self.grad_readers[-1].wait": {
         "wait": "stage 1, two microbatches, units skipped",

@@ -27,7 +27,7 @@ from zero.core.master import rounded
 from zero.core.suggest import meant, some
 from zero.engine.arguments import check_type
 from zero.engine.flat_writer import FlatWriter
-from zero.engine.full_flat import full_flat, full_tensors, gather_flat, layouts_of, updated_range
+from zero.engine.full_flat import full_flat, full_tensors, gather_flat, layouts_of, summed_gradient
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
@@ -43,7 +43,7 @@ class Source(Protocol):
     def state(self) -> State: ...
 
 
-def _state_of(source: Source, call: str, line: str) -> State:
+def state_of(source: Source, call: str, line: str) -> State:
     """Return the state of a source.
 
     Raises:
@@ -72,7 +72,7 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
         ConfigError: the run has no values of this kind; or the model gained, lost or exchanged a parameter.
         StaleStateError: the state is spent; or `kind` is "grad" and no step is between backward and its end.
     """
-    return dict(full_values(_state_of(source, "zero.full_state_dict", "zero.full_state_dict(state)"), kind))
+    return dict(full_values(state_of(source, "zero.full_state_dict", "zero.full_state_dict(state)"), kind))
 
 
 def full_values(state: State, kind: str, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +101,7 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
         ConfigError: no parameter has this name, or it has no value of this kind.
         StaleStateError: the state is spent; or `kind` is "grad" and no step is between backward and its end.
     """
-    state = _state_of(source, "zero.get_full", "zero.get_full(state, name)")
+    state = state_of(source, "zero.get_full", "zero.get_full(state, name)")
     state.runtime.settle()
     name = _name(state, name, kind)
     return dict(_values(state, kind, {name}))[name]
@@ -162,7 +162,7 @@ def gathered(
         StaleStateError: the state was spent inside the block, or a gradient does not exist.
         WorldError: the ranks made different edits.
     """
-    state = _state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
+    state = state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
     state.runtime.settle()
     listed = [names] if isinstance(names, str | ParameterPlaceholder) else names
     patterns = None if listed is None else [_text(name) for name in listed]
@@ -204,7 +204,7 @@ def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "par
 
     Raises the errors of `gathered`.
     """
-    state = _state_of(source, "zero.set_full", "zero.set_full(state, name, value)")
+    state = state_of(source, "zero.set_full", "zero.set_full(state, name, value)")
     name = _name(state, name, kind)
     with gathered(state, [name], modify=True, kind=kind) as full:
         full[name] = value
@@ -386,10 +386,7 @@ def _gradient(state: State, unit: UnitState) -> Tensor:
     plan = state.plan
     if not _has_gradient(state, unit):  # like a parameter that was not used
         return torch.zeros(plan.update_numel(unit.spec), dtype=plan.grad_dtype, device=plan.world.device)
-    if unit.grad is None:
-        unit.step.left.wait()
-        return updated_range(state.runtime, unit, "grad", plan.grad_dtype)
-    return unit.grad if plan.full_update else unit.own_grad_S(plan.rank)
+    return summed_gradient(state.runtime, unit)
 
 
 def _has_gradient(state: State, unit: UnitState) -> bool:

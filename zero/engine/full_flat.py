@@ -88,6 +88,26 @@ def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dty
     return values
 
 
+def summed_gradient(runtime: Runtime, unit: UnitState) -> Tensor:
+    """Return the part of a unit's final gradient that this rank updates: a sum over ranks and microbatches."""
+    plan = runtime.plan
+    if unit.grad is None:
+        unit.step.left.wait()
+        return updated_range(runtime, unit, PageKind.GRAD, plan.grad_dtype)
+    return unit.grad if plan.full_update else unit.own_grad_S(plan.rank)
+
+
+def own_shard(runtime: Runtime, unit: UnitState) -> Tensor:
+    """Return this rank's shard of the trainable parameters, (S,), compute dtype, on the device.
+
+    It shares memory with the state unless parameters are offloaded. The unit must have no deferred update.
+    """
+    layout, shard_S = unit.spec.trainable, unit.shard_S
+    if shard_S is None:
+        return updated_range(runtime, unit, PageKind.PARAM, runtime.plan.precision.compute, layout.S)
+    return shard_S if shard_S.numel() == layout.S else shard_S[slice(*layout.shard(runtime.plan.rank))]
+
+
 def own_codes(runtime: Runtime, unit: UnitState) -> Tensor:
     """Return a copy of this rank's shard of the unit's codes, (S,) uint8, on the CPU."""
     codes_S = unit.codes_S

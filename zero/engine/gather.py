@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from zero.core.setting_types import RECOMPUTED, Activations
 from zero.core.tree import replaced, tensors_in
 from zero.distributed.mesh import Placed, is_dtensor, local_part, spec_of, with_spec
+from zero.engine.checksums import Checksums
 from zero.engine.compile import Compiler
 from zero.engine.graph import (
     LARGE_NUMEL,
@@ -114,6 +115,7 @@ class Gatherer:
         reducer: receives each gradient, and reduces a unit when all of its calls have delivered their gradients.
         activations: keeps activations until backward.
         tape: records forwards and backwards in the timeline.
+        checksums: records outputs of sites, if a step is made twice.
 
     Attributes:
         arrived: whether a gradient has arrived in this step.
@@ -133,8 +135,9 @@ class Gatherer:
         reducer: Reducer,
         activations: InPlace,
         tape: Tape,
+        checksums: Checksums,
     ) -> None:
-        self._tape, self._precision = tape, plan.precision
+        self._tape, self._precision, self._checksums = tape, plan.precision, checksums
         self._units, self.residency, self.pool = units, residency, residency.pool
         self._accumulate, self._deliver, self._start_reduce = plan.accumulate, reducer.deliver, reducer.start_reduce
         self.activations, self._policies = activations, plan.activations
@@ -223,7 +226,7 @@ class Gatherer:
                 return self._run(site, body, args, kwargs, recomputing)
 
     def _run(self, site: Site, body: Body, args: Any, kwargs: Any, recomputing: bool) -> Any:
-        pinned: list[Buffer] = []
+        pinned: list[tuple[UnitState, Buffer]] = []
         places = self._places_of[site.path]
         kept = [(parameters, name, parameters[name]) for _, parameters, name, _ in places if name in parameters]
         is_in_full = all(place.placeholder.full_value is not None for place in places) and not torch.is_grad_enabled()
@@ -232,11 +235,12 @@ class Gatherer:
         try:
             units = () if is_in_full else site.units
             for index in units:
+                unit = self._units[index]
                 if recomputing:  # also pinned for the call, because holding another unit may release this one
-                    pinned.append(self._hold(self._units[index]))
-                    pinned[-1].pins += 1
+                    pinned.append((unit, self._hold(unit)))
+                    pinned[-1][1].pins += 1
                 else:
-                    pinned.append(self.residency.pin(self._units[index], training=torch.is_grad_enabled()))
+                    pinned.append((unit, self.residency.pin(unit, training=torch.is_grad_enabled())))
             parameters = self._parameters(site, body.module, units, recomputing)
             placed = self._placed_of.get(site.path, NOTHING)
             call = partial(call_with, path=site.path, check_writes=self._check_writes, placed=placed)
@@ -245,6 +249,8 @@ class Gatherer:
             self._sends = policy == "offload"
             with self._packing():
                 outputs = self._call(policy, call, body, parameters, args, kwargs)
+            if self._checksums.active:
+                self._checksums.note(site.name, "output", tensors_in(outputs))
             if not recomputing:
                 self.residency.launched()
             outputs = reaching(outputs, parameters.values(), set(before))
@@ -260,8 +266,8 @@ class Gatherer:
             self._sends = sends
             for owner, name, placeholder in kept:  # else the next call takes it for a tensor of the user
                 owner[name] = placeholder
-            for buffer in pinned:
-                self.residency.unpin(buffer)
+            for unit, buffer in pinned:
+                self.residency.unpin(unit, buffer)
 
     def _parameters(self, site: Site, module: nn.Module, units: Iterable[int], recomputing: bool) -> dict[str, Tensor]:
         """Return the site's parameters, views of gathered buffers, by their names in its `Body`.
@@ -385,7 +391,7 @@ class Gatherer:
                 else:  # unpinned immediately: `Pool.take` leaves the memory to tensors that still use it
                     buffer = self.residency.pin(unit, training=torch.is_grad_enabled())
                     flat = buffer.flat
-                    self.residency.unpin(buffer)
+                    self.residency.unpin(unit, buffer)
                 if not bound.trainable:
                     return unit.spec.frozen_view(bound.slot, flat)
                 if not with_history:
@@ -413,7 +419,7 @@ class Gatherer:
         buffer, unit.step.held = unit.step.held, None
         if buffer is not None:
             self._held.remove(unit)
-            self.residency.unpin(buffer)
+            self.residency.unpin(unit, buffer)
 
     def deliver(self, unit: UnitState, grads: dict[int, Tensor]) -> None:
         """Receive gradients, by slot, from one call of their unit."""

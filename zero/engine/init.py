@@ -14,6 +14,7 @@ from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type
 from zero.engine.beside import refuse_equal_parts
+from zero.engine.checksums import Checksums
 from zero.engine.coded import codes_in
 from zero.engine.fetch import Fetch, gathering, lending, reading
 from zero.engine.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
@@ -246,7 +247,7 @@ def _filled(
 
 
 def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeover: Takeover) -> Runtime:
-    device, log = plan.world.compute, CollectiveLog()
+    device, log, checksums = plan.world.compute, CollectiveLog(), Checksums()
     tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
     store.observe(tape.of_store([unit.spec.name for unit in units]))
     gradients = PagedGradients(plan, store, tape) if plan.grads_offloaded else Gradients()
@@ -260,13 +261,14 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
     )
     advance = partial(routes.advance, sums=False)
     updater = Updater(plan, store, units, gradients, tape, advance)
-    residency = Residency(plan, units, updater, _fetch(plan, routes, store), advance, log, tape)
-    reducer = Reducer(plan, routes, units, gradients, updater, first=residency.complete, log=log, tape=tape)
+    residency = Residency(plan, units, updater, _fetch(plan, routes, store), advance, log, tape, checksums)
+    first = residency.complete
+    reducer = Reducer(plan, routes, units, gradients, updater, first=first, log=log, tape=tape, checksums=checksums)
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
-    gatherer = Gatherer(plan, units, residency, reducer, activations, tape)
+    gatherer = Gatherer(plan, units, residency, reducer, activations, tape, checksums)
     bind_placeholders(plan.model, plan.splitting.sites, gatherer)
     takeover.attach(gatherer.runner)
-    parts = store, units, routes, gatherer, gradients, reducer, updater, log, tape
+    parts = store, units, routes, gatherer, gradients, reducer, updater, log, tape, checksums
     return Runtime(plan, takeover, ModuleTree(plan.model), *parts)
 
 

@@ -49,6 +49,7 @@ from torch import Tensor
 
 from zero.distributed.routes import Routes, partial_numel
 from zero.distributed.world import Handle
+from zero.engine.checksums import Checksums
 from zero.engine.gradient import Gradients
 from zero.engine.plan import Plan
 from zero.engine.scratch import Scratch, ScratchPool
@@ -89,6 +90,7 @@ class Reducer:
         first: a callback, called before a step's first reduction.
         log: records every collective, to compare ranks.
         tape: records reductions in the timeline.
+        checksums: records each gradient that is sent, if a step is made twice.
     """
 
     def __init__(
@@ -102,8 +104,9 @@ class Reducer:
         first: Callable[[], None],
         log: CollectiveLog,
         tape: Tape,
+        checksums: Checksums,
     ) -> None:
-        self._units, self._routes, self._log, self._tape = units, routes, log, tape
+        self._units, self._routes, self._log, self._tape, self._checksums = units, routes, log, tape, checksums
         self._world, self._rank, self._device, self._gradients = plan.world, plan.rank, plan.world.compute, gradients
         self._alone = plan.world.size == 1
         self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
@@ -456,6 +459,7 @@ class Reducer:
         unit.step.published = False
         received = self._take(self._received_numel(unit.spec.trainable))
         self._log.note(f"reduction of {unit.spec.name}")
+        self._checksums.note(unit.spec.name, "gradient of this rank", [sent.flat])
         again, unit.step.summed = unit.step.summed, True
         with self._device.aside("reduce", after=PASSED) as self._done:  # the stream that computes the sum
             self._gradients.open(unit, fresh=not again, held=True)

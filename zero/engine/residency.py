@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from zero.engine.checksums import Checksums
 from zero.engine.fetch import Fetch, Later
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer, Pool
@@ -40,6 +41,7 @@ class Residency:
         advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
         log: records every collective, to compare ranks.
         tape: records gathers in the timeline.
+        checksums: records each buffer at both ends of its use, if a step is made twice.
 
     Attributes:
         pool: the borrowed buffers; None if every unit is resident. On one rank, units without codes are resident
@@ -55,8 +57,9 @@ class Residency:
         advance: Callable[[], None],
         log: CollectiveLog,
         tape: Tape,
+        checksums: Checksums,
     ) -> None:
-        self._advance = advance
+        self._advance, self._checksums = advance, checksums
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
         self._buffer_numel = plan.buffer_numel
         self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
@@ -102,6 +105,13 @@ class Residency:
         if self.pool is not None:
             self.pool.reset()
 
+    def invalidate(self) -> None:
+        """Make all gathered copies stale between two passes, so that each unit is gathered again from its shards."""
+        for unit in self._units:
+            unit.secondary_versions = -1, -1, -1
+        for buffer in [*self._resident, *(self.pool.buffers if self.pool is not None else ())]:
+            buffer.version = -1
+
     def pin(self, unit: UnitState, *, training: bool) -> Buffer:
         """Gather `unit`, and the next ones ahead of time; return its buffer, pinned and ready to compute on.
 
@@ -114,7 +124,9 @@ class Residency:
         self.buffer(unit).pins += 1
         for index in upcoming:
             self._request_ahead(self._units[index])
-        return self._arrive(unit)
+        buffer = self._arrive(unit)
+        self._checksums.note(unit.spec.name, "gathered parameters", [buffer.flat])
+        return buffer
 
     def launched(self) -> None:
         """Launch a later unit's update, and start the next unit's gather if that waits for the store's threads.
@@ -136,8 +148,9 @@ class Residency:
         self._later = [(of_unit, handle) for of_unit, handle in self._later if of_unit is not unit]
         return forgotten
 
-    def unpin(self, buffer: Buffer) -> None:
-        """End one use of `buffer`."""
+    def unpin(self, unit: UnitState, buffer: Buffer) -> None:
+        """End one use of `buffer`, which holds `unit`."""
+        self._checksums.note(unit.spec.name, "gathered parameters", [buffer.flat])
         if self.pool is not None:
             self.pool.unpin(buffer)
         else:

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from zero.distributed.routes import Routes
+from zero.engine.checksums import Checksums
 from zero.engine.gather import Gatherer
 from zero.engine.gradient import Gradients
 from zero.engine.module_tree import ModuleTree
@@ -18,6 +21,21 @@ from zero.platform.timeline import Tape
 from zero.store import PrefetchStore
 
 
+@dataclass(eq=False)
+class Streamed:
+    """The weights that the last complete `zero.stream_weights` with `keep` has yielded.
+
+    Attributes:
+        step: the step of these weights; None if there are none, or the stream was not read to its end.
+        shards: this rank's shard of each trainable flat by unit index, (S,), compute dtype, in host memory.
+        frozen_versions: `UnitState.frozen_version` by unit index.
+    """
+
+    step: int | None = None
+    shards: dict[int, Tensor] = field(default_factory=dict)
+    frozen_versions: dict[int, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Runtime:
     """The objects that all states of one run share.
@@ -27,9 +45,11 @@ class Runtime:
         tree: detects parameters that the model gained, lost or exchanged since the first state was made.
         log: the collectives of the step, to compare ranks.
         tape: the recorder of timelines.
+        checksums: the recorder of steps that are made twice.
         open_edits: one function for each open block of `zero.gathered` with `modify`, which writes its edits so far.
             Collective.
         copying: handles of saves that still copy the state in threads of their own.
+        streamed: the weights that an inference engine has.
     """
 
     plan: Plan
@@ -44,8 +64,10 @@ class Runtime:
     updater: Updater
     log: CollectiveLog
     tape: Tape
+    checksums: Checksums
     open_edits: list[Callable[[], None]] = field(default_factory=list)
     copying: list[Handle] = field(default_factory=list)
+    streamed: Streamed = field(default_factory=Streamed)
 
     def gather_changed(self) -> None:
         """Start to gather all resident units that have changed. Collective.
@@ -80,7 +102,11 @@ class Runtime:
 
         Call it before reading or writing pages or parameters outside of a step.
         """
+        self.write_edits()
+        self.make_updates()
+
+    def write_edits(self) -> None:
+        """Write open edits of `zero.gathered`, when saves have copied the state. Collective."""
         self.await_copies()
         for write in self.open_edits:
             write()
-        self.make_updates()

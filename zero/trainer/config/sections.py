@@ -224,3 +224,11 @@ class Debug(Section):
         trades="a copy of the unit and a comparison in each call",
         example="true",
     )
+    replay: Natural = key(
+        0,
+        "make each step twice whose number is a multiple of this, and end the run with the names of unit and rank if a "
+        "bit differs; a GPU needs deterministic=true; 0: no step",
+        unit="steps",
+        trades="these steps take 2.7 to 2.9 times as long",
+        example="100",
+    )

@@ -696,7 +696,7 @@ OTHERS = {
         (
             "zero/trainer/saver.py",
             "zero/trainer/loop.py",
-            "zero/checkpoint/save.py:Saving._write",
+            "zero/checkpoint/save.py:Saving._finish",
             "zero/checkpoint/save.py:save",
             "zero/formats/imports.py",
         ),

@@ -169,9 +169,9 @@ class GPT(nn.Module):
             raise ConfigError(
                 f"{length} tokens do not fit model.seq={self.config.seq}. Raise model.seq or cut the text."
             )
-        x = self.embed(tokens)
+        x, extra = self.embed(tokens), () if shared_rows is None else (shared_rows,)
         for block in self.blocks:
-            x = block(x, shared_rows)
+            x = block(x, *extra)
         return self.head(self.norm(x), targets, "auto" if self.config.chunked_loss else None)
 
 
@@ -179,11 +179,12 @@ def loss(model: Callable[..., Tensor], batch: Tensor, shared_rows: SharedRows | 
     """Return the mean cross entropy over next tokens, in nats, fp32.
 
     Args:
-        model: a `GPT`, or a function that maps tokens (b, t), targets (b, t) and `shared_rows` to a mean cross entropy.
+        model: a `GPT`, or a function that maps tokens (b, t) and targets (b, t) to their mean cross entropy.
         batch: (b, t + 1) int64; each row contains both inputs and targets.
         shared_rows: the rows of which `batch` is a slice; None: `batch` has whole rows.
     """
-    return model(batch[:, :-1], batch[:, 1:], shared_rows)
+    extra = () if shared_rows is None else (shared_rows,)
+    return model(batch[:, :-1], batch[:, 1:], *extra)
 
 
 def generate(

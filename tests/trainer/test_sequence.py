@@ -94,12 +94,22 @@ def trained(world, config):
 
 
 @pytest.mark.parametrize("family", ["gpt", *FAMILIES])
-def test_losses_and_updates_are_those_of_whole_rows(family, saved):
+def test_losses_and_updates_are_those_of_whole_rows(family, saved, monkeypatch):
     """Keys and values of one head are repeated; the loss is in chunks; samples are generated from whole rows."""
+    chunks, forward = [], zero.losses._LinearCrossEntropy.forward
+
+    def counted(ctx, hidden, weight, bias, targets, chunk, *others):
+        chunks.append(chunk)
+        return forward(ctx, hidden, weight, bias, targets, chunk, *others)
+
+    monkeypatch.setattr(zero.losses._LinearCrossEntropy, "forward", staticmethod(counted))
     model = {"name": "gpt", "vocab": 32, "width": 32, "layers": 2, "heads": 4}
     if family != "gpt":
         model = {"name": "hf", "path": str(saved / family)}
     losses, values, last, logits = run_ranks(RANKS, trained, settings(model, 1))[0]
+    assert not chunks
+    monkeypatch.setattr("zero.losses.CHUNK_NUMEL", 64)
+    monkeypatch.setattr("zero.losses.LEAST_CHUNK", 8)
     for sequence, activations in ((2, "keep"), (4, "remat")):
         outcome = run_ranks(RANKS, trained, settings(model, sequence, activations=activations))
         assert outcome[0][0] == pytest.approx(losses, rel=1e-5)
@@ -108,6 +118,7 @@ def test_losses_and_updates_are_those_of_whole_rows(family, saved):
         torch.testing.assert_close(outcome[0][3], logits, atol=2e-4, rtol=1e-4)
         for name, value in values.items():
             torch.testing.assert_close(outcome[0][1][name], value, rtol=1e-5, atol=LR / 50)
+    assert set(chunks) == {8}
 
 
 TINY = ["debug=tiny", "val.every=3", "tracker.console=none", "launch.device=cpu", "checkpoint.every=3", "steps=6"]

@@ -155,17 +155,18 @@ def test_steps_with_a_multiple_of_the_number_are_made_twice():
     assert run_ranks(1, replayed_steps, 0) == [[1, 2, 3, 4, 5, 6, 7]]
 
 
-def one_rank_draws(world):
-    """The loss of rank 1 depends on more than its arguments; the state before the step stays as it was."""
+def all_but_one_draw(world, ranks):
+    """The loss of all ranks but the first depends on more than its arguments."""
     state, _ = EVERYWHERE[4].start(world)
     factors = iter([1.0, 1.0 + world.rank])
     step = zero.make_step(state.plan, lambda model, batch: small_loss(model, batch)[0] * next(factors), replay=1)
-    with pytest.raises(MachineError, match=r"step 1, rank 1, head, gradient of this rank: other bits"):
+    with pytest.raises(MachineError, match=f"step 1, {ranks}, head, gradient of this rank: other bits"):
         step(state, batch_for(world, 0, EVERYWHERE[4]))
 
 
-def test_a_loss_that_depends_on_more_is_a_difference():
-    run_ranks(2, one_rank_draws)
+@pytest.mark.parametrize(("size", "ranks"), [(2, "rank 1"), (3, "ranks 1, 2")])
+def test_all_ranks_whose_loss_depends_on_more_are_listed(size, ranks):
+    run_ranks(size, all_but_one_draw, ranks)
 
 
 def test_settings_of_no_use_are_rejected():
@@ -416,16 +417,3 @@ def flip_between(world, setting):
 
 def test_a_bit_of_a_frozen_parameter_that_flips_between_two_replays_is_found():
     run_ranks(2, flip_between, EVERYWHERE[4])
-
-
-def all_but_one_draw(world):
-    """All ranks but the first get other bits."""
-    state, _ = EVERYWHERE[4].start(world)
-    factors = iter([1.0, 1.0 + world.rank])
-    step = zero.make_step(state.plan, lambda model, batch: small_loss(model, batch)[0] * next(factors), replay=1)
-    with pytest.raises(MachineError, match=r"step 1, ranks 1, 2, head, gradient of this rank"):
-        step(state, batch_for(world, 0, EVERYWHERE[4]))
-
-
-def test_all_ranks_with_the_first_difference_are_listed():
-    run_ranks(3, all_but_one_draw)

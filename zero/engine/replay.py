@@ -8,8 +8,7 @@ a copy of its state in host memory, through the same threads, streams and tiers.
 
 State must not change while no update runs: parameters and pages in memory are summed before the first run, after the
 second, when they are copied for the update, and after all updates. Frozen parameters in memory are also compared with
-the last step that was made twice. Pages on a disk have checksums of their own, see
-`NvmeStore`.
+the last step that was made twice. Pages on a disk have checksums of their own, see `NvmeStore`.
 
 The first difference in the order of the program is the cause of the others, so the ranks exchange their first ones, and
 all raise the same error. A change of state at rest comes before all others, because gathers carry it to every rank. A

@@ -1,7 +1,8 @@
 """Sequence parallelism for models of transformers: an attention function that exchanges slices of tokens for heads.
 
 The function is registered with transformers, and the model gets the rows with each call, as an argument that models
-pass on to their attention. A model whose result would differ is refused: by its settings, or in the first forward.
+pass on to their attention. Models that would get other results raise ConfigError, by their settings or in the first
+forward.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 """

@@ -141,6 +141,10 @@ class Layout:
         """Return the (start, stop) range of the flat that `rank` owns."""
         return rank * self.S, (rank + 1) * self.S
 
+    def own_S(self, kept: Tensor, rank: int) -> Tensor:
+        """Return the shard of `rank`, (S,), of what it keeps: the shard itself, (S,), or the whole flat, (P,)."""
+        return kept if kept.numel() == self.S else kept[slice(*self.shard(rank))]
+
     def views(self, full_P: Tensor) -> dict[str, Tensor]:
         """Return views of the parameters in a flat tensor, (P,) and contiguous, by name in the layout's order."""
         return {slot.name: slot.of(full_P) for slot in self.slots}

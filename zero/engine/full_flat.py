@@ -105,7 +105,7 @@ def own_shard(runtime: Runtime, unit: UnitState) -> Tensor:
     layout, shard_S = unit.spec.trainable, unit.shard_S
     if shard_S is None:
         return updated_range(runtime, unit, PageKind.PARAM, runtime.plan.precision.compute, layout.S)
-    return shard_S if shard_S.numel() == layout.S else shard_S[slice(*layout.shard(runtime.plan.rank))]
+    return layout.own_S(shard_S, runtime.plan.rank)
 
 
 def own_codes(runtime: Runtime, unit: UnitState) -> Tensor:

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero.core.layout import Layout
 from zero.core.optim import Hyper
 from zero.distributed.world import World
 from zero.engine.checksums import Checksums, Entry, checksum, on_host
@@ -123,13 +122,10 @@ class Replay:
         for unit in reversed(self._runtime.units):
             if unit.step.squares is not None:
                 summed = summed_gradient(self._runtime, unit)
-                record.note(unit.spec.name, "part of the summed gradient", [self._own(summed, unit.spec.trainable)])
+                own_S = unit.spec.trainable.own_S(summed, self._plan.rank)
+                record.note(unit.spec.name, "part of the summed gradient", [own_S])
                 record.note(unit.spec.name, SUMMED, [summed])
                 record.note(unit.spec.name, "sum of squares", [unit.step.squares])
-
-    def _own(self, updated: Tensor, layout: Layout) -> Tensor:
-        """Return the shard of this rank, (S,), of what it updates, (S,) or (P,)."""
-        return updated if updated.numel() == layout.S else updated[slice(*layout.shard(self._plan.rank))]
 
     @torch.no_grad()
     def _rewind(self) -> None:
@@ -263,7 +259,7 @@ class Replay:
         params, layout = unit.own_params(full_update=self._plan.full_update), unit.spec.trainable
         if params is not None and params.numel() > layout.S:
             sums[1, index, PARAMETERS] = sums[0, index, PARAMETERS]
-            sums[0, index, PARAMETERS] = int(checksum(self._own(params, layout)))
+            sums[0, index, PARAMETERS] = int(checksum(layout.own_S(params, self._plan.rank)))
         return sums
 
     def _compare_at_rest(self, unit: UnitState, phase: int) -> None:

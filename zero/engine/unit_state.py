@@ -124,7 +124,4 @@ class UnitState:
     def own_grad_S(self, rank: int) -> Tensor:
         """Return the (S,) range of `grad` that `rank` owns."""
         assert self.grad is not None
-        if self.grad.numel() == self.spec.trainable.S:
-            return self.grad
-        start, stop = self.spec.trainable.shard(rank)
-        return self.grad[start:stop]
+        return self.spec.trainable.own_S(self.grad, rank)

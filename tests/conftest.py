@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 import weakref
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def pytest_configure() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", choices=("only", "not"), help="tests that measure time: only those, or all others")
     parser.addoption("--quick", action="store_true", help="each test of the library once, with its first parameters")
+    parser.addoption("--all", action="store_true", help="also tests and cases that are slow and rarely fail")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -86,11 +88,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.path.relative_to(Path(__file__).parent).parts[0] in QUICK:
                 first.setdefault(item.nodeid.partition("[")[0], item)
         others |= set(items) - set(first.values())
+    if not config.getoption("--all"):
+        others |= _slow(items)
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])
         items[:] = [item for item in items if item not in others]
     # the longest first, which start processes, so that all workers end at the same time
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+def _slow(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that `@pytest.mark.slow(keep=n)` leaves to `--all`: all but n of a test's."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = set[pytest.Item]()
+    for items in cases.values():
+        marker = items[0].get_closest_marker("slow")
+        assert marker is not None
+        left |= {*items} - {*_spread(items, marker.kwargs.get("keep", 0))}
+    return left
+
+
+def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Choose `count` cases of a test, each with as many parameters that no chosen case has as possible."""
+    # in the order of a hash, because steps of equal length may always meet the same parameter
+    rest = sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    words = {item: set(enumerate(item.nodeid.partition("[")[2].split("-"))) for item in items}
+    chosen: list[pytest.Item] = []
+    while rest and len(chosen) < count:
+        seen = set().union(*(words[item] for item in chosen))
+        chosen.append(max(rest, key=lambda item: len(words[item] - seen)))
+        rest.remove(chosen[-1])
+    return chosen
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.conftest import LONG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,6 +145,7 @@ def there_is_a_page_of_whatever_was_told(results: Results, folder: Path) -> None
         assert all(row_text(row) for row in task["rows"])
 
 
+@pytest.mark.slow
 def test_a_dry_run_from_its_beginning_to_its_page(tmp_path):
     """One run, looked at from all sides."""
     run(SCRIPT, "--dry", "--out", tmp_path)

@@ -44,6 +44,7 @@ def test_two_nodes_train_and_their_wires_carry_what_the_rows_say(tmp_path):
     assert said * len(rows) < sent < most, f"{done.stdout}: the rest is headers, the start, and what every row costs"
 
 
+@pytest.mark.slow
 def test_state_is_offloaded_to_each_nodes_own_disk_and_checkpoints_there_are_refused_before_training(tmp_path):
     disk = tmp_path / "disk"
     command = [sys.executable, SCRIPTS / "nodes", "--unshared", disk, "--", ROOT / "train.py", *TINY]
@@ -63,6 +64,7 @@ def test_state_is_offloaded_to_each_nodes_own_disk_and_checkpoints_there_are_ref
     assert not rows_in(tmp_path / "refused" / "metrics.jsonl"), "it was refused before the first step"
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_rank_goes_on_from_its_last_save_in_its_folder(tmp_path):
     job = Job([str(ROOT / "train.py"), *TINY, "steps=60", "checkpoint.every=10"], max_restarts=3)
     how: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

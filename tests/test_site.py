@@ -144,6 +144,7 @@ def printed(path: Path) -> list[str]:
     return [re.sub(r"\d+(\.\d+)?", "#", "".join("".join(text) for text in parts)) for parts in texts]
 
 
+@pytest.mark.slow
 @needs("nbclient", "nbformat", "ipykernel")
 def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path: Path):
     target = tmp_path / "run.ipynb"

@@ -83,6 +83,7 @@ def loaded(world, setting, path, **options):
 # -- any to any --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=lambda n: f"{CELLS[n].stage}-{CELLS[n].offload[0][1]}")
 def test_every_stage_and_tier_loads_others(number: int, tmp_path: Path):
     """Each saves and loads two others: another stage with its tier, and another tier of a far stage."""
@@ -193,6 +194,7 @@ def test_moments_of_all_forms_load_each_other(tmp_path: Path):
 FORMS = [("fp32", adamw_in_8bit), ("fp32", zero.adamw), ("fp16", adamw_in_bf16)]
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=lambda n: f"{CELLS[n].stage}-{CELLS[n].offload[0][1]}")
 def test_a_resumed_run_ends_as_the_one_that_never_stopped(number: int, tmp_path: Path):
     precision, optimizer = FORMS[number % 3]

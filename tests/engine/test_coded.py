@@ -91,6 +91,7 @@ def check(size: int, setting: Setting, others: list[Setting], codec: str = "nf4"
         assert_same(run_ranks(size, train, other.but(frozen=codec), weights, make, **how), expected)
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_no_stage_changes_a_bit(size, precision):
@@ -136,6 +137,7 @@ OFFLOADS = {
 }
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_on_a_gpu_no_tier_and_no_order_changes_a_bit(size, offload):

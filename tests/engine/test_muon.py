@@ -91,6 +91,7 @@ def test_no_placement_changes_a_bit(size, precision, clip):
         assert run_ranks(size, train_small, other) == expected, other
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_number_of_ranks_no_stage_and_no_disk_changes_a_bit(precision):
     """Sums of 1, 2 and 4 equal gradients are exact, so these worlds have the same gradients."""
@@ -104,6 +105,7 @@ def test_no_number_of_ranks_no_stage_and_no_disk_changes_a_bit(precision):
                 assert run_ranks(size, train_alike, other) == [expected] * size, (size, other)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     "how", [{"preset": "cpu"}, {"preset": "cpu", "compute": "host"}, {"preset": "infinity"}], ids=str
@@ -115,6 +117,7 @@ def test_no_tier_of_a_gpu_changes_a_bit(how, size):
         assert run_ranks(size, train_alike, setting.but(offload=tuple(how.items()))) == expected
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_budget_of_a_gpu_changes_a_bit(size):
     """The pages of one unit may be on the device, in host memory and on a disk, and only some passes read gradients."""

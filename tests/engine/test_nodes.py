@@ -59,6 +59,7 @@ def test_parameters_by_node_change_no_bit(size, nodes, precision):
         assert run_ranks(size, train_small, other, nodes=nodes) == expected, other
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("offload", "accumulate", "activations"),
     [
@@ -312,6 +313,7 @@ def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, betw
         assert [*kept] == tiers
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("gather", ["auto", "node", "world"])
 @pytest.mark.parametrize("offload", OFFLOADED_PARAMS)
 def test_the_plan_counts_what_a_gpu_keeps_in_host_memory(offload, gather):
@@ -482,6 +484,7 @@ BETWEEN = [
 ]
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize(
     ("stage", "accumulate", "between"),
     [
@@ -578,6 +581,7 @@ def test_after_a_restored_checkpoint_and_an_edit_secondary_shards_are_made_again
     assert told[0] == told[1]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("gpu", "offload", "call"),
     [

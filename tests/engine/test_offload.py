@@ -100,6 +100,7 @@ KINDS = [("fp32", 1, 0.5), ("bf16", 3, 0.5), ("fp32", 3, None), ("bf16", 1, None
 CASES = [(size, stage, *KINDS[(size + stage) % 4]) for size in (1, 2, 3) for stage in range(4)]
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(("size", "stage", "precision", "accumulate", "clip"), CASES)
 def test_no_tier_changes_a_bit(size, stage, precision, accumulate, clip):
     """Eight steps on every tier, with another page size, read-ahead, number of threads, update and form of master each.

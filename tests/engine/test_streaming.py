@@ -84,6 +84,7 @@ def edit(state, zero):
         full["blocks.2.norm.bias"].add_(1)
 
 
+@pytest.mark.slow(keep=14)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("setting", PLACES)
 def test_patched_equals_full(setting, size):
@@ -102,6 +103,7 @@ def test_two_nodes_stream_the_same_by_node():
     assert run_ranks(4, stream_often, setting, nodes=2) == run_ranks(4, stream_often, PLACES[5], nodes=2)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("setting", [PLACES[0], *PLACES[2:4], *PLACES[5:8]])
 def test_no_wait_is_missing_on_a_gpu(setting):
     with simulated_gpu():

@@ -609,6 +609,7 @@ ALONE = (
 """Scenarios that one rank runs, in place of two."""
 
 
+@pytest.mark.slow(keep=40)
 @pytest.mark.parametrize(
     ("order", "name"),
     [(ORDERS[number % 2], f"{name}, alone" if name in ALONE else name) for number, name in enumerate(SCENARIOS)],

@@ -159,6 +159,7 @@ def states(name: str, precision: Precision, moments: str, layout: Layout, seed: 
     return State(transform, precision, params, made)
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_kernel_gives_the_bits_of_the_operators(name, master):

@@ -468,6 +468,7 @@ def test_the_commit_and_the_packages_are_kept_unless_switched_off(tmp_path, monk
 SWEEP = Path(__file__).resolve().parents[2] / "examples" / "wandb_sweep.yaml"
 
 
+@pytest.mark.slow
 def test_the_commands_of_wandb_run_the_sweep(here):
     """`wandb sweep` and `wandb agent` themselves, with a server of this machine that chooses the values."""
     (here / "train.py").symlink_to(SWEEP.parents[1] / "train.py")

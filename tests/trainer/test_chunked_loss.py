@@ -76,6 +76,7 @@ def test_only_logits_that_nothing_is_done_to_are_left_out(kind):
     assert not {"forward"} & {*vars(model.base_model), *vars(model.get_output_embeddings())}, "it is as it was"
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("kind", "stage", "preset", "activations", "units"),
     [

@@ -145,6 +145,7 @@ def test_the_end_has_a_limit_and_no_child_waits(tmp_path):
     assert done.stderr == "the thread 'a disk that hangs' still runs 0.2 s after the end of the script\n"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["make_step, two ranks, sys.exit(3)", "zero.initialize, W&B, the end"])
 def test_so_do_ranks_and_a_script_with_wandb(kind):

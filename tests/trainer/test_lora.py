@@ -117,6 +117,7 @@ def same(one, other):
 TIERS = [(1, "none"), (2, "cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("family", MADE)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_losses_and_adapters_have_the_same_bits_at_every_stage_and_tier(family, ranks, base):

@@ -1002,6 +1002,7 @@ def test_what_is_wrong_with_every_setting_is_said_once():
     assert text.count("offload.device_budget=1.0 GiB") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [8, 4096])
 def test_columns_of_small_and_large_models_stay_apart(width):
     """A model of a few thousand parameters, whose steps last microseconds; one of billions on thousands of ranks."""

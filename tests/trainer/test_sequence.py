@@ -231,6 +231,7 @@ def test_a_row_that_does_not_fit_the_memory_of_a_rank_trains_on_two(here, capfd)
     assert train.main([*LIMITED, "launch.ranks=2", "zero.sequence=2"]) == 0
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("sequence", [1, 2])
 @pytest.mark.parametrize("activations", ["keep", "remat", "auto"])
 def test_the_longest_row_that_is_printed_fits_and_a_longer_one_does_not(sequence, activations):

@@ -211,6 +211,7 @@ def interrupted(here: Path, module: str, *words: object, in_a_rank: bool = False
     return ended.returncode, ended.stderr
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("whose", "module"),
     [

@@ -404,6 +404,7 @@ def rates_by_moments():
     return rates
 
 
+@pytest.mark.slow(keep=10)
 @pytest.mark.parametrize(("units", "tier", "moments", "microbatches", "rows"), PLANS)
 def test_a_step_lasts_as_long_as_on_the_simulated_clock(
     units, tier, moments, microbatches, rows, rates_by_moments, monkeypatch

@@ -1,5 +1,7 @@
 """A model's loss in chunks of its vocabulary, through the engine: the GPT here and models of transformers."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -99,6 +101,20 @@ def test_models_of_transformers_train_as_with_the_plain_loss(kind, stage, preset
     monkeypatch.setattr(losses, "LEAST_CHUNK", 4)
     plain = run_ranks(2, trained, setting, lambda: build(kind), hf.loss)
     same(plain[0], run_ranks(2, trained, setting, lambda: build(kind), chunked)[0])
+
+
+@pytest.mark.parametrize("units", [None, ("LlamaDecoderLayer", "Linear"), ("LlamaForCausalLM",)])
+def test_each_of_two_losses_of_a_microbatch_has_its_own_rows_when_activations_are_computed_again(units, monkeypatch):
+    setting = Setting(stage=3, offload=(("preset", "none"),), activations="remat", units=units)
+
+    def preference(model, batch, chunked=False):
+        better, worse = batch.chunk(2)
+        return hf.loss(model, better, chunked=chunked) - 0.5 * hf.loss(model, worse, chunked=chunked)
+
+    monkeypatch.setattr(losses, "CHUNK_NUMEL", 4)
+    monkeypatch.setattr(losses, "LEAST_CHUNK", 4)
+    plain = run_ranks(1, trained, setting, lambda: build("llama"), preference)
+    same(plain[0], run_ranks(1, trained, setting, lambda: build("llama"), partial(preference, chunked=True))[0])
 
 
 @pytest.mark.parametrize("kind", ["llama", "granite"])

@@ -8,6 +8,7 @@ Recomputation in Large Transformer Models", for selective recomputation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -59,9 +60,11 @@ def recomputed_call(
     # it gets copies of the buffers as they were before forward.
     before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
     replaced: dict[str, Tensor] | None = None
+    context = copy_context()  # what forward reads of it, the recomputation reads, although others have changed it
 
     def compute(*values: Tensor) -> Any:
-        return call(dict(zip(names, values, strict=False)), module, *rebuild(values[len(names) :]), buffers=replaced)
+        run = call if replaced is None else partial(context.run, call)
+        return run(dict(zip(names, values, strict=False)), module, *rebuild(values[len(names) :]), buffers=replaced)
 
     # Parameters are arguments, because `checkpoint` saves arguments through our hooks, which keep only positions.
     contexts = partial(create_selective_checkpoint_contexts, PRODUCTS) if selective else noop_context_fn

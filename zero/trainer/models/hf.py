@@ -15,6 +15,8 @@ import copy
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -156,7 +158,6 @@ def weights(model: nn.Module, path: str | PathLike[str]) -> "HFWeights":
 
 def logits(model: Callable[..., Any], tokens: Tensor, *, shared_rows: SharedRows | None = None) -> Tensor:
     """Return logits (b, t, vocab) for tokens (b, t) int64."""
-    _give_logits(model)
     return model(input_ids=tokens, **_places(tokens, shared_rows)).logits
 
 
@@ -186,14 +187,10 @@ def loss(
         shared_rows: the rows of which `rows` is a slice; None: `rows` are whole. For a model that
             `zero.sequence_parallel` has changed.
     """
-    if chunked:
-        head = model.get_output_embeddings()
-        # the replacement stays until the next call, because backward may compute activations again
-        head.forward = lambda hidden: linear_cross_entropy(hidden, head.weight, rows[:, 1:], bias=head.bias)
-    else:
-        _give_logits(model)
-    outputs = model(input_ids=rows[:, :-1], **_places(rows[:, :-1], shared_rows))
-    mean = outputs.logits if chunked else F.cross_entropy(outputs.logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    with _chunked(model, targets) if chunked else nullcontext():
+        outputs = model(input_ids=inputs, **_places(inputs, shared_rows))
+    mean = outputs.logits if chunked else F.cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten())
     unbalanced = outputs.get("aux_loss")
     return mean if unbalanced is None else mean + router * unbalanced
 
@@ -245,11 +242,27 @@ class _Untouchable(Tensor):
         raise TypeError(f"{func} of logits")
 
 
-def _give_logits(model: Any) -> None:
-    """Restore the head's forward, which a chunked loss has replaced; do nothing for a wrapper, which has no head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is not None:
-        vars(head).pop("forward", None)
+_TARGETS: ContextVar[Tensor | None] = ContextVar("targets", default=None)
+"""The targets (b, t) of the chunked loss that is computed; a recomputation in backward finds those of its forward."""
+
+
+@contextmanager
+def _chunked(model: Any, targets: Tensor) -> Iterator[None]:
+    """Have the model's head return the chunked loss of `targets` in place of logits."""
+    head = model.get_output_embeddings()
+    head.forward = partial(_loss_or_logits, head)  # stays: a recomputation calls it after this block
+    token = _TARGETS.set(targets)
+    try:
+        yield
+    finally:
+        _TARGETS.reset(token)
+
+
+def _loss_or_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    targets = _TARGETS.get()
+    if targets is None:
+        return F.linear(hidden, head.weight, head.bias)
+    return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
 
 
 def write_settings(path: str | PathLike[str], out: Path) -> None:

@@ -229,6 +229,8 @@ def test_a_plan_counts_the_frozen_base_once_and_the_adapter_with_its_moments(bas
 def test_what_does_not_fit_an_adapter_is_one_line(base, here, capsys, monkeypatch):
     assert command(base / "llama", "model.lora.targets=[q_prj]") == 2
     assert "model.lora.targets: no linear layer matches q_prj. Did you mean q_proj?" in capsys.readouterr().err
+    assert command(base / "gpt2", "model.lora.targets=[lm_head]") == 2
+    assert "model.lora.targets: lm_head is tied to transformer.wte.weight, so an adapter" in capsys.readouterr().err
     assert command(base / "glm4_moe") == 2
     assert "peft would adapt the experts of Glm4MoeForCausalLM" in capsys.readouterr().err
     assert command(base / "glm4_moe", "model.lora.targets=[gate_proj]") == 2
@@ -426,6 +428,15 @@ def test_an_adapter_on_meta_is_made_only_if_its_values_were_recorded(base):
     with initialized(model, folder) as state:
         values = full_state_dict(state)
     assert all(value.any() == ("lora_B" not in name) for name, value in values.items() if "lora_" in name)
+
+
+@pytest.mark.parametrize("first", ["pissa", "olora"])
+def test_an_adapter_that_is_computed_from_the_base_is_refused_where_the_base_comes_from_files(first, base):
+    with zero.empty():
+        model = peft.get_peft_model(hf.build(base / "llama"), peft.LoraConfig(r=2, init_lora_weights=first))
+    refused = pytest.raises(PlanError, match=r"lora_A\.default\.weight was computed from a parameter whose value comes")
+    with refused, initialized(model, base / "llama"):
+        pass
 
 
 def test_adapters_of_any_name_begin_as_peft_made_them(base):

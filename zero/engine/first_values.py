@@ -9,7 +9,7 @@ range compare all that they have read.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
@@ -29,7 +29,7 @@ from zero.engine.flat_writer import FlatWriter
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.plan import Plan
 from zero.engine.pool import Buffer
-from zero.engine.recorded_values import RecordedValues
+from zero.engine.recorded_values import RecordedValues, reached
 from zero.engine.takeover import buffers_of
 from zero.engine.unit import Splitting, UnitSpec
 from zero.engine.unit_state import UnitState
@@ -65,7 +65,8 @@ def values_of(
         weights: as in `init`.
 
     Raises:
-        PlanError: weights are missing (the message names them), or peft's first values of an adapter are not recorded.
+        PlanError: weights are missing (the message names them), or peft's first values of an adapter are not recorded
+            or depend on weights.
             By the returned function: an owner has no `reset_parameters`, or a weight has another shape.
     """
     shapes = splitting.shapes()
@@ -84,7 +85,7 @@ def values_of(
     fresh = stored.fresh if isinstance(stored, RangedWeights) else frozenset()
     new = {name: names for name, names in aliases.items() if not any(alias in stored for alias in names)}
     _refuse_missing(stored, [name for name, names in new.items() if fresh.isdisjoint(names)])
-    _refuse_unmade(built, model, new)
+    _refuse_unmade(built, model, aliases, new)
     _fill_buffers(model, stored)
     if not isinstance(stored, RangedWeights):
         return by_range(lambda name: _named(stored, aliases[name], shapes[name]))
@@ -262,14 +263,24 @@ def _refuse_missing(weights: Mapping[str, Tensor], missing: Sequence[str]) -> No
         raise PlanError(f"weights have no {some(missing)}{hint}")
 
 
-def _refuse_unmade(built: Mapping[str, Tensor], model: nn.Module, new: Iterable[str]) -> None:
-    """Raise PlanError for a parameter without stored weights if peft's first values of it are not recorded."""
+def _refuse_unmade(built: Mapping[str, Tensor], model: nn.Module, names: Iterable[str], new: Collection[str]) -> None:
+    """Raise PlanError for a parameter in `new` whose first value cannot be made.
+
+    Its operations are not recorded, or they depend on a parameter whose value comes from weights and not from them.
+    """
+    recipes = {name: cast(ParameterPlaceholder, model.get_parameter(name)).recipe for name in names}
+    replaced = reached(recipe.root for name, recipe in recipes.items() if recipe is not None and name not in new)
     for name in new:
-        recipe = cast(ParameterPlaceholder, model.get_parameter(name)).recipe
+        recipe = recipes[name]
         if name not in built and (recipe is None or not recipe.root.is_written):
             raise PlanError(
                 f"{name} has no first values: it was built on meta, and weights do not have it. "
                 "Build it inside of zero.empty(), without low_cpu_mem_usage."
+            )
+        if recipe is not None and not replaced.keys().isdisjoint(reached([recipe.root])):
+            raise PlanError(
+                f"{name} was computed from a parameter whose value comes from weights. Choose other first values, such "
+                "as init_lora_weights=True."
             )
 
 

@@ -66,7 +66,7 @@ class RecordedValues:
             with self._drawing_alone():
                 self._record_reset(owner)
         for root, path in list(self._path_of.items()):
-            for further in _reached([root]):
+            for further in reached([root]):
                 self._assign(further, path)
         self._keys = {  # sorted, so that a root has one key whether or not others were computed from it
             root: f"{path}/{place}"
@@ -154,7 +154,7 @@ class RecordedValues:
         same order as when its own values are computed.
         """
         paths = {owner.path}
-        while further := {self._path_of[root] for path in paths for root in _reached(self._roots_of[path])} - paths:
+        while further := {self._path_of[root] for path in paths for root in reached(self._roots_of[path])} - paths:
             paths |= further
         roots = [root for path in paths for root in self._roots_of[path]]
         values = {
@@ -195,8 +195,8 @@ def _is_ranged(recipe: Recipe) -> bool:
     return recipe.root.is_elementwise and recipe.root.is_written and recipe.number in recipe.root.whole
 
 
-def _reached(roots: Iterable[Root]) -> Iterable[Root]:
-    """Return `roots` and all roots that their operations read, directly or indirectly."""
+def reached(roots: Iterable[Root]) -> dict[Root, None]:
+    """Return as keys `roots` and all roots that their operations read, directly or indirectly."""
     reached = dict.fromkeys(roots)
     waiting = list(reached)
     while waiting:

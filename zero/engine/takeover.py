@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zero.core.suggest import some
 from zero.distributed.mesh import Placed, is_dtensor, local_part
 from zero.engine.empty import Unmade, is_meta
 from zero.engine.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer, version_of
@@ -296,6 +297,7 @@ def call_with(
     try:
         return functional_call(module, held, args, kwargs, tie_weights=False)
     finally:
+        changed: dict[str, list[str]] = {}
         for (name, parameter), version in zip(parameters.items(), versions, strict=True):
             written = version_of(parameter) != version
             if check_writes and not same_bits(local_part(parameter).detach(), copies[name]):
@@ -303,12 +305,14 @@ def call_with(
                 written = True
             if written or held[name] is not parameter:
                 full_name = f"{path}.{name.rpartition('module.')[2]}".lstrip(".")
-                what = "written to in place" if written else "replaced"
-                raise StaleStateError(
-                    f"parameter {full_name} was {what} by a forward, and only the optimizer changes parameters. Keep "
-                    "such a tensor in a buffer, or write between steps: zero.gathered(state or engine, names, "
-                    "modify=True)."
-                )
+                changed.setdefault("written to in place" if written else "replaced", []).append(full_name)
+        for what, names in changed.items():
+            # parameters of a gathered buffer share one version
+            which = f"parameter {names[0]}" if len(names) == 1 else f"one of the parameters {some(names)}"
+            raise StaleStateError(
+                f"{which} was {what} by a forward, and only the optimizer changes parameters. Keep such a tensor in a "
+                "buffer, or write between steps: zero.gathered(state or engine, names, modify=True)."
+            )
 
 
 def _as_placed(value: Tensor, placement: Placed | None) -> Tensor:

@@ -23,17 +23,21 @@ def add_lora(model: Any, chosen: HFConfig) -> None:
     The model keeps its class, unlike with `peft.get_peft_model`.
 
     Raises:
-        ConfigError: peft is not installed, a pattern of `model.lora.targets` matches no linear layer, or peft cannot
-            adapt the layers or would adapt fused experts.
+        ConfigError: peft is not installed, a pattern of `model.lora.targets` matches no linear layer or a layer whose
+            weight another module shares, or peft cannot adapt the layers or would adapt fused experts.
     """
     require_hf("peft", "model.lora needs")
     import peft
+    from transformers.pytorch_utils import Conv1D
 
     layers = targets(model, chosen.lora.targets)
-    settings = peft.LoraConfig(**chosen.lora.of_peft(chosen.path), target_modules=layers)
+    _refuse_tied(model, layers)
+    transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in layers)
+    settings = peft.LoraConfig(**chosen.lora.of_peft(chosen.path), target_modules=layers, fan_in_fan_out=transposed)
     try:
         with empty(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fan_in_fan_out is set for GPT-2; names of experts, rejected below
+            # of experts that peft would adapt, which is an error below
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
             peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise ConfigError(f"model.lora.targets: {in_short(error)}") from error
@@ -42,6 +46,18 @@ def add_lora(model: Any, chosen: HFConfig) -> None:
             f"model.lora.targets: peft would adapt the experts of {type(model).__name__}, which zero cannot train. "
             "Choose attention layers: 'model.lora.targets=[*attn.*]'."
         )
+
+
+def _refuse_tied(model: nn.Module, layers: list[str]) -> None:
+    """Raise ConfigError for a layer that shares its weight, because merging would change the other module too."""
+    named = model.named_parameters(remove_duplicate=False)
+    names = {id(parameter): name for name, parameter in named if name.rpartition(".")[0] not in layers}
+    for layer in layers:
+        if other := names.get(id(model.get_submodule(layer).weight)):
+            raise ConfigError(
+                f"model.lora.targets: {layer} is tied to {other}, so an adapter cannot be merged into it. Choose other "
+                "layers, or a base without tied weights."
+            )
 
 
 def targets(model: Any, patterns: tuple[str, ...]) -> list[str]:

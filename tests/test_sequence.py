@@ -100,6 +100,26 @@ def test_ranks_of_a_group_with_different_rows_are_one_line(name):
         run_ranks(2, run)
 
 
+@pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids"])
+@pytest.mark.parametrize("change", [lambda rows: rows.flip(1), lambda rows: rows.roll(1, 0), lambda rows: rows ^ 1])
+def test_later_rows_that_differ_end_the_loss(name, change):
+    def run(world):
+        parallel = SequenceParallel(world)
+        for number in range(3):
+            rows = torch.randint(8, (2, 8), generator=torch.Generator().manual_seed(number))
+            batch = dict.fromkeys(("input_ids", "labels", "position_ids"), rows)
+            if number == 2 and world.rank == 1:
+                batch[name] = change(rows)
+            _, targets = parallel.slice(batch)
+            if number == 2:
+                with pytest.raises(HandshakeError, match="the ranks of a group have different rows"):
+                    parallel.loss(torch.ones(()), targets)
+            else:
+                parallel.loss(torch.ones(()), targets)
+
+    run_ranks(2, run)
+
+
 # -- slices of a batch, and the loss over them -------------------------------------------------------------------------
 
 
@@ -115,11 +135,21 @@ def test_slices_have_the_labels_and_positions_of_their_rows():
     assert targets.tolist() == [[1, 2, 3, 4, 5, 6, 7, -100], [9, 10, 11, -100, 13, 14, 15, -100]]
 
 
+def test_padding_predicts_nothing():
+    rows, mask = torch.arange(8).view(1, 8), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0]])
+    _, targets = run_ranks(1, lambda world: SequenceParallel(world).slice(
+        {"input_ids": rows, "labels": rows, "attention_mask": mask}
+    ))[0]  # fmt: skip
+    assert targets.tolist() == [[-100, -100, -100, 4, 5, 6, 7, -100]]
+
+
 def test_documents_begin_where_positions_do_and_padding_is_apart():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
     assert _documents(positions, None) == ((3, 2, 1), (6,))
     mask = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]])
     assert _documents(positions, mask) == ((3, 2, 1), (2, 4))
+    constant = torch.tensor([[1, 1, 1, 0, 1, 2]])  # as transformers numbers padding on the left
+    assert _documents(constant, torch.tensor([[0, 0, 0, 1, 1, 1]])) == ((3, 3),)
     again = torch.tensor([[0, 1, 2, 3, 0, 1]])
     assert _documents(again, torch.tensor([[1, 1, 0, 0, 1, 1]])) == ((2, 2, 2),)
     with pytest.raises(ConfigError, match="padding between its tokens"):
@@ -154,9 +184,20 @@ def test_the_loss_is_the_mean_over_all_tokens_also_if_a_slice_has_none_that_coun
     exact = logits.clone().requires_grad_()
     expected = F.cross_entropy(exact[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     losses, gradients = zip(*run_ranks(4, of_slice), strict=True)
-    assert losses[1] == 0
-    assert torch.allclose(torch.stack(losses).mean(), expected, atol=1e-6)
+    assert len({loss.item() for loss in losses}) == 1, "of the group's rows, on each rank"
+    assert torch.allclose(losses[0], expected, atol=1e-6)
     assert torch.allclose(torch.cat(gradients, dim=1) / 4, torch.autograd.grad(expected, exact)[0], atol=1e-7)
+
+
+def test_the_loss_of_rows_without_labels_is_0_and_so_is_its_gradient():
+    def of_slice(world):
+        parallel, ids = SequenceParallel(world), torch.zeros(1, 4, dtype=torch.int64)
+        _, targets = parallel.slice({"input_ids": ids, "labels": ids - 100})
+        logits = draw(1, 2, 7, seed=1).requires_grad_()
+        mean = parallel.loss(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets)
+        return mean.item(), torch.autograd.grad(mean, logits)[0].abs().max().item()
+
+    assert run_ranks(2, of_slice) == [(0, 0)] * 2
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero.distributed.world import World
-from zero.errors import ConfigError
+from zero.errors import ConfigError, HandshakeError
 from zero.losses import IGNORED
 from zero.platform.files import memory_of
 
@@ -154,12 +154,13 @@ class SequenceParallel:
 
     def __init__(self, group: World) -> None:
         self.group, self._compared = group, False
+        self._rows: Tensor | None = None  # a hash of all rows so far
 
     def slice(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         """Return the model's arguments and the targets for this rank's slice of rows that the whole group holds.
 
-        Collective the first time, when the ranks compare their rows. A document begins where positions do not go on by
-        one, and padding is a document of its own.
+        Collective the first time, when the ranks compare their rows by name; `loss` compares a hash of the later ones.
+        A document begins where positions do not go on by one. Padding is a document of its own, and predicts nothing.
 
         Args:
             batch: `input_ids` and `labels`, (b, t) int64, where G divides t; if need be `position_ids`, (b, t), and
@@ -178,28 +179,64 @@ class SequenceParallel:
             hashes = {name: sha256(memory_of(tensor.cpu().contiguous())).hexdigest() for name, tensor in batch.items()}
             self.group.agree(hashes, "rows of a group")
             self._compared = True
+        self._rows = _hashed(batch, self._rows)
         mask = batch.get("attention_mask")
         documents = None if mask is None and "position_ids" not in batch else _documents(positions, mask)
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        targets = targets if mask is None else targets.masked_fill(mask == 0, IGNORED)
         own = [x.chunk(self.group.size, dim=1)[self.group.rank].contiguous() for x in (ids, positions, targets)]
         rows = SharedRows(self.group, documents)
         return {"input_ids": own[0], "position_ids": own[1], "shared_rows": rows}, own[2]
 
     def loss(self, total: Tensor, targets: Tensor) -> Tensor:
-        """Return a loss whose mean over the group's ranks is the mean over all tokens that count. Collective.
+        """Return the mean loss over all tokens of the group's rows that count. Collective.
 
-        The engine takes this mean, together with the mean over groups.
+        Its gradient is that of this rank's tokens, times G: the engine takes the mean over ranks.
 
         Args:
             total: the sum of the losses of this rank's tokens.
             targets: this rank's targets; tokens with -100 do not count, and a slice may have no others.
 
         Returns:
-            A 0-dim tensor; NaN if no token of the group counts.
+            A 0-dim tensor, equal on all ranks of the group; 0 if no token counts.
+
+        Raises:
+            HandshakeError: on a CPU, the ranks of the group have different rows; on a GPU this ends the program.
         """
-        count = (targets != IGNORED).sum()
-        self.group.all_reduce(count, what="counted tokens").wait()
-        return total * (self.group.size / count)
+        count, rows = (targets != IGNORED).sum(), self._rows
+        rows = count if rows is None else rows
+        sums = torch.stack([count.double(), rows.double(), total.detach().double()])
+        self.group.all_reduce(sums, what="counted tokens and losses").wait()
+        if self._rows is not None:
+            _check_rows(sums[1] == self.group.size * rows)
+        count = sums[0].clamp(min=1)
+        own = total * (self.group.size / count).to(total.dtype)
+        return (sums[2] / count).to(total.dtype) + (own - own.detach())
+
+
+def _hashed(batch: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
+    """Return a hash of a batch and of `before`: 0-dim int64, of 40 bits, so that its sum over ranks is exact in fp64.
+
+    It is computed on the batch's device, and the host does not wait for it.
+    """
+    for _, values in sorted(batch.items()):
+        mixed = values.flatten().long() + (0 if before is None else before)
+        mixed = mixed * _MULTIPLIER
+        mixed = (mixed ^ (mixed >> 31)) * torch.arange(1, 2 * len(mixed), 2, device=mixed.device)
+        before = mixed.sum() & ((1 << 40) - 1)
+    assert before is not None
+    return before
+
+
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
+"""An odd number with mixed bits, as int64. Source: Knuth, "The Art of Computer Programming", volume 3, section 6.4."""
+
+
+def _check_rows(equal: Tensor) -> None:
+    if not equal.is_cpu:
+        torch._assert_async(equal)  # the host does not wait for it
+    elif not equal:
+        raise HandshakeError("the ranks of a group have different rows. Give all ranks of a group the same batch.")
 
 
 def _checked(batch: Mapping[str, Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,7 +271,7 @@ def _documents(positions: Tensor, mask: Tensor | None) -> Documents:
             raise ConfigError(
                 "attention_mask: a row has padding between its tokens. Pass position_ids that begin anew after it."
             )
-        begins[:, 1:] |= turns
+        begins[:, 1:] = turns | (begins[:, 1:] & (mask[:, 1:] != 0))
     tokens = positions.shape[1]
     return tuple(
         tuple(stop - start for start, stop in pairwise([*row.nonzero().flatten().tolist(), tokens]))

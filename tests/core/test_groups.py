@@ -3,6 +3,8 @@
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from zero.core.optim import adagrad, adam, adamw, lion, sgd
 from zero.core.updates import PageBatch
 from zero.engine.full import digest, full_state_dict
 from zero.errors import ConfigError
-from zero.testing import run_ranks
+from zero.testing import run_ranks, simulated_gpu
 
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5
 
@@ -97,8 +99,8 @@ def test_a_setting_out_of_range_is_refused_with_its_group(said, make):
 # -- against torch -----------------------------------------------------------------------------------------------------
 
 
-def torch_run(before: dict[str, torch.Tensor], make: Callable[..., torch.optim.Optimizer], steps: int, freeze: Any):
-    """Norms and parameters of plain torch with the same groups, which has no gradient for what does not train."""
+def in_torch(before: dict[str, torch.Tensor], make: Callable[..., torch.optim.Optimizer]) -> Any:
+    """A model of plain torch with the groups of `zero_run`, its optimizer, and its trainable parameters by name."""
     model = Small()
     model.load_state_dict(before, strict=False)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -113,18 +115,26 @@ def torch_run(before: dict[str, torch.Tensor], make: Callable[..., torch.optim.O
             {"params": biases, "lr": 2e-2, "weight_decay": 0.0},
         ]
     )
+    return model, optimizer, named
+
+
+def never(number: int) -> bool:
+    return False
+
+
+def torch_steps(model: nn.Module, optimizer: Any, named: Any, steps: range, freeze: Any = never) -> list[float]:
+    """Norms of plain torch with the same groups, which has no gradient for what does not train."""
     norms = []
-    for number in range(steps):
-        frozen = freeze(number)
+    for number in steps:
         optimizer.zero_grad()
         small_loss(model, small_batch(number, 12))[0].backward()
         for p in named.values():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if frozen:
-            embed.grad = None
+        if freeze(number):
+            named["embed.weight"].grad = None
         norms.append(float(nn.utils.clip_grad_norm_(named.values(), CLIP)))
         optimizer.step()
-    return norms, {name: p.detach() for name, p in model.named_parameters()}
+    return norms
 
 
 def zero_run(world: zero.World, setting: Setting, steps: int, freeze: Any) -> Any:
@@ -143,10 +153,6 @@ def zero_run(world: zero.World, setting: Setting, steps: int, freeze: Any) -> An
     return before, norms, full_state_dict(state), digest(state)
 
 
-def never(number: int) -> bool:
-    return False
-
-
 def in_the_middle(number: int) -> bool:
     return number in (0, 1, 4, 5)
 
@@ -155,16 +161,27 @@ def momentum_sgd(lr: Any, **how: Any) -> zero.core.optim.Transform:
     return sgd(lr, momentum=0.9, **how)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (adamw, lambda groups: torch.optim.AdamW(groups, lr=LR)),
-        (adam, lambda groups: torch.optim.Adam(groups, lr=LR)),
-        (momentum_sgd, lambda groups: torch.optim.SGD(groups, lr=LR, momentum=0.9)),
-        (adagrad, lambda groups: torch.optim.Adagrad(groups, lr=LR)),
-    ],
-)
-def test_eight_steps_with_groups_are_those_of_torch(ours, theirs):
+def slowed_adagrad(lr: Any, **how: Any) -> zero.core.optim.Transform:
+    return adagrad(lr, lr_decay=0.1, **how)
+
+
+PAIRS: dict[Any, Callable[..., torch.optim.Optimizer]] = {
+    adamw: lambda groups: torch.optim.AdamW(groups, lr=LR),
+    adam: lambda groups: torch.optim.Adam(groups, lr=LR),
+    momentum_sgd: lambda groups: torch.optim.SGD(groups, lr=LR, momentum=0.9),
+    slowed_adagrad: lambda groups: torch.optim.Adagrad(groups, lr=LR, lr_decay=0.1),
+}
+"""Optimizers and torch's."""
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        if name != "blocks.1.linear.bias":  # batch norm takes it out again: its gradient is nothing but rounding
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("ours", PAIRS)
+def test_eight_steps_with_groups_are_those_of_torch(ours):
     """Also with a group that is frozen at first, thawed, frozen and thawed: each keeps its own count of updates.
 
     One rank: batch norm's statistics are those of a microbatch. SGD's groups of torch take a buffer at their first
@@ -173,17 +190,64 @@ def test_eight_steps_with_groups_are_those_of_torch(ours, theirs):
     for freeze in (never, in_the_middle):
         setting = Setting(stage=3, optimizer=ours, lr=LR, weight_decay=DECAY, clip=CLIP)
         before, norms, found, _ = run_ranks(1, zero_run, setting, 8, freeze)[0]
-        expected_norms, expected = torch_run(before, theirs, 8, freeze)
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
-        del expected["blocks.1.linear.bias"]  # batch norm takes it out again: its gradient is nothing but rounding
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+        model, optimizer, named = in_torch(before, PAIRS[ours])
+        assert norms == pytest.approx(torch_steps(model, optimizer, named, range(8), freeze), rel=1e-5)
+        close(found, dict(model.named_parameters()))
 
 
 def test_the_bits_do_not_depend_on_stage_or_tier():
     """With groups, live settings, freezing and thawing."""
     settings = [Setting(stage=stage, clip=CLIP, offload=tiers(stage, tier), precision="bf16") for stage, tier in PLACES]
     assert len({run_ranks(2, zero_run, setting, 6, in_the_middle)[0][3] for setting in settings}) == 1
+
+
+KEPT = ("blocks.0.*", "embed.weight", "head.bias")
+"""Parameters whose moments a load leaves as they are: some of the groups' parameters, not all."""
+
+
+def loaded_in_part(world: zero.World, setting: Setting, own: int, folder: Any) -> Any:
+    """Values before, and after 3 steps, `own` steps of another state that takes all but moments, and 3 more steps."""
+    make = setting.optimizer
+    groups = [Group(["embed.weight"], lr=3e-3, weight_decay=0.0), BIASES]
+    setting = setting.but(optimizer=lambda *args, **how: make(*args, groups=groups, **how))
+
+    def go_on(state: zero.State, step: Any, numbers: range) -> zero.State:
+        for number in numbers:
+            state, _ = step(state, slice_of(small_batch(number, 12), world, 1))
+        return state
+
+    state, step = setting.start(world)
+    before = full_state_dict(state)
+    saved = zero.save(go_on(state, step, range(3)), folder / "first")
+    state, step = setting.start(world)
+    state = go_on(state, step, range(own))
+    partial = [f"{moment}/{name}" for moment in state.plan.optimizer.moments for name in KEPT]
+    state = go_on(zero.load(state, zero.open_checkpoint(world, saved), partial=partial), step, range(3, 5))
+    again = zero.open_checkpoint(world, zero.save(state, folder / "second"))
+    state, step = setting.start(world)
+    return before, full_state_dict(go_on(zero.load(state, again), step, range(5, 6)))
+
+
+@pytest.mark.parametrize("own", [0, 5])
+@pytest.mark.parametrize(
+    ("ours", "options"), [*((ours, {}) for ours in PAIRS), (adamw, {"fused": True}), (adam, {"fused": True})]
+)
+def test_moments_that_a_load_keeps_also_keep_their_number_of_updates(ours, options, own, tmp_path):
+    """Each parameter's count, as in torch: `own` for the parameters that keep moments, 3 for the others of a group."""
+    setting = Setting(stage=3, optimizer=ours, lr=LR, weight_decay=DECAY, clip=CLIP)
+    with simulated_gpu(**options) if options else nullcontext():
+        before, found = run_ranks(1, loaded_in_part, setting, own, tmp_path)[0]
+    (model, optimizer, named), (other, whole, others) = (in_torch(before, PAIRS[ours]) for _ in range(2))
+    torch_steps(model, optimizer, named, range(3))
+    torch_steps(other, whole, others, range(own))
+    for name, parameter in named.items():
+        if any(fnmatchcase(name, pattern) for pattern in KEPT):
+            state = whole.state[others[name]] or {
+                key: torch.zeros_like(value) for key, value in optimizer.state[parameter].items()
+            }
+            optimizer.state[parameter].update(state)
+    torch_steps(model, optimizer, named, range(3, 6))
+    close(found, dict(model.named_parameters()))
 
 
 # -- what does not train -----------------------------------------------------------------------------------------------

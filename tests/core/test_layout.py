@@ -127,7 +127,7 @@ def test_segments_are_the_longest_runs_of_one_group(case):
     assert [group for a, b, group in segments for _ in range(a, b)] == groups[start:stop]
     for before, after in pairwise(segments):
         assert before.stop == after.start
-        assert before.group != after.group
+        assert before.settings != after.settings
         assert after.start % VECTOR == 0
     assert all(a < b for a, b, _ in segments)
 

@@ -14,6 +14,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -824,9 +825,17 @@ def test_global_samples_are_the_rows_of_the_microbatches_that_were_run(managed: 
 
 
 def test_without_moments_training_begins_with_step_1_and_steps_are_counted_on(tmp_path: Path):
-    """Adam's corrections for zero moments would be those of a late step otherwise."""
-    with engine_of() as engine:
-        train(engine, 0, 1, 2, 3)
+    """Adam's corrections for zero moments would be those of a late step otherwise, also in a layer that rested."""
+
+    def by_layer(model: Any) -> torch.optim.Optimizer:
+        layers = [{"params": model.first.parameters()}, {"params": model.last.parameters()}]
+        return torch.optim.AdamW(layers, lr=1e-2, weight_decay=0.1)
+
+    with engine_of(prepare=lambda model: {"optimizer": by_layer(model)}, optimizer=None) as engine:
+        engine.module.first.requires_grad_(False)
+        train(engine, 0, 1, 2)
+        engine.module.first.requires_grad_(True)
+        train(engine, 3)
         engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
         values = zero.full_state_dict(engine)
         for how, steps in (({}, 4), ({"load_optimizer_states": False}, 4), ({"load_module_only": True}, 0)):
@@ -835,7 +844,7 @@ def test_without_moments_training_begins_with_step_1_and_steps_are_counted_on(tm
         train(engine, 9)
         model = net()
         model.load_state_dict(values)
-        close(zero.full_state_dict(engine), plain(9, model=model)[1])
+        close(zero.full_state_dict(engine), plain(9, model=model, make=by_layer)[1])
 
 
 @pytest.mark.parametrize("stage", [0, 3])

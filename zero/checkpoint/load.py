@@ -19,7 +19,7 @@ from torch import Tensor
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, WEIGHTS, flats
 from zero.checkpoint.frozen_file import frozen_version, remember
 from zero.checkpoint.manifest import FROZEN_KINDS, Entry, entries, files_of, held
-from zero.checkpoint.open import Checkpoint, Tensors, index_of, numbers_of, set_random, shape_of, weights_of
+from zero.checkpoint.open import Checkpoint, Numbers, Tensors, index_of, numbers_of, set_random, shape_of, weights_of
 from zero.checkpoint.publish import check_coordinates
 from zero.checkpoint.save import gather_reports
 from zero.core.codec import CODECS
@@ -61,7 +61,8 @@ def load(
         checkpoint: from `open_checkpoint` or `open_latest`.
         partial: names, or patterns such as `head.*`, of tensors that keep their present values. They may be missing in
             the model or in the checkpoint, or differ in shape. A kind in front, as in `nu/*`, limits a pattern to
-            tensors of that kind.
+            tensors of that kind. A parameter that keeps a moment also keeps its number of updates, by which Adam
+            corrects its moments.
         convert: names or patterns of tensors whose dtype may change. Moments may always change dtype.
         moments: False keeps the state's own moments and ignores those of the checkpoint, for a state that is not
             trained.
@@ -105,6 +106,7 @@ def load(
     numbers = numbers_of(checkpoint.folder, checkpoint.manifest)
     values = _current(state, kept - _untouched(plan, kept))
     scale = plan.precision.scale.resumed(numbers.scale, dynamic=numbers.dynamic)
+    rested = _rested(state, numbers, kept)
     following = state.restored(step=numbers.step, scale=scale)
     generators: list[dict[str, Any] | None] = []
 
@@ -115,7 +117,7 @@ def load(
         return {}
 
     gather_reports(plan.world, fill)
-    runtime.updater.resume(numbers.rested)
+    runtime.updater.resume(rested)
     for unit in runtime.units:
         unit.mark_changed(resident=True, frozen=True)
     _remember_frozen(runtime, checkpoint, kept)
@@ -123,6 +125,16 @@ def load(
         if random is not None:
             set_random(random)
     return following
+
+
+def _rested(state: State, numbers: Numbers, kept: set[Key]) -> dict[str, int]:
+    """Return the steps without an update by parameter; one that keeps a moment also keeps its number of updates.
+
+    Where that number is larger than the checkpoint's step, the steps without an update are negative.
+    """
+    before, counted = state.runtime.updater.rested, {*state.plan.optimizer.moments} - {*state.plan.optimizer.copies}
+    names = {name for name, kind in kept if kind in counted}
+    return numbers.rested | {name: numbers.step - state.step + before.get(name, 0) for name in names}
 
 
 def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: set[Key]) -> None:

@@ -404,13 +404,14 @@ class Numbers(Schema):
     Attributes:
         step: number of updates made.
         scale, dynamic: the loss scale, and whether it is dynamic.
-        rested: name of a parameter -> number of steps in which it did not train.
+        rested: name of a parameter -> number of steps in which it was not updated; negative if it kept moments of more
+            updates than `step` when an earlier checkpoint was loaded.
     """
 
     step: Count
     scale: LossScale
     dynamic: bool
-    rested: dict[str, Count] = Field({})
+    rested: dict[str, int] = Field({})
 
 
 def numbers_of(folder: Path, manifest: Manifest) -> Numbers:

@@ -87,7 +87,7 @@ def facts_of(
         step: number of updates made.
         scale, dynamic: the loss scale, and whether it is dynamic.
         ties: alias of a tied tensor -> name under which the tensor is saved.
-        rested: name of a parameter -> number of steps in which it did not train.
+        rested: name of a parameter -> number of steps in which it was not updated.
     """
     numbers = {"step": step, "scale": list(scale), "dynamic": dynamic} | ({"rested": dict(rested)} if rested else {})
     return {"state": numbers, "ties": dict(ties), "versions": versions()}

@@ -1,9 +1,11 @@
 """Tables that a fused kernel reads: where the parameters are in a piece, and the numbers of each group in one step."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from zero.core.layout import VECTOR, Layout
+from zero.core.layout import NOTHING, VECTOR, Layout
 from zero.core.optim import Hyper, Transform
 from zero.core.updates import Settings
 
@@ -22,26 +24,32 @@ def optimizer_of(transform: Transform) -> str | None:
     return "nesterov" if transform.constants == (True,) else name
 
 
-def tables(layout: Layout, start: int, stop: int, tile_numel: int) -> tuple[Tensor, Tensor]:
+def tables(
+    layout: Layout, start: int, stop: int, tile_numel: int, settings: Mapping[str, int] = NOTHING
+) -> tuple[Tensor, Tensor]:
     """Return the tables of the parameters in [start, stop) of a flat, which is cut into tiles.
 
     A tile has `tile_numel` elements of one parameter and of the gap after it, or fewer at their end.
 
+    Args:
+        settings: as in `Layout.segments`.
+
     Returns:
         slots: (n, 8) int32, a row for each parameter: its first tile, first vector in the range, vectors with the gap,
-            first vector in the parameter, whole vectors and further elements of the parameter, key, group.
+            first vector in the parameter, whole vectors and further elements of the parameter, key, index of settings.
         tiles: (tiles,) int32: the row of each tile.
     """
-    rows: list[tuple[int, ...]] = []
-    counts: list[int] = []
-    for slot, first, last in layout.extents(start, stop):
-        vectors, skipped = (last - first) // VECTOR, (first - slot.offset) // VECTOR
-        where = sum(counts), (first - start) // VECTOR, vectors, skipped
-        rows.append((*where, *divmod(slot.numel, VECTOR), signed(slot.key), slot.group))
-        counts.append(-(-vectors * VECTOR // tile_numel))
-    slots = torch.tensor(rows, dtype=torch.int32, device="cpu").view(-1, 8)
-    of_tiles = [row for row, count in enumerate(counts) for _ in range(count)]
-    return slots, torch.tensor(of_tiles, dtype=torch.int32, device="cpu")
+    rows = [
+        (first, last, slot.offset, slot.numel, signed(slot.key), settings.get(slot.name, slot.group))
+        for slot, first, last in layout.extents(start, stop)
+    ]
+    first, last, offset, numel, key, number = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 6).unbind(1)
+    vectors = (last - first) // VECTOR
+    tiles = -(-vectors * VECTOR // tile_numel)
+    begins = tiles.cumsum(0) - tiles, (first - start) // VECTOR
+    columns = *begins, vectors, (first - offset) // VECTOR, numel // VECTOR, numel % VECTOR, key, number
+    of_tiles = torch.arange(len(rows), dtype=torch.int32, device="cpu").repeat_interleave(tiles)
+    return torch.stack(columns, 1).int(), of_tiles
 
 
 def signed(key: int) -> int:

@@ -31,11 +31,17 @@ class Pass(NamedTuple):
         """Whether parameters, if it updates them, are read, and not only written."""
         return self.updates_params and self.kept.master.reads_params
 
-    def segments(self, layout: Layout, start: int, stop: int) -> list[tuple[int, int, tuple[int, float]]]:
-        """Split [start, stop) of a flat where the group or the factor changes: (start, stop, (group, factor))."""
+    def segments(
+        self, layout: Layout, start: int, stop: int, settings: Mapping[str, int]
+    ) -> list[tuple[int, int, tuple[int, float]]]:
+        """Split [start, stop) of a flat where settings or factor change: (start, stop, (index of settings, factor)).
+
+        Args:
+            settings: as in `Layout.segments`.
+        """
         factor = self.factor
         if factor is None:
-            return [(a, b, (group, 1.0)) for a, b, group in layout.segments(start, stop)]
+            return [(a, b, (number, 1.0)) for a, b, number in layout.segments(start, stop, settings)]
         return [(a, b, (slot.group, factor(slot))) for slot, a, b in layout.extents(start, stop)]
 
 

@@ -19,12 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from zero.core.sizes import round_up
 from zero.errors import LayoutError
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 VECTOR = 64
 """Alignment of slots and shards, in elements: 128 bytes in a 2-byte dtype, at least one cache line in every dtype."""
@@ -78,11 +81,11 @@ class Piece(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A range [start, stop) of the flat whose parameters belong to one group."""
+    """A range [start, stop) of the flat whose parameters share settings: by default those of their group."""
 
     start: int
     stop: int
-    group: int
+    settings: int
 
 
 @dataclass(frozen=True)
@@ -174,20 +177,24 @@ class Layout:
         firsts = [max(start, slot.offset) for slot in slots]
         return list(zip(slots, firsts, [*firsts[1:], stop], strict=False))
 
-    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Split [start, stop) into the longest segments of one group each; a gap belongs to the slot before it.
+    def segments(self, start: int, stop: int, settings: Mapping[str, int] = NOTHING) -> tuple[Segment, ...]:
+        """Split [start, stop) into the longest segments of equal settings; a gap belongs to the slot before it.
 
         Cuts are at multiples of 64 elements, so a fused kernel may process each segment alone and give the same bits.
+
+        Args:
+            settings: name of a parameter -> index of its settings, if that is not its group.
 
         Raises:
             LayoutError: the range is not inside the flat.
         """
         segments: list[Segment] = []
         for slot, first, last in self.extents(start, stop):
-            if segments and segments[-1].group == slot.group:
+            number = settings.get(slot.name, slot.group)
+            if segments and segments[-1].settings == number:
                 segments[-1] = segments[-1]._replace(stop=last)
             else:
-                segments.append(Segment(first, last, slot.group))
+                segments.append(Segment(first, last, number))
         return tuple(segments)
 
     @cached_property

@@ -283,6 +283,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         if not moments:  # as with a new optimizer, Adam's bias correction begins at step 1 again
             self._steps_before = state.tried if counts else 0
             state = state.restored(step=0, scale=self.plan.precision.scale.start())
+            state.runtime.updater.resume({})
             if has_trained:
                 _zero_moments(state)
         self._keep(state)

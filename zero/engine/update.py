@@ -34,6 +34,7 @@ from zero.core.layout import Layout, Slot
 from zero.core.master import cut_as, in_fp32
 from zero.core.moments import permutation
 from zero.core.optim import Hyper
+from zero.core.update_counts import UpdateCounts
 from zero.core.updates import PageBatch, Settings, on_device
 from zero.engine.gradient import Gradients
 from zero.engine.orthogonalize import Orthogonalizer
@@ -63,6 +64,11 @@ class Piece(NamedTuple):
     grad_K: Tensor
     tables: Sequence[Tensor] = ()
     """`zero.core.fused.tables` of the piece; empty without a kernel."""
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The (start, stop) of its elements in the unit's trainable flat."""
+        return self.first, self.first + self.grad_K.numel()
 
     def cut(self, start: int, stop: int) -> "Piece":
         """Return the piece with elements [start, stop) of this one."""
@@ -97,15 +103,15 @@ class Updater:
         self._readers, self._read = list[Ticket](), self._device.mark()  # of the directions of the last unit
         self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
         for unit in units:
-            parts = parts_of(plan, store, unit.spec, self._where)
-            unit.parts = tuple(part._replace(tables=self._tables_of(unit, part)) for part in parts)
+            unit.parts = tuple(parts_of(plan, store, unit.spec, self._where))
         self._limit = nullcontext() if self._where.shares_memory else threading.Semaphore(GPU_GROUPS)
-        self._order = list(units)  # of the coming updates
+        self._units, self._order = units, list(units)  # the latter in the order of the coming updates
         self._visited: list[UnitState] = []
         self._coming: Iterator[UnitState] = iter(())  # units with staged parts, in the order of the coming updates
-        self._trains = [True] * len(plan.optimizer.groups)  # by group: whether it trained in this step
-        self._rested = [0] * len(plan.optimizer.groups)  # by group: the number of steps in which it did not train
+        counted = (slot for unit in plan.units if not unit.matrices for slot in unit.trainable.slots)
+        self._counts = UpdateCounts(counted, len(plan.optimizer.groups))
         self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its tensors
+        self._make_tables()
         slots = [self._device.zeros(plan.staging_slot_bytes, torch.uint8) for _ in range(plan.staging_slots)]
         self._staging = Staging(self._device, store, slots)
 
@@ -121,14 +127,14 @@ class Updater:
 
     def begin(self) -> None:
         """Begin a step: expect updates in the order of the last step, and units without an update there at the end."""
-        self._trains = [False] * len(self._trains)
+        self._counts.begin()
         self._order = list(dict.fromkeys([*self._visited, *self._order]))
         self._visited.clear()
         self._expect()
 
     def train(self, groups: Sequence[Settings]) -> None:
-        """Note which groups train in the next forward; a group that trains in any forward of a step is updated."""
-        self._trains = [before or now.trains for before, now in zip(self._trains, groups, strict=True)]
+        """Note which groups train in the next forward, see `UpdateCounts.train`."""
+        self._counts.train(groups)
 
     def measure(self, unit: UnitState) -> None:
         """Compute the sum of squares of the unit's final gradient, over this rank's shard and groups that train.
@@ -152,18 +158,15 @@ class Updater:
             unit.step.squares = grad_S.new_zeros((), dtype=torch.float64)
 
     def decide(self, hyper: Hyper) -> Hyper:
-        """Return `hyper` with the groups that trained in this step and with each group's own number of updates."""
-        self._rested = [n + (not trains) for n, trains in zip(self._rested, self._trains, strict=True)]
-        each = zip(hyper.groups, self._trains, self._rested, strict=True)
-        groups = tuple(group._replace(trains=trains, step=hyper.step - n) for group, trains, n in each)
-        hyper = hyper._replace(groups=groups)
+        """Return `hyper` with the groups that trained in this step, and each number of updates."""
+        hyper = self._counts.decide(hyper)
         if self._fused is not None:
             muon = self._transform.muon
             first = 0 if muon is None else muon.groups
             table = self._device.upload(numbers(self._fused, self._transform.constants, hyper, first))
             self._decided = hyper._replace(table=table)
         else:
-            values = {float(hyper.divisor), *(float(group.step) for group in groups)}
+            values = {float(hyper.divisor), *(float(group.step) for group in hyper.groups)}
             self._decided = hyper._replace(numbers={value: on_device(value, self._device.device) for value in values})
         return self._decided
 
@@ -195,18 +198,13 @@ class Updater:
 
     @property
     def rested(self) -> dict[str, int]:
-        """The number of steps in which a parameter's group did not train, by parameter name; zeros are left out."""
-        slots = [slot for unit in self._plan.units for slot in unit.trainable.slots]
-        return {slot.name: self._rested[slot.group] for slot in slots if self._rested[slot.group]}
+        """The number of steps in which a parameter was not updated, by its name; zeros are left out."""
+        return self._counts.rested
 
     def resume(self, rested: Mapping[str, int]) -> None:
-        """Continue with the counts (`rested`) of another run.
-
-        If the parameters of a group have different counts, the group gets the largest one.
-        """
-        self._rested = [0] * len(self._rested)
-        for slot in (slot for unit in self._plan.units for slot in unit.trainable.slots):
-            self._rested[slot.group] = max(self._rested[slot.group], rested.get(slot.name, 0))
+        """Continue with the counts of another run, see `UpdateCounts.resume`."""
+        self._counts.resume(rested)
+        self._make_tables()
 
     @torch.no_grad()
     def hand_off(self, unit: UnitState) -> list[Ticket]:
@@ -369,8 +367,7 @@ class Updater:
                 run_kernel(self._fused, now.kept, hyper, where, piece)
             return
         for batch in _batches(pieces, where.piece_numel):
-            ranges = [(piece.first, piece.first + piece.grad_K.numel()) for piece in batch]
-            places = [layout.pieces(*bounds) for bounds in ranges] if now.kept.draws else []
+            places = [layout.pieces(*piece.range) for piece in batch] if now.kept.draws else []
             params, kept = [piece.param_K for piece in batch], [piece.kept for piece in batch]
             with now.kept.opened(params, kept, places, hyper.step) as tensors:
                 self._transform_all(now, layout, hyper, batch, tensors)
@@ -388,7 +385,8 @@ class Updater:
         if gradients[0].dtype != torch.float32:
             gradients = cut_as(gradients, in_fp32(gradients))
         for piece, *state in zip(pieces, gradients, *tensors, strict=True):
-            for a, b, key in now.segments(layout, piece.first, piece.first + piece.grad_K.numel()):
+            start, stop = piece.range
+            for a, b, key in now.segments(layout, start, stop, self._counts.settings):
                 if hyper.groups[key[0]].trains:
                     lists = grouped.setdefault(key, [[] for _ in state])
                     for parts, tensor in zip(lists, state, strict=True):
@@ -397,13 +395,19 @@ class Updater:
             settings = hyper.groups[number]
             now.update(PageBatch(masters, grads, tuple(moments), settings, hyper.divisor, hyper.numbers, factor))
 
-    def _tables_of(self, unit: UnitState, part: Part) -> tuple[Tensor, ...]:
-        """Return the tables of a part for the kernel, on the device that updates it; none without a kernel."""
+    def _make_tables(self) -> None:
+        """Make the tables of each part for the kernel, on the device that updates it; none without a kernel."""
+        for unit in self._units if self._fused is not None else ():
+            if not unit.spec.matrices:
+                unit.parts = tuple(self._with_tables(unit.spec.trainable, part) for part in unit.parts)
+
+    def _with_tables(self, layout: Layout, part: Part) -> Part:
         device = self._device if part.on_device else self._where
-        if self._fused is None or not device.tile_numel or unit.spec.matrices:
-            return ()
-        made = tables(unit.spec.trainable, part.first, part.first + part.stop - part.start, device.tile_numel)
-        return tuple(device.upload(table) for table in made)
+        if not device.tile_numel:
+            return part
+        stop = part.first + part.stop - part.start
+        made = tables(layout, part.first, stop, device.tile_numel, self._counts.settings)
+        return part._replace(tables=tuple(device.upload(table) for table in made))
 
     def _expect(self) -> None:
         """Tell the store the order of the coming updates, so that it reads pages ahead."""
@@ -424,12 +428,12 @@ class Updater:
             (start, stop) in the shard, and the numbers of the norm groups on whose ranks the range is equal.
         """
         layout, equal = unit.spec.trainable, self._plan.equal_over
-        if all(self._trains) and not equal:
+        if all(self._counts.trains) and not equal:
             return [(0, layout.S, ())]
         first, last = layout.shard(self._rank)
 
         def key(extent: tuple[Slot, int, int]) -> tuple[bool, Sequence[int]]:
-            return self._trains[extent[0].group], equal.get(extent[0].name, ())
+            return self._counts.trains[extent[0].group], equal.get(extent[0].name, ())
 
         runs = ((*keys, list(run)) for keys, run in groupby(layout.extents(first, last), key=key))
         return [(run[0][1] - first, run[-1][2] - first, numbers) for trains, numbers, run in runs if trains]

@@ -1,6 +1,7 @@
 """Gradients that arrive late, in parts, or only sometimes: no stage loses or double-counts one."""
 
 import functools
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from zero.engine.full import digest, full_state_dict
 from zero.engine.gather import Gatherer
 from zero.errors import ConfigError, HandshakeError, StaleStateError
 from zero.platform.handle import Handle
-from zero.testing import run_ranks
+from zero.testing import run_ranks, simulated_gpu
 
 WIDTH = 8
 
@@ -119,6 +120,68 @@ def test_lazy_is_serial_with_accumulation(accumulate):
 
     for size, stage in ((1, accumulate), (2, 0), (2, accumulate)):
         assert run_ranks(size, rank_main, stage, "lazy") == run_ranks(size, rank_main, stage, "serial")
+
+
+class Sums(nn.Module):
+    """Layers whose gradients are the row that they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 1, bias=False) for _ in range(3))
+
+    def forward(self, row: Tensor) -> Tensor:
+        return torch.stack([layer(row).sum() for layer in self.layers]).sum()
+
+
+def rows_of(step: int, rank: int, count: int) -> Tensor:
+    """Rows that are exact in bf16 and whose sum is exact in fp32, but not in bf16."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return 1 + torch.randint(0, 128, (count, 1, WIDTH), generator=generator) / 128
+
+
+def far_beyond_the_plan(world: zero.World, **settings) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Parameters before and after two steps of 64 and 1 microbatches for a plan of 1."""
+    with world.exclusive(), zero.empty():
+        model = Sums()
+    settings = {"precision": "bf16", "offload": zero.Offload()} | settings
+    plan = zero.Plan(model, optimizer=zero.sgd(1.0), world=world, **settings)
+    state, made = zero.init(plan, zero.open_store(plan), seed=3), []
+    for number, count in enumerate((64, 1)):
+        step, before = zero.Step(state), full_state_dict(state)
+        for row in rows_of(number, world.rank, count):
+            step.microbatch()
+            step.backward(state.model(row.to(world.device, torch.bfloat16)).float())
+        state, _ = step.finish()
+        made.append((before, full_state_dict(state)))
+    return made
+
+
+ON_GPU = zero.Offload(preset="cpu", compute="device")
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "settings"),
+    [
+        *((size, stage, {}) for size, stage in [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]),
+        (2, 2, {"precision": zero.Precision("bf16", reduce="bf16")}),
+        (2, 3, {"reduce": "native"}),
+        (2, 3, {"offload": ON_GPU}),
+    ],
+)
+def test_microbatches_beyond_the_plan_are_added_in_fp32(size, stage, settings):
+    """In bf16 the sum of 64 would be off by a hundredth."""
+    with simulated_gpu() if "offload" in settings else nullcontext():
+        steps = run_ranks(size, functools.partial(far_beyond_the_plan, stage=zero.Stage(stage), **settings))[0]
+    for number, (before, after) in enumerate(steps):
+        count = 1 if number else 64
+        mean = torch.stack([rows_of(number, rank, count) for rank in range(size)]).sum((0, 1)) / size
+        for name, value in after.items():
+            assert torch.equal(value, before[name] - mean), (number, name)
+
+
+def test_gradients_that_are_offloaded_in_bf16_are_not_added():
+    with simulated_gpu(), pytest.raises(ConfigError, match=r"^accumulate=1: a second backward in one step would add"):
+        run_ranks(1, functools.partial(far_beyond_the_plan, offload=ON_GPU))
 
 
 @pytest.mark.parametrize(("loops", "update"), [(2, "serial"), (3, "lazy")])

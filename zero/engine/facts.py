@@ -177,7 +177,8 @@ class Facts:
     def grad_dtype(self) -> torch.dtype:
         """The dtype of a gradient between backward and its update: fp32.
 
-        With one rank and one microbatch it is the dtype of compute, which is exact because nothing is added.
+        With one rank and one microbatch it is the dtype of compute, which is exact because nothing is added. Where
+        a step has more microbatches than planned, `Gradients.widen` converts it.
         """
         return self.precision.compute if self.world.size * self.accumulate == 1 else torch.float32
 

@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 
+import torch
 from torch import Tensor
 
 from zero.engine.plan import Plan
 from zero.engine.scratch import Scratch, ScratchPool
 from zero.engine.transfer import load, save
 from zero.engine.unit_state import UnitState
-from zero.errors import StoreError
+from zero.errors import ConfigError, StoreError
 from zero.platform.device import PASSED
 from zero.platform.timeline import Tape
 from zero.store import Page, PageKind, PrefetchStore, Ticket
@@ -61,6 +62,16 @@ class Gradients:
         """
         assert unit.grad is not None
         unit.await_grad_readers()
+        return unit.grad
+
+    def widen(self, unit: UnitState) -> Tensor:
+        """Convert the open `unit.grad` to fp32 for good and return it, because more is added to it than was planned.
+
+        Raises:
+            ConfigError: the gradient is offloaded in a narrower dtype.
+        """
+        assert unit.grad is not None
+        unit.grad = unit.grad.float()
         return unit.grad
 
     def park(self, unit: UnitState) -> None:
@@ -111,6 +122,15 @@ class PagedGradients(Gradients):
             assert record.borrowed is not None
             unit.grad = _widened(record.borrowed.flat, unit.grad)
         record.reducing = record.reducing or held
+        return unit.grad
+
+    def widen(self, unit: UnitState) -> Tensor:
+        assert unit.grad is not None
+        if unit.grad.dtype != torch.float32:
+            raise ConfigError(
+                f"accumulate=1: a second backward in one step would add its gradient in {unit.grad.dtype}, "
+                "in which gradients are offloaded. Set accumulate=2 (gradient_accumulation_steps) or more."
+            )
         return unit.grad
 
     def park(self, unit: UnitState) -> None:

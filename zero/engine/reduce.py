@@ -13,8 +13,8 @@ Reductions are organized in rounds. A round reduces every trainable unit once, i
 has one round per microbatch of the plan, or a single round if microbatches are added up first. A unit that is ready
 early waits for its turn. When the microbatch ends, the remaining units of the round are reduced, with zeros where this
 rank has no gradient. Gradients that arrive for a unit after it was ready (from a second backward, or more microbatches
-than planned) are added up in an extra flat. If the step's totals show that any rank has an extra flat, all ranks run
-one more round.
+than planned) are added up in an extra flat, in fp32, because there may be many. If the step's totals show that any rank
+has an extra flat, all ranks run one more round, in fp32.
 
 So every rank starts the same operations in the same order, whichever units it used, and waits only for operations that
 it has started. A step cannot deadlock: consider the earliest operation that any rank waits for. A rank that has not
@@ -128,6 +128,7 @@ class Reducer:
         self._gathering: deque[tuple[UnitState, Handle]] = deque()  # with the all-gathers of their sums, oldest first
         self._done = PASSED
         self._last = self._arrived = self._ended = False
+        self._dtype = plan.flat_dtype  # of the flats of this round
 
     @property
     def allocated_bytes(self) -> int:
@@ -188,7 +189,7 @@ class Reducer:
         """Add gradients of trainable slots, by slot, from one call of the unit."""
         if not grads:
             return
-        self._arrived = True
+        self._arrived, beyond_plan = True, unit.step.published and self._adds_up(unit)
         flat_P, slots = self._open(unit), unit.spec.trainable.slots
         unwritten = unit.step.unwritten or set()
         for slot in unwritten.intersection(grads):
@@ -202,6 +203,8 @@ class Reducer:
         if added:
             self._flush()
             flat_P = self._open(unit, sums=True)
+            if beyond_plan:
+                flat_P = self._gradients.widen(unit)
         for slot in added:
             slots[slot].of(flat_P).add_(grads[slot])
 
@@ -237,7 +240,11 @@ class Reducer:
         for unit in self._extras:
             unit.step.flat, unit.step.extra = unit.step.extra, None
         self._extras.clear()
-        self._take_turns(self._turns + len(self._order))
+        planned, self._dtype = self._dtype, torch.float32
+        try:
+            self._take_turns(self._turns + len(self._order))
+        finally:
+            self._dtype = planned
         self._settle()
 
     def sum_so_far(self) -> bool:
@@ -328,7 +335,7 @@ class Reducer:
         else:
             fresh = record.extra is None
             if record.extra is None:
-                record.extra = self._take(unit.spec.trainable.P)
+                record.extra = self._take(unit.spec.trainable.P, torch.float32)
                 self._extras.append(unit)
             grad = record.extra.flat
         if fresh:
@@ -558,14 +565,18 @@ class Reducer:
 
     # -- flats ---------------------------------------------------------------------------------------------------------
 
-    def _take(self, numel: int) -> Scratch:
+    def _take(self, numel: int, dtype: torch.dtype | None = None) -> Scratch:
         """Return a flat of `numel` elements.
 
         If none is free, wait for a reduction. If none is under way, because all flats are being filled, allocate one.
+
+        Args:
+            dtype: that of the flat; None: that of this round.
         """
-        while (flat := self._flats.take(numel)) is None:
+        dtype = dtype or self._dtype
+        while (flat := self._flats.take(numel, dtype)) is None:
             if not self._under_way:
-                return self._flats.extra(numel)
+                return self._flats.extra(numel, dtype)
             self._complete_oldest()
         with self._tape.stream_standing("reduce"):
             flat.free.wait()

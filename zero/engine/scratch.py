@@ -55,9 +55,14 @@ class ScratchPool:
         """Bytes of the buffers that are not lent: of all of them, between steps."""
         return sum(scratch.whole.nbytes for scratch in self._free)
 
-    def take(self, numel: int) -> Scratch | None:
-        """Lend a buffer of at least `numel` elements, or None."""
-        fits = (scratch for scratch in self._free if scratch.whole.numel() >= numel)
+    def take(self, numel: int, dtype: torch.dtype | None = None) -> Scratch | None:
+        """Lend a buffer of at least `numel` elements, or None.
+
+        Args:
+            dtype: that of the buffer; None: that of the fixed set.
+        """
+        alike = (scratch for scratch in self._free if scratch.whole.dtype == (dtype or self._dtype))
+        fits = (scratch for scratch in alike if scratch.whole.numel() >= numel)
         scratch = min(fits, key=lambda scratch: scratch.whole.numel(), default=None)
         if scratch is not None:
             self._lent += 1
@@ -65,10 +70,10 @@ class ScratchPool:
             scratch.flat = scratch.whole[:numel]
         return scratch
 
-    def extra(self, numel: int) -> Scratch:
-        """Lend a new buffer, which `drop_extra` drops."""
+    def extra(self, numel: int, dtype: torch.dtype | None = None) -> Scratch:
+        """Lend a new buffer, which `drop_extra` drops. Arguments as in `take`."""
         self._lent += 1
-        flat = self._device.zeros(numel, self._dtype)
+        flat = self._device.zeros(numel, dtype or self._dtype)
         return Scratch(flat, flat, self._device.mark(), extra=True)
 
     def give_back(self, scratch: Scratch, free: Event) -> None:

@@ -1,4 +1,7 @@
-"""Detect parameters that a model gained, lost or exchanged after its state was made, because they would not train."""
+"""Detect parameters that a model gained, lost, exchanged or renamed after its state was made.
+
+Parameters that the state does not have would not train, and files would have the old names.
+"""
 
 from collections.abc import Collection
 from itertools import chain
@@ -11,18 +14,19 @@ from zero.errors import ConfigError
 
 
 class ModuleTree:
-    """A record of the parameters that `model` had when its state was made.
+    """A record of the parameters that `model` had when its state was made, with all their names.
 
-    Moving modules and exchanging modules without parameters is allowed.
+    Further names of parameters and changes of modules without parameters are allowed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._then = dict(model.named_parameters())
+        self._named = dict(model.named_parameters(remove_duplicate=False))
         self._read()
 
     def check(self) -> None:
-        """Raise ConfigError, with the names of changed parameters, unless the model has the same ones as at the start.
+        """Raise ConfigError, with the changes, unless the model has the same parameters under the same names as first.
 
         This takes 0.2 us per module if no module has another child or parameter than at the last check.
         """
@@ -40,12 +44,23 @@ class ModuleTree:
         ]
         changes += [f"{name} appeared" for name in new if name not in gone]
         changes += [f"{name} vanished" for name in gone if name not in new]
+        changes += self._renamed(known & left)
         if changes:
             raise ConfigError(
                 f"the model was changed after zero took it over: {some(changes)}. Change it before zero.initialize or "
                 "zero.Plan, or save, change it and begin again with the saved weights"
             )
         self._read()
+
+    def _renamed(self, kept: Collection[int]) -> list[str]:
+        """Return the changes of names of the parameters with these ids, unless a new parameter has the old name."""
+        there = dict(self._model.named_parameters(remove_duplicate=False))
+        names = {id(parameter): name for name, parameter in there.items() if self._named.get(name) is not parameter}
+        return [
+            f"{name} is now {names[id(parameter)]}" if id(parameter) in names else f"the name {name} vanished"
+            for name, parameter in self._named.items()
+            if id(parameter) in kept and (now := there.get(name)) is not parameter and (now is None or id(now) in kept)
+        ]
 
     def _read(self) -> None:
         self._modules = list(self._model.modules())

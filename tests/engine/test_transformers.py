@@ -6,6 +6,7 @@ and the step is a whole one. Asked: 1e-5 of a loss, and 2e-4 in a parameter, a f
 """
 
 import contextlib
+import copy
 import importlib.machinery
 import importlib.util
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -653,16 +654,32 @@ def test_text_is_generated_between_steps_by_an_engine():
         assert all(torch.equal(one, other) for one, other in zip(told, wanted, strict=True))
 
 
+LAYERS = ("TransformerEncoderLayer",)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_padded_encoder_has_torchs_outputs_where_nothing_is_padded():
-    """In eval mode torch gives 0 at padded positions, and zero numbers: docs/troubleshooting.md says so."""
+@pytest.mark.parametrize(("stage", "units"), [(3, None), (0, LAYERS), (3, LAYERS), (3, ("Linear", "LayerNorm"))])
+@pytest.mark.parametrize("grads", ["off", "on", "frozen"])
+def test_a_padded_encoder_has_torchs_outputs(stage, units, grads):
+    """In eval mode torch gives 0 at padded positions, before the last norm, except if a parameter needs a gradient."""
     torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    layer, norm = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.LayerNorm(8)
+    plain = nn.Sequential()
+    plain.encoder, plain.head = nn.TransformerEncoder(layer, 2, norm), nn.Linear(8, 8)
+    plain.eval().encoder.requires_grad_(grads != "frozen")
+    nn.init.normal_(norm.bias)
     x, padded = torch.randn(2, 5, 8), torch.tensor([[False] * 3 + [True] * 2, [False] * 4 + [True]])
-    with torch.no_grad():
-        expected = model(x, src_key_padding_mask=padded)
-    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env())
+
+    def output(model: nn.Module) -> Tensor:
+        with torch.set_grad_enabled(grads != "off"):
+            return model.head(model.encoder(x, src_key_padding_mask=padded))
+
+    model = copy.deepcopy(plain)
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), stage=zero.Stage(stage), units=units)
     state = zero.init(plan, zero.open_store(plan))
-    output = zero.make_forward(plan, lambda model: model(x, src_key_padding_mask=padded))(state)
-    torch.testing.assert_close(output[~padded], expected[~padded])
-    assert output.shape == expected.shape
+    step = zero.Step(state)
+    step.microbatch()
+    torch.testing.assert_close(output(state.model), output(plain))
+    step.abandon()
+    state.close()
+    torch.testing.assert_close(output(model), output(plain), rtol=0, atol=0)

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zero.core.suggest import some
 from zero.distributed.mesh import Placed, is_dtensor, local_part
 from zero.engine.empty import Unmade, is_meta
+from zero.engine.padded_encoder import watch_encoders
 from zero.engine.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer, version_of
 from zero.engine.unit import Site, Splitting
 from zero.errors import ConfigError, PlanError, StaleStateError, if_it_fails
@@ -214,6 +215,7 @@ def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -
     for site in splitting.sites:
         module = model.get_submodule(site.path)
         undo.callback(call_through(module, partial(run(site), Body(module))))
+    undo.callback(watch_encoders(model, splitting.sites))
     for owner in splitting.owners:
         hook = model.get_submodule(owner.path).register_state_dict_post_hook(_full_values)
         undo.callback(hook.remove)

@@ -69,6 +69,18 @@ def test_a_buffer_of_two_modules_stays_one():
     assert model[0].table.dtype == torch.float32
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_buffer_of_two_modules_stays_one_when_the_state_is_closed(precision):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    model[2].running_mean = model[1].running_mean
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision=precision)
+    state = zero.init(plan, zero.open_store(plan))
+    zero.make_forward(plan, lambda model: model(torch.ones(4, 2, dtype=plan.precision.compute)))(state)
+    state.close()
+    assert model[1].running_mean is model[2].running_mean
+    assert model[1].running_mean.dtype == torch.float32
+
+
 def test_a_sparse_tensor_may_be_saved_inside_a_unit():
     class Sparse(nn.Module):
         def __init__(self) -> None:

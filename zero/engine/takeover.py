@@ -122,8 +122,9 @@ class Takeover:
     def release(self, values: Mapping[str, Tensor] | None) -> None:
         """Make the model an ordinary one again.
 
-        Parameters and buffers get their original dtype and device, but parameters that were on meta get the CPU. A
-        parameter that moves from or to meta becomes a new object, because torch cannot move it in place.
+        Parameters and buffers get their original dtype and device, but parameters that were on meta get the CPU. Shared
+        buffers stay shared. A parameter that moves from or to meta becomes a new object, because torch cannot move it in
+        place.
 
         Args:
             values: the values of all parameters by name; None: all parameters are put on meta.
@@ -144,10 +145,12 @@ class Takeover:
             dtensor = nn.Parameter(placement.wrap(local.detach()), local.requires_grad)
             register_hooks(dtensor, local._backward_hooks or {})
             self._exchange(local, dtensor)
+        moved: dict[tuple[int, Form], tuple[Tensor, Tensor]] = {}  # with the old ones, so that no id is used again
         for module, name, form in self._buffers:
             buffer = module._buffers.get(name)
             if buffer is not None:
-                module._buffers[name] = buffer.to(form.device, form.dtype)
+                _, back = moved.setdefault((id(buffer), form), (buffer, buffer.to(form.device, form.dtype)))
+                module._buffers[name] = back
         self._parameters = {}
 
     def _give(self, placeholder: ParameterPlaceholder, parameter: nn.Parameter) -> None:

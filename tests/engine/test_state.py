@@ -634,7 +634,17 @@ def tied_part_wrapped(model: nn.Module) -> None:
     model.head = nn.Sequential(model.head)
 
 
+def hidden(model: nn.Module) -> None:
+    model.head.__dict__.update(bias=nn.Parameter(torch.zeros(11)))
+
+
+def replaced_in_a_new_dict(model: nn.Module) -> None:
+    model.norm.__dict__["_parameters"] = dict(nn.LayerNorm(13).named_parameters())
+
+
 CHANGES = {
+    hidden: r"head\.bias is hidden by an attribute of its module",
+    replaced_in_a_new_dict: r"norm\.weight \(13,\) was exchanged for \(13,\)",
     parametrized: r"head\.bias is now head\.parametrizations\.bias\.original",
     pruned: r"norm\.weight is now norm\.weight_orig",
     wrapped: r"norm\.weight is now norm\.0\.weight, norm\.bias is now norm\.0\.bias",

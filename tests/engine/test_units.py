@@ -763,6 +763,37 @@ def test_reading_an_empty_parameter_says_when_there_are_values(read):
         read(model.up.weight.data)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    ("said", "backward"),
+    [
+        ("backward", lambda layer: layer(torch.ones(2, 3)).sum().backward()),
+        ("backward", lambda layer: torch.autograd.backward(layer(torch.ones(2, 3)).sum())),
+        ("grad", lambda layer: torch.autograd.grad(layer(torch.ones(2, 3)).sum(), layer.weight)),
+        ("an update", lambda layer: setattr(layer.weight, "grad", torch.ones(1, 3, device="meta"))),
+    ],
+)
+def test_a_step_of_plain_torch_on_empty_parameters_raises(said, backward, inside):
+    """It would change no value, because there is none."""
+
+    def step() -> None:
+        backward(layer)
+        optimizer.step()
+
+    def check() -> None:
+        optimizer.step()  # as schedulers want it, without a gradient
+        with pytest.raises(OutsideUnitError, match=f"^{said} of a parameter that has no values yet"):
+            step()
+
+    with zero.empty():
+        layer = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        if inside:
+            check()
+    if not inside:
+        check()
+
+
 def test_an_empty_parameter_is_the_object_that_was_registered():
     class Holds(nn.Module):
         def __init__(self) -> None:

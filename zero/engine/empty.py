@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from zero.core.tree import replaced, tensors_in
@@ -72,6 +73,7 @@ def _unmade(*, kept: bool) -> Iterator[None]:
             return  # an autograd graph uses the parameter, so it keeps its memory
 
     dispatch_trunc_normal()
+    _watch_steps()
     handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)
     try:
         with empties:
@@ -94,6 +96,19 @@ def dispatch_trunc_normal() -> None:
         return Unmade.__torch_function__(plain, (), (tensor, *args), kwargs)
 
     nn.init._no_grad_trunc_normal_ = dispatched
+
+
+@cache
+def _watch_steps() -> None:
+    """Have every optimizer raise OutsideUnitError before it updates a parameter without values."""
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, Unmade) and parameter.grad is not None:
+                    _refuse_reading(parameter, "an update")
+
+    register_optimizer_step_pre_hook(refuse)
 
 
 class _Empties(TorchFunctionMode):
@@ -257,6 +272,8 @@ class Unmade(Tensor):
         if (name == "data" and func.__name__ == "__set__") or (name == "set_" and isinstance(args[1], Tensor)):
             _rebind(*args)
             return first
+        if name == "backward" or func is torch.autograd.grad:
+            _refuse_reading(_unmade_in(args, kwargs)[0], name)
         if name in _ITS_OWN or (is_attribute and func.__name__ == "__set__"):
             return _plainly(func, *args, **kwargs)
         if name in _AS_ON_CPU:

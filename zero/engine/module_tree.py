@@ -28,7 +28,7 @@ class ModuleTree:
     def check(self) -> None:
         """Raise ConfigError, with the changes, unless the model has the same parameters under the same names as first.
 
-        This takes 0.2 us per module if no module has another child or parameter than at the last check.
+        This takes 0.4 us per module if no module has another child or parameter than at the last check.
         """
         if self._ids() == self._version:
             return
@@ -45,6 +45,9 @@ class ModuleTree:
         changes += [f"{name} appeared" for name in new if name not in gone]
         changes += [f"{name} vanished" for name in gone if name not in new]
         changes += self._renamed(known & left)
+        for path, module in self._model.named_modules():
+            hidden = [name for name in module._parameters if name in module.__dict__]
+            changes += [f"{path}.{name} is hidden by an attribute of its module".lstrip(".") for name in hidden]
         if changes:
             raise ConfigError(
                 f"the model was changed after zero took it over: {some(changes)}. Change it before zero.initialize or "
@@ -67,11 +70,13 @@ class ModuleTree:
         self._contents: list[Collection[Any]] = []  # views, which follow later changes
         for module in self._modules:
             self._contents += [module._parameters.values(), module._modules.values()]
+        self._owners = [module for module in self._modules if module._parameters]
         self._version = self._ids()
 
     def _ids(self) -> list[int]:
-        """Return the `id` of every module's parameters and children.
+        """Return the `id` of every module's parameters and children, and of its dict of them unless one is hidden.
 
         Python does not reuse these ids, because this object keeps references to all of them.
         """
-        return list(map(id, chain.from_iterable(self._contents)))
+        owners = (module for module in self._owners if module._parameters.keys().isdisjoint(module.__dict__))
+        return [*map(id, chain.from_iterable(self._contents)), *(id(module._parameters) for module in owners)]

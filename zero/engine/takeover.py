@@ -122,9 +122,9 @@ class Takeover:
     def release(self, values: Mapping[str, Tensor] | None) -> None:
         """Make the model an ordinary one again.
 
-        Parameters and buffers get their original dtype and device, but parameters that were on meta get the CPU. Shared
-        buffers stay shared. A parameter that moves from or to meta becomes a new object, because torch cannot move it in
-        place.
+        Parameters and buffers get their original dtype and device, but parameters that were on meta get the CPU. A
+        parameter that moves from or to meta becomes a new object, because torch cannot move it in place. Shared buffers
+        stay shared.
 
         Args:
             values: the values of all parameters by name; None: all parameters are put on meta.

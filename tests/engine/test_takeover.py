@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from zero.distributed.world import SoloWorld
+from zero.engine import unsupported
 from zero.errors import OutsideUnitError, PlanError, StaleStateError
 from zero.testing import run_ranks
 
@@ -283,6 +284,19 @@ def one_memory() -> nn.Module:
     return model
 
 
+def slices_of_one_memory(overlap: bool = True) -> nn.Module:
+    """Parameters and buffers side by side, some of which reach over others; two buffers may."""
+    model, memory = nn.Sequential(), torch.zeros(30)
+    for place in range(8):
+        made = nn.Parameter(memory[3 * place : 3 * place + 3])
+        model.register_parameter(f"p{place}", made)
+    model.register_buffer("wide", memory[24:30])
+    model.register_buffer("inside", memory[25:26])
+    if overlap:
+        model.register_buffer("across", memory[20:25])
+    return model
+
+
 def a_buffer_in_a_parameter() -> nn.Module:
     model = chain()
     model.register_buffer("first_row", model.layers[0][0].weight.data[0])
@@ -310,6 +324,7 @@ def compiled() -> nn.Module:
 REFUSED = [
     (compiled, r"model was compiled by torch\.compile\. Pass the model itself"),
     (one_memory, r"layers\.2\.0\.weight and layers\.0\.0\.weight are two tensors in the same memory"),
+    (slices_of_one_memory, r"across and p6 are two tensors in the same memory"),
     (a_buffer_in_a_parameter, r"first_row and layers\.0\.0\.weight are two tensors in the same memory"),
     (an_attribute_in_a_parameter, r"layers\.1\.seen and layers\.1\.0\.weight are two tensors in the same memory"),
     (lazy, r"1 is a LazyLinear whose sizes are not known yet\. Run one batch"),
@@ -322,6 +337,13 @@ REFUSED = [
 def test_a_model_that_cannot_be_taken_over_is_rejected_when_the_plan_is_made(build, words):
     with pytest.raises(PlanError, match=words):
         plan_of(build())
+
+
+def test_tensors_side_by_side_in_one_memory_are_each_looked_at_once(monkeypatch):
+    looked, extent = list[Tensor](), unsupported._extent
+    monkeypatch.setattr(unsupported, "_extent", lambda tensor: looked.append(tensor) or extent(tensor))
+    unsupported.check_model(slices_of_one_memory(overlap=False))
+    assert len(looked) == 10
 
 
 def test_a_module_may_keep_a_parameter_as_an_attribute_too():

@@ -6,7 +6,6 @@ Classes of other libraries are recognized by the name of their Python module, to
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 
 import torch
 from torch import Tensor, nn
@@ -121,18 +120,25 @@ def _check_name(name: str) -> None:
 
 def _check_memory(model: nn.Module) -> None:
     """Raise PlanError if a parameter overlaps in memory with another tensor, which its update would not change."""
-    by_memory: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *_attributes(model)):
+        tensors.setdefault(id(tensor), (name, tensor))
+    by_memory: dict[int, list[tuple[tuple[int, int], int, str, bool]]] = defaultdict(list)
+    for place, (name, tensor) in enumerate(tensors.values()):
         if tensor.layout is torch.strided and tensor.numel():
-            by_memory[tensor.untyped_storage()._cdata].append((name, tensor))
+            entry = _extent(tensor), place, name, isinstance(tensor, nn.Parameter)
+            by_memory[tensor.untyped_storage()._cdata].append(entry)
     for sharing in by_memory.values():
-        for (name, tensor), (other_name, other) in combinations(sharing, 2):
-            has_parameter = isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter)
-            if tensor is not other and has_parameter and _overlap(tensor, other):
+        ends = {True: (0, 0, ""), False: (0, 0, "")}  # of a parameter, and of another: the largest end so far
+        for (first, last), place, name, is_parameter in sorted(sharing):
+            end, other_place, other = max(ends.values()) if is_parameter else ends[True]
+            if first < end:
+                earlier, later = (name, other) if place < other_place else (other, name)
                 raise PlanError(
-                    f"{other_name} and {name} are two tensors in the same memory: one would be updated without the "
+                    f"{later} and {earlier} are two tensors in the same memory: one would be updated without the "
                     "other. Register the same Parameter twice to tie them, or clone one."
                 )
+            ends[is_parameter] = max(ends[is_parameter], (last, place, name))
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -147,13 +153,8 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".lstrip("."), value
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether the byte ranges of two tensors in the same storage overlap."""
-    (first, last), (other_first, other_last) = _extent(a), _extent(b)
-    return first < other_last and other_first < last
-
-
 def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the range of bytes of a tensor in its storage."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + reach + 1) * tensor.element_size()

@@ -158,6 +158,13 @@ def test_a_store_knows_keys_and_bytes():
     assert not [pair for pair in pairs if not pair[1].startswith(below)], "a store does not know what its pages mean"
 
 
+def test_the_code_of_a_step_asks_for_facts_and_for_no_stage_or_tier():
+    planning = {"engine." + name for name in ("facts", "page_table", "placing", "plan", "init", "measured", "traffic")}
+    asks = re.compile(r"\bstage\.(?:moments|gradients|parameters)\b|\b(?:param|grad)_tier\b|\.placement\b")
+    users = {name_of(path) for path in FILES if room_of(path) == "engine" and asks.search(path.read_text())}
+    assert users <= planning, "ARCHITECTURE.md, One step: add a fact to zero.engine.facts"
+
+
 def test_threads_that_may_be_inside_torch_are_waited_for():
     without_torch = {
         "platform.threads",

@@ -413,7 +413,8 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         plan: the plan that the states are made from.
-        fn: a function of (model, further arguments); `forward` returns its result.
+        fn: a function of (model, further arguments). `forward` returns its result, which is this rank's own: a loss is
+            the mean over this rank's rows. `world.all_reduce` adds up results of all ranks.
 
     Raises:
         ConfigError: `plan` is not a Plan, or `fn` not a function. By `forward`, if the state is of another plan.

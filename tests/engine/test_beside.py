@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -199,6 +199,31 @@ def test_a_mesh_of_one_rank_trains_dtensors_too(one_rank_group: Any):
             assert torch.equal(parts["1.up.weight"], state.model.state_dict()["1.up.weight"])
     expected, _ = alone(plain("tensor_parallel", one_rank_group), 1)
     torch.testing.assert_close(torch.tensor(every), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_a_distributed_module_trains_through_initialize(one_rank_group: Any):
+    mesh = init_device_mesh("cpu", (1,))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    model = distribute_module(
+        make(),
+        mesh,
+        input_fn=lambda _, inputs, mesh: (DTensor.from_local(inputs[0], mesh, [Replicate()]),),
+        output_fn=lambda _, output, mesh: output.to_local(),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": 3}}
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
+    engine.backward(engine(torch.ones(2, 3)).square().mean())
+    engine.step()
+    plain = make()
+    plain(torch.ones(2, 3)).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(zero.get_full(engine, name), parameter.detach() - 0.1 * parameter.grad)
+    engine.destroy()
 
 
 def test_dtensors_on_a_simulated_gpu_stay_there_when_activations_are_offloaded(

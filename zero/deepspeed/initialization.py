@@ -22,6 +22,7 @@ from zero.deepspeed.precompiled import bypass_compiled, uncompiled
 from zero.deepspeed.runtime.dataloader import Loader
 from zero.deepspeed.runtime.lr_schedules import SCHEDULES, Scheduler
 from zero.deepspeed.zero import flag_leaf_modules, get_z3_leaf_modules
+from zero.distributed.mesh import local_part
 from zero.distributed.world import World, open_default_group
 from zero.engine.coded import frozen_matrices
 from zero.engine.empty import is_meta, lacks_values
@@ -294,7 +295,8 @@ def _values_of_rank_0(model: nn.Module, world: World) -> Weights:
     """Return a function that fills a parameter with rank 0's values; None if any parameter has no values yet."""
     if any(lacks_values(parameter) for parameter in model.parameters()):
         return None
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}  # before it is taken over
+    # before it is taken over
+    values = {name: local_part(parameter).detach() for name, parameter in model.named_parameters()}
 
     def fill(name: str, tensor: torch.Tensor) -> None:
         if world.rank == 0:

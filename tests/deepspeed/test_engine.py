@@ -31,6 +31,7 @@ from tests.deepspeed.harness import (
     ROWS,
     SGD,
     WIDTH,
+    adamw,
     alike,
     close,
     config,
@@ -195,6 +196,30 @@ def test_what_was_accumulated_before_an_exception_is_forgotten_and_counting_begi
         losses = train(engine, 0, accumulate=2)
         assert engine.global_steps == 1
         alike((losses, zero.full_state_dict(engine)), plain(0))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_optimizer_step_in_place_of_engine_step_leaves_schedule_and_counts_to_the_script(stage: int):
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    with engine_of(prepare=lambda model: {"optimizer": adamw(model), "lr_scheduler": schedule}, stage=stage) as engine:
+        for step in range(3):
+            engine.backward(engine(rows(step)))
+            engine.optimizer.step()
+            engine.lr_scheduler.step()
+        assert engine.micro_steps == 0
+        close(zero.full_state_dict(engine), plain(0, 1, 2, scheduler=schedule)[1])
+
+
+def test_a_wider_input_of_an_fp32_model_raises_as_in_torch():
+    wide = rows(0).double()
+    with pytest.raises(RuntimeError) as raised:
+        net()(wide)
+    with engine_of() as engine, pytest.raises(RuntimeError, match=f"^{re.escape(str(raised.value))}"):
+        engine(wide)
+    with engine_of(bf16={"enabled": True}) as engine:
+        assert torch.equal(engine(wide), engine(wide.bfloat16()))
 
 
 def test_no_sync_adds_up():

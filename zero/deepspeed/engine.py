@@ -23,6 +23,7 @@ from zero.deepspeed.metrics import RunLog, Throughput
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.distributed.world import World
+from zero.engine.gather import refuse_compiler
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.engine.state import State
 from zero.engine.step import Step
@@ -61,7 +62,8 @@ class Engine(EngineCheckpoints):
         opened: World | None = None,
     ) -> None:
         super().__init__(config, state, optimizer, run_log)
-        self.lr_scheduler, self._managed, self._casts_inputs = lr_scheduler, managed, casts_inputs
+        self.lr_scheduler, self._managed = lr_scheduler, managed
+        self._casts_inputs = casts_inputs and state.plan.precision.compute != torch.float32
         self._passed, self._opened = passed, opened
         self.client_optimizer = None if passed is None else passed.optimizer
         self._step: Step | None = None
@@ -84,8 +86,8 @@ class Engine(EngineCheckpoints):
         """Run the model on full parameters, gathered as they are needed. Collective.
 
         Args:
-            *args: arguments of the model. Floating-point tensors with at least one dimension are cast to the dtype of
-                compute, unless `fp16.auto_cast` is false in the config. A tensor without dimensions is not cast,
+            *args: arguments of the model. In bf16 and fp16, floating-point tensors with at least one dimension are cast
+                to that dtype, unless `fp16.auto_cast` is false in the config. A tensor without dimensions is not cast,
                 because it may be a count of tokens and would lose digits.
             **kwargs: keyword arguments of the model, cast likewise.
 
@@ -96,12 +98,7 @@ class Engine(EngineCheckpoints):
             ConfigError: the engine was destroyed, or it or its model was given to `torch.compile`.
         """
         state = self.state
-        # torch's compiler does not compile a frame that raises, but runs it in Python, so this error is seen
-        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
-            raise ConfigError(
-                "torch.compile after zero.initialize: the compiler cannot trace how units are gathered. Write "
-                "zero.initialize(model=torch.compile(model), ...)."
-            )
+        refuse_compiler()
         if self.trains_now:
             self._begin_microbatch()
         elif self._step is None:

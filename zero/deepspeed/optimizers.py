@@ -119,6 +119,8 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update all parameters, as `engine.step` does at the end of an accumulation. Collective.
 
+        As with DeepSpeed, a call in place of `engine.step` leaves the engine's scheduler and `micro_steps` as they are.
+
         Args:
             closure: must be None.
 

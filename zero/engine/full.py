@@ -159,7 +159,7 @@ def gathered(
             codes, has another shape, or brings an infinite or NaN value into a tensor that had none (allowed in
             gradients: the step is skipped then).
         HandshakeError: the ranks called this with different arguments.
-        StaleStateError: the state was spent inside the block, or a gradient does not exist.
+        StaleStateError: a step was made inside the block, or a gradient does not exist.
         WorldError: the ranks made different edits.
     """
     state = state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
@@ -174,6 +174,11 @@ def gathered(
     before = {name: _Seen.of(tensor) for name, tensor in full.items()}
 
     def write() -> None:
+        if state.spent_:
+            raise StaleStateError(
+                f"zero.gathered or GatheredParameters: step {state.spent_[0]} was made inside the block, so its full "
+                "values are old. Make steps after the block."
+            )
         _write(state, _agreed(state, full, before, kind, modify), kind)
 
     def write_early() -> None:

@@ -60,7 +60,7 @@ from zero.engine.takeover import NOTHING, Body, Run, call_with
 from zero.engine.unit import Binding, Site
 from zero.engine.unit_state import UnitState
 from zero.engine.unsupported import note_dtypes
-from zero.errors import OutsideUnitError, StaleStateError
+from zero.errors import ConfigError, OutsideUnitError, StaleStateError
 from zero.platform.threads import OneThread
 from zero.platform.timeline import Tape
 
@@ -200,9 +200,18 @@ class Gatherer:
             unit.step.returned = 0
 
     def runner(self, site: Site) -> Run:
-        """Return the function that runs a call of `site`; torch.compile never traces it into the caller's graph."""
-        run = partial(self.run, site)
-        return run if self._compiler is None else cast(Run, torch.compiler.disable(run))
+        """Return the function that runs a call of `site`.
+
+        With `compile` torch's compiler does not trace it into the caller's graph; without, it raises there.
+        """
+        if self._compiler is not None:
+            return cast(Run, torch.compiler.disable(partial(self.run, site)))
+
+        def run(body: Body, args: Any, kwargs: Any) -> Any:
+            refuse_compiler()
+            return self.run(site, body, args, kwargs)
+
+        return run
 
     def place(self, site: Site, bound: Binding, place: Place) -> None:
         """Register one place of a parameter in the model; call it in the order of the site's bindings."""
@@ -516,6 +525,18 @@ def _value_at(place: Place, gathered: Tensor | None) -> Tensor:
         full = place.placeholder.seen_in_full()
         return cast(Tensor, gathered) if full is None else full
     return there.value() if isinstance(there, ParameterPlaceholder) else cast(Tensor, there)
+
+
+def refuse_compiler() -> None:
+    """Raise ConfigError if torch's compiler traces or runs the caller, because it cannot trace how units are gathered.
+
+    The compiler does not compile a frame that raises, but runs it in Python, so the error is seen.
+    """
+    if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        raise ConfigError(
+            "torch.compile after zero.init or zero.initialize: the compiler cannot trace how units are gathered. Write "
+            "zero.Plan(compile=True) or zero.initialize(model=torch.compile(model), ...)."
+        )
 
 
 def reject_transforms() -> None:

@@ -340,6 +340,23 @@ def test_a_universal_checkpoint_of_deepspeed_brings_moments_and_steps(stage: int
     assert export_checkpoint(open_newest(done.folder)[0], "torch", tmp_path / "model.pt").ties == TIE
 
 
+def rested(folder: Path) -> dict[str, int]:
+    return open_newest(folder)[0].manifest.facts["state"].get("rested", {})
+
+
+def test_an_import_keeps_each_parameters_number_of_updates(trained, tmp_path: Path):
+    """Those whose moments begin at zero count from 0, as in torch."""
+    universal(tmp_path / "uni", {name: value for name, value in trained[0].items() if name not in TIE}, 1)
+    homes = tmp_path / "uni" / "zero"
+    torch.save(torch.tensor(3.0), homes / "norm.bias" / "step.pt")
+    (homes / "norm.weight" / "exp_avg.pt").unlink()
+    done = import_checkpoint(read_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
+    assert rested(done.folder) == {"norm.bias": 1, "norm.weight": 4}
+    source = Source({"a": of(torch.ones(3)), "b": of(torch.ones(3))}, moments={("a", "mu"): of(torch.ones(3))})
+    done = import_checkpoint(source, tmp_path / "given", Choice(moments=("mu",), step=5))
+    assert rested(done.folder) == {"b": 5}
+
+
 def test_moments_without_a_step_are_not_believed(tmp_path: Path):
     source = Source({"a": of(torch.ones(3))}, moments={("a", "mu"): of(torch.ones(3))})
     with pytest.raises(CheckpointError, match="--step"):

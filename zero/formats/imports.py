@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,7 +114,12 @@ def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), pro
             raise CheckpointError("the source has moments, but not their number of steps. Give --step.")
         step = 0
     values = _values(source, kinds, choice.moments)
-    folder = _publish(Root(root), values, ties, step, source.skipped, progress)
+    begun = {
+        name: 0 for name, kind in kinds.items() if kind == PARAMETER and _lacks_moments(source, name, choice.moments)
+    }
+    rested = {name: step - updates for name, updates in {**source.updates, **begun}.items() if updates != step}
+    numbers = facts_of(step, START._replace(skipped=source.skipped), dynamic=False, ties=ties, rested=rested)
+    folder = _publish(Root(root), values, step + source.skipped, numbers, progress)
     return Imported(folder, list(_notes(source, kinds, choice, ties)))
 
 
@@ -134,6 +139,7 @@ def _under(source: Source, prefix: str) -> Source:
         ties={short: names[source.ties[name]] for name, short in further.items() if source.ties[name] in names},
         moments={(names[name], kind): moment for (name, kind), moment in source.moments.items() if name in names},
         kinds={names[name]: kind for name, kind in source.kinds.items() if name in names},
+        updates={names[name]: count for name, count in source.updates.items() if name in names},
         left=tuple(source.left) + tuple(name for name in source.tensors if name not in names),
     )
 
@@ -202,6 +208,10 @@ def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) 
     return values
 
 
+def _lacks_moments(source: Source, name: str, moments: tuple[str, ...]) -> bool:
+    return any((name, moment) not in source.moments for moment in moments)
+
+
 def _notes(source: Source, kinds: Mapping[str, str], choice: Choice, ties: Mapping[str, str]) -> Iterator[str]:
     """Yield a line about each kind of value that the source lacks or the checkpoint leaves out."""
     parameters = [name for name, kind in kinds.items() if kind == PARAMETER]
@@ -221,14 +231,13 @@ def _notes(source: Source, kinds: Mapping[str, str], choice: Choice, ties: Mappi
 # -- the checkpoint ----------------------------------------------------------------------------------------------------
 
 
-def _publish(
-    root: Root, values: list[Value], ties: Mapping[str, str], step: int, skipped: int, progress: Progress
-) -> Path:
-    number = step + skipped
+START = Precision("fp32").scale.start()  # a load starts with the run's own scale
+
+
+def _publish(root: Root, values: list[Value], number: int, numbers: Mapping[str, Any], progress: Progress) -> Path:
     name = step_name(number)
     if number in root.steps():
         raise CheckpointError(f"{root.path / name}: exists already. Give --step or another --out.")
-    scale = Precision("fp32").scale.start()._replace(skipped=skipped)  # a load starts with the run's own scale
     manifest = Manifest(
         format=FORMAT,
         step=number,
@@ -236,7 +245,7 @@ def _publish(
         flats=tuple(lone(name, kind, stream.dtype, stream.shape) for name, kind, stream in values),
         files=(),
         finite=False,
-        facts={**facts_of(step, scale, dynamic=False, ties=ties), "given": {}},
+        facts={**numbers, "given": {}},
     )
     pieces = {file: held(manifest.flats, file, 1) for file in files_of(manifest.flats, 0, 1)}
     folder = root.begin(number)

@@ -122,6 +122,7 @@ class Source:
         moments: (name, kind) -> values of the optimizer's moments; empty if the source has none.
         kinds: name -> "parameter", "frozen" or "buffer", for tensors whose kind the source states.
         step: number of updates made, or None if the source does not state it.
+        updates: name -> number of updates of a parameter, where it is not `step`.
         skipped: number of skipped steps, which are not in `step`.
         left: names of the objects that are not imported, because they are not tensors.
     """
@@ -131,6 +132,7 @@ class Source:
     moments: Mapping[tuple[str, str], Stream] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None
+    updates: Mapping[str, int] = field(default_factory=dict)
     skipped: int = 0
     left: tuple[str, ...] = ()
 

@@ -31,8 +31,7 @@ def read(folder: Path) -> Source:
     """Return the parameters, moments, frozen parameters and buffers of a folder; their values are read later.
 
     Raises:
-        CheckpointError: the folder is not a universal checkpoint, a file has objects that are not allowed, or the steps
-            of the parameters differ.
+        CheckpointError: the folder is not a universal checkpoint, or a file has objects that are not allowed.
     """
     homes = {path.parent.name: path.parent for path in sorted(folder.glob("zero/*/fp32.pt"))}
     states = _states(folder)
@@ -69,9 +68,11 @@ def read(folder: Path) -> Source:
     for kind, others in ((FROZEN, frozen), (BUFFER, buffers)):
         tensors.update({name: stream for name, stream in others.items() if name not in tensors})
         kinds.update(dict.fromkeys(others, kind))
-    step = _step(folder, trained)
+    counts = _updates(folder, trained)
+    step = max(counts.values(), default=stated)
+    updates = {name: count for name, count in counts.items() if count != step}
     ties = {name: owner for name, owner in ties.items() if owner in tensors}
-    return Source(tensors, ties, moments, kinds, step=stated if step is None else step, skipped=skipped)
+    return Source(tensors, ties, moments, kinds, step=step, updates=updates, skipped=skipped)
 
 
 def _states(folder: Path) -> list[Mapping[str, Any]]:
@@ -129,12 +130,10 @@ def _joined(folder: Path, name: str, shape: tuple[int, ...], fragments: Sequence
     return Stream.of(streams[0].dtype, shape, lambda: torch.cat([part.flatten() for part in parts])[: prod(shape)])
 
 
-def _step(folder: Path, trained: Mapping[str, Path]) -> int | None:
-    paths = [home / "step.pt" for home in trained.values()]
+def _updates(folder: Path, trained: Mapping[str, Path]) -> dict[str, int]:
+    """Return the number of updates of each parameter that has a step.pt."""
+    paths = {name: home / "step.pt" for name, home in trained.items()}
     try:
-        steps = {int(restricted(path, compare=True)) for path in paths if path.is_file()}
+        return {name: int(restricted(path, compare=True)) for name, path in paths.items() if path.is_file()}
     except MALFORMED as error:
         raise CheckpointError(f"{folder}: a step.pt holds no number") from error
-    if len(steps) > 1:
-        raise CheckpointError(f"{folder}: its parameters are at different steps: {sorted(steps)[:5]}. Give --step.")
-    return steps.pop() if steps else None

@@ -165,23 +165,22 @@ ON_GPU = zero.Offload(preset="cpu", compute="device")
         *((size, stage, {}) for size, stage in [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]),
         (2, 2, {"precision": zero.Precision("bf16", reduce="bf16")}),
         (2, 3, {"reduce": "native"}),
+        (1, 0, {"offload": ON_GPU}),
+        (1, 3, {"offload": zero.Offload(preset="infinity")}),
         (2, 3, {"offload": ON_GPU}),
     ],
 )
 def test_microbatches_beyond_the_plan_are_added_in_fp32(size, stage, settings):
-    """In bf16 the sum of 64 would be off by a hundredth."""
-    with simulated_gpu() if "offload" in settings else nullcontext():
+    """In bf16 the sum of 64 would be off by a hundredth. One rank offloads its gradients in bf16, rounded once."""
+    offloaded = "offload" in settings
+    with simulated_gpu() if offloaded else nullcontext():
         steps = run_ranks(size, functools.partial(far_beyond_the_plan, stage=zero.Stage(stage), **settings))[0]
     for number, (before, after) in enumerate(steps):
         count = 1 if number else 64
         mean = torch.stack([rows_of(number, rank, count) for rank in range(size)]).sum((0, 1)) / size
+        mean = mean.bfloat16().float() if offloaded and size == 1 else mean
         for name, value in after.items():
             assert torch.equal(value, before[name] - mean), (number, name)
-
-
-def test_gradients_that_are_offloaded_in_bf16_are_not_added():
-    with simulated_gpu(), pytest.raises(ConfigError, match=r"^accumulate=1: a second backward in one step would add"):
-        run_ranks(1, functools.partial(far_beyond_the_plan, offload=ON_GPU))
 
 
 @pytest.mark.parametrize(("loops", "update"), [(2, "serial"), (3, "lazy")])

@@ -28,7 +28,7 @@ from zero.engine.plan import Plan
 from zero.engine.scratch import Scratch, ScratchPool
 from zero.engine.transfer import load, save
 from zero.engine.unit_state import UnitState
-from zero.errors import ConfigError, StoreError
+from zero.errors import StoreError
 from zero.platform.device import PASSED
 from zero.platform.timeline import Tape
 from zero.store import Page, PageKind, PrefetchStore, Ticket
@@ -65,10 +65,10 @@ class Gradients:
         return unit.grad
 
     def widen(self, unit: UnitState) -> Tensor:
-        """Convert the open `unit.grad` to fp32 for good and return it, because more is added to it than was planned.
+        """Convert the open `unit.grad` to fp32 and return it, because more is added to it than was planned.
 
-        Raises:
-            ConfigError: the gradient is offloaded in a narrower dtype.
+        An offloaded gradient then stays in device memory until the step ends. Its pages keep their dtype, to which each
+        `park` rounds the sum.
         """
         assert unit.grad is not None
         unit.grad = unit.grad.float()
@@ -112,11 +112,13 @@ class PagedGradients(Gradients):
             record.borrowed = buffer
             self._open.append(unit)  # first, so that `reset` finds it after an interrupt
             unit.grad = buffer.flat.view(dtype)[: buffer.flat.numel()]
-            if fresh:
+            if fresh or record.wide is not None:
                 with self._tape.stream_standing("page out", unit.spec.name):
                     buffer.free.wait()
             else:
                 self._bring_back(unit, buffer)
+            if record.wide is not None:
+                unit.grad = record.wide
         if sums and record.narrow:
             record.narrow = False
             assert record.borrowed is not None
@@ -127,15 +129,15 @@ class PagedGradients(Gradients):
     def widen(self, unit: UnitState) -> Tensor:
         assert unit.grad is not None
         if unit.grad.dtype != torch.float32:
-            raise ConfigError(
-                f"accumulate=1: a second backward in one step would add its gradient in {unit.grad.dtype}, "
-                "in which gradients are offloaded. Set accumulate=2 (gradient_accumulation_steps) or more."
-            )
+            unit.grad = unit.step.wide = unit.grad.float()
         return unit.grad
 
     def park(self, unit: UnitState) -> None:
         if unit.grad is None:
             return
+        if (wide := unit.step.wide) is not None:
+            assert unit.step.borrowed is not None
+            unit.grad = unit.step.borrowed.flat.copy_(wide)
         with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
             tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
         unit.step.left = left

@@ -67,6 +67,7 @@ class UnitStep:
         equal_squares: for each norm group, the part of `squares` of parameters that are equal on its ranks.
         borrowed: the buffer that an offloaded gradient has borrowed.
         narrow: whether an offloaded gradient is in `Facts.first_grad_dtype`.
+        wide: the sum in fp32 of an offloaded gradient that has got more microbatches than planned.
         reducing: whether a reduction writes into an offloaded gradient, so that it must stay open.
         own_only: whether only the range that this rank updates is kept of an offloaded gradient.
         left: the event at the end of the last copy of an offloaded gradient to its pages.
@@ -89,6 +90,7 @@ class UnitStep:
     equal_squares: list[Tensor] = field(default_factory=list)
     borrowed: Scratch | None = None
     narrow: bool = False
+    wide: Tensor | None = None
     reducing: bool = False
     own_only: bool = False
     left: Event = PASSED

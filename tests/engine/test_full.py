@@ -198,7 +198,7 @@ def leave_early(world, interrupted):
         with pytest.raises(ZeroDivisionError):
             block(lambda: 1 / 0)
         following = []
-        with pytest.raises(StaleStateError, match="consumed by step 2"):
+        with pytest.raises(StaleStateError, match="a step or load inside the block"):
             block(lambda: following.extend(step(state, batch_for(world, 1))))
         return digest(following[0])
     return digest(step(state, batch_for(world, 1))[0])

@@ -159,7 +159,7 @@ def gathered(
             codes, has another shape, or brings an infinite or NaN value into a tensor that had none (allowed in
             gradients: the step is skipped then).
         HandshakeError: the ranks called this with different arguments.
-        StaleStateError: a step was made inside the block, or a gradient does not exist.
+        StaleStateError: a step or load was made inside the block, or a gradient does not exist.
         WorldError: the ranks made different edits.
     """
     state = state_of(source, "zero.gathered", "with zero.gathered(state, names) as full:")
@@ -176,8 +176,8 @@ def gathered(
     def write() -> None:
         if state.spent_:
             raise StaleStateError(
-                f"zero.gathered or GatheredParameters: step {state.spent_[0]} was made inside the block, so its full "
-                "values are old. Make steps after the block."
+                "zero.gathered or GatheredParameters: a step or load inside the block made its full values old. Make "
+                "steps and loads after the block."
             )
         _write(state, _agreed(state, full, before, kind, modify), kind)
 

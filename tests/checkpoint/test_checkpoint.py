@@ -35,7 +35,7 @@ from tests.conftest import LONG_S
 from zero.checkpoint import Root, Saving, Tensors, load, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.manifest import from_text, held
-from zero.checkpoint.save import check_shared, version
+from zero.checkpoint.save import by_rank_0, check_shared, version
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.engine.full import digest, full_state_dict
 from zero.engine.runtime import Runtime
@@ -622,15 +622,40 @@ def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_
             assert f"in '{first}' or after it" in line, place
 
 
-def test_few_files_are_open_at_once(tmp_path: Path):
+def test_few_files_are_open_at_once_and_each_index_is_read_once(tmp_path: Path, monkeypatch):
+    """Also where the tensors are read in turn from more files than may be open."""
     (_, path), *_ = run_ranks(12, saved, Setting(), tmp_path, 0)
     checkpoint = open_checkpoint(zero.World.from_env(), path)
-    before = len(os.listdir("/proc/self/fd"))
-    with Tensors(checkpoint) as files:
-        for entry in checkpoint.manifest.entries:
-            files.read(entry, 0, entry.numel)
-            assert len(os.listdir("/proc/self/fd")) - before <= 8
-    assert len(os.listdir("/proc/self/fd")) == before
+    before, names, real = len(os.listdir("/proc/self/fd")), [], Disk.open
+    monkeypatch.setattr(Disk, "open", lambda disk, path, *flags: (names.append(path.name), real(disk, path, *flags))[1])
+
+    def read(most):
+        monkeypatch.setattr("zero.checkpoint.open.OPEN_FILES", most)
+        names.clear()
+        with Tensors(checkpoint) as files:
+            for entry in checkpoint.manifest.entries:
+                yield files.read(entry, 0, entry.numel)
+                assert len(os.listdir("/proc/self/fd")) - before <= most
+        assert len(os.listdir("/proc/self/fd")) == before
+        indexes = [name for name in names if name.endswith(".json")]
+        assert len(indexes) == len(set(indexes)) > 8
+
+    whole = list(read(20))
+    assert len(names) == len(set(names))
+    assert all(map(torch.equal, read(4), whole))
+    assert len(names) > len(set(names))  # files were closed and opened again
+
+
+def test_a_result_of_rank_0_is_not_as_long_on_the_wire_as_the_world_is_wide(monkeypatch):
+    numels, real = [], ThreadWorld._gather
+
+    def gather(world, shard_S, full_P, *rest):
+        numels.append(full_P.numel())
+        return real(world, shard_S, full_P, *rest)
+
+    monkeypatch.setattr(ThreadWorld, "_gather", gather)
+    assert run_ranks(3, lambda world: by_rank_0(world, lambda: "x" * 1000)) == ["x" * 1000] * 3
+    assert max(numels, default=0) < 1000
 
 
 def test_a_copy_that_leaves_no_room_is_not_made(tmp_path: Path, monkeypatch):

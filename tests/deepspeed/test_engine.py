@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -849,14 +850,23 @@ def test_global_samples_are_the_rows_of_the_microbatches_that_were_run(managed: 
     assert [row["tokens"] for row in logged(tmp_path / "run")] == expected
 
 
-def test_without_moments_training_begins_with_step_1_and_steps_are_counted_on(tmp_path: Path):
-    """Adam's corrections for zero moments would be those of a late step otherwise, also in a layer that rested."""
+def test_without_moments_training_begins_with_step_1_and_steps_are_counted_on(tmp_path: Path, monkeypatch):
+    """Adam's corrections for zero moments would be those of a late step otherwise, also in a layer that rested.
+
+    Each page is written once.
+    """
+    written = Counter()
 
     def by_layer(model: Any) -> torch.optim.Optimizer:
         layers = [{"params": model.first.parameters()}, {"params": model.last.parameters()}]
         return torch.optim.AdamW(layers, lr=1e-2, weight_decay=0.1)
 
     with engine_of(prepare=lambda model: {"optimizer": by_layer(model)}, optimizer=None) as engine:
+        store = type(engine.state.runtime.store)
+        real = store.write
+        monkeypatch.setattr(
+            store, "write", lambda self, page, values: (written.update([page]), real(self, page, values))[1]
+        )
         engine.module.first.requires_grad_(False)
         train(engine, 0, 1, 2)
         engine.module.first.requires_grad_(True)
@@ -864,7 +874,9 @@ def test_without_moments_training_begins_with_step_1_and_steps_are_counted_on(tm
         engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
         values = zero.full_state_dict(engine)
         for how, steps in (({}, 4), ({"load_optimizer_states": False}, 4), ({"load_module_only": True}, 0)):
+            written.clear()
             engine.load_checkpoint(tmp_path, **how)
+            assert set(written.values()) <= {1}
             assert engine.global_steps == steps
         train(engine, 9)
         model = net()

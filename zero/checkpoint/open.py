@@ -50,7 +50,7 @@ from zero.platform.safetensors_files import offsets
 from zero.platform.step_folders import is_step, missing, root_at
 from zero.progress import Progress, silent
 
-OPEN_FILES = 8
+OPEN_FILES = 128
 """Maximum number of files that `Tensors` keeps open. Each takes a file descriptor and 1 MiB of memory."""
 
 Places = dict[tuple[str, str], tuple[int, int]]
@@ -333,16 +333,18 @@ def shape_of(checkpoint: Checkpoint, entry: Entry) -> tuple[int, ...]:
 class Tensors(AbstractContextManager["Tensors"]):
     """Reader of a checkpoint's tensors, used in a `with` block.
 
-    Files are opened when they are first needed. The last `OPEN_FILES` of them stay open until the end of the block.
+    Files are opened when they are first needed. The last `OPEN_FILES` of them stay open until the end of the block. The
+    index and the header of each file are read once.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files: dict[int, tuple[ShardReader, Places]] = {}  # by number; the most recently used file is last
+        self._files = dict[int, tuple[ShardReader, Places]]()
+        self._open = dict[int, ShardReader]()  # the most recently used file is last
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file[0].close()
+        for reader in self._open.values():
+            reader.close()
 
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of a tensor flattened in row-major order; return a 1-D CPU tensor as saved."""
@@ -358,12 +360,15 @@ class Tensors(AbstractContextManager["Tensors"]):
         return values
 
     def _file(self, number: int) -> tuple[ShardReader, Places]:
-        file = self._files.pop(number, None) or _opened(self._checkpoint, number)
-        self._files[number] = file
-        if len(self._files) > OPEN_FILES:
-            reader, _ = self._files.pop(next(iter(self._files)))
-            reader.close()
-        return file
+        if number not in self._files:
+            self._files[number] = _opened(self._checkpoint, number)
+        reader, places = self._files[number]
+        self._open.pop(number, None)
+        self._open[number] = reader
+        reader.reopen()
+        if len(self._open) > OPEN_FILES:
+            self._open.pop(next(iter(self._open))).close()
+        return reader, places
 
 
 def _opened(checkpoint: Checkpoint, number: int) -> tuple[ShardReader, Places]:

@@ -316,15 +316,24 @@ def gather_reports(world: World, work: Callable[[], dict[str, Any] | None]) -> l
     Raises:
         CheckpointError: `work` raised an error on a rank; raised on every rank.
     """
-    try:
-        report, cause = work() or {}, None
-    except Exception as error:  # raised after the collective, because the other ranks wait in it
-        report, cause = {"error": with_class(error)}, error
-    reports = [json.loads(text) for text in world.gather_texts(json.dumps(report), "reports of a checkpoint")]
+    text, cause = _report(work)
+    reports = [json.loads(text) for text in world.gather_texts(text, "reports of a checkpoint")]
     for rank, report in enumerate(reports):
-        if "error" in report:
-            raise CheckpointError(f"rank {rank}: {report['error']}" if world.size > 1 else report["error"]) from cause
+        _raise_fault(world, rank, report, cause)
     return reports
+
+
+def _report(work: Callable[[], dict[str, Any] | None]) -> tuple[str, Exception | None]:
+    """Return the result of `work` as JSON, or its error, to be raised after the collective that others wait in."""
+    try:
+        return json.dumps(work() or {}), None
+    except Exception as error:
+        return json.dumps({"error": with_class(error)}), error
+
+
+def _raise_fault(world: World, rank: int, report: Mapping[str, Any], cause: Exception | None) -> None:
+    if "error" in report:
+        raise CheckpointError(f"rank {rank}: {report['error']}" if world.size > 1 else report["error"]) from cause
 
 
 def join(world: World, threads: Sequence[threading.Thread], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -352,7 +361,10 @@ def by_rank_0(world: World, work: Callable[[], Any]) -> Any:
     Raises:
         CheckpointError: `work` raised an error; raised on every rank.
     """
-    return gather_reports(world, lambda: {"value": work()} if world.rank == 0 else {})[0]["value"]
+    text, cause = _report(lambda: {"value": work()}) if world.rank == 0 else ("", None)
+    report = json.loads(world.share(text))
+    _raise_fault(world, 0, report, cause)
+    return report["value"]
 
 
 def check_shared(world: World, root: Path) -> None:

@@ -220,12 +220,23 @@ class ShardReader(_OpenFile):
         self._path = path
         self._expected = expected
         self._parts = parts
-        self._span = memoryview(bytearray(min(SPAN_BYTES, expected.size)))
-        self._held = -1  # number of the MiB that `_span` caches; -1: none
-        with naming(path, "opening"):
-            self._fd = disk.open(path)
+        self._fd = CLOSED
+        self.reopen()
         with if_it_fails(self.close):
             self._check_header()
+
+    def reopen(self) -> None:
+        """Open the file again after `close`; its header is not read again. Does nothing if the file is open."""
+        if self._fd == CLOSED:
+            with naming(self._path, "opening"):
+                self._fd = self._disk.open(self._path)
+            self._span = memoryview(bytearray(min(SPAN_BYTES, self._expected.size)))
+            self._held = -1  # number of the MiB that `_span` caches; -1: none
+
+    def close(self) -> None:
+        """Close the file and free the cached MiB."""
+        super().close()
+        self._span = memoryview(b"")
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes of the file from `offset` on.

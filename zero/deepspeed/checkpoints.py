@@ -26,7 +26,8 @@ from zero.deepspeed.metrics import EngineInfo, make_folder
 from zero.deepspeed.optimizers import check_group_count, restore, settings_of
 from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.distributed.world import World
-from zero.engine.full import full_state_dict, full_values, gathered, set_full
+from zero.engine.flat_writer import FlatWriter
+from zero.engine.full import full_state_dict, full_values, gathered
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, ConfigError
@@ -300,10 +301,10 @@ class EngineCheckpoints(EngineInfo, ABC):
 
 
 def _zero_moments(state: State) -> None:
-    for unit in state.plan.units:
-        for slot in unit.trainable.slots:
-            for moment in unit.moments:
-                set_full(state, slot.name, torch.zeros(slot.shape), moment)
+    for unit in state.runtime.units:
+        for moment in unit.spec.moments:
+            writer = FlatWriter(state.plan, state.runtime.store, unit, moment)
+            writer.write_all(lambda slot, start, stop: torch.zeros(stop - start))
 
 
 # Folders

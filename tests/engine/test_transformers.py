@@ -229,11 +229,11 @@ def test_half_precision_trains(family, saved):
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def with_adapters(model, family):
+def with_adapters(model, family, **more):
     """Of peft, as a user has them, but for values that are not zero."""
     peft = pytest.importorskip("peft")
     gpt2 = family == "gpt2"
-    keys = {"target_modules": ["c_attn"] if gpt2 else ["q_proj", "v_proj"], "fan_in_fan_out": gpt2}
+    keys = {"target_modules": ["c_attn"] if gpt2 else ["q_proj", "v_proj"], "fan_in_fan_out": gpt2, **more}
     torch.manual_seed(1)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **keys))
 
@@ -317,17 +317,25 @@ def test_adapters_train_on_a_base_in_4_bits(family, stage, offload, saved):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
-def test_an_engine_trains_adapters_and_peft_saves_and_loads_them(saved, tmp_path):
+@pytest.mark.parametrize(("ranks", "copied"), [(1, None), (2, ["embed_tokens", "lm_head"])])
+def test_an_engine_trains_adapters_and_peft_saves_and_loads_them(ranks, copied, saved, tmp_path):
+    """Rank 0 alone runs peft's code, which asks modules that peft copied for their state."""
     folder, tokens = saved("llama"), torch.arange(8).view(1, 8)
-    model = with_adapters(new_model("llama").from_pretrained(folder), "llama")
-    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
-    engine, *_ = zero.initialize(model=model, config=settings)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
-    model.save_pretrained(tmp_path, state_dict=zero.full_state_dict(engine))
-    with torch.no_grad():
-        wanted = engine(input_ids=tokens).logits
-    engine.destroy()
+    settings = {"train_batch_size": ranks, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+
+    def train(world):
+        with world.exclusive():
+            model = with_adapters(new_model("llama").from_pretrained(folder), "llama", modules_to_save=copied)
+        engine, *_ = zero.initialize(model=model, config=settings, world=world)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        engine.save_pretrained(tmp_path)
+        with torch.no_grad():
+            wanted = engine(input_ids=tokens).logits
+        engine.destroy()
+        return wanted
+
+    wanted, *_ = run_ranks(ranks, train)
     from peft import PeftModel
 
     again = PeftModel.from_pretrained(new_model("llama").from_pretrained(folder), tmp_path).eval()

@@ -25,6 +25,7 @@ from zero.core.suggest import some
 from zero.deepspeed.metrics import EngineInfo, make_folder
 from zero.deepspeed.optimizers import check_group_count, restore, settings_of
 from zero.deepspeed.runtime.lr_schedules import Scheduler
+from zero.deepspeed.zero import full_on_this_rank
 from zero.distributed.world import World
 from zero.engine.flat_writer import FlatWriter
 from zero.engine.full import full_state_dict, full_values, gathered
@@ -185,7 +186,12 @@ class EngineCheckpoints(EngineInfo, ABC):
             kwargs: arguments of the model's `save_pretrained`.
         """
         module, values = self.module, self.module.state_dict()
-        by_rank_0(self.plan.world, lambda: module.save_pretrained(save_directory, state_dict=values, **kwargs))  # type: ignore[operator]
+
+        def write() -> None:
+            with full_on_this_rank(module, values):
+                module.save_pretrained(save_directory, state_dict=values, **kwargs)  # type: ignore[operator]
+
+        by_rank_0(self.plan.world, write)
 
     def save_checkpoint(
         self,

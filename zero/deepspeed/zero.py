@@ -3,7 +3,7 @@
 All functions are collective, except those about leaf modules.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
@@ -103,6 +103,24 @@ def GatheredParameters(
 def _close_full(placeholders: Iterable[ParameterPlaceholder]) -> None:
     for placeholder in placeholders:
         placeholder.full_value, placeholder.may_be_edited = None, False
+
+
+@contextmanager
+def full_on_this_rank(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context manager in which this rank reads parameters of `module` from `values`, without the other ranks.
+
+    Code of others that saves a model on one rank may read parameters there although it got a state dict.
+
+    Args:
+        module: a model with an engine.
+        values: full values by name; other parameters are gathered when they are read.
+    """
+    with ExitStack() as undo:
+        for name, placeholder in module.named_parameters(remove_duplicate=False):
+            if isinstance(placeholder, ParameterPlaceholder) and placeholder.full_value is None and name in values:
+                placeholder.full_value = values[name]
+                undo.callback(_close_full, [placeholder])
+        yield
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:

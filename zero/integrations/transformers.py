@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zero.core.suggest import meant
 from zero.deepspeed.engine import Engine
+from zero.deepspeed.zero import full_on_this_rank
 from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import PLAN_SETTINGS, STATE_FOLDER, check_precision, new_engine
@@ -153,7 +154,8 @@ class ZeroTrainerMixin(_Base):
         whole = self.engine.state_dict_on_rank_0(without=_never_saved(self.model) if has_adapters else ())
         if whole is not None:
             whole = {name: value.to(self._dtypes.get(name, value.dtype)) for name, value in whole.items()}
-        super()._save(output_dir, whole)
+        with full_on_this_rank(self.model, whole or {}):
+            super()._save(output_dir, whole)
         if self.args.should_save and isinstance(self.model, transformers.PreTrainedModel) and not has_adapters:
             self.model.config.dtype = next(dtype for dtype in self._dtypes.values() if dtype.is_floating_point)
             self.model.config.save_pretrained(output_dir or self.args.output_dir)  # `super` wrote the dtype of compute

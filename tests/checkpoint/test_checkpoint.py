@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 import threading
 import time
@@ -32,9 +33,10 @@ from tests.common.small import (
     small_loss,
 )
 from tests.conftest import LONG_S
-from zero.checkpoint import Root, Saving, Tensors, load, open_checkpoint, open_latest, save, snapshot_bytes
+from tests.faults.crash import Killed, kill
+from zero.checkpoint import Root, Saving, Tensors, load, open_at, open_checkpoint, open_latest, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
-from zero.checkpoint.manifest import from_text, held
+from zero.checkpoint.manifest import from_text, held, to_text
 from zero.checkpoint.save import by_rank_0, check_shared, version
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.engine.full import digest, full_state_dict
@@ -780,6 +782,88 @@ def test_latest_walks_back_to_the_newest_valid_one_and_names_what_it_rejected(tm
     assert found is not None
     assert found.step == 10
     assert ["rank-00000-of-00001.safetensors" in rejected[0], "manifest.json" in rejected[1]] == [True, True]
+
+
+def saved_steps(folder, count, checkpoint=None):
+    """Save after each of `count` steps of a new run, or of one that continues; returns the folders."""
+    world = zero.World.from_env()
+    with opened(world, Setting()) as (state, step):
+        if checkpoint is not None:
+            state = load(state, open_checkpoint(world, checkpoint))
+        folders = []
+        for number in range(count):
+            state, _ = trained(world, state, step, [number])
+            folders.append(save(state, folder))
+        return folders
+
+
+def test_latest_is_what_was_published_last_by_one_run_and_of_two_runs_none(tmp_path: Path):
+    """A run that continues is the same run. Steps that a run went back from are older than those that it made since."""
+    world = zero.World.from_env()
+    first = saved_steps(tmp_path / "a", 3)
+    assert open_latest(world, tmp_path / "a")[0].folder == first[-1]
+    (again,) = saved_steps(tmp_path / "a", 1, first[0])
+    assert again == first[1]
+    assert open_latest(world, tmp_path / "a")[0].folder == again
+    assert [path.name for path in saved_steps(tmp_path / "b", 2, again)] == ["step-0000000003", "step-0000000004"]
+    shutil.copytree(first[0], tmp_path / "b" / first[0].name)
+    assert open_latest(world, tmp_path / "b")[0].step == 4
+    damage(tmp_path / "b" / "step-0000000004" / "manifest.json", 100)
+    found, rejected = open_latest(world, tmp_path / "b")
+    assert (found.step, len(rejected)) == (3, 1)
+    mine = saved_steps(tmp_path / "a", 1)[-1]
+    with pytest.raises(CheckpointError, match=f"{mine} and {again}: two runs saved them, and neither continued from"):
+        open_latest(world, tmp_path / "a")
+    with pytest.raises(CheckpointError, match="two runs saved them"):
+        open_at(world, tmp_path / "a")
+
+
+def test_checkpoints_of_earlier_versions_have_no_lineage_and_are_older_than_others(tmp_path: Path):
+    world = zero.World.from_env()
+    old = saved_steps(tmp_path, 3)
+    for folder in old:
+        manifest = from_text((folder / "manifest.json").read_bytes())
+        del manifest.facts["lineage"]
+        (folder / "manifest.json").write_text(to_text(manifest))
+    assert open_latest(world, tmp_path)[0].folder == old[-1]
+    assert saved_steps(tmp_path, 2, old[0]) == old[1:]
+    assert open_latest(world, tmp_path)[0].folder == old[2]
+    shutil.rmtree(old[2])
+    (new,) = saved_steps(tmp_path, 1)
+    assert new == old[0]
+    with pytest.raises(CheckpointError, match=f"{new} and {old[1]}: two runs"):
+        open_latest(world, tmp_path)
+
+
+@pytest.mark.parametrize("at", ["write", "rename"])
+def test_what_a_killed_save_leaves_is_opened_and_removed_by_the_next_save(at: str, tmp_path: Path, monkeypatch):
+    """Killed between its two renames, a save of an existing step leaves the older save of it under another name."""
+    world, root, real = zero.World.from_env(), tmp_path / "root", Disk.rename
+
+    def rename(disk, old, new):
+        if at == "write" or new.name.startswith("step-"):
+            kill("rename")
+        real(disk, old, new)
+
+    with opened(world, Setting()) as (state, step):
+        state, _ = trained(world, state, step, range(2))
+        save(state, root)
+        expected = digest(state)
+        with monkeypatch.context() as patched:
+            patched.setattr(Disk, "rename", rename)
+            patched.setattr(Root, "abandon", lambda *_: None)
+            with pytest.raises(Killed):
+                save(state, root)
+        left = sorted(os.listdir(root))
+        assert [name[:5] for name in left] == [".tmp-", "step-"] if at == "write" else [".old-", ".tmp-"]
+        found, rejected = open_latest(world, root)
+        assert (found.step, rejected) == (2, [])
+        assert sorted(os.listdir(root)) == left  # a reader changes nothing
+        state = load(state, found)
+        assert digest(state) == expected
+        state, _ = trained(world, state, step, [2])
+        save(state, root)
+        assert sorted(os.listdir(root)) == ["step-0000000002", "step-0000000003"]
 
 
 def test_only_rejected_ones_are_an_error_and_none_is_none(tmp_path: Path):

@@ -204,6 +204,12 @@ class Story:
         self.promised[step] = self.promised[source]
         self.look()
 
+    def replace(self, step: int) -> None:
+        self.save(step)
+        self.promised = {step: self.promised[step]}
+        self.root.keep_only(step)
+        self.look()
+
     def retain(self, keep: int, every: int | None = None) -> None:
         newest = self.root.steps()[-keep:]  # one may be whole, and not acknowledged since its last fsync failed
         for step in set(self.promised) - set(newest):
@@ -289,8 +295,20 @@ def with_links(story: Story) -> None:
     story.retain(2)
 
 
-STORIES = [the_same_step_again, with_retention, again_where_the_name_was_not_synchronised, with_links]
-RETAINING = with_retention, with_links
+def with_replacement(story: Story) -> None:
+    """As under a tag: a newer save, which may have fewer steps, is the only one."""
+    for step in (40, 20, 60):
+        story.replace(step)
+
+
+STORIES = [
+    the_same_step_again,
+    with_retention,
+    again_where_the_name_was_not_synchronised,
+    with_links,
+    with_replacement,
+]
+RETAINING = with_retention, with_links, with_replacement
 
 
 def test_no_crash_loses_what_was_acknowledged_or_shows_what_is_not_whole():

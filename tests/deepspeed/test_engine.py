@@ -820,6 +820,27 @@ def test_the_checkpoint_that_was_saved_last_is_loaded_unless_its_save_says_other
         assert [str(last) in caplog.messages[0], str(newest) in caplog.messages[1]] == [True, True]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_replaces_that_of_its_tag_although_another_run_made_more_steps(ranks: int, tmp_path: Path):
+    def run(world, *steps):
+        with engine_of(world=world) as engine:
+            train(engine, *steps)
+            engine.save_checkpoint(tmp_path, "best", {"steps": len(steps)}, save_latest=False)
+            found, state = engine.load_checkpoint(tmp_path, "best")
+            assert (engine.global_steps, state) == (len(steps), {"steps": len(steps)})
+            return found
+
+    run_ranks(ranks, run, 0, 1, 2)
+    (folder, *_) = run_ranks(ranks, run, 3)
+    assert [*(tmp_path / "best").iterdir()] == [folder]
+    with engine_of() as engine:
+        other = engine.save_checkpoint(tmp_path, "more")
+        assert engine.load_checkpoint(tmp_path)[0] == other
+        (tmp_path / "latest").unlink()
+        with pytest.raises(CheckpointError, match=f"{other} and {folder}: two runs saved them"):
+            engine.load_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("managed", [True, False])
 def test_global_samples_are_the_rows_of_the_microbatches_that_were_run(managed: bool, tmp_path: Path):
     """A step may have any number of microbatches. Rows of metrics and a checkpoint have the same count."""

@@ -19,7 +19,17 @@ from torch import Tensor
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, WEIGHTS, flats
 from zero.checkpoint.frozen_file import frozen_version, remember
 from zero.checkpoint.manifest import FROZEN_KINDS, Entry, entries, files_of, held
-from zero.checkpoint.open import Checkpoint, Numbers, Tensors, index_of, numbers_of, set_random, shape_of, weights_of
+from zero.checkpoint.open import (
+    Checkpoint,
+    Numbers,
+    Tensors,
+    index_of,
+    lineage_of,
+    numbers_of,
+    set_random,
+    shape_of,
+    weights_of,
+)
 from zero.checkpoint.publish import check_coordinates
 from zero.checkpoint.save import gather_reports
 from zero.core.codec import CODECS
@@ -118,6 +128,8 @@ def load(
 
     gather_reports(plan.world, fill)
     runtime.updater.resume(rested)
+    if (lineage := lineage_of(checkpoint.folder, checkpoint.manifest)) is not None:
+        runtime.lineage.name, runtime.lineage.saved_ns = lineage.name, lineage.saved_ns
     for unit in runtime.units:
         unit.mark_changed(resident=True, frozen=True)
     _remember_frozen(runtime, checkpoint, kept)

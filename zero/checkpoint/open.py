@@ -9,7 +9,7 @@ import json
 import math
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -34,7 +34,6 @@ from zero.checkpoint.manifest import (
     index_cap_bytes,
     index_from_text,
     index_name,
-    step_name,
 )
 from zero.checkpoint.publish import Root, own_root, parts_in
 from zero.checkpoint.save import by_rank_0, gather_reports, join
@@ -107,6 +106,7 @@ def open_checkpoint(
     def read() -> dict[str, Any]:
         manifest = Root(folder.parent, disk).read_manifest(folder)
         numbers_of(folder, manifest)
+        lineage_of(folder, manifest)
         manifests.append(manifest)
         return {"files": sha256("".join(file.index_sha256 for file in manifest.files).encode()).hexdigest()}
 
@@ -121,9 +121,11 @@ def open_checkpoint(
 
 
 def open_latest(world: World, path: Path | str, *, progress: Progress = silent) -> tuple[Checkpoint | None, list[str]]:
-    """Open the newest valid checkpoint under `path`. Collective.
+    """Open the valid checkpoint under `path` that was published last. Collective.
 
-    With coordinates it is collective among all ranks of the run, and each opens the newest step that all have.
+    It may have fewer steps than others, because the run went back to an earlier one. Checkpoints of earlier versions
+    count as older than all others, in the order of their steps. With coordinates it is collective among all ranks of
+    the run, and each opens the newest step that all have.
 
     Args:
         world: the ranks that divide the verification among themselves.
@@ -136,13 +138,13 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
 
     Raises:
         ConfigError: `world` is not a World, or `path` not a path.
-        CheckpointError: there are checkpoints, but none is valid, or none has the world's coordinates.
+        CheckpointError: there are checkpoints, but none is valid, or none has the world's coordinates, or they are of
+            runs that did not continue from one another.
     """
     check_type(world, World, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     check_folder(path, "zero.open_latest", "checkpoint, rejected = zero.open_latest(world, folder)")
     if world.coordinates:
-        root = own_root(Path(path), world)
-        folders = [root.path / step_name(step) for step in _common_steps(world, root)]
+        folders = _common_folders(world, own_root(Path(path), world))
         opened = open_first(world, folders, progress=progress)
     else:
         opened = newest(world, Path(path), progress=progress)
@@ -154,8 +156,10 @@ def open_latest(world: World, path: Path | str, *, progress: Progress = silent) 
     return opened
 
 
-def _common_steps(world: World, root: Root) -> list[int]:
-    """Return the steps that all coordinates have saved, the newest first. Collective among all ranks of the run.
+def _common_folders(world: World, root: Root) -> list[Path]:
+    """Return the folders of the steps that all coordinates have saved, the last published first.
+
+    Collective among all ranks of the run.
 
     Args:
         root: the checkpoints of this world's coordinates.
@@ -165,18 +169,58 @@ def _common_steps(world: World, root: Root) -> list[int]:
     """
     path = root.path.parent
 
-    def listed() -> list[int]:
-        if is_step(path) or Root(path).steps():
-            raise CheckpointError(f"{path}: is of one coordinate or of none. Pass the folder that zero.save got.")
-        return root.steps()
+    def listed() -> dict[str, Any]:
+        try:
+            if is_step(path) or Root(path).steps():
+                raise CheckpointError(f"{path}: is of one coordinate or of none. Pass the folder that zero.save got.")
+            return {"folders": {step: str(folder) for step, folder in published_last([root])}}  # keys become texts
+        except CheckpointError as error:  # raised after the collective, because other coordinates wait in it
+            return {"error": str(error)}
 
     own = by_rank_0(world, listed)
-    texts = world.whole.gather_texts(json.dumps(own), "steps of checkpoints")
-    every = [set(json.loads(text)) for text in texts]
-    common = sorted(set.intersection(*every), reverse=True)
-    if any(every) and not common:
+    every = [json.loads(text) for text in world.whole.gather_texts(json.dumps(own), "steps of checkpoints")]
+    for report in every:
+        if "error" in report:
+            raise CheckpointError(report["error"])
+    common = set.intersection(*(set(report["folders"]) for report in every))
+    if any(report["folders"] for report in every) and not common:
         raise CheckpointError(f"{path}: no step was saved by all ranks. Restore one, or train anew in another folder.")
-    return common
+    return [Path(own["folders"][step]) for step in every[0]["folders"] if step in common]
+
+
+def published_last(roots: Iterable[Root], *, mixed: bool = False) -> list[tuple[int, Path]]:
+    """Return step and folder of all checkpoints in `roots`, the last published first.
+
+    Checkpoints without a lineage follow all others, sorted by their steps. A checkpoint whose manifest cannot be read
+    counts as published after the one before it in its root, so that it is opened and rejected with a message.
+
+    Args:
+        mixed: allow checkpoints of several lineages.
+
+    Raises:
+        CheckpointError: there are checkpoints of several lineages.
+    """
+    order: list[tuple[int, int, Path]] = []
+    newest = dict[str, tuple[int, int, Path]]()
+    for root in roots:
+        saved_ns = 0
+        for step, folder in root.folders().items():
+            try:
+                lineage = lineage_of(folder, root.read_manifest(folder))
+            except CheckpointError:
+                lineage = None
+            else:
+                saved_ns = 0 if lineage is None else lineage.saved_ns
+            order.append((saved_ns, step, folder))
+            if lineage is not None:
+                newest[lineage.name] = max(order[-1], newest.get(lineage.name, order[-1]))
+    if len(newest) > 1 and not mixed:
+        (*_, last), (*_, other), *_ = sorted(newest.values(), reverse=True)
+        raise CheckpointError(
+            f"{last} and {other}: two runs saved them, and neither continued from the other. Open one of the two, or "
+            "move the checkpoints of one run to another folder."
+        )
+    return [(step, folder) for _, step, folder in sorted(order, reverse=True)]
 
 
 def open_first(
@@ -234,23 +278,26 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
 
 
 def newest(
-    world: World, folder: Path, *, below: bool = False, progress: Progress = silent
+    world: World, folder: Path, *, below: bool = False, mixed: bool = False, progress: Progress = silent
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Open `folder` if it is one checkpoint, else the newest valid checkpoint in it. Collective.
+    """Open `folder` if it is one checkpoint, else the valid checkpoint in it that was published last. Collective.
 
     Args:
         below: also search the subfolders of `folder`, one for each tag.
+        mixed: allow checkpoints of several lineages.
 
     Returns:
         The checkpoint, None if there is none; and a line about each newer checkpoint that is not valid.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is valid, or they are of several lineages.
     """
     if by_rank_0(world, lambda: is_step(folder)):
         return open_checkpoint(world, folder, progress=progress), []
 
     def newest_first() -> list[str]:
         roots = [folder, *(path for path in folder.glob("*") if path.is_dir())] if below else [folder]
-        steps = [(step, str(root / step_name(step))) for root in roots for step in Root(root).steps()]
-        return [path for _, path in sorted(steps, reverse=True)]
+        return [str(path) for _, path in published_last(map(Root, roots), mixed=mixed)]
 
     return open_first(world, [Path(path) for path in by_rank_0(world, newest_first)], progress=progress)
 
@@ -417,6 +464,19 @@ class Numbers(Schema):
     scale: LossScale
     dynamic: bool
     rested: dict[str, int] = Field({})
+
+
+class LineageText(Schema):
+    """The lineage of a checkpoint: the facts of a manifest under "lineage", see `Lineage`."""
+
+    name: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    saved_ns: Count
+
+
+def lineage_of(folder: Path, manifest: Manifest) -> LineageText | None:
+    """Validate and return the lineage of a manifest; None if an older version of the library wrote it, or an import."""
+    lineage = manifest.facts.get("lineage")
+    return None if lineage is None else checked(LineageText, lineage, f"the facts of {folder}")
 
 
 def numbers_of(folder: Path, manifest: Manifest) -> Numbers:

@@ -3,7 +3,8 @@
 A save is written into `.tmp-<step>-<nonce>`, which readers ignore, and is renamed to `step-<step>` when all of it is on
 disk. A published folder is never written to. A folder is renamed to `.del-<step>-<nonce>` before its files are deleted.
 If a step is saved again, the old folder is renamed to `.old-<step>-<nonce>` before the new folder gets the name. If the
-run dies between these two renames, `sweep` in the next run renames the old folder back.
+run dies between these two renames, readers open the old folder under that name, and `sweep` before the next save
+renames it back.
 
 Hashes detect wrong data, and fsync makes a save durable before it is reported as successful. The calls of fsync, in
 order, and what each one protects:
@@ -91,9 +92,13 @@ class Root:
             self._check_not_writable(self.path.resolve())
 
     def begin(self, step: int) -> Path:
-        """Make the temporary folder that the save of `step` is written into, and return its path."""
+        """Make the temporary folder that the save of `step` is written into, and return its path.
+
+        First call `sweep`, because nobody else removes the files of saves that were killed.
+        """
         tmp = self._aside("tmp", step)
         self.make()
+        self.sweep()
         with naming(tmp, "making it"):
             self.disk.make_folder(tmp)
         self._begun.add(tmp)
@@ -173,8 +178,8 @@ class Root:
     def sweep(self) -> None:
         """Remove the unpublished folders of earlier runs, and rename back the old folder of an interrupted `publish`.
 
-        Call it before `steps`, in the process that will write. If another process is still saving into this root, its
-        temporary folder is removed, and its whole save fails.
+        Call it in the process that will write. If another process is still saving into this root, its temporary folder
+        is removed, and its whole save fails.
         """
         with naming(self.path, "sweeping it"):
             self._check_not_writable(self.path.resolve())
@@ -192,6 +197,22 @@ class Root:
         """Return the steps in the names of the root's folders, in ascending order. No folder is opened."""
         with naming(self.path, "listing it"):
             return sorted(step for name in self._names() if (step := step_of(name)) is not None)
+
+    def folders(self) -> dict[int, Path]:
+        """Return step -> folder of the checkpoints in the root, in ascending order. No folder is opened.
+
+        A folder that an interrupted `publish` has set aside counts if no other has its step.
+        """
+        with naming(self.path, "listing it"):
+            aside = {aside.step: aside.path for aside in self._asides() if aside.kind == "old"}
+        found = aside | {step: self.path / step_name(step) for step in self.steps()}
+        return dict(sorted(found.items()))
+
+    def keep_only(self, step: int) -> None:
+        """Remove all checkpoints but the one of `step`, which is published."""
+        doomed = [self.path / step_name(number) for number in self._published() if number != step]
+        with naming(self.path, "removing replaced checkpoints"):
+            self._discard(doomed)
 
     def retain(self, keep: int, every: int | None, valid: Callable[[Path], bool]) -> None:
         """Remove checkpoints older than the last `keep` valid ones, except for steps that `every` divides.

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,12 @@ MEET_S = 1.0
 
 
 def save(
-    state: State, root: Root | str | Path, facts: Mapping[str, Any] | None = None, progress: Progress = silent
+    state: State,
+    root: Root | str | Path,
+    facts: Mapping[str, Any] | None = None,
+    progress: Progress = silent,
+    *,
+    alone: bool = False,
 ) -> Path:
     """Write `state` to a new folder under `root` and publish it. Collective.
 
@@ -67,6 +73,7 @@ def save(
             save together.
         facts: JSON values for `Checkpoint.facts`, such as the config.
         progress: called with the number of bytes that this rank has written.
+        alone: remove all other checkpoints in `root` when this one is published.
 
     Returns:
         The published folder: `step-` and the number of steps tried so far, skipped steps included.
@@ -75,7 +82,7 @@ def save(
         CheckpointError: a rank failed; raised on every rank with the first failure. Nothing was published, and older
             checkpoints are unchanged.
     """
-    return Saving(state, root, facts, progress=progress).finish()
+    return Saving(state, root, facts, progress=progress, alone=alone).finish()
 
 
 def facts_of(
@@ -117,7 +124,7 @@ class Saving:
     """A save in progress, which `finish` ends. Constructing it is collective.
 
     Args:
-        state, root, facts, progress: as in `save`.
+        state, root, facts, progress, alone: as in `save`.
         behind: let a thread copy this rank's part of the state to host memory during the next step, and write it
             during later ones.
 
@@ -133,6 +140,7 @@ class Saving:
         *,
         behind: bool = False,
         progress: Progress = silent,
+        alone: bool = False,
     ) -> None:
         check_type(state, State, "zero.save", "zero.save(state, folder)")
         if not isinstance(root, Root):
@@ -141,7 +149,7 @@ class Saving:
         state.runtime.settle()
         plan, buffers = state.plan, buffers_of(state.model)
         self._world, self._root = plan.world, root if isinstance(root, Root) else own_root(Path(root), plan.world)
-        self._runtime, self._threads = state.runtime, list[threading.Thread]()
+        self._runtime, self._alone, self._threads = state.runtime, alone, list[threading.Thread]()
         self._copied, self._stopped = threading.Event(), threading.Event()
         self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
         self._world.at(f"step {state.tried}, save")
@@ -210,8 +218,15 @@ class Saving:
         files = tuple(
             File(*file) for column in zip(*(report["files"] for report in reports), strict=True) for file in column
         )
-        manifest = self._manifest._replace(files=files, finite=all(report["finite"] for report in reports))
-        return self._root.publish(self._folder, manifest.step, to_text(manifest))
+        lineage = self._runtime.lineage
+        lineage.saved_ns = max(time.time_ns(), lineage.saved_ns + 1)  # in order although clocks of machines differ
+        facts = {**self._manifest.facts, "lineage": asdict(lineage)}
+        finite = all(report["finite"] for report in reports)
+        manifest = self._manifest._replace(files=files, finite=finite, facts=facts)
+        folder = self._root.publish(self._folder, manifest.step, to_text(manifest))
+        if self._alone:
+            self._root.keep_only(manifest.step)
+        return folder
 
     def _start(self) -> None:
         self._threads = [Beside(self._write_behind, name="saving", stop=self._stopped.set)]

@@ -205,7 +205,7 @@ class EngineCheckpoints(EngineInfo, ABC):
 
         Args:
             save_dir: the folder of checkpoints, created if missing.
-            tag: a folder in `save_dir` to save the checkpoint in instead.
+            tag: a folder in `save_dir` to save the checkpoint in instead; it replaces the checkpoint there.
             client_state: values for `load_checkpoint` to return: JSON, tensors, anything that needs no pickle.
             save_latest: name the checkpoint in the file `latest`, which `load_checkpoint` reads.
             exclude_frozen_parameters: ignored, because a checkpoint always holds the whole model.
@@ -221,7 +221,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         facts = LoopState(dict(client_state or {}), self.micro_steps, self.global_samples, groups, schedule).facts
         if self._run_log is not None:
             facts["wandb"] = self._run_log.run_id
-        path = checkpoint.save(state, root, facts)
+        path = checkpoint.save(state, root, facts, alone=tag is not None)
         if save_latest:
             by_rank_0(self.plan.world, lambda: _write_latest(Path(save_dir), path))
         if self._run_log is not None:
@@ -240,11 +240,11 @@ class EngineCheckpoints(EngineInfo, ABC):
         """Load the newest checkpoint, and log its folder. Collective.
 
         Without a `tag`, the file `latest` in `load_dir` names the checkpoint. Without that file, or if that checkpoint
-        is damaged, the valid checkpoint with the most steps in `load_dir` and its tags is loaded.
+        is damaged, the valid checkpoint in `load_dir` and its tags that was saved last is loaded.
 
         Args:
             load_dir: a folder of checkpoints, or one checkpoint.
-            tag: the folder in `load_dir` whose checkpoint with the most steps is loaded.
+            tag: the folder in `load_dir` whose checkpoint is loaded.
             load_module_strict: False keeps parameters that the checkpoint lacks, and logs names that only one side has.
             load_optimizer_states: load moments and settings of groups. Without them the number of steps is the
                 checkpoint's, and Adam corrects its moments from step 1 again.
@@ -255,7 +255,8 @@ class EngineCheckpoints(EngineInfo, ABC):
             The checkpoint's folder and the client state; (None, {}) if there is no checkpoint, with a logged warning.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is valid or of this model; or DeepSpeed wrote them.
+            CheckpointError: there are checkpoints, but none is valid or of this model, or DeepSpeed wrote them; or
+                without a `tag` and the file `latest`, they are of runs that did not continue from one another.
             ConfigError: `load_dir` is None or empty.
         """
         world, folder = self.state.plan.world, folder_of(load_dir, tag)
@@ -346,7 +347,7 @@ def open_saved(world: World, load_dir: str | PathLike[str], tag: str | None) -> 
 
     name = by_rank_0(world, named) if tag is None else ""
     if not name:
-        return checkpoint.newest(world, folder, below=tag is None)
+        return checkpoint.newest(world, folder, below=tag is None, mixed=tag is not None)
     try:
         return checkpoint.open_checkpoint(world, folder / name), []
     except CheckpointError as error:

@@ -1,5 +1,6 @@
 """The objects that all states of one run share: plan, model, store, units and the parts that train them."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,6 +37,19 @@ class Streamed:
     frozen_versions: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass
+class Lineage:
+    """The saves of a run and of all runs that continued from one of them.
+
+    Attributes:
+        name: a random text, which a load replaces by that of the checkpoint. Rank 0 saves its own.
+        saved_ns: the time of the last save, in nanoseconds since 1970; 0: none yet.
+    """
+
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    saved_ns: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Runtime:
     """The objects that all states of one run share.
@@ -50,6 +64,7 @@ class Runtime:
             Collective.
         copying: handles of saves that still copy the state in threads of their own.
         streamed: the weights that an inference engine has.
+        lineage: names the run in its checkpoints.
     """
 
     plan: Plan
@@ -68,6 +83,7 @@ class Runtime:
     open_edits: list[Callable[[], None]] = field(default_factory=list)
     copying: list[Handle] = field(default_factory=list)
     streamed: Streamed = field(default_factory=Streamed)
+    lineage: Lineage = field(default_factory=Lineage)
 
     def gather_changed(self) -> None:
         """Start to gather all resident units that have changed. Collective.

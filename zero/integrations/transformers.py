@@ -9,7 +9,6 @@ gradients of microbatches and averages over ranks.
 """
 
 import math
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import wraps
@@ -162,8 +161,6 @@ class ZeroTrainerMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # saves the scheduler
-        if self.args.should_save:  # an earlier run may have more steps there
-            shutil.rmtree(Path(output_dir) / STATE_FOLDER, ignore_errors=True)
         self.open_engine().save_checkpoint(output_dir, STATE_FOLDER, save_latest=False)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from zero.checkpoint import Checkpoint, Root, Saving, open_at, open_first, open_latest, snapshot_bytes
-from zero.checkpoint.manifest import step_name
 from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.sizes import size_text
 from zero.distributed.world import World
@@ -258,11 +257,11 @@ def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[
     """Raise CheckpointError if `root` has newer checkpoints than `checkpoint`, unless they were rejected as damaged."""
     step = -1 if checkpoint is None else checkpoint.step
     rejected_here = bool(rejected) and checkpoint is not None and checkpoint.folder.parent.absolute() == root
-    newer = [number for number in Root(root).steps() if number > step]
+    newer = [path for number, path in Root(root).folders().items() if number > step]
     if newer and not rejected_here:
         begins = "without a checkpoint" if checkpoint is None else f"from step {step}"
         raise CheckpointError(
-            f"{root / step_name(newer[-1])}: exists, but this run starts {begins}, so a later resume=latest would load "
+            f"{newer[-1]}: exists, but this run starts {begins}, so a later resume=latest would load "
             "this old checkpoint. Set another checkpoint.dir, or resume=latest."
         )
 
@@ -325,11 +324,10 @@ def _again(
         suspects.pop(Path(began), None)  # the user has named this checkpoint, so no other may be used
 
     def candidates() -> list[str]:
-        folders = [root / step_name(number) for number in reversed(Root(root).steps()) if number > step]
+        folders = [path for number, path in reversed(Root(root).folders().items()) if number > step]
         if began is not None:
-            beside = Path(began).parent
-            older = () if named else (number for number in reversed(Root(beside).steps()) if number < step)
-            folders += [Path(began), *(beside / step_name(number) for number in older)]
+            beside = {} if named else Root(Path(began).parent).folders()
+            folders += [Path(began), *(path for number, path in reversed(beside.items()) if number < step)]
         return [str(folder) for folder in folders]
 
     folders = [Path(folder) for folder in by_rank_0(world, candidates)]

@@ -205,8 +205,8 @@ class Root:
         """
         with naming(self.path, "listing it"):
             aside = {aside.step: aside.path for aside in self._asides() if aside.kind == "old"}
-        found = aside | {step: self.path / step_name(step) for step in self.steps()}
-        return dict(sorted(found.items()))
+        folders = aside | {step: self.path / step_name(step) for step in self.steps()}
+        return dict(sorted(folders.items()))
 
     def keep_only(self, step: int) -> None:
         """Remove all checkpoints but the one of `step`, which is published."""

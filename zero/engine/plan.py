@@ -70,9 +70,9 @@ class Plan(PageTable):
         keep: patterns of the names of units that stay gathered between forward and backward at stage 3, which saves a
             gather; ["*"] is `reshard_after_forward=False` of FSDP2.
         activations: "keep"; "remat" to recompute each unit's activations in backward; "selective" to recompute all but
-            the results of matrix products and attention; or "offload" to keep them in host memory. Or a mapping from
-            patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the first pattern that matches
-            a unit counts, and a unit without a match keeps its activations.
+            the results of matrix products and of attention without dropout; or "offload" to keep them in host memory.
+            Or a mapping from patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the first
+            pattern that matches a unit counts, and a unit without a match keeps its activations.
         compile: True, the name of a backend, or a mapping of arguments of `torch.compile` (backend, mode, dynamic,
             fullgraph), to run each unit's forward through it.
         update: "lazy" applies each unit's update just before its next gather, which hides it; "serial" applies all

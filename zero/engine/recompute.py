@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from zero.engine.takeover import call_with
 
@@ -32,12 +37,38 @@ PRODUCTS = [
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
+    aten._grouped_mm.default,
+    aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
 ]
-"""Operators whose results selective checkpointing keeps: matrix products and attention."""
+"""Operators whose results selective checkpointing keeps, unless they draw random numbers: matrix products, attention.
+
+All others are computed again, among them convolutions and operators of other libraries.
+"""
+
+
+def policy_of(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether selective checkpointing keeps the result of a call of `operator`."""
+    kept = operator in PRODUCTS and not _draws(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of `operator` draws random numbers.
+
+    If its result were kept, the recomputation would not advance the generator, so later dropout would draw another mask.
+    """
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False  # flex attention has no dropout
+    arguments = operator._schema.arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values |= dict(zip(values, args, strict=False)) | kwargs
+    probabilities = [values[name] for name in ("dropout_p", "p") if name in values]
+    return any(probabilities) if probabilities else torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def recomputed_call(
@@ -53,7 +84,7 @@ def recomputed_call(
 
     Args:
         call: `call_with`, bound to the module's path for messages.
-        selective: keep the results of `PRODUCTS`.
+        selective: keep results as `policy_of` decides.
     """
     names, (tensors, rebuild) = tuple(parameters), _apart(args, kwargs)
     # Forward may change buffers (running statistics). The recomputation must neither read nor repeat these changes, so
@@ -67,7 +98,7 @@ def recomputed_call(
         return run(dict(zip(names, values, strict=False)), module, *rebuild(values[len(names) :]), buffers=replaced)
 
     # Parameters are arguments, because `checkpoint` saves arguments through our hooks, which keep only positions.
-    contexts = partial(create_selective_checkpoint_contexts, PRODUCTS) if selective else noop_context_fn
+    contexts = partial(create_selective_checkpoint_contexts, policy_of) if selective else noop_context_fn
     outputs = checkpoint(compute, *parameters.values(), *tensors, use_reentrant=False, context_fn=contexts)
     now = dict(module.named_buffers())
     replaced = {

@@ -85,8 +85,8 @@ class Zero(Section):
     activations: UnitActivations = key(
         "keep",
         "activations of a unit: keep, remat (computed again in backward), selective (computed again, except results of "
-        "matrix products and attention), offload (kept in host memory), or auto: keep what fits; or a list of patterns "
-        "of units' names, each with one of these: the first that fits counts",
+        "matrix products and of attention without dropout), offload (kept in host memory), or auto: keep what fits; or "
+        "a list of patterns of units' names, each with one of these: the first that fits counts",
         trades="remat keeps one activation per unit and computes a third more; offload moves those of 1 MiB and more",
         example="remat",
     )

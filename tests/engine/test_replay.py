@@ -67,6 +67,34 @@ def test_a_copy_on_each_node_is_replayed():
     assert run_ranks(4, train, setting, 2, nodes=2) == run_ranks(4, train, setting, 0, nodes=2)
 
 
+class Adapted(nn.Module):
+    """A frozen layer beside one that trains."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.base, self.up = nn.Linear(width, out), nn.Linear(width, out)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(x))
+
+
+def train_adapted(world, setting):
+    """Return the number of steps that were made twice; the buffers of all units have gaps at other places."""
+    plan = setting.plan(world, lambda: nn.Sequential(*(Adapted(a, b) for a, b in ((9, 13), (13, 7), (7, 21), (21, 5)))))
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, lambda model, x: model(x.to(plan.precision.compute)).float().square().mean(), replay=1)
+    for number in range(3):
+        state, _ = step(state, slice_of(torch.rand(8, 9, generator=torch.Generator().manual_seed(number)), world, 1))
+    return state.step
+
+
+@pytest.mark.parametrize(("size", "frozen", "prefetch", "precision"), [(2, "int8", 0, "bf16"), (1, "nf4", 1, "bf16")])
+def test_memory_that_no_gather_writes_is_not_compared(size, frozen, prefetch, precision):
+    setting = Setting(frozen=frozen, prefetch=prefetch, precision=precision)
+    assert run_ranks(size, train_adapted, setting) == [3] * size
+
+
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("setting", [EVERYWHERE[3], EVERYWHERE[4], EVERYWHERE[5], EVERYWHERE[6]])
 def test_no_wait_is_missing_on_a_gpu(setting):

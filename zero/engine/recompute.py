@@ -60,7 +60,7 @@ def policy_of(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkp
 def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of `operator` draws random numbers.
 
-    If its result were kept, the recomputation would not advance the generator, so later dropout would draw another mask.
+    With a kept result the recomputation would not advance the generator, so later dropout would draw another mask.
     """
     if not isinstance(operator, torch._ops.OpOverload):
         return False  # flex attention has no dropout

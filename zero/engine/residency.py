@@ -125,7 +125,7 @@ class Residency:
         for index in upcoming:
             self._request_ahead(self._units[index])
         buffer = self._arrive(unit)
-        self._checksums.note(unit.spec.name, "gathered parameters", [buffer.flat])
+        self._checksums.note(unit.spec.name, "gathered parameters", unit.spec.gathered(buffer.flat))
         return buffer
 
     def launched(self) -> None:
@@ -150,7 +150,7 @@ class Residency:
 
     def unpin(self, unit: UnitState, buffer: Buffer) -> None:
         """End one use of `buffer`, which holds `unit`."""
-        self._checksums.note(unit.spec.name, "gathered parameters", [buffer.flat])
+        self._checksums.note(unit.spec.name, "gathered parameters", unit.spec.gathered(buffer.flat))
         if self.pool is not None:
             self.pool.unpin(buffer)
         else:

@@ -96,6 +96,12 @@ class UnitSpec:
         """The number of elements of the gathered parameters."""
         return self.trainable.P + self.frozen.P + self.expanded.P
 
+    def gathered(self, full: Tensor) -> list[Tensor]:
+        """Return the parts of the gathered buffer that a gather writes: all but the gaps between expanded parameters."""
+        split, expanded = self.trainable.P + self.frozen.P, self.flats[2].of(full)
+        parts = [full[:split], *(slot.of(expanded) for slot in self.expanded.slots), full[self.full_numel :]]
+        return [part for part in parts if part.numel()]
+
     def frozen_view(self, slot: int, full: Tensor) -> Tensor:
         """Return a view of one of `frozen_slots` in the gathered buffer."""
         flat = self.flats[1 if slot < len(self.frozen.slots) else 2]

@@ -213,3 +213,20 @@ def test_a_real_overflow_is_skipped_until_the_scale_fits():
         assert not skipped[-1]
         assert skipped == sorted(skipped, reverse=True), "once it fits, it fits"
         assert scale == 2.0 ** (16 - sum(skipped))
+
+
+def without_tokens(world):
+    """The metrics of a step in which rank 0 has an infinite gradient and rank 1 of its norm group runs no unit."""
+    alone, group = world.part([world.rank], f"data {world.rank}"), world.part([0, 1], "experts")
+    with world.exclusive():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=alone, norm_groups=[group])
+    state = zero.init(plan, zero.open_store(plan))
+    x = torch.ones(2, 4, requires_grad=True)
+    step = zero.make_step(plan, lambda model, _: x.sum() if world.rank else (model(x) * torch.inf).sum())
+    _, metrics = step(state, [None])
+    return metrics.skipped, metrics.nonfinite_unit
+
+
+def test_a_rank_that_used_no_unit_reports_the_skipped_step_of_another():
+    assert run_ranks(2, without_tokens) == [(True, "0")] * 2

@@ -155,7 +155,7 @@ def first_nonfinite_unit(runtime: Runtime) -> str | None:
     """Return the name of the first unit with an infinite or NaN gradient, on any norm group's ranks. Collective."""
     world, names = runtime.plan.world, [unit.spec.name for unit in runtime.units]
     units = _squares(runtime)
-    squares = world.compute.on_host(torch.stack([*units.values()])).tolist()
+    squares = world.compute.on_host(torch.stack([*units.values()])).tolist() if units else []
     nonfinite = (index for index, square in zip(units, squares, strict=True) if not math.isfinite(square))
     mine = torch.tensor([next(nonfinite, len(names))], device="cpu")
     name = dict(enumerate(names)).get(int(world.exchange(mine, what="the first nonfinite unit").min()))

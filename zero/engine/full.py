@@ -186,15 +186,22 @@ def gathered(
         before.update({name: _Seen.of(tensor) for name, tensor in full.items() if name in before})
 
     open_edits = state.runtime.open_edits
-    if modify is not False:
-        open_edits.append(write_early)
-    try:
-        yield full
-        write()
-    finally:
+
+    def close() -> None:
         full.clear()
-        if modify is not False:
+        if write_early in open_edits:
             open_edits.remove(write_early)
+
+    try:
+        try:
+            if modify is not False:
+                open_edits.append(write_early)
+            yield full
+            write()
+        finally:
+            close()
+    finally:
+        close()  # again, because an interrupt may come just before the first
 
 
 def set_full(source: Source, name: str | Tensor, value: Tensor, kind: str = "param") -> None:

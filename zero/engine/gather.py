@@ -159,7 +159,7 @@ class Gatherer:
         self._scaled: set[int] = set()  # ids of passes that began with the loss scale
         self.arrived = self.unscaled = False
         self.frozen_groups: frozenset[int] = frozenset()
-        self.use = OneThread("a State")
+        self.use = OneThread("a State", self.reset)
         self._lock = threading.RLock()  # on a GPU backward runs on autograd's own threads
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
@@ -188,6 +188,8 @@ class Gatherer:
 
     def reset(self) -> None:
         """Forget all calls and pinned buffers after an exception."""
+        for unit in self._held:
+            unit.step.held = None
         self._held.clear()
         self._passes.clear()
         self._scaled.clear()

@@ -7,6 +7,9 @@ would free it. When all are pinned, an extra one is allocated, counted in `overf
 An unpinned buffer keeps its unit until another unit takes the buffer, so the last units of a forward are still gathered
 when backward begins. A unit of `zero.keep` has a buffer of its own, which no other unit takes.
 
+Buffers are allocated on the compute stream, which uses them last, so memory that is freed is not overwritten too early.
+Only `Buffer.unit` and `Buffer.address` say where a unit and its memory are, so no interrupt makes tables disagree.
+
 A view of a buffer may outlive the pin, for example a parameter that user code stored, or a tensor that a checkpoint
 recomputed. Before a buffer gets another unit, the pool therefore counts the references to its storage. If other tensors
 use it, they keep that memory, and the buffer gets fresh memory, counted in `renewed`.
@@ -81,9 +84,15 @@ class Buffer:
             self.arrivals[-1].wait()  # removed only afterwards, so that it is waited for again after an interrupt
             self.arrivals.pop()
 
-    def renew(self) -> None:
-        """Allocate fresh memory for the buffer and leave the old memory to the tensors that use it."""
-        self._whole = self.flat = _zeros(self.numel, self.flat.dtype, self._device)
+    def renew(self, by_address: dict[int, "Buffer"]) -> None:
+        """Allocate fresh memory for the buffer and leave the old memory to the tensors that use it.
+
+        Args:
+            by_address: gets the buffer under its new address, before the buffer uses that memory.
+        """
+        fresh = _zeros(self.numel, self.flat.dtype, self._device)
+        by_address[storage_address(fresh)] = self
+        self._whole = self.flat = fresh
         self._watch()
 
     def resize(self, numel: int) -> None:
@@ -124,7 +133,6 @@ class Pool:
         self._dtype, self._device = dtype, device
         self._owned = {unit: Buffer(numel, dtype, device, owner=unit) for unit, numel in (own_sizes or {}).items()}
         self.buffers = [*(Buffer(numel, dtype, device) for numel in sizes), *self._owned.values()]
-        self._by_unit: dict[int, Buffer] = {}
         self._by_address = {buffer.address: buffer for buffer in self.buffers}
         self._clock = 0
         self.overflowed = 0
@@ -141,30 +149,31 @@ class Pool:
 
     def find(self, unit: int) -> Buffer | None:
         """Return the buffer that holds `unit`, in any version, or None."""
-        return self._by_unit.get(unit)
+        if (buffer := self._owned.get(unit)) is not None:
+            return buffer if buffer.unit == unit else None
+        return next((buffer for buffer in self.buffers if buffer.unit == unit), None)
 
     def holding(self, tensor: Tensor) -> Buffer | None:
         """Return the buffer whose memory `tensor` uses, or None."""
-        return self._by_address.get(address) if (address := storage_address(tensor)) else None
+        address = storage_address(tensor)
+        buffer = self._by_address.get(address) if address else None
+        return buffer if buffer is not None and buffer.address == address else None
 
     def has_room_for(self, unit: int) -> bool:
         return self._choose(unit) is not None
 
     def take(self, unit: int, numel: int) -> Buffer:
-        """Return a buffer that `unit` may overwrite."""
+        """Return a buffer that `unit` may overwrite. Call it on the compute stream."""
         buffer = self._choose(unit) or self._overflow(numel)
         buffer.land()  # an unused earlier gather must end before the next one starts
-        buffer.version = -1  # first, so that after an interrupt no wrong version is valid
-        if buffer.unit is not None:
-            del self._by_unit[buffer.unit]
+        buffer.version, buffer.unit = -1, None  # first, so that after an interrupt it holds nothing
         if buffer.is_seen:
             self.renewed += 1
-            self._by_address.pop(buffer.address, None)
-            buffer.renew()
-            self._by_address[buffer.address] = buffer
+            before = buffer.address
+            buffer.renew(self._by_address)
+            self._by_address.pop(before, None)
         buffer.resize(numel)
         buffer.unit = unit
-        self._by_unit[unit] = buffer
         self.touch(buffer)
         return buffer
 
@@ -177,16 +186,15 @@ class Pool:
         self.drop_extra(buffer)
 
     def reset(self) -> None:
-        """Unpin all buffers after an error, drop extra ones, and rebuild records that the error left inconsistent."""
+        """Unpin all buffers after an error and drop extra ones. The device must be idle."""
         self.buffers = [buffer for buffer in self.buffers if not buffer.extra]
-        self._by_unit = {buffer.unit: buffer for buffer in self.buffers if buffer.unit is not None}
         self._by_address = {buffer.address: buffer for buffer in self.buffers}
         for buffer in self.buffers:
             buffer.pins, buffer.ahead = 0, False
 
     def _choose(self, unit: int) -> Buffer | None:
         """Return the buffer that holds `unit`, else its own one, else the least recently used one that is free."""
-        if (buffer := self._by_unit.get(unit) or self._owned.get(unit)) is not None:
+        if (buffer := self._owned.get(unit) or self.find(unit)) is not None:
             return buffer
         shared = (buffer for buffer in self.buffers if buffer.is_free and not buffer.extra and buffer.owner is None)
         return min(shared, key=lambda buffer: buffer.used, default=None)
@@ -194,15 +202,13 @@ class Pool:
     def _overflow(self, numel: int) -> Buffer:
         self.overflowed += 1
         buffer = Buffer(numel, self._dtype, self._device, extra=True)
-        self.buffers.append(buffer)
         self._by_address[buffer.address] = buffer
+        self.buffers.append(buffer)
         return buffer
 
     def drop_extra(self, buffer: Buffer) -> None:
         """Drop `buffer` if it is an extra one and neither pinned nor gathered ahead."""
-        if not (buffer.extra and buffer.is_free):
-            return
-        self.buffers.remove(buffer)
-        self._by_address.pop(buffer.address, None)
-        if buffer.unit is not None:
-            del self._by_unit[buffer.unit]
+        if buffer.extra and buffer.is_free:
+            buffer.land()
+            self.buffers.remove(buffer)
+            self._by_address.pop(buffer.address, None)

@@ -14,6 +14,7 @@ plan, and the remaining units before any other collective.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from zero.engine.pool import Buffer, Pool
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog, VisitOrder
+from zero.errors import if_it_fails
 from zero.platform.handle import Handle
 from zero.platform.timeline import Tape
 from zero.store import Ticket
@@ -93,7 +95,11 @@ class Residency:
                     self.pool.drop_extra(buffer)
 
     def reset(self) -> None:
-        """Clean up after an exception: unpin all buffers and forget the incomplete visit order."""
+        """Clean up after an exception: unpin all buffers and forget the incomplete visit order.
+
+        The host waits for the device, because buffers are freed.
+        """
+        self._device.join()
         for order in self._orders.values():
             order.forget()
         self._later.clear()
@@ -121,11 +127,13 @@ class Residency:
         # the shared unit stays gathered, so its visits predict nothing
         upcoming = () if unit.spec.shared else self._orders[training].visit(unit.index, self._prefetch)
         self._request(unit)
-        self.buffer(unit).pins += 1
-        for index in upcoming:
-            self._request_ahead(self._units[index])
-        buffer = self._arrive(unit)
-        self._checksums.note(unit.spec.name, "gathered parameters", unit.spec.gathered(buffer.flat))
+        buffer = self.buffer(unit)
+        buffer.pins += 1
+        with if_it_fails(partial(self.unpin, unit, buffer)):
+            for index in upcoming:
+                self._request_ahead(self._units[index])
+            self._arrive(unit)
+            self._checksums.note(unit.spec.name, "gathered parameters", unit.spec.gathered(buffer.flat))
         return buffer
 
     def launched(self) -> None:
@@ -165,7 +173,10 @@ class Residency:
     def materialise(self, unit: UnitState) -> Tensor:
         """Return the full flat of `unit`, current until the next gather, for reading outside a step. Collective."""
         self._request(unit)
-        return self._arrive(unit).flat
+        buffer = self._arrive(unit)
+        if self.pool is not None:
+            self.pool.drop_extra(buffer)
+        return buffer.flat
 
     def land(self) -> None:
         """Wait for every gather into a resident buffer, before parameters are written."""
@@ -205,7 +216,10 @@ class Residency:
         return buffer is not None and buffer.version == unit.version and unit.deferred is None
 
     def _start(self, unit: UnitState) -> None:
-        buffer = self._find(unit)
+        buffer = unit.resident
+        if buffer is None:  # outside of the stream "gather", so that new memory belongs to the compute stream
+            assert self.pool is not None
+            buffer = self.pool.take(unit.index, self._buffer_numel(unit.spec))
         with self._device.aside("gather") as ready:
             tickets: list[Ticket] = []
             if unit.deferred is not None:
@@ -214,10 +228,6 @@ class Residency:
                 else:
                     self._apply(unit)
                 unit.grad_readers += [ready, *tickets]
-            if unit.resident is None:
-                assert self.pool is not None
-                buffer = self.pool.take(unit.index, self._buffer_numel(unit.spec))
-            assert buffer is not None
             buffer.ready = ready
             buffer.arrivals += tickets
             if buffer.version != unit.version:

@@ -427,12 +427,13 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
         check_type(state, State, "a forward", "forward(state, batch)")
         _same_plan(plan, state)
         model = state.model
-        with state.runtime.gatherer.use:
+        gatherer = state.runtime.gatherer
+        with gatherer.use:
             modes = [(module, module.training) for module in model.modules()]
-            model.eval()
             try:
-                with torch.no_grad():
-                    state.runtime.gatherer.begin()
+                model.eval()
+                with torch.no_grad(), if_it_fails(gatherer.residency.reset):
+                    gatherer.begin()
                     return fn(model, *args, **kwargs)
             finally:
                 for module, training in modes:

@@ -97,7 +97,7 @@ class UnitSpec:
         return self.trainable.P + self.frozen.P + self.expanded.P
 
     def gathered(self, full: Tensor) -> list[Tensor]:
-        """Return the parts of the gathered buffer that a gather writes: all but the gaps between expanded parameters."""
+        """Return the parts of the gathered buffer that a gather writes, without gaps of expanded parameters."""
         split, expanded = self.trainable.P + self.frozen.P, self.flats[2].of(full)
         parts = [full[:split], *(slot.of(expanded) for slot in self.expanded.slots), full[self.full_numel :]]
         return [part for part in parts if part.numel()]

@@ -58,10 +58,12 @@ class OneThread:
 
     Args:
         name: name of the guarded object, for the message.
+        undo: cleans up when an interrupt, such as Ctrl-C, leaves the outermost block.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name, self._lock, self._pid = name, threading.RLock(), os.getpid()
+    def __init__(self, name: str, undo: Callable[[], object] = lambda: None) -> None:
+        self._name, self._undo, self._lock, self._pid = name, undo, threading.RLock(), os.getpid()
+        self._depth = 0
 
     def __enter__(self) -> None:
         """Take the lock.
@@ -80,8 +82,15 @@ class OneThread:
                 "each use."
             )
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._depth -= 1
+        try:
+            if not self._depth and kind is not None and not issubclass(kind, Exception):
+                self._undo()
+        finally:
+            self._lock.release()
 
 
 @contextmanager

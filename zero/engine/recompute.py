@@ -66,7 +66,7 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         return False  # flex attention has no dropout
     arguments = operator._schema.arguments
     values = {argument.name: argument.default_value for argument in arguments}
-    values |= dict(zip(values, args, strict=False)) | kwargs
+    values |= {**dict(zip(values, args, strict=False)), **kwargs}
     probabilities = [values[name] for name in ("dropout_p", "p") if name in values]
     return any(probabilities) if probabilities else torch.Tag.nondeterministic_seeded in operator.tags
 

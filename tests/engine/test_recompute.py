@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import flex_attention as flex
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
+from tests.common.small import Setting
 from zero.distributed.world import SoloWorld
 from zero.engine.recompute import PRODUCTS
+from zero.testing import run_ranks
 
 aten = torch.ops.aten
 
@@ -171,3 +174,110 @@ def test_a_kept_result_does_not_change_the_random_numbers_that_follow(operator, 
     assert keep[2] == selective[2]
     assert keep[1] < remat[1]
     assert selective[1] == (keep[1] if operator in PRODUCTS and not p else remat[1])
+
+
+# -- modes of the user -------------------------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """The operators that a mode of the user sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+METADATA = {"__get__", "is_inference", "numel", "storage_offset", "stride", "untyped_storage"}
+"""Functions that compute nothing."""
+
+
+class Called(TorchFunctionMode):
+    """The functions that a mode of the user sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.operators.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Outer(nn.Module):
+    """A site around two others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.ones(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        return torch.tanh(self.second(torch.tanh(self.first(x))) * self.gain)
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def plain_operators(mode):
+    model, x = nn.Sequential(Outer(), Outer()), torch.ones(2, 8)
+    with mode() as seen:
+        loss_of(model, x).backward()
+        with torch.no_grad():
+            loss_of(model, x)
+    return seen.operators
+
+
+def foreign_operators(world, mode, policy, preset, clip):
+    """The operators of the engine that a mode of the user sees in a step, an evaluation and reads."""
+    plan = (
+        Setting(
+            accumulate=2,
+            activations=policy,
+            offload=(("preset", preset),),
+            clip=clip,
+            precision="fp32",
+            prefetch=world.size,
+        )
+        .but(units=("Outer", "Linear"))
+        .plan(world, lambda: nn.Sequential(Outer(), Outer()))
+    )
+    state = zero.init(plan, zero.open_store(plan), weights=lambda name, tensor: tensor.fill_(0.1))
+    step, forward = zero.make_step(plan, loss_of), zero.make_forward(plan, loss_of)
+    batches = [torch.ones(2, 8), torch.ones(2, 8)]
+    with mode() as seen:
+        for _ in range(2):
+            state, _ = step(state, batches)
+            forward(state, batches[0])
+    state.runtime.store.close()
+    return seen.operators
+
+
+@pytest.mark.parametrize("mode", [Seen, Called])
+@pytest.mark.parametrize(
+    ("size", "policy", "preset"),
+    [(2, "keep", "none"), (2, "selective", "none"), (2, "remat", "none"), (1, "keep", "infinity"), (2, "keep", "cpu")],
+)
+def test_a_mode_of_the_user_sees_the_operators_of_the_model_and_none_of_the_engine(mode, size, policy, preset):
+    allowed = plain_operators(mode)
+    for seen in run_ranks(size, foreign_operators, mode, policy, preset, 0.5):
+        assert {op for op in seen - allowed if getattr(op, "__name__", "") not in METADATA} == set()
+        assert seen
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), Outer])
+def test_selective_says_why_a_result_cannot_be_kept(build):
+    plan = zero.Plan(
+        nn.Sequential(nn.Sequential(build())), optimizer=zero.sgd(0.1), world=SoloWorld(), activations="selective"
+    )
+    step = zero.Step(zero.init(plan, zero.open_store(plan)))
+    step.microbatch()
+    loss = loss_of(plan.model, torch.ones(2, 8))
+    with pytest.raises(RuntimeError) as caught:
+        [step.backward(loss, retain_graph=True) for _ in range(2)]
+    assert any("zero.activations=selective" in note and "Use remat" in note for note in caught.value.__notes__)

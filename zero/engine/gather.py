@@ -26,7 +26,7 @@ Source: research prototypes of saved-tensor regather; Zhao et al. 2023, "PyTorch
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -61,6 +61,7 @@ from zero.engine.unit import Binding, Site
 from zero.engine.unit_state import UnitState
 from zero.engine.unsupported import note_dtypes
 from zero.errors import ConfigError, OutsideUnitError, StaleStateError
+from zero.platform.modes import unobserved
 from zero.platform.threads import OneThread
 from zero.platform.timeline import Tape
 
@@ -164,6 +165,7 @@ class Gatherer:
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
 
+    @unobserved()
     def begin(self) -> None:
         """Begin a microbatch, or an evaluation."""
         if torch.is_grad_enabled():  # else keep the calls: an evaluation may run between forward and backward
@@ -172,12 +174,14 @@ class Gatherer:
         self.activations.release_all()
         self.residency.begin()
 
+    @unobserved()
     def clear(self) -> None:
         """Begin a step: forget what arrived in the last one."""
         for unit in [*self._held]:
             self._let_go(unit)
         self.arrived = self.unscaled = False
 
+    @unobserved()
     def end(self) -> None:
         """End the microbatch; reduce units whose calls got no gradient as zeros, in unit order."""
         for unit in self._units:
@@ -186,6 +190,7 @@ class Gatherer:
         self.activations.release_all()
         self.residency.end()
 
+    @unobserved()
     def reset(self) -> None:
         """Forget all calls and pinned buffers after an exception."""
         for unit in self._held:
@@ -245,14 +250,15 @@ class Gatherer:
         sends = self._sends
         try:
             units = () if is_in_full else site.units
-            for index in units:
-                unit = self._units[index]
-                if recomputing:  # also pinned for the call, because holding another unit may release this one
-                    pinned.append((unit, self._hold(unit)))
-                    pinned[-1][1].pins += 1
-                else:
-                    pinned.append((unit, self.residency.pin(unit, training=torch.is_grad_enabled())))
-            parameters = self._parameters(site, body.module, units, recomputing)
+            with unobserved():
+                for index in units:
+                    unit = self._units[index]
+                    if recomputing:  # also pinned for the call, because holding another unit may release this one
+                        pinned.append((unit, self._hold(unit)))
+                        pinned[-1][1].pins += 1
+                    else:
+                        pinned.append((unit, self.residency.pin(unit, training=torch.is_grad_enabled())))
+                parameters = self._parameters(site, body.module, units, recomputing)
             placed = self._placed_of.get(site.path, NOTHING)
             call = partial(call_with, path=site.path, check_writes=self._check_writes, placed=placed)
             before = nodes_of((args, kwargs))  # before the call, which may change its inputs in place
@@ -260,16 +266,7 @@ class Gatherer:
             self._sends = policy == "offload"
             with self._packing():
                 outputs = self._call(policy, call, body, parameters, args, kwargs)
-            if self._checksums.active:
-                self._checksums.note(site.name, "output", tensors_in(outputs))
-            if not recomputing:
-                self.residency.launched()
-            outputs = reaching(outputs, parameters.values(), set(before))
-            if torch.is_grad_enabled() and not recomputing:
-                made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
-                for node in nodes_of(outputs) - before:
-                    node.register_prehook(partial(check_same_parameters, made_with))
-            return self._own(outputs)
+            return self._after(site, outputs, parameters.values(), before, recomputing)
         except RuntimeError as error:
             note_dtypes(error, [place.placeholder.full_name for place in places], self._precision)
             raise
@@ -277,8 +274,29 @@ class Gatherer:
             self._sends = sends
             for owner, name, placeholder in kept:  # else the next call takes it for a tensor of the user
                 owner[name] = placeholder
-            for unit, buffer in pinned:
-                self.residency.unpin(unit, buffer)
+            with unobserved():
+                for unit, buffer in pinned:
+                    self.residency.unpin(unit, buffer)
+
+    @unobserved()
+    def _after(
+        self, site: Site, outputs: Any, parameters: Collection[Tensor], before: set[Any], recomputing: bool
+    ) -> Any:
+        """Return a site's outputs as its caller gets them, and start work that follows the site's.
+
+        Args:
+            before: the autograd nodes that made the site's inputs.
+        """
+        if self._checksums.active:
+            self._checksums.note(site.name, "output", tensors_in(outputs))
+        if not recomputing:
+            self.residency.launched()
+        outputs = reaching(outputs, parameters, set(before))
+        if torch.is_grad_enabled() and not recomputing:
+            made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
+            for node in nodes_of(outputs) - before:
+                node.register_prehook(partial(check_same_parameters, made_with))
+        return self._own(outputs)
 
     def _parameters(self, site: Site, module: nn.Module, units: Iterable[int], recomputing: bool) -> dict[str, Tensor]:
         """Return the site's parameters, views of gathered buffers, by their names in its `Body`.
@@ -359,7 +377,8 @@ class Gatherer:
 
     def _pack(self, tensor: Tensor) -> Any:
         if self._placed and is_dtensor(tensor):
-            local = local_part(tensor)
+            with unobserved():
+                local = local_part(tensor)
             if self.pool is None or self.pool.holding(local) is None:
                 return Kept(tensor, tensor._version)
             return PackedPlaced(self._pack(local), spec_of(tensor))
@@ -371,6 +390,7 @@ class Gatherer:
         offset = int(tensor.storage_offset()) - int(buffer.flat.storage_offset())
         return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
 
+    @unobserved()
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, PackedPlaced):
             return with_spec(self._unpack(packed.local), packed.spec)
@@ -390,6 +410,7 @@ class Gatherer:
         """
         bound = site.bindings[binding]
 
+        @unobserved()
         def view(with_history: bool) -> Tensor:
             unit = self._units[bound.unit]
             recomputing = in_backward()
@@ -432,6 +453,7 @@ class Gatherer:
             self._held.remove(unit)
             self.residency.unpin(unit, buffer)
 
+    @unobserved()
     def deliver(self, unit: UnitState, grads: dict[int, Tensor]) -> None:
         """Receive gradients, by slot, from one call of their unit."""
         with self._lock:
@@ -458,6 +480,7 @@ class Gatherer:
             self._watch_pass()
             self._scaled.add(torch._C._current_graph_task_id())
 
+    @unobserved()
     def returned(self, unit: UnitState, *, counted: bool) -> None:
         """Note that all gradients of one call have arrived.
 
@@ -490,6 +513,7 @@ class Gatherer:
         self._start_reduce(unit)
         self._let_go(unit)
 
+    @unobserved()
     def reduce_arrived(self) -> None:
         """Reduce the gradients that have arrived, even for units whose backward has not ended, outside of backward."""
         with self._lock:
@@ -504,6 +528,7 @@ class Gatherer:
             self._passes[task] = ended = partial(self._pass_ended, task)
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
+    @unobserved()
     def _pass_ended(self, task: int) -> None:
         self._passes.pop(task, None)
         self._scaled.discard(task)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from zero.engine.takeover import call_with
+from zero.platform.modes import unobserved
 
 UNCOUNTED_NUMEL = 65_536
 """Buffers of at most this many elements are assumed to change in every forward.
@@ -29,6 +30,10 @@ UNCOUNTED_NUMEL = 65_536
 torch's batch norm changes its running statistics, one element per channel, without incrementing their version.
 """
 
+NOT_SELECTIVE = (
+    "zero.activations=selective: results that are kept serve one backward, and may not be changed in place. Use remat "
+    "for units with in-place activations, and for graphs with retain_graph or several backwards."
+)
 
 aten = torch.ops.aten
 
@@ -66,7 +71,8 @@ def _draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         return False  # flex attention has no dropout
     arguments = operator._schema.arguments
     values = {argument.name: argument.default_value for argument in arguments}
-    values |= {**dict(zip(values, args, strict=False)), **kwargs}
+    values.update(zip(values, args, strict=False))
+    values.update(kwargs)
     probabilities = [values[name] for name in ("dropout_p", "p") if name in values]
     return any(probabilities) if probabilities else torch.Tag.nondeterministic_seeded in operator.tags
 
@@ -89,13 +95,20 @@ def recomputed_call(
     names, (tensors, rebuild) = tuple(parameters), _apart(args, kwargs)
     # Forward may change buffers (running statistics). The recomputation must neither read nor repeat these changes, so
     # it gets copies of the buffers as they were before forward.
-    before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
+    with unobserved():
+        before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
     replaced: dict[str, Tensor] | None = None
     context = copy_context()  # what forward reads of it, the recomputation reads, although others have changed it
 
     def compute(*values: Tensor) -> Any:
         run = call if replaced is None else partial(context.run, call)
-        return run(dict(zip(names, values, strict=False)), module, *rebuild(values[len(names) :]), buffers=replaced)
+        given = dict(zip(names, values, strict=False))
+        try:
+            return run(given, module, *rebuild(values[len(names) :]), buffers=replaced)
+        except RuntimeError as error:
+            if selective and replaced is not None:
+                error.add_note(NOT_SELECTIVE)
+            raise
 
     # Parameters are arguments, because `checkpoint` saves arguments through our hooks, which keep only positions.
     contexts = partial(create_selective_checkpoint_contexts, policy_of) if selective else noop_context_fn

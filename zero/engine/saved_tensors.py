@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero.core.sizes import BLOCK_BYTES, round_up
 from zero.platform.device import Arena, Device, Event
+from zero.platform.modes import unobserved
 
 LEAST_BYTES = 1 << 20
 """Smaller storages stay on the device, because two copies would cost more than their memory is worth."""
@@ -141,6 +142,7 @@ class OnHost(InPlace):
         self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._coming: deque[tuple[Event, Tensor]] = deque()
 
+    @unobserved()
     def keep(self, tensor: Tensor) -> Any:
         if not self._is_worth_it(tensor):
             return super().keep(tensor)
@@ -155,6 +157,7 @@ class OnHost(InPlace):
         where = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         return Sent(home, witness, tensor._version, tensor.dtype, *where)
 
+    @unobserved()
     @torch.no_grad()
     def find(self, kept: Any) -> Tensor:
         if isinstance(kept, Kept):

@@ -31,6 +31,7 @@ from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.totals import GradientStatus, Totals, check_gradients, first_nonfinite_unit, gather_totals, over_groups
 from zero.errors import ConfigError, PlanError, StoreError, if_it_fails
+from zero.platform.modes import unobserved
 from zero.platform.timeline import Timeline
 from zero.store import PrefetchStore
 
@@ -94,8 +95,9 @@ class Step:
         self._aux: dict[str, list[Tensor]] = {}
         self._runtime.log.clear()
         self._runtime.gatherer.clear()
-        self._runtime.reducer.begin_step()
-        self._runtime.updater.begin()
+        with unobserved():
+            self._runtime.reducer.begin_step()
+            self._runtime.updater.begin()
         self._runtime.tape.passed("before the step")
 
     def microbatch(self) -> None:
@@ -107,7 +109,8 @@ class Step:
             self._in_microbatch = True
             self._losses.append([])
             self._runtime.gatherer.begin()
-            self._runtime.reducer.begin_microbatch(last=self.microbatches == self._plan.accumulate)
+            with unobserved():
+                self._runtime.reducer.begin_microbatch(last=self.microbatches == self._plan.accumulate)
             self._at("forward")
 
     def read_groups(self) -> None:
@@ -177,10 +180,12 @@ class Step:
         """
         self._check_begun()
         numbers = numbers_by_name(aux or {})
-        self._losses[-1].append(loss.detach().double())
-        for name, number in numbers.items():
-            self._aux.setdefault(name, []).append(number.double())
+        with unobserved():
+            self._losses[-1].append(loss.detach().double())
+            for name, number in numbers.items():
+                self._aux.setdefault(name, []).append(number.double())
 
+    @unobserved()
     def forget(self) -> None:
         """Drop the gradients and losses of this step so far. Collective.
 
@@ -193,6 +198,7 @@ class Step:
             self._runtime.log.clear()
             self._runtime.gatherer.clear()
 
+    @unobserved()
     def abandon(self) -> None:
         """Drop the gradients of this step and wait for all started work, after an exception. Not collective."""
         runtime = self._runtime
@@ -220,6 +226,7 @@ class Step:
         with self._runtime.gatherer.use:
             return self._decided(self._totals(flag))
 
+    @unobserved()
     def _totals(self, flag: float) -> Totals:
         """End the last microbatch, and return the sums over all ranks; gradients are final then. Collective."""
         runtime = self._runtime
@@ -231,6 +238,7 @@ class Step:
         check_gradients(totals.statuses, went_back=self._went_back)
         return totals
 
+    @unobserved()
     def _decided(self, totals: Totals, replay: Replay | None = None) -> tuple[State, Metrics]:
         """Defer each unit's update, or skip it if a gradient is not finite; `replay` updates each unit twice, now."""
         plan, state, runtime, hyper = self._plan, self.state, self._runtime, self._hyper()

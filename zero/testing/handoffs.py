@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.checkpoint import Saving
 from zero.distributed.world import Handle, Transport, World
 from zero.platform.device import Device
 from zero.platform.handle import Then
+from zero.platform.modes import DeviceMode
 from zero.store.base import Page, Ticket
 from zero.store.events import Action, Copy, Modify, Move, Read, Transfer, Work
 from zero.store.prefetch import PrefetchStore
@@ -61,7 +61,7 @@ class InstrumentedDevice(Device, ABC):
         """Record a wait in the calling line of code; return False if a test removes this wait."""
 
 
-class _TracingMode(TorchDispatchMode):
+class _TracingMode(DeviceMode):
     """A dispatch mode that passes every operator of a thread to the thread's simulated device."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

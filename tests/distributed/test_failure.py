@@ -14,7 +14,7 @@ STARTED = {3: "gather of h.0", 4: "gather of h.1"}
 WAITED = Note("waited", "gather of h.1", "Timed out waiting 1000ms", STARTED)
 
 
-def lost(peer: int) -> Note:
+def lost(peer: int | None) -> Note:
     return Note("lost", "gather of h.1", "Connection closed by peer", STARTED, peer)
 
 
@@ -26,7 +26,8 @@ ELSEWHERE = Note("waited", "barrier", "Timed out", {4: "barrier"})
 TABLE = {
     "nobody spoke": (WAITED, {}, DeadlineError, "No message from ranks 1, 2 (busy, stopped or dead)"),
     "one waits too": (WAITED, {1: WAITED}, DeadlineError, "and rank 1 in gather of h.1. No message from rank 2"),
-    "gone without a word": (lost(2), {}, RankFailedError, "rank 0 lost ranks 1, 2 in gather of h.1"),
+    "gone without a word": (lost(2), {}, RankFailedError, "rank 0 lost rank 2 in gather of h.1"),
+    "all gone": (lost(None), {}, RankFailedError, "rank 0 lost ranks 1, 2 in gather of h.1"),
     "heard of through another": (lost(1), {1: lost(2)}, RankFailedError, "rank 0 lost rank 2 in gather of h.1"),
     "one raised": (lost(1), {1: lost(2), 2: RAISED}, RankFailedError, "rank 2 failed first: ValueError: bad batch"),
     "one left": (lost(1), {1: LEFT}, WorldError, "rank 1 left the world while rank 0 was in gather of h.1"),
@@ -69,7 +70,8 @@ def test_the_cause_is_named(case):
     ("case", "words"),
     [
         ("nobody spoke", "No message from ranks 1, 2 on a, b (busy"),
-        ("gone without a word", "rank 0 lost ranks 1, 2 on a, b in gather of h.1"),
+        ("gone without a word", "rank 0 lost rank 2 on b in gather of h.1"),
+        ("all gone", "rank 0 lost ranks 1, 2 on a, b in gather of h.1"),
         ("heard of through another", "rank 0 lost rank 2 on b in gather of h.1"),
         ("one raised", "rank 2 on b failed first"),
         ("one left", "rank 1 on a left the world"),

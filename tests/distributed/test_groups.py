@@ -1,5 +1,8 @@
 """A world of some of a run's ranks: it sees its own ranks, nodes and failures, and no operation of another world."""
 
+import contextlib
+import os
+import signal
 import threading
 from functools import partial
 from typing import Any
@@ -15,7 +18,7 @@ from tests.conftest import LONG_S
 from zero.distributed.process_group import _LOST
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.world import SoloWorld
-from zero.errors import ConfigError, WorldError
+from zero.errors import ConfigError, RankFailedError, WorldError
 from zero.testing import run_processes, run_ranks, simulated_gpu
 
 
@@ -75,11 +78,15 @@ def test_one_rank_is_a_world_of_a_mesh_too():
         dist.destroy_process_group()
 
 
-def apart(_: zero.World) -> list[float]:
+def apart(whole: zero.World, *, on_mesh: bool) -> list[float]:
     """Run operations of another size in each of two worlds, and wait in both for a slow rank."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with zero.World.from_mesh(mesh, "dp", timeout_s=LONG_S) as world:
-        full = torch.empty(2 * (3 + world.coordinates["tp"]))
+    with contextlib.ExitStack() as closing:
+        if on_mesh:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            world = closing.enter_context(zero.World.from_mesh(mesh, "dp", timeout_s=LONG_S))
+        else:
+            world = zero.sequence.open_group(whole, 2)
+        full = torch.empty(2 * (3 + min(world.ranks)))
         for turn in range(2):
             if turn and world.rank == 1:
                 threading.Event().wait(PATIENCE_S + 2 * PERIOD_S)
@@ -87,9 +94,47 @@ def apart(_: zero.World) -> list[float]:
         return full.tolist()
 
 
-def test_ranks_that_wait_long_do_not_take_another_worlds_operations_for_theirs():
-    results = run_processes(4, apart, timeout_s=LONG_S)
-    assert results == [[0.0] * numel + [1.0] * numel for numel in (3, 4, 3, 4)]
+@pytest.mark.parametrize(("on_mesh", "numels"), [(True, (3, 4, 3, 4)), (False, (3, 3, 5, 5))])
+def test_ranks_that_wait_long_do_not_take_another_worlds_operations_for_theirs(on_mesh: bool, numels: tuple[int, ...]):
+    results = run_processes(4, partial(apart, on_mesh=on_mesh), timeout_s=LONG_S)
+    assert results == [[0.0] * numel + [1.0] * numel for numel in numels]
+
+
+def is_killed(whole: zero.World) -> None:
+    group = zero.sequence.open_group(whole, 2)
+    full = torch.empty(2 * (3 + min(group.ranks)))
+    whole.barrier("start")
+    if whole.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    handle = group.gather(full[: full.numel() // 2].clone(), full)
+    if whole.rank == 2:
+        wait, op = handle.wait, "gather"
+    else:
+        handle.wait()
+        wait, op = partial(whole.barrier, "the end"), "barrier of the end"
+    with pytest.raises(RankFailedError, match=rf"^rank {whole.rank} lost rank 3 in {op} \("):
+        wait()
+
+
+def test_a_killed_rank_is_named_beside_groups_that_run_other_operations():
+    with pytest.raises(RankFailedError, match=r"^rank 3 ended without a result: killed by signal 9 \(SIGKILL\)"):
+        run_processes(4, is_killed, timeout_s=LONG_S)
+
+
+def overlapping(whole: zero.World) -> list[list[int]]:
+    """Gather in each pair of three ranks, the first pair twice."""
+    found = []
+    for ranks in ([0, 1], [0, 1], [0, 2], [1, 2]):
+        if whole.rank in ranks:
+            full = torch.empty(2, dtype=torch.int64)
+            whole.part(ranks, "pair").gather(torch.tensor([whole.rank]), full).wait()
+            found.append(full.tolist())
+    return found
+
+
+@pytest.mark.parametrize("run", [run_ranks, partial(run_processes, timeout_s=LONG_S)], ids=["threads", "processes"])
+def test_groups_of_one_name_may_share_ranks(run):
+    assert run(3, overlapping) == [[[0, 1], [0, 1], [0, 2]], [[0, 1], [0, 1], [1, 2]], [[0, 2], [1, 2]]]
 
 
 def communicators(_: zero.World, *, equally: bool) -> Any:

@@ -232,7 +232,7 @@ def parts_used(world: World, **settings: bool) -> tuple[dict[str, bool], list[tu
             return super().part(ranks, name, priority=priority)
 
         def _start(self, op, *args, **kwargs):
-            operations.append((self._name, op))
+            operations.append((self._name.partition(" of ")[0], op))
             return super()._start(op, *args, **kwargs)
 
     world.__class__ = Recording
@@ -277,7 +277,7 @@ def on_two_communicators(world: World) -> tuple[list[float], list[float]]:
         handles += [started, routes.gather(own, fulls[number])]
     for handle in (*handles[1::2], *handles[::2]):
         handle.wait()
-    assert [*world._processes._parts] == ["gather"]
+    assert [name.partition(" of ")[0] for name in world._processes._parts] == ["gather"]
     return fulls.flatten().tolist(), sums.tolist()
 
 

@@ -192,7 +192,7 @@ class CollectivePart(_ProcessPart):
 
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         super().__init__(whole, ranks, "part")
-        self._processes._parts["part"] = group
+        self._processes._parts[self._name] = group
 
     def _by_collective(self, tensor: torch.Tensor) -> bool:
         return True

@@ -219,8 +219,9 @@ def explain(
     silent = [r for r in range(size) if r != rank and r not in others]
     if mine.kind == "lost" and silent:
         machine = ", or its machine is gone" if several else ""
+        lost = [r for r in silent if r in missed] or silent  # the rest may wait for a rank that is reading notes
         return RankFailedError(
-            f"rank {rank} lost {at_home(silent)} in {mine.op} ({mine.text}). A rank that ends without an error was "
+            f"rank {rank} lost {at_home(lost)} in {mine.op} ({mine.text}). A rank that ends without an error was "
             f"usually killed by signal 9, most often for lack of memory{machine}."
         )
     waited = f"waited {wait_s:g} s in {mine.op}"

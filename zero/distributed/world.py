@@ -94,6 +94,7 @@ class World(contextlib.AbstractContextManager["World"]):
     keeps_default_group = False
     _whole: "World | None" = None  # None: not a part
     _ranks: Sequence[int]  # rank of this world -> its rank in the whole world
+    _name = ""  # name of the order of its operations
 
     def __init__(self, rank: int, size: int, *, device: torch.device | str, timeout_s: float) -> None:
         if not 0 <= rank < size:
@@ -136,7 +137,8 @@ class World(contextlib.AbstractContextManager["World"]):
 
         Args:
             ranks: the ranks, in their order in the part; this rank is among them.
-            name: the name of the part, the same on each of its ranks; two parts with one name must not share a rank.
+            name: the name of the part, the same on each of its ranks. Parts of the same ranks with one name have one
+                order of operations.
             priority: on a GPU, its collectives have a stream of high priority.
         """
         raise NotImplementedError
@@ -164,9 +166,13 @@ class World(contextlib.AbstractContextManager["World"]):
 
         return Then(wait)
 
-    def _be_part(self, whole: "World", ranks: Sequence[int]) -> None:
-        """Make this world the part `ranks` of `whole`, with the traffic counter of `whole`."""
+    def _be_part(self, whole: "World", ranks: Sequence[int], name: str) -> None:
+        """Make this world the part `ranks` of `whole`, with the traffic counter of `whole`.
+
+        The name of its order has a hash of the ranks, because parts of other ranks may run other operations.
+        """
         self._whole, self._ranks = whole, tuple(ranks)
+        self._name = f"{name} of {len(ranks)} ranks {crc32(repr(self._ranks).encode()):08x}"
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
         nodes = [rank // whole.local_size for rank in ranks]
         self.local_size = nodes.count(whole.rank // whole.local_size)
@@ -241,11 +247,10 @@ class World(contextlib.AbstractContextManager["World"]):
         """
         if isinstance(group, World):
             return group
-        ranks = ranks_of(group)
-        return self.whole._beside(ranks, f"beside {_name_of(ranks)}")
+        return self.whole._beside(ranks_of(group))
 
-    def _beside(self, ranks: Sequence[int], name: str) -> "World":
-        return self.part(ranks, name)
+    def _beside(self, ranks: Sequence[int]) -> "World":
+        return self.part(ranks, "beside")
 
     def gather(self, shard_S: Tensor, full_P: Tensor, *, what: str = "") -> Handle:
         """Start to copy rank r's shard into full_P[r * S : (r + 1) * S], on every rank (all-gather).
@@ -523,7 +528,7 @@ class SoloWorld(World):
         if [*ranks] != [0]:
             raise ConfigError(f"{name}: this run has one rank, not ranks {', '.join(map(str, ranks))}.")
         part = copy(self)
-        part._be_part(self.whole, [0])
+        part._be_part(self.whole, [0], name)
         return part
 
     def reduce_scatter(
@@ -556,7 +561,6 @@ class Transport(World):
     """The three primitives for processes: by messages for host tensors, by collectives for GPU tensors."""
 
     _processes: ProcessGroup
-    _name: str  # name of the order of its operations
 
     def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         if self._by_collective(full_P):
@@ -621,7 +625,6 @@ class ProcessWorld(Transport):
         here = claim_device(device, env_int("LOCAL_RANK", "0"))
         super().__init__(env_int("RANK"), env_int("WORLD_SIZE"), device=here, timeout_s=timeout_s)
         self._processes = ProcessGroup(self.rank, self.size, self.compute, timeout_s)
-        self._name = ""
         self.local_size = self._processes.local_size
         self.nodes_alike = self._are_nodes_alike()
 
@@ -645,8 +648,8 @@ class ProcessWorld(Transport):
         part.open(priority=priority)
         return part
 
-    def _beside(self, ranks: Sequence[int], name: str) -> World:
-        return _ProcessPart(self, ranks, name)
+    def _beside(self, ranks: Sequence[int]) -> World:
+        return _ProcessPart(self, ranks, "beside")
 
     def close(self) -> None:
         self._processes.close(keep_default=self.keeps_default_group)
@@ -656,8 +659,8 @@ class _ProcessPart(Transport):
     """Some of the ranks of a `ProcessWorld`: host messages use its connections, GPUs have a communicator per part."""
 
     def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
-        self._be_part(whole, ranks)
-        self._processes, self._name = whole._processes, name
+        self._be_part(whole, ranks, name)
+        self._processes = whole._processes
 
     def open(self, *, priority: bool) -> None:
         """Open the part's communicator of a GPU. Collective.
@@ -703,7 +706,7 @@ def _world_of(ranks: Sequence[int], coordinates: Mapping[str, int], timeout_s: f
     with contextlib.ExitStack() as failure:
         failure.push(whole)
         _check_worlds(whole.gather_texts(json.dumps([*ranks, dict(coordinates)], sort_keys=True), "coordinates"))
-        world = whole.part(ranks, _name_of(ranks))
+        world = whole.part(ranks, "a world")
         world.coordinates = dict(coordinates)
         failure.pop_all()
     return world
@@ -724,11 +727,6 @@ def _check_worlds(texts: Sequence[str]) -> None:
     places = [coordinates for _, coordinates in worlds if coordinates]
     if twice := [place for place in places if places.count(place) > 1]:
         raise ConfigError(f"coordinates: two worlds have {twice[0]}, so their checkpoints would have one name.")
-
-
-def _name_of(ranks: Sequence[int]) -> str:
-    """Return a short name of some ranks, which differs from that of others, because their operations may differ."""
-    return f"{len(ranks)} ranks {crc32(repr(tuple(ranks)).encode()):08x}"
 
 
 _OPENING = threading.Lock()

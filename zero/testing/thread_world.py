@@ -149,7 +149,7 @@ class ThreadWorld(World):
 
     def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 120.0) -> None:
         super().__init__(rank, shared.size, device="cpu", timeout_s=timeout_s)
-        self._shared, self._name = shared, ""
+        self._shared = shared
         self._numbers = Counter[tuple[str, bool]]()  # (part, aside) -> number of collectives started
 
     @classmethod
@@ -174,8 +174,9 @@ class ThreadWorld(World):
 
     def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
         part = copy(self)
-        part._be_part(self.whole, [self._ranks[rank] for rank in ranks])
-        part._name = f"{name} of {self._name}" if self._name else name
+        part._be_part(
+            self.whole, [self._ranks[rank] for rank in ranks], f"{name} of {self._name}" if self._name else name
+        )
         return part
 
     @contextlib.contextmanager

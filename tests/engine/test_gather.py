@@ -24,7 +24,7 @@ from zero.distributed.world import SoloWorld
 from zero.engine.pool import Pool
 from zero.engine.recompute import UNCOUNTED_NUMEL
 from zero.errors import StaleStateError, WorldError
-from zero.testing import run_ranks
+from zero.testing import run_ranks, simulated_gpu
 from zero.trainer.models.gpt import GPT, loss as gpt_loss
 from zero.trainer.models.gpt_config import GPTConfig
 
@@ -797,6 +797,31 @@ def test_the_planned_buffers_are_enough_for_nested_tied_and_frozen_units(case):
     for rank in sharded(case.build(), case.loss, units=case.units, prefetch=PLAIN_LOOKING.index(case.name) % 3):
         assert rank.overflowed == [0] * STEPS
         assert rank.renewed == [0] * STEPS
+
+
+def overflowing(world: zero.World, models: list[nn.Module], case: Case) -> int:
+    """The number of buffers that three steps allocate beside the planned ones."""
+    plan = zero.Plan(
+        models[world.rank],
+        optimizer=zero.sgd(0.1),
+        world=world,
+        stage=3,
+        precision="bf16",
+        units=case.units,
+        prefetch=0,
+    )
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, lambda model, b: case.loss(model, b._replace(x=b.x.bfloat16())).float())
+    for number in range(STEPS):
+        state, _ = step(state, [batch_of(number, world.rank)])
+    return state.runtime.gatherer.pool.overflowed
+
+
+def test_a_buffer_beside_the_planned_ones_is_freed_after_its_last_use():
+    case = next(case for case in CASES if case.name == "checkpoint around nested")
+    model = case.build()
+    with simulated_gpu(races=True, order="late", seed=1):
+        assert all(run_ranks(2, overflowing, [copy.deepcopy(model) for _ in range(2)], case))
 
 
 class NineTenthsFrozen(nn.Module):

@@ -555,6 +555,7 @@ SCENARIOS: dict[str, partial[str]] = {
     "two nodes, a copy on each, infinity": scenario(shard="node", preset="infinity"),
     "two nodes, cpu, two microbatches": scenario(gather="node", preset="cpu", accumulate=2),
     "two nodes, codes, cpu": scenario(coded=True, gather="node", preset="cpu"),
+    "two nodes, forgotten, a copy on each": scenario(train_and_forget, shard="node"),
     "two nodes, edited, cpu": scenario(train_and_edit, gather="node", preset="cpu"),
     "two nodes, interrupted, cpu": scenario(train_interrupted, gather="node", preset="cpu"),
     "two nodes, saved, infinity": scenario(train_and_save, gather="node", preset="infinity"),

@@ -282,10 +282,11 @@ class Reducer:
 
     def _drain(self) -> None:
         handles = [*(reduction.handle for reduction in self._under_way), *(handle for _, handle in self._gathering)]
-        self._done.wait()
-        with suppress(WorldError):  # the caller is already handling the error of a failed world
+        # on the stream of sums, because further parts of a sum allocate on it
+        with self._device.aside("reduce", after=PASSED) as self._done, suppress(WorldError):  # the caller handles it
             for handle in handles:
                 handle.wait()
+        self._done.wait()
         free = self._device.mark()
         self._flats.reset(free)
         self._partials.reset(free)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zero.distributed.failure import NAMING_S, LastWord, Note, Notes, explain
 from zero.distributed.rendezvous import (
+    check_groups,
     connect_all,
     env_int,
     have_gloo_listen_towards,
@@ -71,6 +72,8 @@ class ProcessGroup:
             if compute.shares_memory:
                 hint = ". Set GLOO_SOCKET_IFNAME to the network interface between the nodes."
         self._owns_default = not dist.is_initialized()
+        if not self._owns_default:
+            check_groups(self._store, rank, size, dist.distributed_c10d._world.group_count, timeout_s)
         before = open_sockets()
         self._group = connect_all(
             self._store, rank, size, self._connect, timeout_s=timeout_s, wait_s=self._wait_s, hint=hint
@@ -295,8 +298,11 @@ def default_group() -> dist.ProcessGroup | None:
 
 
 def group_count() -> int:
-    """Return the number of torch's process groups with this rank, from which torch makes names of further ones."""
-    return len(dist.distributed_c10d._world.pg_names)
+    """Return the number from which torch makes the names of groups that some ranks open alone."""
+    torchs = dist.distributed_c10d
+    # torch 2.14 counts the groups that this rank has made, earlier versions those that it is in
+    counts_made = "group_count" in torchs._hash_ranks_to_str.__code__.co_names
+    return torchs._world.group_count if counts_made else len(torchs._world.pg_names)
 
 
 def open_group_of_one(backend: str) -> None:

@@ -91,7 +91,18 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
 def hosts(store: dist.Store, size: int) -> list[str]:
     """Return the name of each rank's machine."""
-    return [host.decode() for host in store.multi_get([f"here/{rank}" for rank in range(size)])]
+    return _texts(store, "here", size)
+
+
+def check_groups(store: dist.Store, rank: int, size: int, made: int, timeout_s: float) -> None:
+    """Raise ConfigError unless every rank has `made` as many process groups, from which torch makes their names."""
+    store.set(f"groups/{rank}", str(made))
+    _await_all(store, "groups", rank, size, timeout_s, "connect")
+    if len({*(counts := _texts(store, "groups", size))}) > 1:
+        raise ConfigError(
+            f"the ranks have made {', '.join(counts)} process groups of torch. Make as many on each rank, by "
+            "init_device_mesh or new_group."
+        )
 
 
 def connect_all(
@@ -127,9 +138,8 @@ def connect_all(
         raise error_class(message) from error
     store.set(f"connected/{rank}", "")
     _await_all(store, "connected", rank, size, timeout_s, "connect")
-    for other in range(size):
-        if message := store.get(f"connected/{other}").decode():
-            raise RankFailedError(message)
+    for message in filter(None, _texts(store, "connected", size)):
+        raise RankFailedError(message)
     store.set(f"joined/{rank}", "")
     if rank == 0:  # rank 0 may host the store, so it stays until the others have read
         _await_all(store, "joined", rank, size, timeout_s, "join")
@@ -146,6 +156,11 @@ def have_gloo_listen_towards(address: tuple[str, int]) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if here in (entry.address for entry in addresses) and not ipaddress.ip_address(here).is_loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _texts(store: dist.Store, key: str, size: int) -> list[str]:
+    """Return each rank's text under `key`, in one request, because W ranks read them at the same time."""
+    return [text.decode() for text in store.multi_get([f"{key}/{rank}" for rank in range(size)])]
 
 
 def _await_all(store: dist.Store, key: str, rank: int, size: int, timeout_s: float, to: str) -> None:

@@ -10,6 +10,7 @@ Recomputation in Large Transformer Models", for selective recomputation.
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ NOT_SELECTIVE = (
 )
 
 aten = torch.ops.aten
+
+# torch 2.14 warns unless told whether results that are kept pass through the hooks, as earlier versions never do
+_PLAIN: dict[str, Any] = {"respect_saved_tensors_hooks": False}
+_TO_CHECKPOINT = _PLAIN if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
 
 PRODUCTS = [
     aten.mm.default,
@@ -112,7 +117,9 @@ def recomputed_call(
 
     # Parameters are arguments, because `checkpoint` saves arguments through our hooks, which keep only positions.
     contexts = partial(create_selective_checkpoint_contexts, policy_of) if selective else noop_context_fn
-    outputs = checkpoint(compute, *parameters.values(), *tensors, use_reentrant=False, context_fn=contexts)
+    outputs = checkpoint(
+        compute, *parameters.values(), *tensors, use_reentrant=False, context_fn=contexts, **_TO_CHECKPOINT
+    )
     now = dict(module.named_buffers())
     replaced = {
         name: copy

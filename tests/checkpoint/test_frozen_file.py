@@ -132,9 +132,12 @@ class NoLinks(Disk):
         super().link(old, new)
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_link_that_fails_once_costs_one_copy(behind, tmp_path: Path):
-    world, root = SoloWorld(), Root(tmp_path / "root", NoLinks(errno.EIO, times=1))
+@pytest.mark.parametrize(("behind", "code"), [(False, errno.EIO), (True, errno.EIO), (False, errno.EPERM)])
+def test_a_link_that_fails_once_costs_one_copy(behind, code, tmp_path: Path, monkeypatch):
+    """The system refuses links to files of other users, as if the disk had no links."""
+    if code == errno.EPERM:
+        monkeypatch.setattr(NoLinks, "owner", lambda disk, path: os.geteuid() + 1)
+    world, root = SoloWorld(), Root(tmp_path / "root", NoLinks(code, times=1))
     with opened(world, NF4, build) as (state, step):
         folders = []
         for number in range(3):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ from zero.checkpoint.publish import MANIFEST_NAME, Root
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.core.layout import Layout
 from zero.errors import CheckpointError
+from zero.platform.files import appearing, move
 from zero.platform.safetensors_files import Part, offsets
 
 WORLD = 2
@@ -456,6 +458,54 @@ def test_another_run_that_sweeps_while_this_one_saves_costs_a_save_and_no_more()
             warnings.simplefilter("ignore")
             story.start_again()
         assert not story.broken, f"swept at call {at}: {story.broken}"
+
+
+def appeared(is_folder: bool, skip: frozenset[int] = frozenset()) -> tuple[int, set[Any], set[Any]]:
+    """Let a file replace another, or a folder appear.
+
+    Returns:
+        The number of fsyncs, the contents under the name after a crash at any moment, and after one at the end.
+    """
+    disk = CrashDisk((("run", () if is_folder else (("a", b"old"),)),), skip=skip, most_bytes=2)
+    seen: set[Any] = set()
+
+    def contents_now() -> set[Any]:
+        return {dict(dict(tree)["run"]).get("a") for tree in disk.crashes()}
+
+    disk.watch = lambda: seen.update(contents_now())
+    with appearing(RUN / "a", replaces=not is_folder, files=disk) as unfinished:
+        if is_folder:
+            disk.make_folder(unfinished)
+        fd = disk.create(unfinished / "file" if is_folder else unfinished)
+        move(disk.pwrite, fd, memoryview(b"new"), 0)
+        disk.close(fd)
+    assert not disk.held
+    return len(disk.synced), seen, contents_now()
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_appears_is_whole_or_as_it_was_in_every_crash_state_and_each_fsync_is_needed(is_folder: bool):
+    old, new = (None, (("file", b"new"),)) if is_folder else (b"old", b"new")
+    count, seen, last = appeared(is_folder)
+    assert (count, seen, last) == (2 + is_folder, {old, new}, {new})
+    for number in range(count):
+        _, seen, last = appeared(is_folder, frozenset({number}))
+        assert (seen, last) != ({old, new}, {new}), f"nothing tells that fsync {number} is left out"
+
+
+def test_an_exception_or_a_taken_name_leaves_the_folder_as_it_was(tmp_path):
+    def write(replaces: bool) -> None:
+        with appearing(tmp_path / "a", replaces=replaces) as unfinished:
+            unfinished.mkdir()
+            (unfinished / "b").touch()
+            if replaces:
+                raise KeyboardInterrupt
+
+    (tmp_path / "a").write_text("old")
+    for replaces, error in ((True, KeyboardInterrupt), (False, FileExistsError)):
+        with pytest.raises(error):
+            write(replaces)
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
 
 
 # Every call fails in turn, once and for ever, over a real folder.

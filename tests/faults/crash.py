@@ -192,6 +192,12 @@ class CrashDisk(Disk):
         with self._changing():
             self._folder(old.parent).changes.append((old.name, new.name, node))
 
+    def replace(self, old: Path, new: Path) -> None:
+        assert old.parent == new.parent, "the model supports no other"
+        node = self._at(old)
+        with self._changing():
+            self._folder(old.parent).changes.append((old.name, new.name, node))
+
     def names(self, path: Path) -> list[str]:
         return sorted(self._folder(path).now())
 

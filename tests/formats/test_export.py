@@ -849,6 +849,21 @@ def test_an_export_of_our_own_model_has_its_sizes_beside_the_weights(run: Path, 
     }
 
 
+def test_an_export_without_the_models_settings_leaves_nothing_and_fails_alike_again(
+    run: Path, tmp_path: Path, monkeypatch, capsys
+):
+    folder = shutil.copytree(run / "checkpoints" / "step-0000000004", tmp_path / "step-0000000004")
+    manifest = from_text((folder / "manifest.json").read_bytes())
+    manifest.facts["given"]["config"] = {"model": {"name": "hf", "path": "nowhere/no-model"}}
+    (folder / "manifest.json").write_text(to_text(manifest))
+    for _ in range(2):
+        assert script("export", monkeypatch, folder, "--to", "hf", "--out", tmp_path / "out") == ConfigError.exit_code
+        said = capsys.readouterr().err
+        assert "nowhere/no-model" in said
+        assert "exists already" not in said
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
 @pytest.mark.parametrize(
     "words",
     [("--tokens", "-3"), ("--temperature", "-1"), ("--temperature", "nan"), ("--seed", "1e99"), ("--seed", "-1")],

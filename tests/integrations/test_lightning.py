@@ -32,6 +32,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 import zero  # noqa: E402
+from tests.faults.crash import Killed, kill  # noqa: E402
+from zero.checkpoint import Root  # noqa: E402
 from zero.engine.empty import is_meta  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
 from zero.integrations.foreign_loop import PLAN_SETTINGS  # noqa: E402
@@ -403,6 +405,35 @@ def test_a_checkpoint_is_replaced_by_one_of_fewer_steps_once_that_is_whole(tmp_p
     ours.save_checkpoint(path)
     assert fitted(tmp_path, {"stage": 3}, ckpt_path=path, max_epochs=3).strategy.engine.state.step == 30
     assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("at", ["loop", "state", "removal"])
+def test_a_save_that_is_killed_leaves_the_checkpoint_of_before_or_its_own(at, tmp_path, monkeypatch):
+    """With the part that Lightning writes and the training state of the same step."""
+    path = tmp_path / "last.ckpt"
+    fitted(tmp_path, {"stage": 3}, max_epochs=2).save_checkpoint(path)
+    ours = fitted(tmp_path, {"stage": 3}, max_epochs=1)
+    places = {"loop": (Root, "begin"), "state": (Root, "publish"), "removal": (Path, "unlink")}
+    with monkeypatch.context() as broken:
+        broken.setattr(*places[at], lambda *_, **__: kill(at))
+        with pytest.raises(Killed):
+            ours.save_checkpoint(path)
+    again = fitted(tmp_path, {"stage": 3}, ckpt_path=path, max_epochs=1 if at == "removal" else 2)
+    assert again.global_step == again.strategy.engine.state.step == (10 if at == "removal" else 20)
+    ours.save_checkpoint(path)
+    assert len([*path.iterdir()]) == len(["zero", "the file of Lightning's part"])
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "thesis.tex").touch()
+    ours = fitted(tmp_path, {"stage": 3}, max_epochs=1)
+    with pytest.raises(CheckpointError, match="models: is a folder, but no checkpoint"):
+        ours.save_checkpoint(tmp_path / "models")
+    (tmp_path / "link").symlink_to("models")
+    ours.save_checkpoint(tmp_path / "link")
+    assert not (tmp_path / "link").is_symlink()
+    assert [one.name for one in (tmp_path / "models").iterdir()] == ["thesis.tex"]
 
 
 def test_a_checkpoint_of_weights_is_a_file_that_lightning_loads_and_is_written_anywhere(tmp_path, monkeypatch):

@@ -49,6 +49,14 @@ def test_a_row_is_on_disk_when_log_returns(tmp_path):
     assert row["train/loss"] == 3.25
 
 
+def test_a_row_that_was_cut_short_costs_no_other(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    with open_tracker(settings("none").tracker, tmp_path, steps=40) as tracker:
+        tracker.log(FIRST)
+    first, cut, row = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert (json.loads(first), cut, json.loads(row)["train/loss"]) == ({"step": 1}, '{"st', 3.25)
+
+
 class Clock:
     """A clock that a test moves on."""
 

@@ -1,5 +1,6 @@
 """A run that is stopped, killed or moved to other settings goes on as if nothing had happened."""
 
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 import train
 import zero
 from tests.conftest import LONG_S
-from zero.errors import CheckpointError
+from zero.errors import CheckpointError, MachineError
 from zero.testing import forked_ranks
 from zero.tracker import Tracker
 from zero.trainer.config import Config
@@ -185,6 +186,21 @@ def test_after_two_failed_starts_from_one_checkpoint_an_older_one_is_taken(done)
     assert [found(done, restarts) for restarts in (4, 5, 6, 7)] == [4, 4, 2, 2]
     with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints is valid.* train anew .*resume=none"):
         found(done, 8)
+
+
+def test_a_record_of_starts_that_a_full_disk_cut_short_costs_its_last_line(done, monkeypatch):
+    """Also if an earlier version has appended to that line."""
+    starts = done / "starts.jsonl"
+    assert [found(done, restarts) for restarts in (1, 2)] == [4, 4]
+    for cut in ('{"from": "/a", "st', '{"saved": "/a/step-00{"from": null, "step": null, "machines": "one"}\n'):
+        starts.write_text(starts.read_text() + cut)
+        assert found(done, 3) == 2
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "")))
+        before = starts.read_bytes()
+        with pytest.raises(MachineError, match=r"starts\.jsonl cannot be written: ENOSPC"):
+            record_start(done, None)
+    assert starts.read_bytes() == before
 
 
 def test_a_checkpoint_is_no_suspect_because_machines_fail(done):

@@ -1,4 +1,4 @@
-"""File system calls that only checkpoints need: making, listing and renaming folders, and fsync.
+"""File system calls that only checkpoints need: making, linking and renaming without replacing.
 
 Each call is a method of `Disk`, so that a test can make it fail, skip it or simulate it. Another user may have made a
 checkpoint's folder. So only their owner can access new files and folders, and opening a file neither follows a symbolic
@@ -34,17 +34,6 @@ class Disk(Files):
             raise OSError(errno.EINVAL, "not a regular file")
         return status.st_size
 
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
-
-    def fsync_folder(self, path: Path) -> None:
-        """Make all names durable that were created, renamed or removed in a folder before this call."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
     def forget(self, fd: int, nbytes: int) -> None:
         """Ask the system to drop the file's first `nbytes` from the page cache; pages not yet written to disk stay."""
         os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
@@ -68,15 +57,8 @@ class Disk(Files):
         """Give a file a second name; its bytes are on the disk once."""
         os.link(old, new, follow_symlinks=False)
 
-    def names(self, path: Path) -> list[str]:
-        return sorted(os.listdir(path))
-
     def remove_folder(self, path: Path) -> None:
         os.rmdir(path)
-
-    def mode(self, path: Path) -> int:
-        """Return `st_mode` of a path; for a symbolic link, the mode of the link itself."""
-        return os.lstat(path).st_mode
 
 
 @contextmanager

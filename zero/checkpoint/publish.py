@@ -125,7 +125,9 @@ class Root:
             self._check_size(tmp / names[1], file)
             linked = sha256(text).hexdigest() == file.index_sha256
         except OSError as error:
-            self.has_links, linked = error.errno not in NO_LINKS, False
+            # the system may also refuse a link to a file of another user, and the next save links a file of this one
+            self.has_links = error.errno not in NO_LINKS or self._is_of_another_user(published / names[1])
+            linked = False
         except CheckpointError:  # the files are damaged
             linked = False
         if not linked:
@@ -353,6 +355,11 @@ class Root:
         with contextlib.suppress(FileNotFoundError):  # the root does not exist before the first save
             return self.disk.names(self.path)
         return []
+
+    def _is_of_another_user(self, path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return self.disk.owner(path) != os.geteuid()
+        return False
 
     def _is_folder(self, path: Path) -> bool:
         with contextlib.suppress(FileNotFoundError):

@@ -32,7 +32,7 @@ from zero.engine.full import full_state_dict, full_values, gathered
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, ConfigError
-from zero.platform.files import naming
+from zero.platform.files import appearing, naming
 
 log = logging.getLogger("zero")
 
@@ -141,7 +141,8 @@ class EngineCheckpoints(EngineInfo, ABC):
             assert full is not None
             with naming(path, "writing it"):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                save_file({name: value.clone() for name, value in full.items()}, path)
+                with appearing(path, replaces=True) as unfinished:
+                    save_file({name: value.clone() for name, value in full.items()}, unfinished)
 
         by_rank_0(self.plan.world, write)
         return path
@@ -330,10 +331,8 @@ def folder_of(folder: str | PathLike[str], tag: str | None) -> Path:
 
 def _write_latest(folder: Path, path: Path) -> None:
     latest = folder / LATEST
-    unfinished = latest.with_name(f".{LATEST}.{os.getpid()}")
-    with naming(latest, "writing it"):
+    with naming(latest, "writing it"), appearing(latest, replaces=True) as unfinished:
         unfinished.write_text(os.path.relpath(path, folder))
-        unfinished.replace(latest)
 
 
 def open_saved(world: World, load_dir: str | PathLike[str], tag: str | None) -> tuple[Checkpoint | None, list[str]]:

@@ -4,11 +4,8 @@ Values are read block by block, and their CRC-32 is compared. The new file or fo
 and renamed when it is complete.
 """
 
-import contextlib
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -29,7 +26,7 @@ from zero.formats.adapter import names_of_peft, refuse_adapters, write as write_
 from zero.formats.safetensors_folder import write as write_hf
 from zero.formats.stream import Stream, counted
 from zero.formats.torch_file import write as write_torch
-from zero.platform.files import naming
+from zero.platform.files import appearing, naming
 from zero.progress import Progress, silent
 
 FORMATS = ("hf", "torch", "dcp", "peft")
@@ -70,6 +67,7 @@ def export_checkpoint(
     weights: str = PARAMETER,
     shard_bytes: int = 5 * 10**9,
     adapter: Mapping[str, object] = MappingProxyType({}),
+    complete: Callable[[Path], None] = lambda folder: None,
     progress: Progress = silent,
 ) -> Exported:
     """Write the parameters and buffers of a checkpoint in another format.
@@ -81,6 +79,7 @@ def export_checkpoint(
         weights: "ema" to write the exponential moving average of the trained parameters in place of the parameters.
         shard_bytes: maximum bytes of values in one file of "hf".
         adapter: peft's settings for "peft", such as r and lora_alpha; without them there is no adapter_config.json.
+        complete: called with a new folder before any tensor is written, to write other files into it.
         progress: called with the number of bytes of values that were read. A tied tensor counts for each of its names,
             for "torch" once.
 
@@ -94,7 +93,10 @@ def export_checkpoint(
         raise ConfigError(f"--to {to} does not exist. Choose from {', '.join(FORMATS)}.")
     if os.path.lexists(out):
         raise ConfigError(f"--out {out}: exists already. Give another name.")
-    with Tensors(checkpoint) as files, _appearing(out, folder=to != "torch") as unfinished:
+    with Tensors(checkpoint) as files, naming(out), appearing(out) as unfinished:
+        if to != "torch":
+            unfinished.mkdir()
+            complete(unfinished)
         tensors, ties = _streams(checkpoint, files, dtype, weights_of(checkpoint, weights))
         trained = [entry.name for entry in checkpoint.manifest.entries if entry.kind == PARAMETER]
         if to == "hf":
@@ -161,20 +163,3 @@ def _streams(
         raise CheckpointError(f"{checkpoint.folder}: its manifest ties names to tensors that it does not hold")
     ties = {name: owner for name, owner in ties.items() if name not in streams}
     return {**streams, **{name: streams[owner] for name, owner in ties.items()}}, ties
-
-
-@contextlib.contextmanager
-def _appearing(out: Path, *, folder: bool) -> Iterator[Path]:
-    """Yield a temporary path. It is renamed to `out` at the end of the block, or removed after an exception."""
-    unfinished = out.with_name(f".{out.name[:100]}.{secrets.token_hex(8)}")
-    try:
-        with naming(out):
-            if folder:
-                unfinished.mkdir()
-        yield unfinished
-        with naming(out):
-            os.rename(unfinished, out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.unlink(missing_ok=True)
-        raise

@@ -10,6 +10,7 @@ and averages over ranks.
 """
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -29,6 +30,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from zero.checkpoint.save import by_rank_0
 from zero.core.offload import Offload
 from zero.core.precision import Precision as ComputePrecision
 from zero.core.stage import Stage
@@ -40,9 +42,10 @@ from zero.engine.first_values import Weights
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, new_engine
+from zero.platform.files import Files, give_name, sync
 
 LOOP_FILE = "lightning.ckpt"
-"""The file in each checkpoint's folder with the part of the checkpoint that Lightning writes itself."""
+"""The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""
 
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 """Lightning's precisions -> the engine's."""
@@ -245,10 +248,12 @@ class ZeroStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint's folder with the sharded training state. Collective.
 
-        With `weights_only=True`, write a single file in Lightning's format instead.
+        With `weights_only=True`, write a single file in Lightning's format instead. An earlier checkpoint of this name
+        is replaced at the moment when the new training state is complete, which names its file of Lightning's part.
 
         Raises:
-            CheckpointError: the folder is not on a disk, but for example in an object store.
+            CheckpointError: the folder is not on a disk, but for example in an object store; or it exists and is no
+                checkpoint.
         """
         place = self.broadcast(filepath)
         if "optimizer_states" not in checkpoint:
@@ -260,14 +265,23 @@ class ZeroStrategy(DDPStrategy):
                 f"{place}: the training state needs a folder on a disk. Name one, or write save_weights_only=True."
             )
         path = Path(place)
-        part, files = path.with_name(f"{path.name}.part"), TorchCheckpointIO()
+        loop_file = by_rank_0(self.opened.plan.world, lambda: _new_loop_file(path))
+        is_new = loop_file == LOOP_FILE
+        folder = path.with_name(f"{path.name}.part") if is_new else path
         if self.is_global_zero:
-            files.remove_checkpoint(part)  # left by a run that ended while it wrote
-        self.opened.save_checkpoint(part, STATE_FOLDER, save_latest=False)
+            files = TorchCheckpointIO()
+            if is_new:
+                files.remove_checkpoint(folder)  # left by a run that ended while it wrote
+            files.save_checkpoint(checkpoint, folder / loop_file, storage_options)
+            sync(folder / loop_file, Files())
+        self.opened.save_checkpoint(folder, STATE_FOLDER, {"loop": loop_file}, save_latest=False)
         if self.is_global_zero:
-            files.save_checkpoint(checkpoint, part / LOOP_FILE, storage_options)
-            files.remove_checkpoint(path)
-            part.rename(path)
+            for file in folder.glob("lightning*.ckpt"):
+                if file.name != loop_file:
+                    file.unlink()
+            if is_new:
+                path.unlink(missing_ok=True)  # a link, or a file of weights
+                give_name(folder, path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint's folder into the engine, and return Lightning's part. Collective.
@@ -281,7 +295,7 @@ class ZeroStrategy(DDPStrategy):
         path = Path(place)
         if not path.is_dir():
             return super().load_checkpoint(place, weights_only)
-        loaded, _ = self.opened.load_checkpoint(
+        loaded, saved = self.opened.load_checkpoint(
             path,
             STATE_FOLDER,
             load_module_strict=self.lightning_module.strict_loading,
@@ -289,7 +303,7 @@ class ZeroStrategy(DDPStrategy):
         )
         if loaded is None:
             raise CheckpointError(f"{path}/{STATE_FOLDER} holds no training state, so ZeroStrategy did not write it")
-        return super().load_checkpoint(path / LOOP_FILE, weights_only)
+        return super().load_checkpoint(path / Path(saved.get("loop", LOOP_FILE)).name, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters from a file in Lightning's format. `load_checkpoint` has loaded those of a folder already."""
@@ -366,6 +380,19 @@ class EnginePrecision(Precision):
                 f"{clip or 0:g}. Write Trainer(gradient_clip_val={clip_val:g})."
             )
         self._has_clipped = True
+
+
+def _new_loop_file(path: Path) -> str:
+    """Return the name of the file of Lightning's part in a save at `path`: a new name if the save replaces another.
+
+    Raises:
+        CheckpointError: there is a folder that is no checkpoint.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return LOOP_FILE
+    if not (path / STATE_FOLDER).is_dir():
+        raise CheckpointError(f"{path}: is a folder, but no checkpoint. Save under a name that does not exist.")
+    return f"lightning-{secrets.token_hex(8)}.ckpt"
 
 
 def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:

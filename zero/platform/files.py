@@ -1,8 +1,8 @@
-"""The file system calls of stores and checkpoints, and the unlinked file in which a store keeps its pages.
+"""The file system calls of stores and checkpoints, files that appear whole, and the unlinked file of a store's pages.
 
 All calls go through `Files`, so that a test can make any of them fail (`tests/faults`). `move` repeats a call until a
-whole buffer has been transferred. `ScratchFile` handles descriptors, alignment and request sizes; it does not know the
-pages of a store.
+whole buffer has been transferred. `appearing` writes under another name, syncs and renames. `ScratchFile` handles
+descriptors, alignment and request sizes; it does not know the pages of a store.
 
 The scratch file is unlinked as soon as it is open. So no file is left however the process ends, data of an earlier run
 cannot be read by mistake, and two runs may use the same folder. Transfers bypass the page cache (`O_DIRECT`) if the
@@ -16,16 +16,20 @@ import fcntl
 import mmap
 import os
 import secrets
+import shutil
+import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from zero.core.sizes import BLOCK_BYTES, round_up, size_text
 from zero.errors import CheckpointError, StoreError, if_it_fails
+
+if TYPE_CHECKING:  # the command line reads its files before it imports torch
+    from torch import Tensor
 
 REQUEST_BYTES = 4 * 2**20
 """Size of one transfer: large enough that Python's overhead per call is negligible."""
@@ -80,6 +84,32 @@ class Files:
         """Close a descriptor; it is closed even if this raises an error."""
         os.close(fd)
 
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fsync_folder(self, path: Path) -> None:
+        """Make all names durable that were created, renamed or removed in a folder before this call."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def names(self, path: Path) -> list[str]:
+        return sorted(os.listdir(path))
+
+    def mode(self, path: Path) -> int:
+        """Return `st_mode` of a path; for a symbolic link, the mode of the link itself."""
+        return os.lstat(path).st_mode
+
+    def owner(self, path: Path) -> int:
+        """Return the number of the user who owns a path; of a symbolic link, the owner of the link itself."""
+        return os.lstat(path).st_uid
+
+    def replace(self, old: Path, new: Path) -> None:
+        """Rename a file or folder; a file at the new name is replaced."""
+        os.replace(old, new)
+
 
 def move(call: Transfer, fd: int, block: memoryview, offset: int) -> None:
     """Repeat `call` until all of `block` has been transferred.
@@ -104,6 +134,55 @@ def naming(path: Path, what: str = "") -> Iterator[None]:
         doing = f" while {what}" if what else ""
         advice = ". Free space there, or choose a folder on another disk." if error.errno in NO_SPACE else ""
         raise CheckpointError(f"{path}: {named(error)}{doing}{advice}") from error
+
+
+@contextlib.contextmanager
+def appearing(path: Path, *, replaces: bool = False, files: Files | None = None) -> Iterator[Path]:
+    """Yield a new path beside `path`, where the block makes a file or a folder, which then gets the name `path`.
+
+    Before the rename all of it is synced. So a crash leaves the old or the new content under `path`, and an exception
+    leaves the old one and no other file.
+
+    Args:
+        replaces: replace a file at `path`. By default raise FileExistsError if anything exists there.
+        files: a replacement for the file system calls, for tests.
+    """
+    unfinished = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    try:
+        yield unfinished
+        give_name(unfinished, path, replaces=replaces, files=files)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def give_name(unfinished: Path, path: Path, *, replaces: bool = False, files: Files | None = None) -> None:
+    """Sync a file, or a folder with everything in it, rename it to `path`, and sync the folder of both.
+
+    Args:
+        replaces, files: as in `appearing`.
+    """
+    files = files or Files()
+    sync(unfinished, files)
+    if not replaces and path.name in files.names(path.parent):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    files.replace(unfinished, path)
+    files.fsync_folder(path.parent)
+
+
+def sync(path: Path, files: Files) -> None:
+    """Make the content of a file durable, or that of a folder and everything in it."""
+    if stat.S_ISDIR(files.mode(path)):
+        for name in files.names(path):
+            sync(path / name, files)
+        files.fsync_folder(path)
+        return
+    fd = files.open(path)
+    try:
+        files.fsync(fd)
+    finally:
+        files.close(fd)
 
 
 class ScratchFile:
@@ -263,7 +342,7 @@ def open_and_unlink(folder: Path, files: Files) -> int:
     return fd
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def memory_of(tensor: "Tensor") -> memoryview:
     """Return a memoryview of the bytes of a contiguous CPU tensor, without a copy; the view keeps the tensor alive."""
     if not tensor.numel():
         return memoryview(b"")

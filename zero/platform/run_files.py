@@ -16,6 +16,7 @@ from pathlib import Path
 
 from zero.core.suggest import shown
 from zero.errors import ConfigError, MachineError
+from zero.platform.files import appearing
 
 MEMORY = ("tmpfs", "ramfs")
 """Types of file systems whose files are in host memory."""
@@ -94,13 +95,8 @@ def publish(path: Path, text: str) -> None:
     Raises:
         MachineError: the file cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path):
-        try:
-            unfinished.write_text(text, encoding="utf-8", errors="replace")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    with writing(path), appearing(path, replaces=True) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
 
 
 def takes_files(folder: Path) -> bool:

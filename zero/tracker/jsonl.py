@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from itertools import chain, count
 from pathlib import Path
@@ -28,6 +29,8 @@ class Jsonl(View):
         self._path = path
         with writing(path):
             self._file = path.open("a", encoding="utf-8")
+            if _is_cut_short(path):
+                self._file.write("\n")
 
     def log(self, row: Row) -> None:
         with writing(self._path):
@@ -37,6 +40,14 @@ class Jsonl(View):
     def close(self, summary: Mapping[str, Any], exit_code: int) -> None:
         with writing(self._path):
             self._file.close()
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Return whether a file's last line has no end, because an earlier run could not write it whole."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() not in (b"", b"\n")
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

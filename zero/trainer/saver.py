@@ -27,7 +27,7 @@ from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError
 from zero.platform.device import free_host_bytes
-from zero.platform.files import naming
+from zero.platform.files import appearing, naming
 from zero.platform.run_files import writing
 from zero.platform.step_folders import FOLDER, is_step, last_save_s, step_of
 from zero.progress import Progress
@@ -287,8 +287,9 @@ def last_saved(folder: Path) -> Path | None:
 
 
 def _record(folder: Path, line: Mapping[str, Any]) -> None:
-    with (folder / STARTS).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    lines = [*_recorded(folder), line]
+    with appearing(folder / STARTS, replaces=True) as unfinished:  # a full disk would cut short a line that is appended
+        unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _clean(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
@@ -302,9 +303,11 @@ def _clean(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
 
 
 def _recorded(folder: Path) -> list[dict[str, Any]]:
-    path = folder / STARTS
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be half written
+    path, lines = folder / STARTS, []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # earlier versions appended to lines that were cut short
+            lines.append(json.loads(text))
+    return lines
 
 
 def _again(

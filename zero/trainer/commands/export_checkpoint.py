@@ -24,6 +24,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from zero.core.precision import DTYPES
@@ -106,10 +107,9 @@ def main(words: Sequence[str]) -> int:
                 weights=options.weights,
                 shard_bytes=options.shard_size,
                 adapter=adapter,
+                complete=partial(add_settings, config) if options.to == "hf" else lambda folder: None,
                 progress=progress,
             )
-        if options.to == "hf":
-            add_settings(config, out)
         if options.to == "peft" and not adapter:
             print(f'adapter_config.json needs peft: model.peft_config["default"].save_pretrained({str(out)!r})')
     except ZeroError as error:

@@ -16,8 +16,6 @@ Settings are checked without importing torch or `datasets`.
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import sys
 import time
 from array import array
@@ -28,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zero.core.suggest import some
 from zero.errors import ConfigError, MachineError, in_short
+from zero.platform.files import appearing
 from zero.platform.installed import require_hf
 from zero.progress import Progress
 from zero.trainer.data.source import HFTextConfig, TextFile, TokensConfig, check_length, drawn, text_files
@@ -151,22 +150,18 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress:
 
     If another run has made `folder` meanwhile, that folder is used, because its tokens are the same.
     """
-    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache={config.cached}: {error.strerror}. Give a folder where this user may write."
-        ) from error
-    try:
-        _make(config, tokenizer, unfinished, progress)
-        try:
-            unfinished.rename(folder)
-        except OSError:  # for example, another run has made the folder
-            if not (folder / TRAIN).is_file():
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with appearing(folder) as unfinished:
+            try:
+                unfinished.mkdir(parents=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"data.cache={config.cached}: {error.strerror}. Give a folder where this user may write."
+                ) from error
+            _make(config, tokenizer, unfinished, progress)
+    except OSError:  # for example, another run has made the folder
+        if not (folder / TRAIN).is_file():
+            raise
 
 
 def _name(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> str:
@@ -201,9 +196,6 @@ def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Pr
                 documents += piece.ends
             progress("tokenising", min(done, total - 1), total)  # `done` counts characters, `total` bytes
         progress("tokenising", total, total)
-        for file in (train, held):
-            file.flush()
-            os.fsync(file.fileno())
         sizes = train.tell(), held.tell()
     if not any(sizes):
         raise _no_text(config)

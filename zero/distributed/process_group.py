@@ -301,8 +301,7 @@ def group_count() -> int:
     """Return the number from which torch makes the names of groups that some ranks open alone."""
     torchs = dist.distributed_c10d
     # torch 2.14 counts the groups that this rank has made, earlier versions those that it is in
-    counts_made = "group_count" in torchs._hash_ranks_to_str.__code__.co_names
-    return torchs._world.group_count if counts_made else len(torchs._world.pg_names)
+    return torchs._world.group_count if torch.__version__ >= "2.14" else len(torchs._world.pg_names)
 
 
 def open_group_of_one(backend: str) -> None:

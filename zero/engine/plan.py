@@ -21,7 +21,7 @@ from zero.core.offload import Offload
 from zero.core.optim import Transform
 from zero.core.placement import Room, Tier, usable_bytes, usable_host_bytes
 from zero.core.precision import Precision
-from zero.core.setting_types import Activations
+from zero.core.setting_types import RECOMPUTED, Activations
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.core.suggest import some
@@ -33,7 +33,7 @@ from zero.engine.compile import Backend, check_backend, described
 from zero.engine.facts import Facts, Reduction, Scope, sharers
 from zero.engine.page_table import PageTable
 from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages, thread_count
-from zero.engine.split import APART, split
+from zero.engine.split import APART, depth_of, split
 from zero.engine.takeover import refuse_taken
 from zero.engine.unit import Splitting
 from zero.errors import ConfigError, PlanError
@@ -190,6 +190,8 @@ class Plan(PageTable):
             codec=precision.frozen,
         )
         self.activations = activations_of(splitting, by_pattern)
+        recomputed = [name for name, policy in self.activations.items() if policy in RECOMPUTED]
+        splitting = replace(splitting, depth=depth_of(splitting.units, splitting.sites, recomputed))
         optimizer.check_groups(splitting.shapes())
         check_muon(splitting, optimizer, self.placed)
         self.replicated = replicated_names(splitting, self.placed, self.norm_groups, replicated)

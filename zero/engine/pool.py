@@ -186,8 +186,8 @@ class Pool:
         self.drop_extra(buffer)
 
     def reset(self) -> None:
-        """Unpin all buffers after an error and drop extra ones. The device must be idle."""
-        self.buffers = [buffer for buffer in self.buffers if not buffer.extra]
+        """Unpin all buffers after an error, and drop extra ones that no gather writes any more."""
+        self.buffers = [buffer for buffer in self.buffers if buffer.arrivals or not buffer.extra]
         self._by_address = {buffer.address: buffer for buffer in self.buffers}
         for buffer in self.buffers:
             buffer.pins, buffer.ahead = 0, False

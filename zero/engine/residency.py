@@ -88,18 +88,14 @@ class Residency:
         self._later.clear()
         self._coming.clear()
         for buffer in [*self._resident, *(self.pool.buffers if self.pool is not None else ())]:
-            if buffer.ahead:
+            if buffer.ahead or buffer.extra:
                 buffer.land()
                 buffer.ahead = False
                 if self.pool is not None:
                     self.pool.drop_extra(buffer)
 
     def reset(self) -> None:
-        """Clean up after an exception: unpin all buffers and forget the incomplete visit order.
-
-        The host waits for the device, because buffers are freed.
-        """
-        self._device.join()
+        """Clean up after an exception: unpin all buffers and forget the incomplete visit order."""
         for order in self._orders.values():
             order.forget()
         self._later.clear()

@@ -118,7 +118,7 @@ def split(
         for path, wanted in needs.items()
     )
     places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
-    return Splitting(units, sites, places, _depth(sites, shared))
+    return Splitting(units, sites, places, depth_of(units, sites))
 
 
 def _unit(
@@ -247,15 +247,25 @@ def _walk(
     return visited, needs, owners
 
 
-def _depth(sites: Sequence[Site], shared: set[int]) -> int:
+def depth_of(units: Sequence[UnitSpec], sites: Sequence[Site], recomputed: Collection[str] = ()) -> int:
+    """Return `Splitting.depth`.
+
+    Args:
+        recomputed: the names of sites whose forward runs again in backward. All units inside such a site stay gathered
+            from there until their gradients have arrived.
+    """
+    shared = {unit.index for unit in units if unit.shared}
     units_of = {site.path: set(site.units) - shared for site in sites}
 
-    def gathered_inside(path: str) -> set[int]:
-        names = path.split(".")
+    def together(site: Site) -> set[int]:
+        names = site.path.split(".")
         paths = {"", *(".".join(names[:count]) for count in range(1, len(names) + 1))}
-        return {unit for outer in paths for unit in units_of.get(outer, ())}
+        if site.name in recomputed:
+            inside = f"{site.path}." if site.path else ""
+            paths.update(path for path in units_of if path.startswith(inside))
+        return {unit for path in paths for unit in units_of.get(path, ())}
 
-    return max((len(gathered_inside(site.path)) for site in sites), default=1) - 1
+    return max((len(together(site)) for site in sites), default=1) - 1
 
 
 def _roots(model: nn.Module, class_names: Sequence[str]) -> set[int]:

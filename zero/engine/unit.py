@@ -167,7 +167,7 @@ class Splitting:
     """The units, sites and owners of a model.
 
     `depth` is the largest number of units in use at the same time, the shared one not counted, minus one. It exceeds 0
-    if sites are nested, or a site needs several units.
+    if sites are nested, or a site needs several units. A recomputed site needs those of all sites inside it.
     """
 
     units: tuple[UnitSpec, ...]

@@ -153,7 +153,8 @@ def appearing(path: Path, *, replaces: bool = False, files: Files | None = None)
         give_name(unfinished, path, replaces=replaces, files=files)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise
 
 

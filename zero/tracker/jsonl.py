@@ -46,8 +46,10 @@ def _is_cut_short(path: Path) -> bool:
     """Return whether a file's last line has no end, because an earlier run could not write it whole."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read() not in (b"", b"\n")
+        if not size:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -406,9 +407,27 @@ def test_whatever_goes_wrong_with_a_page_is_a_warning(here, monkeypatch, capsys)
 # Under torchrun
 
 
+def by_hand(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run two ranks with torchrun's variables, as a scheduler sets them; returns what the last one said."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "train.py", *arguments],
+            cwd=cwd, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=LONG_S) for rank in ranks]
+    return subprocess.CompletedProcess(arguments, max(rank.returncode for rank in ranks), *said[-1])
+
+
 @pytest.mark.process
-def test_torchrun_gives_the_same_run(here):
-    done = torchrun(*TINY, "launch.threads=1", cwd=here)
+@pytest.mark.parametrize("start", [torchrun, by_hand])
+def test_torchrun_gives_the_same_run(here, start):
+    done = start(*TINY, "launch.threads=1", cwd=here)
     assert done.returncode == 0, done.stderr
     (folder,) = here.glob("runs/*/*")
     files = {"config.yaml", "metrics.jsonl", "summary.json", "starts.jsonl", "trace.json", "report.html"}

@@ -1,5 +1,8 @@
 """Settings that are probably mistakes: a disk that is memory, and two numbers of ranks."""
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -7,9 +10,11 @@ from torch import nn
 
 import train
 import zero
-from tests.trainer.test_cli import TINY
+from tests.conftest import LONG_S
+from tests.trainer.test_cli import ROOT, TINY
 from zero.platform import run_files
 from zero.trainer import job
+from zero.trainer.launch import cores, count_ranks
 
 
 @pytest.fixture
@@ -89,3 +94,37 @@ def test_ranks_that_agree_with_torchrun_are_accepted(here, monkeypatch):
     assert train.main([*TINY, "launch.ranks=2"]) == 0
     assert train.main(TINY) == 0
     assert began == [2, "auto"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            "WORLD_SIZE=2: set without LOCAL_RANK, MASTER_PORT. Start the ranks with torchrun, or unset it.\n",
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4"},
+            "launch.ranks=auto: srun has started 4 tasks, and each would be a run of its own. Start torchrun in one "
+            "task per node, or type launch.ranks=1.\n",
+        ),
+    ],
+)
+def test_a_process_that_may_be_one_of_several_is_no_run_of_its_own(here, monkeypatch, capsys, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(TINY) == 2
+    assert capsys.readouterr().err == message
+    assert not list(here.iterdir())
+    assert count_ranks(2) == 2, "ranks of its own"
+
+
+def test_ranks_that_another_command_starts_share_the_cores(tmp_path):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(cores()), "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    code = (
+        "import sys, torch; from pathlib import Path; from zero.trainer.launch import Processes, joined\n"
+        "sys.exit(joined(torch.get_num_threads, processes=Processes(Path(sys.argv[1]))))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=env, cwd=ROOT, timeout=LONG_S, check=False)
+    assert done.returncode == 1

@@ -55,6 +55,9 @@ FINAL = (2, 3, 4, 6, 75)
 """Exit codes after which ranks are not restarted: errors of settings, environment, checkpoints and numbers, which
 would occur again, and a requested stop."""
 
+VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+"""Environment variables of a rank, which torchrun sets."""
+
 _NOTE_S = 0.5  # seconds to wait after a failure, because the cause may be a rank that ends a little later
 _LATE_S = 2.0  # seconds by which the parent waits longer than a rank, because the rank's message is more precise
 _PR_SET_PDEATHSIG = 1  # as prctl.h numbers it
@@ -71,7 +74,8 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
     Imports torch only on a machine that has a GPU driver.
 
     Raises:
-        ConfigError: torchrun has started another number of ranks.
+        ConfigError: torchrun has started another number of ranks; or the environment says that there are other
+            processes, but not how to reach them.
     """
     if under_torchrun():
         started = int(os.environ["WORLD_SIZE"])
@@ -80,6 +84,7 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
                 f"launch.ranks={ranks} contradicts torchrun, which has started {started} ranks. Leave it out."
             )
         return started
+    _check_alone(ranks)
     if ranks != "auto":
         return ranks
     if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
@@ -91,11 +96,27 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun started this process.
+    """Return whether torchrun started this process, or a command that sets its variables for each of several ranks.
 
     RANK alone does not show this, because some clusters set it to the number of the node.
     """
-    return "LOCAL_RANK" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    if "LOCAL_RANK" not in os.environ:
+        return False
+    by_another = os.environ.keys() >= VARIABLES and os.environ["WORLD_SIZE"] != "1"
+    return "TORCHELASTIC_RUN_ID" in os.environ or by_another
+
+
+def _check_alone(ranks: int | Literal["auto"]) -> None:
+    """Raise ConfigError if this process is one of several that would each make a run, or join one by half."""
+    size, tasks = os.environ.get("WORLD_SIZE", "1"), os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if size != "1" and ranks in ("auto", 1):
+        missing = ", ".join(sorted(VARIABLES - os.environ.keys()))
+        raise ConfigError(f"WORLD_SIZE={size}: set without {missing}. Start the ranks with torchrun, or unset it.")
+    if tasks != "1" and ranks == "auto":
+        raise ConfigError(
+            f"launch.ranks=auto: srun has started {tasks} tasks, and each would be a run of its own. Start torchrun in "
+            "one task per node, or type launch.ranks=1."
+        )
 
 
 def tell_torchrun(text: str) -> bool:
@@ -133,17 +154,18 @@ def inside(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
 def joined(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
     """Call `entry(*args)` as a rank in this process, which torchrun started. Its errors are raised unchanged.
 
-    `threads="auto"` keeps the OMP_NUM_THREADS that torchrun sets. torchrun sends SIGTERM to all ranks when it is
-    stopped itself, and also when a rank has failed. In the second case the connection to the failed rank breaks, and
-    the error names that rank.
+    With `threads="auto"` the ranks of a node share its cores, unless torchrun has set OMP_NUM_THREADS. torchrun sends
+    SIGTERM to all ranks when it is stopped itself, and also when a rank has failed. In the second case the connection
+    to the failed rank breaks, and the error names that rank.
 
     Raises:
         Interrupted: `entry` did not return in time after a request to stop, or SIGINT arrived.
     """
     rank = int(os.environ["RANK"])
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     log = processes.folder / f"{rank}.log"
     with ExitStack() as stack:
-        stack.enter_context(set_up(processes))
+        stack.enter_context(set_up(processes, local_size if local_size > 1 else None))
         stack.enter_context(Request(processes.grace_s).handling(*STOP_SIGNALS, signal.SIGINT))
         with writing(log):
             processes.folder.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,12 @@ import itertools
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import zero
-from tests.common.small import KiB, Setting, adamw_in_bf16, slice_of, small_batch
+from tests.common.small import KiB, Setting, Small, adamw_in_bf16, slice_of, small_batch
+from tests.trainer.test_planning import peak_of
+from zero.engine import streaming
 from zero.engine.full import gathered
 from zero.errors import ConfigError, HandshakeError, StaleStateError
 from zero.testing import run_ranks, simulated_gpu
@@ -30,6 +33,12 @@ PLACES += [
     PLACES[6].but(optimizer=zero.muon, master="whole"),
     PLACES[5].but(frozen="int8"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Pieces that are smaller than most units."""
+    monkeypatch.setattr(streaming, "PIECE_NUMEL", 100)
 
 
 def batch_for(world, number):
@@ -194,3 +203,18 @@ def use_the_model_meanwhile(world):
 
 def test_a_reader_may_use_the_model_between_two_tensors():
     run_ranks(2, use_the_model_meanwhile)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.4, 1.0])
+def test_patches_take_memory_for_a_piece_and_not_for_a_parameter(share, monkeypatch):
+    monkeypatch.setattr(streaming, "PIECE_NUMEL", 4096)
+    state, _ = PLACES[5].start(zero.World.from_env(device="cpu"), lambda: Small(width=512))
+    changed, since = round(share * 512), state.step
+    for _ in zero.stream_weights(state, keep=True):
+        pass
+    with gathered(state, ["blocks.1.linear.weight"], modify=True) as full:
+        full["blocks.1.linear.weight"][:, :changed] += 1
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        count = sum(len(patch.indices) for patch in zero.stream_weights(state, changed_since=since))
+    assert count == 512 * changed
+    assert peak_of(profiled) < 40 * 4096 + 64 * KiB

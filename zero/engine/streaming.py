@@ -5,7 +5,8 @@ unit, so updates of later units still run beside the transfer of earlier ones.
 
 A later stream can yield only the elements that have changed. Each rank compares its shard, bit by bit, with a copy of
 what the last stream yielded, and the ranks exchange the positions and values that differ. Full weights are not gathered
-for that. Frozen parameters change in loads and edits only; they are not copied, but yielded in full after either.
+for that, and a shard is compared in pieces, so that positions take a fixed amount of memory. Frozen parameters change
+in loads and edits only; they are not copied, but yielded in full after either.
 """
 
 from collections.abc import Iterator
@@ -25,12 +26,15 @@ from zero.errors import ConfigError
 
 INT32_MAX = 2**31 - 1
 
+PIECE_NUMEL = 2**20
+"""Elements that are compared and sent at a time, of all ranks together. Where all have changed, they take 40 MiB."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by bytes of an element, to compare bits."""
 
 
 class Patch(NamedTuple):
-    """The changed elements of one parameter.
+    """Changed elements of one parameter. A stream yields a parameter with many of them in several patches.
 
     `full.view(-1)[patch.indices.long()] = patch.values` patches a parameter.
     """
@@ -76,8 +80,8 @@ def stream_weights(
     Args:
         source: a `State`, a `Step` before its `finish`, or an engine of `zero.initialize`.
         changed_since: the step of the last stream with `keep`. The iterator yields a `Patch` (name, indices, values,
-            shape) for each parameter of which an element has changed. Applied to the weights of that stream, the
-            patches make the present weights, bit for bit. The present step replaces the kept one.
+            shape), or several, for each parameter of which an element has changed. Applied to the weights of that
+            stream, the patches make the present weights, bit for bit. The present step replaces the kept one.
         keep: keep a copy of this rank's shard of the trained weights in host memory, for a later `changed_since`.
         device: the device of the tensors; None: the world's.
 
@@ -141,45 +145,95 @@ def _patches(state: State, changed_since: int, device: torch.device) -> Iterator
     kept.step = None  # until the stream is read to its end
     for unit in state.runtime.units:
         if slots := unit.spec.trainable.slots:
-            positions, values = _changed(state.runtime, unit)
-            for slot, first, last in _slots_at(positions, slots):
-                indices = (positions[first:last] - slot.offset).to(device, _index_dtype(slot.numel))
-                yield Patch(slot.name, indices, values[first:last].to(device, copy=True), slot.shape)
+            for positions, values in _changes(state.runtime, unit):
+                for slot, first, last in _slots_at(positions, slots):
+                    indices = (positions[first:last] - slot.offset).to(device, _index_dtype(slot.numel))
+                    yield Patch(slot.name, indices, values[first:last].to(device, copy=True), slot.shape)
         if kept.frozen_versions[unit.index] != unit.frozen_version:
             kept.frozen_versions[unit.index] = unit.frozen_version
             for flat in unit.spec.flats[1:]:
                 for slot in flat.values.slots:
-                    values = _full(state, unit, flat, slot).reshape(-1).to(device, copy=True)
-                    indices = torch.arange(slot.numel, dtype=_index_dtype(slot.numel), device=device)
-                    yield Patch(slot.name, indices, values, slot.shape)
+                    yield from _whole(state, unit, flat, slot, device)
     kept.step = state.step
 
 
-@torch.no_grad()
-def _changed(runtime: Runtime, unit: UnitState) -> tuple[Tensor, Tensor]:
-    """Return the positions in a unit's trainable flat that have changed, ascending, and their values. Collective.
+def _whole(state: State, unit: UnitState, flat: Flat, slot: Slot, device: torch.device) -> Iterator[Patch]:
+    """Yield all elements of one parameter, `PIECE_NUMEL` at a time."""
+    for start in range(0, slot.numel, PIECE_NUMEL):
+        stop = min(start + PIECE_NUMEL, slot.numel)
+        indices = torch.arange(start, stop, dtype=_index_dtype(slot.numel), device=device)
+        values = _full(state, unit, flat, slot).reshape(-1)[start:stop]
+        yield Patch(slot.name, indices, values.to(device, copy=True), slot.shape)
 
-    This rank's kept shard gets the present values.
+
+class _Piece(NamedTuple):
+    """The same range of the shard of every rank."""
+
+    start: int
+    """The first element of the range in a shard."""
+    now: Tensor
+    """(n,) the present values of this rank's shard."""
+    kept: Tensor
+    """(n,) the values that were kept, in host memory."""
+
+    def differs(self) -> Tensor:
+        """Return which elements have changed: (n,) bool on the device."""
+        bits = _BITS[self.now.itemsize]
+        return self.now.view(bits) != self.kept.to(self.now.device).view(bits)
+
+
+@torch.no_grad()
+def _changes(runtime: Runtime, unit: UnitState) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the changed positions in a unit's trainable flat, ascending, and their values, piece by piece. Collective.
+
+    This rank's kept shard gets the present values. Each piece is compared twice, first only to count its changes,
+    because masks of the whole shard would take memory.
     """
-    plan, routes, layout = runtime.plan, runtime.routes, unit.spec.trainable
-    index_dtype = _index_dtype(layout.P)
+    plan, what = runtime.plan, f"changes of {unit.spec.name}"
     now_S, kept_S = _shard(runtime, unit), runtime.streamed.shards[unit.index]
-    bits = _BITS[now_S.itemsize]
-    local = (now_S.view(bits) != kept_S.to(now_S.device).view(bits)).nonzero().view(-1)
-    kept_S.copy_(now_S)
-    what = f"changes of {unit.spec.name}"
-    counts = plan.world.exchange(torch.tensor([local.numel()], device="cpu"), what=what).view(-1).tolist()
-    most = max(counts)
-    mine = torch.zeros(most, dtype=index_dtype, device=now_S.device)
-    mine[: local.numel()] = local + layout.shard(plan.rank)[0]
-    mine_values = torch.zeros(most, dtype=now_S.dtype, device=now_S.device)
-    mine_values[: local.numel()] = now_S[local]
-    positions, values = mine.new_empty(plan.sharers * most), mine_values.new_empty(plan.sharers * most)
-    if most:
-        for handle in [routes.gather(mine, positions, what=what), routes.gather(mine_values, values, what=what)]:
-            handle.wait()
-    filled = [slice(rank * most, rank * most + counts[rank]) for rank in range(plan.sharers)]
-    return torch.cat([positions[part] for part in filled]), torch.cat([values[part] for part in filled])
+    numel = -(-PIECE_NUMEL // plan.sharers)
+    starts = range(0, now_S.numel(), numel)
+    pieces = [_Piece(start, now_S[start : start + numel], kept_S[start : start + numel]) for start in starts]
+    counts = torch.stack([torch.zeros((), dtype=torch.int64), *(piece.differs().count_nonzero() for piece in pieces)])
+    counts = plan.world.exchange(plan.world.on_host(counts), what=what)[: plan.sharers, 1:]
+    for piece, numbers in zip(pieces, counts.T.tolist(), strict=True):
+        if any(numbers):
+            yield _gathered(runtime, unit, piece, numbers)
+
+
+def _gathered(runtime: Runtime, unit: UnitState, piece: _Piece, numbers: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the changed positions of one piece on all ranks, and their values. Collective.
+
+    The ranks send positions and values, or a mask and all values where that is smaller.
+
+    Args:
+        numbers: the number of changes by rank.
+    """
+    layout, what, most = unit.spec.trainable, f"changes of {unit.spec.name}", max(numbers)
+    differs, now, index_dtype = piece.differs(), piece.now, _index_dtype(layout.P)
+    if most * (index_dtype.itemsize + now.itemsize) > now.numel() * (1 + now.itemsize):
+        mask = _all(runtime, differs.view(torch.uint8), what).view(torch.bool)
+        values, places = _all(runtime, now, what)[mask], mask.view(-1).nonzero().view(-1)
+        gaps = (places // now.numel()).mul_(layout.S - now.numel())
+        positions = places.add_(gaps).add_(piece.start).to(index_dtype)
+    else:
+        local = differs.nonzero().view(-1)
+        sent, sent_values = now.new_zeros(most, dtype=index_dtype), now.new_zeros(most)
+        sent[: local.numel()], sent_values[: local.numel()] = local, now[local]
+        first = torch.arange(len(numbers), dtype=index_dtype)[:, None] * layout.S + piece.start
+        filled = torch.arange(most) < torch.tensor(numbers)[:, None]
+        everywhere = _all(runtime, sent, what).add_(first.to(now.device))
+        filled = filled.to(now.device)
+        positions, values = everywhere[filled], _all(runtime, sent_values, what)[filled]
+    piece.kept.copy_(now)
+    return positions, values
+
+
+def _all(runtime: Runtime, mine: Tensor, what: str) -> Tensor:
+    """Return the tensors of all ranks that share a state, (ranks, n). Collective."""
+    full = mine.new_empty(runtime.plan.sharers, mine.numel())
+    runtime.routes.gather(mine, full.view(-1), what=what).wait()
+    return full
 
 
 def _slots_at(positions: Tensor, slots: tuple[Slot, ...]) -> Iterator[tuple[Slot, int, int]]:

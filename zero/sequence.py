@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero.core import checks
 from zero.distributed.world import World
 from zero.errors import ConfigError, HandshakeError
 from zero.losses import IGNORED
@@ -46,6 +47,7 @@ def open_group(world: World, size: int) -> World:
     Raises:
         ConfigError: `size` does not divide the number of ranks.
     """
+    checks.whole("size of a group", size, None)
     if size < 1 or world.size % size:
         raise ConfigError(f"{world.size} ranks do not divide into groups of {size}. Choose another size.")
     first = world.rank // size * size
@@ -80,8 +82,9 @@ def attention(
         dropout: the probability that a weight is set to zero.
 
     Raises:
-        ConfigError: the heads do not divide over the ranks, see `check_heads`.
+        ConfigError: a tensor has another shape, or the heads do not divide over the ranks, see `check_heads`.
     """
+    _check_shapes(q, k, v)
     size, kv_heads = rows.group.size, k.shape[1]
     check_heads(q.shape[1], kv_heads, size)
     if kv_heads % size:
@@ -89,6 +92,15 @@ def attention(
     qkv = _Exchange.apply(rows.group, True, q, k, v)
     result = _within_documents(qkv, rows.documents, {"scale": scale, "dropout_p": dropout})
     return _Exchange.apply(rows.group, False, result)[0]
+
+
+def _check_shapes(*qkv: Tensor) -> None:
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in qkv]
+    b, _, s, _ = shapes[0] if len(shapes[0]) == 4 else (None,) * 4
+    if not all(len(shape) == 4 and (shape[0], shape[2]) == (b, s) for shape in shapes) or shapes[1][1] != shapes[2][1]:
+        raise ConfigError(
+            f"attention: q, k and v have shapes {', '.join(map(str, shapes))}. Pass (rows, heads, tokens, channels)."
+        )
 
 
 def _within_documents(qkv: Sequence[Tensor], documents: Documents | None, how: Mapping[str, Any]) -> Tensor:
@@ -241,13 +253,20 @@ def _check_rows(equal: Tensor) -> None:
 
 def _checked(batch: Mapping[str, Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids, labels and positions, (b, t) each."""
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"a batch is a {type(batch).__name__}. Pass a dict of input_ids and labels.")
     known = {"input_ids", "labels", "position_ids", "attention_mask"}
     if not known >= batch.keys() >= {"input_ids", "labels"}:
         raise ConfigError(
             f"a batch with {', '.join(sorted(batch))} cannot be sliced. Pass input_ids, labels and, if need be, "
             "position_ids and attention_mask."
         )
+    for name, rows in batch.items():
+        if not isinstance(rows, Tensor):
+            raise ConfigError(f"{name} is a {type(rows).__name__}. Pass a tensor, (rows, tokens).")
     ids, labels = batch["input_ids"], batch["labels"]
+    if ids.dim() != 2:
+        raise ConfigError(f"input_ids has shape {tuple(ids.shape)}. Pass (rows, tokens).")
     for name in ("labels", "attention_mask"):
         if name in batch and batch[name].shape != ids.shape:
             raise ConfigError(
@@ -258,6 +277,10 @@ def _checked(batch: Mapping[str, Tensor], size: int) -> tuple[Tensor, Tensor, Te
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device)
+    if positions.shape not in (ids.shape, (1, ids.shape[1]), ids.shape[1:]):
+        raise ConfigError(
+            f"position_ids has shape {tuple(positions.shape)}, but input_ids {tuple(ids.shape)}. Pass one per token."
+        )
     return ids, labels, positions.expand_as(ids)
 
 

@@ -245,7 +245,7 @@ def test_no_cut_between_vectors_changes_a_bit_of_8_bits(sizes, form, seed):
 
 
 def test_other_dtypes_are_refused_and_a_mean_of_parameters_stays_in_fp32():
-    with pytest.raises(ConfigError, match=r"optim\.moments=fp16: must be fp32, bf16 or 8bit"):
+    with pytest.raises(ConfigError, match=r"optim\.moments=fp16: must be one of fp32, bf16, 8bit"):
         zero.with_moments(zero.adamw(1e-3), "fp16")
     for made in (
         zero.with_ema(zero.with_moments(zero.adamw(1e-3))),

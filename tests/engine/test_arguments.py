@@ -262,7 +262,7 @@ def test_a_call_of_track_has_the_state_first(run):
         ({"compile": {"backend": "no"}}, "zero.compile=no: must be True, False or a backend of torch.compile: "),
         ({"compile": 1}, "zero.compile=1: must be True, False or a backend of torch.compile: "),
         ({"update": "eager"}, "zero.update=eager: must be one of lazy, serial"),
-        ({"accumulate": 0}, "accumulate=0 (batch.accumulate): must be a number of microbatches"),
+        ({"accumulate": 0}, "batch.accumulate=0: must be a number of microbatches, 1 or more"),
     ],
 )
 def test_arguments_of_a_plan_in_the_words_of_python(run, given, said):

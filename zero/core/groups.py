@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import inf
-from typing import Any, SupportsFloat
+from typing import Any
 
+from zero.core import checks
 from zero.core.lr_schedule import Schedule
 from zero.core.suggest import meant
 from zero.core.updates import Settings
@@ -19,6 +20,8 @@ from zero.errors import ConfigError
 
 Mask = Callable[[str, tuple[int, ...]], bool]
 Number = float | Schedule
+LIVE = "lr", "weight_decay", "betas", "momentum", "trains"
+"""The entries of a `live` dict that are read."""
 
 
 def decay_matrices(name: str, shape: tuple[int, ...]) -> bool:
@@ -45,7 +48,10 @@ class Group:
             for SGD. None: the optimizer's.
         trains: whether the parameters are updated, a bool or a function of the step.
         live: a dict that is read at each step. Its entries lr, weight_decay, betas, momentum and trains override the
-            arguments above.
+            arguments above. It may be an entry of torch's `param_groups`, which has further ones.
+
+    Raises:
+        ConfigError: an argument has another type, or `live` has entries that are not read.
     """
 
     takes: Collection[str] | Mask
@@ -54,6 +60,17 @@ class Group:
     betas: tuple[Number, ...] | None = None
     trains: bool | Callable[[int], bool] = True
     live: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.takes):
+            checks.patterns("takes of a Group", [self.takes] if isinstance(self.takes, str) else self.takes)
+        if not callable(self.trains):
+            checks.boolean("trains of a Group", self.trains)
+        if not isinstance(self.live, Mapping):
+            raise ConfigError(f"live of a Group is {self.live!r}. Pass a dict with {', '.join(LIVE)}.")
+        for entry in self.live:
+            if entry not in LIVE and "params" not in self.live:
+                raise ConfigError(f"live of a Group has {entry!r}, which is not read. Write {', '.join(LIVE)}.")
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         if callable(self.takes):
@@ -131,17 +148,19 @@ def settings_at(
     def at(key: str, value: Any) -> float:
         return float(check_setting(key, value(step) if callable(value) else value, f"{where}{key} at step {step}"))
 
+    if not isinstance(values["betas"], list | tuple):
+        raise ConfigError(f"optim.{where}betas={values['betas']!r}: must be a list of numbers. Write [0.9].")
     if len(values["betas"]) in others:
         values["betas"] = default.betas
     if len(values["betas"]) != len(betas):
         wanted = f"the betas ({', '.join(betas)})" if betas else "no betas"
         raise ConfigError(f"optim.{where}betas={values['betas']}: this optimizer has {wanted}")
-    trains = values["trains"]
+    trains = values["trains"](step) if callable(values["trains"]) else values["trains"]
     return Settings(
         at("lr", values["lr"]),
         at("weight_decay", values["weight_decay"]) if decays else 0.0,
         tuple(at(key, value) for key, value in zip(betas, values["betas"], strict=True)),
-        bool(trains(step) if callable(trains) else trains),
+        checks.boolean(f"optim.{where}trains at step {step}", trains),
         step,
     )
 
@@ -149,6 +168,9 @@ def settings_at(
 def as_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
     if isinstance(groups, Group):
         raise ConfigError("optim.groups is one Group. Pass a list: groups=[zero.Group(...)].")
+    for number, group in enumerate(groups):
+        if not isinstance(group, Group):
+            raise ConfigError(f"optim.groups[{number}] is a {type(group).__name__}. Write zero.Group(names, lr=1e-4).")
     return tuple(groups)
 
 
@@ -159,20 +181,8 @@ def check_setting(key: str, value: float, where: str = "") -> float:
         key: "lr", "weight_decay", or a momentum such as "beta1".
         where: the name of the setting in the message, if it is not `key`.
     """
+    where = f"optim.{where or key}"
     if key in ("lr", "weight_decay"):
-        return require(
-            where or key, value, lambda number: 0 <= number < inf, "finite and 0 or more. Check the schedule."
-        )
-    return require(where or key, value, lambda number: 0 <= number < 1, "at least 0 and less than 1")
-
-
-def require(key: str, value: float, holds: Callable[[float], bool], wanted: str) -> float:
-    """Return `value` if `holds(value)`, else raise ConfigError.
-
-    `holds` must be false for NaN, as every comparison with NaN is.
-    """
-    if not isinstance(value, SupportsFloat):
-        raise ConfigError(f"optim.{key}={value!r} is a {type(value).__name__}, but must be a number")
-    if not holds(value):
-        raise ConfigError(f"optim.{key}={value}: must be {wanted}")
-    return value
+        wanted = "finite and 0 or more. Check the schedule."
+        return checks.number(where, value, lambda number: 0 <= number < inf, wanted)
+    return checks.number(where, value, lambda number: 0 <= number < 1, "at least 0 and less than 1")

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import Layout, Slot
-from zero.core.setting_types import Adjust
+from zero.core.setting_types import EXCLUDED, Adjust
+from zero.core.suggest import meant
 from zero.core.updates import PageBatch, average
 
 COEFFICIENTS = 3.4445, -4.775, 2.0315
@@ -83,15 +84,22 @@ class Muon:
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether Muon updates a parameter: a matrix, or several by `blocks`, whose name is not in `exclude`."""
-        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+        if self._is_excluded(name):
             return False
         return len(shape) == 2 or (len(shape) > 2 and self._count(name) is not None)
 
     def problem(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Return a message if `blocks` does not fit the model's parameters; None: it does."""
+        """Return a message if `blocks` or `exclude` does not fit the model's parameters; None: they do.
+
+        A default pattern of `exclude` may match nothing.
+        """
+        for key, patterns in (("blocks", [pattern for pattern, _ in self.blocks]), ("exclude", self.exclude)):
+            for pattern in patterns:
+                if not (pattern in EXCLUDED or any(fnmatchcase(name, pattern) for name in shapes)):
+                    return f"optim.{key}: no parameter matches {pattern!r}{meant(pattern, shapes)}"
         for pattern, _ in self.blocks:
-            if not any(fnmatchcase(name, pattern) for name in shapes):
-                return f"optim.blocks: no parameter matches {pattern!r}"
+            if not any(fnmatchcase(name, pattern) and not self._is_excluded(name) for name in shapes):
+                return f"optim.blocks: AdamW updates all that {pattern!r} matches. Take it out of optim.exclude."
         for name, shape in shapes.items():
             count = self._count(name)
             if count and (len(shape) < 2 or torch.Size(shape[:-1]).numel() % count):
@@ -136,6 +144,9 @@ class Muon:
         torch._foreach_sub_(batch.params, batch.grads)
         if self.ema is not None:
             average(self.ema, batch.moments[-1], batch.params)
+
+    def _is_excluded(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def _count(self, name: str) -> int | None:
         return next((count for pattern, count in self.blocks if fnmatchcase(name, pattern)), None)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from zero.core import updates
+from zero.core import checks, updates
 from zero.core.groups import (
     Group,
     Mask,
@@ -23,7 +23,6 @@ from zero.core.groups import (
     check_setting,
     decay_matrices,
     number_of,
-    require,
     settings_at,
 )
 from zero.core.layout import Layout
@@ -88,7 +87,7 @@ class Transform:
 
     def __post_init__(self) -> None:
         if self.clip is not None:
-            require("clip", self.clip, lambda clip: 0 < clip < inf, "more than 0, or none")
+            checks.number("optim.clip", self.clip, lambda clip: 0 < clip < inf, "more than 0, or none")
 
     def form(self, moment: str) -> Moments:
         """Return the storage format of a moment."""
@@ -223,6 +222,7 @@ def sgd(
     Raises:
         ConfigError: as `adamw`, or `nesterov` without a momentum.
     """
+    nesterov = checks.boolean("optim.nesterov", nesterov)
     has_momentum = bool(momentum) or any(any(group.now()["betas"] or ()) for group in as_tuple(groups))
     if nesterov and not has_momentum:
         raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0. Set optim.momentum.")
@@ -312,15 +312,14 @@ def muon(
     Raises:
         ConfigError: a setting is not a number or is out of range, or a number of matrices is not 1 or more.
     """
-    if adjust not in get_args(Adjust):
-        raise ConfigError(f"optim.adjust={adjust}: must be one of {', '.join(get_args(Adjust))}")
-    if isinstance(exclude, str):
-        raise ConfigError(f"optim.exclude={exclude!r} is one string. Pass a list: [{exclude!r}].")
+    checks.one_of("optim.adjust", adjust, get_args(Adjust))
+    exclude, nesterov = checks.patterns("optim.exclude", exclude), checks.boolean("optim.nesterov", nesterov)
     if not isinstance(blocks or {}, Mapping):
         raise ConfigError(
             f"optim.blocks={blocks!r}: must be a dict of patterns and numbers, such as {{'*.qkv.weight': 3}}"
         )
     for pattern, count in (blocks or {}).items():
+        checks.text("a pattern of optim.blocks", pattern)
         if type(count) is not int or count < 1:
             raise ConfigError(f"optim.blocks: {pattern!r} has {count!r} matrices, but must have 1 or more")
     shared: dict[str, Any] = {"weight_decay": weight_decay, "clip": clip, "decay": decay, "groups": groups}
@@ -328,7 +327,7 @@ def muon(
     rest_lr = lr if adamw_lr is None else adamw_lr
     rest = _transform("adamw", (MOMENTUM, SQUARES), update, (eps,), rest_lr, betas, **shared, others=(1,))
     matrices = _transform("muon", (MOMENTUM,), update, (), lr, {"momentum": momentum}, **shared, others=(2,))
-    chosen = Muon(len(matrices.groups), nesterov, adjust, tuple((blocks or {}).items()), tuple(exclude))
+    chosen = Muon(len(matrices.groups), nesterov, adjust, tuple((blocks or {}).items()), exclude)
     group = partial(_group_of, chosen, matrices.group, rest.group)
     return replace(rest, name="muon", groups=(*matrices.groups, *rest.groups), group=group, muon=chosen)
 
@@ -344,9 +343,12 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
         decay: 0 or more and less than 1.
 
     Raises:
-        ConfigError: `decay` is out of range.
+        ConfigError: `decay` is out of range, or the optimizer has an average already.
     """
     check_setting("ema", decay)
+    _check_transform(transform, "zero.with_ema")
+    if "ema" in transform.copies:
+        raise ConfigError("optim.ema: this optimizer has an average already. Call zero.with_ema once.")
     return replace(
         transform,
         moments=(*transform.moments, "ema"),
@@ -370,12 +372,17 @@ def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) ->
         seed: the seed of the random bits; the same on every rank.
 
     Raises:
-        ConfigError: `dtype` is none of these.
+        ConfigError: `dtype` is none of these, or `seed` is not a whole number.
     """
+    _check_transform(transform, "zero.with_moments")
+    checks.whole("seed of zero.with_moments", seed, None)
     forms = {"fp32": FP32_MOMENTS, "bf16": Bf16Moments(seed), "8bit": EightBitMoments(seed)}
-    if dtype not in forms:
-        raise ConfigError(f"optim.moments={dtype}: must be fp32, bf16 or 8bit")
-    return replace(transform, kept=forms[dtype])
+    return replace(transform, kept=forms[checks.one_of("optim.moments", dtype, forms)])
+
+
+def _check_transform(value: object, call: str) -> None:
+    if not isinstance(value, Transform):
+        raise ConfigError(f"{call} takes an optimizer, not a {type(value).__name__}. Write {call}(zero.adamw(lr)).")
 
 
 def _transform(
@@ -421,4 +428,4 @@ def _group_of(muon: Muon, matrices: GroupOf, rest: GroupOf, name: str, shape: tu
 
 
 def _checked(key: str, value: float) -> float:
-    return require(key, value, lambda number: 0 <= number < inf, "0 or more")
+    return checks.number(f"optim.{key}", value, lambda number: 0 <= number < inf, "0 or more")

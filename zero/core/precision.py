@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from zero.core import checks
 from zero.core.codec import CODECS, Codec
 from zero.core.loss_scale import LossScaling
 from zero.core.master import Master, SplitMaster, WholeMaster
@@ -72,19 +73,16 @@ class Precision:
         if self.compute != torch.float16 and scale.static != 1.0:
             raise ConfigError(f"precision.scale is for fp16, but {compute} has the range of fp32. Remove it.")
         object.__setattr__(self, "master", _master(compute, master))
-        if frozen != "compute" and frozen not in CODECS:
-            raise ConfigError(f"precision.frozen={frozen}: must be one of compute, {', '.join(CODECS)}")
-        if isinstance(coded, str):
-            raise ConfigError(f"precision.coded={coded!r} is one string. Pass a list: [{coded!r}].")
+        checks.one_of("precision.frozen", frozen, ("compute", *CODECS))
+        coded = checks.patterns("precision.coded", coded)
         if coded and frozen == "compute":
             raise ConfigError("precision.coded needs a format. Set precision.frozen=nf4, or remove it.")
         object.__setattr__(self, "frozen", CODECS.get(frozen))
-        object.__setattr__(self, "coded", tuple(coded))
+        object.__setattr__(self, "coded", coded)
 
 
 def _master(compute: str, form: str) -> Master:
-    if form not in ("auto", "split", "whole"):
-        raise ConfigError(f"precision.master={form}: must be one of auto, split, whole")
+    checks.one_of("precision.master", form, ("auto", "split", "whole"))
     if form == "split" and compute != "bf16":
         raise ConfigError(
             f"precision.master=split with precision.compute={compute}: a bf16 parameter alone is half of its master. "
@@ -96,6 +94,4 @@ def _master(compute: str, form: str) -> Master:
 
 
 def _dtype(key: str, name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ConfigError(f"precision.{key}={name}: must be one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES[checks.one_of(f"precision.{key}", name, DTYPES)]

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from zero.core import checks
 from zero.core.optim import Transform
 from zero.core.suggest import meant, some
 from zero.distributed.mesh import Placed, local_part
@@ -86,8 +87,8 @@ def replicated_names(
     Raises:
         PlanError: a pattern matches no parameter.
     """
-    if isinstance(patterns, str):
-        raise PlanError(f"replicated={patterns!r} is one string. Pass a list: [{patterns!r}].")
+    if patterns is not None:
+        patterns = checks.patterns("replicated", patterns, PlanError)
     if patterns and not norm_groups:
         raise PlanError("replicated is for the ranks of norm_groups. Write zero.Plan(..., norm_groups=[group]).")
     if patterns is None:

@@ -5,14 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
+from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from zero.core import checks
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
-from zero.engine.arguments import check_type
+from zero.engine.arguments import check_type, type_text
 from zero.engine.beside import refuse_equal_parts
 from zero.engine.checksums import Checksums
 from zero.engine.coded import codes_in
@@ -32,7 +34,7 @@ from zero.engine.takeover import Takeover
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
-from zero.errors import StoreError, if_it_fails
+from zero.errors import ConfigError, StoreError, if_it_fails
 from zero.platform.device import Arena, give_back_memory
 from zero.platform.run_files import folders_of, free_by_file_system, in_memory
 from zero.platform.timeline import Tape
@@ -203,12 +205,17 @@ def init(
             codes that the plan does not keep (the message names them); or an earlier `init` has taken the model over.
             The model is unchanged then.
         StoreError: the store already holds another state.
-        ConfigError: `plan` is not a Plan, `store` is not given, or values of a parameter that is stored as codes are
-            NaN or infinite.
+        ConfigError: `plan` is not a Plan, `store` is not given, another argument has a wrong type, or values of a
+            parameter that is stored as codes are NaN or infinite.
     """
     check_type(plan, Plan, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
     check_type(store, PrefetchStore, "zero.init", "state = zero.init(plan, zero.open_store(plan))")
     assert isinstance(store, PrefetchStore)
+    checks.whole("seed", seed, None)
+    if not (weights is None or callable(weights) or isinstance(weights, Mapping | str | PathLike)):
+        raise ConfigError(
+            f"weights is {type_text(weights)}. Pass tensors by name, a path, or a function that fills one."
+        )
     if weights is None:
         refuse_equal_parts(plan.model, plan.replicated)
     store.claim()

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from zero.core import checks
 from zero.core.offload import Offload
 from zero.core.optim import Transform
 from zero.core.placement import Room, Tier, usable_bytes, usable_host_bytes
@@ -147,16 +148,19 @@ class Plan(PageTable):
         host_activation_bytes: int = 0,
     ) -> None:
         _refuse_strangers(model, optimizer, world)
-        if type(prefetch) is not int or prefetch < 0:
-            raise PlanError(f"zero.prefetch={prefetch!r}: must be a number of units, 0 or more")
-        if type(bucket) is not int or bucket < 0:
-            raise PlanError(f"zero.bucket={bucket!r}: must be a number of bytes, 0 or more")
-        if type(accumulate) is not int or accumulate < 1:
-            raise PlanError(
-                f"accumulate={accumulate!r} (batch.accumulate): must be a number of microbatches, 1 or more"
-            )
+        for name, count, least, of in (
+            ("zero.prefetch", prefetch, 0, "units"),
+            ("zero.bucket", bucket, 0, "bytes"),
+            ("batch.accumulate", accumulate, 1, "microbatches"),
+            ("activation_bytes", activation_bytes, 0, "bytes"),
+            ("host_activation_bytes", host_activation_bytes, 0, "bytes"),
+        ):
+            checks.whole(name, count, least, of, PlanError)
+        checks.boolean("zero.check_writes", check_writes, PlanError)
+        keep = checks.patterns("zero.keep", keep, PlanError)
         check_backend(compile)
         by_pattern = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
+        checks.patterns("zero.activations", [*by_pattern], PlanError)
         for key, value, known in (
             *(("activations", word, Activations) for word in by_pattern.values()),
             ("update", update, Update),
@@ -164,8 +168,7 @@ class Plan(PageTable):
             ("reduce", reduce, Literal["auto", "exact", "native", "node"]),
             ("shard", shard, Scope),
         ):
-            if value not in get_args(known):
-                raise PlanError(f"zero.{key}={value}: must be one of {', '.join(get_args(known))}")
+            checks.one_of(f"zero.{key}", value, get_args(known), PlanError)
         if compile and "selective" in by_pattern.values():
             raise PlanError(
                 "zero.activations=selective does not see products in compiled code. Set zero.compile=false."
@@ -402,8 +405,6 @@ def _matching(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:
     Raises:
         PlanError: a pattern matches no unit.
     """
-    if isinstance(patterns, str):
-        raise PlanError(f"zero.keep={patterns!r} is one string. Pass a list: [{patterns!r}].")
     names = {unit.index: unit.name.removesuffix(APART) for unit in splitting.units}
     _check_patterns("zero.keep", patterns, [*dict.fromkeys(names.values())])
     return frozenset(index for index, name in names.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
@@ -453,11 +454,16 @@ def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
 
 
 def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
-    if isinstance(units, str):
-        raise PlanError(f"zero.units={units!r} is one string. Pass a list: [{units!r}].")
+    if units is None:
+        return None
     if isinstance(units, type):
         raise PlanError(f"zero.units={units.__name__} is one class. Pass a list: [{units.__name__}].")
-    return None if units is None else [unit if isinstance(unit, str) else unit.__name__ for unit in units]
+    names = (
+        units
+        if isinstance(units, str) or not isinstance(units, Iterable)
+        else [unit.__name__ if isinstance(unit, type) else unit for unit in units]
+    )
+    return [*checks.patterns("zero.units", names, PlanError)]
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero.core import checks
 from zero.core.optim import Hyper
 from zero.engine.arguments import (
     check_function,
@@ -24,6 +25,7 @@ from zero.engine.arguments import (
     check_type,
     loss_and_aux,
     numbers_by_name,
+    type_text,
 )
 from zero.engine.plan import Plan
 from zero.engine.replay import Replay, check_replay
@@ -219,8 +221,8 @@ class Step:
             The next state, and the step's metrics. `self.state` is spent.
 
         Raises:
-            ConfigError: no gradient has arrived on any rank; in fp16 a gradient came from a backward without the loss
-                scale; or the model has gained, lost or exchanged a parameter.
+            ConfigError: `flag` is not a number; no gradient has arrived on any rank; in fp16 a gradient came from a
+                backward without the loss scale; or the model has gained, lost or exchanged a parameter.
             WorldError: the ranks ran different units, or in another order.
         """
         with self._runtime.gatherer.use:
@@ -233,6 +235,7 @@ class Step:
         runtime.tree.check()  # only here, because a forward may run inside torch.func.functional_call
         self._end_microbatch()
         self._at("norm")
+        flag = float(checks.number("the flag of a step", flag, lambda number: True, "a number"))
         totals = self._reduce(self._hyper(), flag)
         runtime.tape.passed("norm")
         check_gradients(totals.statuses, went_back=self._went_back)
@@ -391,6 +394,8 @@ def make_step(
     check_type(plan, Plan, "zero.make_step", "step = zero.make_step(plan, loss_fn)")
     check_function(loss_fn, "loss_fn", "step = zero.make_step(plan, loss_fn)")
     check_loss_fn(loss_fn)
+    if not callable(flag):
+        raise ConfigError(f"flag is {type_text(flag)}. Pass a function that returns a number.")
     check_replay(replay, plan.world)
 
     def run(microbatches: Sequence[Any], under_way: Step) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from zero.core import checks
 from zero.core.layout import Slot
 from zero.engine.full import Source, state_of
 from zero.engine.full_flat import own_shard
@@ -93,6 +94,10 @@ def stream_weights(
     """
     state = state_of(source, "zero.stream_weights", "for name, tensor in zero.stream_weights(state):")
     runtime, kept = state.runtime, state.runtime.streamed
+    checks.boolean("keep", keep)
+    if changed_since is not None:
+        checks.whole("changed_since", changed_since, 0)
+    where = runtime.plan.world.device if device is None else _device(device)
     fields = {"changed_since": repr(changed_since), "keep": repr(keep), "the kept step": repr(kept.step)}
     runtime.plan.world.agree(fields, "arguments of zero.stream_weights")
     if changed_since is not None:
@@ -100,8 +105,14 @@ def stream_weights(
     runtime.tree.check()
     runtime.write_edits()
     runtime.gather_changed()
-    where = runtime.plan.world.device if device is None else torch.device(device)
     return _weights(state, where, keep=keep) if changed_since is None else _patches(state, changed_since, where)
+
+
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f'device={name!r}: torch has no such device. Write device="cpu" or device="cuda".') from None
 
 
 def _check_kept(kept: int | None, changed_since: int) -> None:

@@ -1,5 +1,7 @@
 """Recomputed activations: the same numbers as kept ones, and no operator of the table runs twice without need."""
 
+import subprocess
+import sys
 import warnings
 from collections import Counter
 
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from tests.common.small import Setting
+from tests.conftest import LONG_S
 from zero.distributed.world import SoloWorld
 from zero.engine.recompute import PRODUCTS
 from zero.testing import run_ranks
@@ -281,3 +284,20 @@ def test_selective_says_why_a_result_cannot_be_kept(build):
     with pytest.raises(RuntimeError) as caught:
         [step.backward(loss, retain_graph=True) for _ in range(2)]
     assert any("zero.activations=selective" in note and "Use remat" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("policy", ["keep", "remat"])
+def test_what_a_recomputation_imports_is_loaded_before_the_first_step(policy):
+    """torch's compiler: 890 modules, which no step may load, and which nothing else needs."""
+    code = f"""
+import sys, torch, zero
+from torch import nn
+model, world = nn.Sequential(nn.Linear(4, 4)), zero.World.from_env()
+plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world, activations="{policy}")
+state = zero.init(plan, zero.open_store(plan))
+before = {{*sys.modules}}
+state, _ = zero.make_step(plan, lambda model, x: model(x).sum())(state, [torch.ones(2, 4)])
+print("torch._dynamo" in before, len([name for name in {{*sys.modules}} - before if name.startswith("torch._dynamo")]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S, check=True)
+    assert done.stdout.split() == [str(policy == "remat"), "0"]

@@ -1,5 +1,6 @@
 """Allocate the pages of a plan (`open_store`) and make its first state (`init`)."""
 
+import importlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero.core import checks
+from zero.core.setting_types import RECOMPUTED
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type, type_text
@@ -228,6 +230,8 @@ def init(
         codes = codes_in(weights, plan.precision.frozen, names)
         first = values_of(splitting, values, model, seed, weights, plan.world)
         units = _filled(plan, store, first, codes, progress)
+    if not {*RECOMPUTED}.isdisjoint(plan.activations.values()):
+        importlib.import_module("torch._dynamo")  # else torch's `checkpoint` imports it in the first step: 2 to 3 s
     takeover.commit()  # frees the original values, because the plan does not count them together with buffers
     del values
     give_back_memory()  # initialization used the largest host tensors of the run

@@ -205,7 +205,8 @@ def _changes(runtime: Runtime, unit: UnitState) -> Iterator[tuple[Tensor, Tensor
     numel = -(-PIECE_NUMEL // plan.sharers)
     starts = range(0, now_S.numel(), numel)
     pieces = [_Piece(start, now_S[start : start + numel], kept_S[start : start + numel]) for start in starts]
-    counts = torch.stack([torch.zeros((), dtype=torch.int64), *(piece.differs().count_nonzero() for piece in pieces)])
+    none = now_S.new_zeros((), dtype=torch.int64)  # a rank may have no pieces
+    counts = torch.stack([none, *(piece.differs().count_nonzero() for piece in pieces)])
     counts = plan.world.exchange(plan.world.on_host(counts), what=what)[: plan.sharers, 1:]
     for piece, numbers in zip(pieces, counts.T.tolist(), strict=True):
         if any(numbers):

@@ -60,7 +60,7 @@ class Shelf(dict):
 @pytest.mark.parametrize("case", TABLE)
 def test_the_cause_is_named(case):
     mine, others, kind, words = TABLE[case]
-    story = explain(0, 3, mine, {0: mine, **others}, wait_s=1.0)
+    story = explain(0, 3, mine, {0: mine, **others}, timeout_s=1.0)
     assert type(story) is kind
     assert words in str(story)
     assert "\n" not in str(story)
@@ -79,7 +79,7 @@ def test_the_cause_is_named(case):
 )
 def test_of_several_machines_the_one_that_failed_is_named(case, words):
     mine, others, _, _ = TABLE[case]
-    assert words in str(explain(0, 3, mine, {0: mine, **others}, wait_s=1.0, hosts=("a", "a", "b")))
+    assert words in str(explain(0, 3, mine, {0: mine, **others}, timeout_s=1.0, hosts=("a", "a", "b")))
 
 
 def test_notes_come_back_as_written_oldest_first():

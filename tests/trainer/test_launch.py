@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 
@@ -153,7 +154,7 @@ def turn_in_a_circle() -> None:
         while world.rank == 1:
             pass
         world.at("step 3, backward")
-        world._processes._wait_s = 0.25
+        world._processes._timeout_s = world._processes._wait_s = 0.25
         world.barrier("the end")
 
 
@@ -505,6 +506,20 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted(folder: Path) -> None:
         launched(die_when_asked, folder, lambda _: os.kill(os.getpid(), signal.SIGUSR1), max_restarts=3)
     assert (folder / "starts").read_text().count("start") == 2
     assert time.monotonic() - began_s < launch.Processes(folder).grace_s / 2
+
+
+def listened() -> set[str]:
+    """Return the addresses on which this rank and the parent of the ranks accept connections."""
+    with zero.World.from_env(LONG_S, "cpu") as world:
+        world.barrier("both listen")
+        both = [psutil.Process(pid).net_connections("inet") for pid in (os.getpid(), os.getppid())]
+    return {entry.laddr.ip for entries in both for entry in entries if entry.status == psutil.CONN_LISTEN}
+
+
+def test_only_this_machine_can_connect_to_ranks_on_it_and_to_their_store(folder: Path) -> None:
+    with patch.dict(os.environ):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        assert launch.launch(listened, ranks=2, processes=launch.Processes(folder)) == {"127.0.0.1"}
 
 
 @pytest.mark.usefixtures("_forked")

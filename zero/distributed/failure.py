@@ -184,7 +184,7 @@ def explain(
     size: int,
     mine: Note,
     notes: Mapping[int, Note],
-    wait_s: float,
+    timeout_s: float,
     board: PlaceBoard | None = None,
     hosts: Sequence[str] = (),
 ) -> WorldError:
@@ -193,7 +193,7 @@ def explain(
     Args:
         mine: the note of `rank`.
         notes: the notes by rank, oldest first.
-        wait_s: the deadline of an operation, in seconds.
+        timeout_s: the seconds in which an operation, and the search for the cause of its failure, must end.
         board: the last recorded phase of each rank.
         hosts: the machine of each rank; the error names machines if there are several.
     """
@@ -224,8 +224,8 @@ def explain(
             f"rank {rank} lost {at_home(lost)} in {mine.op} ({mine.text}). A rank that ends without an error was "
             f"usually killed by signal 9, most often for lack of memory{machine}."
         )
-    waited = f"waited {wait_s:g} s in {mine.op}"
-    waited = waited if mine.kind == "waited" else f"was in {mine.op} when others had waited {wait_s:g} s"
+    waited = f"waited {timeout_s:g} s in {mine.op}"
+    waited = waited if mine.kind == "waited" else f"was in {mine.op} when others had waited {timeout_s:g} s"
     message = " and ".join([f"rank {rank} {waited}", *(f"rank {r} in {note.op}" for r, note in others.items())])
     if silent:
         phases = [f", last phase of rank {r}: {place}" for r in silent if board and (place := board.place_of(r))]

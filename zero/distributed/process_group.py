@@ -7,6 +7,7 @@ of its operation, so only messages of equal operations match.
 Every wait has a deadline. After a failed operation the group cannot be used again.
 """
 
+import os
 import re
 import time
 import zlib
@@ -25,7 +26,7 @@ from zero.distributed.rendezvous import (
     check_groups,
     connect_all,
     env_int,
-    have_gloo_listen_towards,
+    have_gloo_listen,
     hosts,
     listens,
     open_store,
@@ -59,7 +60,7 @@ class ProcessGroup:
         self.rank, self.size = rank, size
         self._others = tuple(other for other in range(size) if other != rank)
         self.local_size = min(env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
-        self._compute, self._wait_s = compute, timeout_s - min(NAMING_S, timeout_s / 2)
+        self._compute, self._timeout_s, self._wait_s = compute, timeout_s, timeout_s - min(NAMING_S, timeout_s / 2)
         self._store = open_store(self.rank, self.size, timeout_s)
         self._claim_gpu()
         address = store_address()  # read now, because the environment may have changed when the process ends
@@ -67,10 +68,11 @@ class ProcessGroup:
         self._place = ""
         self._hosts = hosts(self._store, self.size)
         hint = ""
-        if self.local_size < self.size:
-            have_gloo_listen_towards(address)
-            if compute.shares_memory:
-                hint = ". Set GLOO_SOCKET_IFNAME to the network interface between the nodes."
+        several = self.local_size < self.size
+        if several or "LOCAL_WORLD_SIZE" in os.environ:
+            have_gloo_listen(address, locally=not several)
+        if several and compute.shares_memory:
+            hint = ". Set GLOO_SOCKET_IFNAME to the network interface between the nodes."
         self._owns_default = not dist.is_initialized()
         if not self._owns_default:
             check_groups(self._store, rank, size, dist.distributed_c10d._world.group_count, timeout_s)
@@ -131,7 +133,7 @@ class ProcessGroup:
         mine = Note.of_wait(error, "a collective of torch", dict(self._started), None)
         self._notes.post(mine)
         notes = self._notes.read()
-        cause = explain(self.rank, self.size, mine, notes, self._wait_s, Notes.board, self._hosts)
+        cause = explain(self.rank, self.size, mine, notes, self._timeout_s, Notes.board, self._hosts)
         error.add_note(str(cause))
 
     def open_part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:
@@ -276,7 +278,7 @@ class ProcessGroup:
                 mine = Note.of_wait(error, where, dict(self._started), peer)
                 self._notes.post(mine)
                 notes = self._notes.read()
-                self._failure = explain(self.rank, self.size, mine, notes, self._wait_s, Notes.board, self._hosts)
+                self._failure = explain(self.rank, self.size, mine, notes, self._timeout_s, Notes.board, self._hosts)
             raise self._failure from error
 
 

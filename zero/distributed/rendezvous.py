@@ -21,6 +21,9 @@ The next world of another rank may need the store before this rank has closed th
 """
 
 
+LOOPBACK = "127.0.0.1"
+
+
 def env_int(name: str, default: str = "") -> int:
     """Read a whole number from the environment.
 
@@ -89,6 +92,13 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     return store
 
 
+def local_store() -> dist.TCPStore:
+    """Host a store on a free port of the loopback. torch's own sockets accept connections from other machines."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 def hosts(store: dist.Store, size: int) -> list[str]:
     """Return the name of each rank's machine."""
     return _texts(store, "here", size)
@@ -120,7 +130,8 @@ def connect_all(
     A rank that left earlier would break connections that others are still making.
 
     Args:
-        wait_s: the deadline of `connect`, in seconds.
+        timeout_s: the deadline of all, in seconds.
+        wait_s: that of `connect`, which leaves time to name the cause.
         hint: advice that the message adds if `connect` fails.
 
     Raises:
@@ -131,7 +142,7 @@ def connect_all(
         group = connect()
     except RuntimeError as error:
         ran_out = time.monotonic() - begin_s >= wait_s
-        error_class, within = (DeadlineError, f" within {wait_s:g} s") if ran_out else (RankFailedError, "")
+        error_class, within = (DeadlineError, f" within {timeout_s:g} s") if ran_out else (RankFailedError, "")
         message = f"rank {rank} of {size} could not connect to the others{within}: {first_line(error)}{hint}"
         with contextlib.suppress(RuntimeError):  # the store may be gone with its host
             store.set(f"connected/{rank}", message)
@@ -146,15 +157,21 @@ def connect_all(
     return group
 
 
-def have_gloo_listen_towards(address: tuple[str, int]) -> None:
+def have_gloo_listen(address: tuple[str, int], *, locally: bool) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that reaches `address`, unless the user has set it.
 
-    By default gloo listens on the address of the machine's own name, which is often the loopback.
+    By default gloo listens on the address of the machine's own name, which may be the loopback, or a network from which
+    anyone may connect.
+
+    Args:
+        locally: use the loopback, because all ranks are on this machine.
     """
-    with socket.create_connection(address, GRACE_S) as connection:
-        here = connection.getsockname()[0]
+    here = LOOPBACK
+    if not locally:
+        with socket.create_connection(address, GRACE_S) as connection:
+            here = connection.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
-        if here in (entry.address for entry in addresses) and not ipaddress.ip_address(here).is_loopback:
+        if here in (entry.address for entry in addresses) and ipaddress.ip_address(here).is_loopback == locally:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from zero.distributed.failure import GRACE_S, some_ranks
+from zero.distributed.rendezvous import LOOPBACK, local_store
 from zero.distributed.world import World
 from zero.errors import DeadlineError, RankFailedError, WorldError
 from zero.testing.simulated_gpu import current_settings, with_settings
@@ -72,7 +72,7 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
         RankFailedError: a rank was killed, or ended without a result.
         DeadlineError: ranks were still running at the time limit; the message has their stacks.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = local_store()
     context = _fork_context()
     job = pickle.dumps((fn, args, current_settings()))
     with tempfile.TemporaryDirectory() as folder:
@@ -176,7 +176,7 @@ class _RankProcess:
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),

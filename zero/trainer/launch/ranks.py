@@ -251,11 +251,11 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Process
             stop.
     """
     with signals_waiting():
-        from torch.distributed import TCPStore
+        from zero.distributed.rendezvous import local_store
 
     with writing(processes.folder):
         processes.folder.mkdir(parents=True, exist_ok=True)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # in the parent, because any rank may die
+    store = local_store()  # in the parent, because any rank may die
     try:
         board = Board(ranks)
     except OSError as error:
@@ -283,7 +283,8 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Process
 def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Request) -> Any:
     """Start all ranks once, wait until they have ended, and return rank 0's result; `children` gets their processes.
 
-    The result comes through a pipe, not through the store: a pickle may run code, and the store listens to the network.
+    The result comes through a pipe, not through the store: a pickle may run code, and every user of the machine can
+    write to the store.
 
     Raises:
         RankFailedError, Interrupted: see `_first_failure`.
@@ -367,7 +368,7 @@ def _rank(job: _Job, rank: int, attempt: int, sender: Connection) -> None:
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(job.ranks)),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job.port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),

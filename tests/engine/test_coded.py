@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from zero.engine.traffic import traffic
 from zero.errors import ConfigError, PlanError, StoreError
 from zero.store import NvmeStore
 from zero.testing import run_ranks, simulated_gpu
+from zero.testing.simulated_gpu import count_launches
 
 KiB = 1024
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -130,6 +132,22 @@ def test_no_unit_cut_and_no_schedule_changes_a_bit(size):
     check(size, setting, others)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("fused", "width"), [(True, 256), (False, 1024)])
+def test_launches_on_a_gpu_do_not_grow_with_the_values_of_a_parameter(codec, fused, width):
+    def launches(width: int) -> Counter[str]:
+        setting = Setting(precision="bf16", frozen=codec, optimizer=zero.sgd)
+        state, step = setting.start(zero.World.from_env(), lambda: build(width))
+        state, _ = step(state, [small_batch(0, 6)])
+        return count_launches(lambda: step(state, [small_batch(1, 6)]))
+
+    with simulated_gpu(fused=fused):
+        small, large = launches(128), launches(width)
+    assert sum(large.values()) == sum(small.values())
+    assert (large["zero::expand"] > 0) == fused
+
+
 OFFLOADS = {
     "none": (),
     "cpu": (("preset", "cpu"), ("param", "cpu")),
@@ -223,9 +241,9 @@ def test_the_plan_counts_the_values_that_a_step_expands(codec, accumulate, offlo
     )
     expanded_numels, expand = list[int](), type(CODECS[codec]).expand
 
-    def counting(codec: Codec, codes: Tensor, values: Tensor) -> None:
+    def counting(codec: Codec, codes: Tensor, values: Tensor, *chunk: int) -> None:
         expanded_numels.append(values.numel())
-        expand(codec, codes, values)
+        expand(codec, codes, values, *chunk)
 
     with contextlib.closing(zero.open_store(plan)) as store:
         state = zero.init(plan, store)

@@ -10,12 +10,13 @@ from torch import nn
 
 import zero
 from tests.common.small import KiB, Setting, adamw_in_8bit, deterministic, slice_of, small_batch, small_loss
-from zero.engine.checksums import checksum
+from zero.engine.checksums import Checksums, checksum
 from zero.engine.full import digest
 from zero.errors import ConfigError, MachineError, StaleStateError
 from zero.platform.files import memory_of
 from zero.store import Page, PageKind
 from zero.testing import run_processes, run_ranks, simulated_gpu
+from zero.testing.simulated_gpu import count_launches
 
 EVERYWHERE = [
     Setting(stage=stage, precision=precision, offload=(("preset", preset),), page_bytes=4 * KiB, clip=0.5)
@@ -164,6 +165,14 @@ def test_more_than_single_bits_changes_a_checksum():
     assert int(checksum(values.conj())) == int(checksum(values.conj().resolve_conj()))
     assert int(checksum(values.conj().imag)) == int(checksum(-values.imag))
     assert not checksum(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
+def test_a_checksum_on_a_gpu_takes_few_launches():
+    rows = torch.arange(2**22, dtype=torch.int32)  # 16 MiB
+    with simulated_gpu():
+        on_gpu = Checksums(zero.World.from_env().compute)
+        assert count_launches(lambda: on_gpu.of(rows)).total() <= 24
+        assert int(on_gpu.of(rows)) != int(on_gpu.of(rows ^ (torch.arange(2**22) == 2**22 - 5)))
 
 
 def replayed_steps(world, replay):

@@ -174,13 +174,15 @@ def test_the_kernel_gives_the_bits_of_the_operators(name, master):
         assert_same(ours, theirs)
 
 
-def by_both(numel: int, dtype: torch.dtype, tile_numel: int, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
+def by_both(
+    name: str, numel: int, dtype: torch.dtype, tile_numel: int, device: torch.device = CPU
+) -> tuple[Tensor, Tensor]:
     """The values of a parameter by the operators of the codec and by the kernel, as bits."""
-    codec = CODECS["nf4"]
+    codec = CODECS[name]
     codes = codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(numel)) / 7)
     by_operators, by_kernel = torch.empty(numel, dtype=dtype), torch.zeros(numel + 1, dtype=dtype, device=device)
     codec.expand(codes, by_operators)
-    torch.ops.zero.expand(by_kernel[:-1], codes.to(device), *codec.tables(device), tile_numel)
+    torch.ops.zero.expand(by_kernel[:-1], codes.to(device), codec.tables(device), name, tile_numel)
     assert by_kernel[-1] == 0
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     return by_operators.view(bits), by_kernel[:-1].cpu().view(bits)
@@ -188,27 +190,30 @@ def by_both(numel: int, dtype: torch.dtype, tile_numel: int, device: torch.devic
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("numel", "tile_numel"), [(1, 64), (333, 64), (16384, 4096), (40_001, 1024), (33_000, 65536)])
-def test_the_kernel_expands_codes_to_the_bits_of_the_operators(numel, tile_numel, dtype):
-    by_operators, by_kernel = by_both(numel, dtype, tile_numel)
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_kernel_expands_codes_to_the_bits_of_the_operators(codec, numel, tile_numel, dtype):
+    by_operators, by_kernel = by_both(codec, numel, dtype, tile_numel)
     assert torch.equal(by_kernel, by_operators)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_expands_a_scale_that_is_nan_to_nan(dtype):
+@pytest.mark.parametrize(("name", "numel"), [("nf4", 333), ("int8", 256)])
+def test_the_kernel_expands_a_scale_that_is_nan_to_nan(name, numel, dtype):
     """A GPU's NaN is 0x7FFFFFFF, to which no rounding may be added."""
-    codec, values = CODECS["nf4"], torch.zeros(333, dtype=dtype)
-    codes = codec.encode(torch.ones(333))
+    codec, values = CODECS[name], torch.zeros(numel, dtype=dtype)
+    codes = codec.encode(torch.ones(numel))
     codes[:4] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.uint8)
-    torch.ops.zero.expand(values, codes, *codec.tables(values.device), 64)
+    torch.ops.zero.expand(values, codes, codec.tables(values.device), name, 64)
     assert values.isnan().all()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gpu_expands_codes_to_the_bits_of_the_operators(dtype):
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_gpu_expands_codes_to_the_bits_of_the_operators(codec, dtype):
     for numel, tile_numel in ((333, 64), (40_001, 1024), (3_000_000, 4096)):
-        by_operators, by_kernel = by_both(numel, dtype, tile_numel, torch.device("cuda"))
+        by_operators, by_kernel = by_both(codec, numel, dtype, tile_numel, torch.device("cuda"))
         assert torch.equal(by_kernel, by_operators)
 
 
@@ -285,11 +290,12 @@ def test_every_operation_of_the_compiled_kernel_rounds_once(pages, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["*fp32", "*i16", "*fp16"])
-def test_every_operation_of_the_compiled_expansion_rounds_once(dtype):
-    names = kernels._expand.arg_names
+@pytest.mark.parametrize(("kernel", "needed"), [(kernels._expand, ("mul", "add")), (kernels._expand_int8, ("mul",))])
+def test_every_operation_of_the_compiled_expansion_rounds_once(kernel, needed, dtype):
+    names = kernel.arg_names
     types = {"values": dtype, "codes": "*u8", "pairs": "*fp32", "dynamic": "*fp32", "numel": "i32", "TILE": "constexpr"}
-    source = ASTSource(kernels._expand, {name: types[name] for name in names}, {"TILE": 4096})
+    source = ASTSource(kernel, {name: types[name] for name in names}, {"TILE": 4096})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     operations = set(re.findall(r"\b(\w+\.[\w.]*f32)\b", compiled.asm["ptx"]))
-    assert {"mul.rn.f32", "add.rn.f32"} <= operations or {"mul.f32", "add.f32"} <= operations
+    assert any({f"{name}{rounds}.f32" for name in needed} <= operations for rounds in (".rn", ""))
     assert not [operation for operation in operations if re.search("fma|mad|ftz|approx", operation)]

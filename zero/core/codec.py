@@ -83,9 +83,13 @@ class Codec(ABC):
             self._encode(padded, rows)
         return codes
 
-    def expand(self, codes: Tensor, values: Tensor) -> None:
-        """Write the values of codes, (`nbytes(n)`,) uint8, to `values`, (n,) of any floating-point dtype."""
-        for rows, first, last in self._rows(codes, values.numel()):
+    def expand(self, codes: Tensor, values: Tensor, chunk: int = CHUNK) -> None:
+        """Write the values of codes, (`nbytes(n)`,) uint8, to `values`, (n,) of any floating-point dtype.
+
+        Args:
+            chunk: the number of values that are expanded at once, a multiple of `CHUNK`.
+        """
+        for rows, first, last in self._rows(codes, values.numel(), chunk):
             values[first:last].copy_(self._decoded(rows).view(-1)[: last - first])
 
     def is_finite(self, codes: Tensor) -> bool:
@@ -99,7 +103,7 @@ class Codec(ABC):
         return bool(heads.view(torch.float32).isfinite().all())
 
     def tables(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the tables of the kernel in `zero.platform.kernels`, on `device`; none if there is no kernel."""
+        """Return the tables of the kernel in `zero.platform.kernels`, on `device`."""
         return ()
 
     def bytes_of(self, values: Callable[[int, int], Tensor], count: int) -> Callable[[int, int], Tensor]:
@@ -130,11 +134,11 @@ class Codec(ABC):
 
         return values
 
-    def _rows(self, codes: Tensor, count: int) -> list[tuple[Tensor, int, int]]:
+    def _rows(self, codes: Tensor, count: int, chunk: int = CHUNK) -> list[tuple[Tensor, int, int]]:
         """Return (rows of equal length, first value, last value) of some rows of codes at once, in order."""
         whole, parts = count // self.block * self.block, []
-        for first in range(0, whole, CHUNK):
-            last = min(first + CHUNK, whole)
+        for first in range(0, whole, chunk):
+            last = min(first + chunk, whole)
             parts.append((codes[self.nbytes(first) : self.nbytes(last)].view(-1, self.row_bytes), first, last))
         if whole < count:
             parts.append((codes[self.nbytes(whole) :].view(1, -1), whole, count))

@@ -11,7 +11,9 @@ from zero.platform.device import Device
 
 _WEIGHTS = 2**12
 _ROWS = 64
-"""Rows of `_WEIGHTS` words that are multiplied at a time, so that their products take 2 MiB."""
+"""Rows of `_WEIGHTS` words that are multiplied at a time on a CPU, so that their products take 2 MiB."""
+_ROWS_ON_GPU = _WEIGHTS
+"""The same for a GPU, where a launch is dearer than memory: products take 128 MiB."""
 _FACTOR = 0x27BB2EE687B0B0FD  # odd, so that a product with it keeps every bit of a difference
 
 
@@ -37,15 +39,19 @@ class Checksums:
         frozen: (`UnitState.frozen_version`, checksum) at the last replay, by unit index and part of the state.
     """
 
-    def __init__(self) -> None:
-        self.active = False
+    def __init__(self, device: Device) -> None:
+        self.active, self._rows = False, _ROWS if device.shares_memory else _ROWS_ON_GPU
         self.frozen: dict[tuple[int, str], tuple[int, int]] = {}
         self._entries: list[Entry] = []
 
     def note(self, unit: str, what: str, tensors: Iterable[Tensor]) -> None:
         """Record the checksums of `tensors`, as the work that is enqueued on the current stream leaves them."""
         if self.active:
-            self._entries += [Entry(unit, what, checksum(tensor)) for tensor in tensors]
+            self._entries += [Entry(unit, what, self.of(tensor)) for tensor in tensors]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the `checksum` of a tensor, in as many launches as fit this rank's device."""
+        return checksum(tensor, self._rows)
 
     def begin(self) -> None:
         """Begin a record."""
@@ -60,12 +66,15 @@ class Checksums:
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor, rows: int = _ROWS) -> Tensor:
     """Return a weighted sum of the words of 4 bytes in a tensor's memory, modulo 2**64: 0-dim int64 on its device.
 
     Each word has a weight of its own, a product of pseudo-random odd numbers. So any single bit that flips changes the
     sum, and other changes, such as two flipped signs or two exchanged rows, do not with a probability of about 2**-32.
     The bits of a tensor without strides, such as a sparse or nested one, are not summed.
+
+    Args:
+        rows: rows of words that are multiplied at a time; another number gives another sum.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.layout is not torch.strided or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
@@ -75,9 +84,9 @@ def checksum(tensor: Tensor) -> Tensor:
         octets = octets.clone()
     words = octets[: octets.numel() // 4 * 4].view(torch.int32)
     whole, weights = words.numel() // _WEIGHTS * _WEIGHTS, _weights(octets)
-    for rows in words[:whole].view(-1, _WEIGHTS).split(_ROWS):
-        if len(rows):
-            total = total * _FACTOR + rows.to(torch.int64).mul_(weights).sum(1).mul_(weights[: len(rows)]).sum()
+    for part in words[:whole].view(-1, _WEIGHTS).split(rows):
+        if len(part):
+            total = total * _FACTOR + part.to(torch.int64).mul_(weights).sum(1).mul_(weights[: len(part)]).sum()
     for rest in (words[whole:], octets[words.nbytes :]):
         if len(rest):
             total = total * _FACTOR + rest.to(torch.int64).mul_(weights[: len(rest)]).sum()

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from zero.core.codec import CHUNK
 from zero.distributed.routes import Routes
 from zero.distributed.world import Handle
 from zero.engine.plan import Plan
@@ -155,13 +156,13 @@ def _expanding(
     def expand() -> list[Handle]:
         for handle in handles:
             handle.wait()
-        tables = codec.tables(device.device) if device.tile_numel else ()
+        tables = codec.tables(device.device)
         for coded, slot in zip(unit.codes.slots, unit.expanded.slots, strict=True):
             codes, values = codes_P[coded.offset : coded.stop], values_P[slot.offset : slot.stop]
-            if tables:
-                torch.ops.zero.expand(values, codes, *tables, device.tile_numel)
+            if device.tile_numel:
+                torch.ops.zero.expand(values, codes, tables, codec.name, device.tile_numel)
             else:
-                codec.expand(codes, values)
+                codec.expand(codes, values, max(CHUNK, device.sum_numel))
         return []
 
     return [Later(device, expand)]

@@ -258,7 +258,8 @@ def _filled(
 
 
 def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeover: Takeover) -> Runtime:
-    device, log, checksums = plan.world.compute, CollectiveLog(), Checksums()
+    device, log = plan.world.compute, CollectiveLog()
+    checksums = Checksums(device)
     tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
     store.observe(tape.of_store([unit.spec.name for unit in units]))
     gradients = PagedGradients(plan, store, tape) if plan.grads_offloaded else Gradients()

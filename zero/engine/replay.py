@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zero.core.optim import Hyper
 from zero.distributed.world import World
-from zero.engine.checksums import Checksums, Entry, checksum, on_host
+from zero.engine.checksums import Checksums, Entry, on_host
 from zero.engine.full_flat import summed_gradient
 from zero.engine.runtime import Runtime
 from zero.engine.unit_state import UnitState
@@ -185,7 +185,7 @@ class Replay:
     def update(self, unit: UnitState, hyper: Hyper) -> None:
         """Update `unit` twice from the same state. Collective if it has matrices."""
         index, name, updater = unit.index, unit.spec.name, self._runtime.updater
-        if name in self._gradients and int(checksum(summed_gradient(self._runtime, unit))) != self._gradients[name]:
+        if name in self._gradients and self._sum(summed_gradient(self._runtime, unit)) != self._gradients[name]:
             self._differ([3, 0, index], name, SUMMED, AT_REST)
         self._compare_at_rest(unit, 3)
         changing = [held for held in self._held(unit) if self._is_updated(held)]
@@ -253,14 +253,17 @@ class Replay:
         index, sums = unit.index, _Sums()
         for held in self._held(unit):
             if held.memory is not None:
-                sums[0, index, held.what] = int(checksum(held.memory))
+                sums[0, index, held.what] = self._sum(held.memory)
             elif disks and self._is_updated(held):
-                sums[0, index, held.what] = int(checksum(self._copy(held)))
+                sums[0, index, held.what] = self._sum(self._copy(held))
         params, layout = unit.own_params(full_update=self._plan.full_update), unit.spec.trainable
         if params is not None and params.numel() > layout.S:
             sums[1, index, PARAMETERS] = sums[0, index, PARAMETERS]
-            sums[0, index, PARAMETERS] = int(checksum(layout.own_S(params, self._plan.rank)))
+            sums[0, index, PARAMETERS] = self._sum(layout.own_S(params, self._plan.rank))
         return sums
+
+    def _sum(self, tensor: Tensor) -> int:
+        return int(self._runtime.checksums.of(tensor))
 
     def _compare_at_rest(self, unit: UnitState, phase: int) -> None:
         for place, now in self._sums(unit).items():

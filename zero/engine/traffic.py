@@ -199,8 +199,8 @@ def _expanding_bytes(plan: Plan, unit: UnitSpec) -> float:
     codec, device = plan.precision.frozen, plan.world.compute
     if codec is None:
         return 0.0
-    fused = not device.shares_memory and bool(codec.tables(torch.device("cpu")))
-    each = codec.vector_bytes / VECTOR + plan.precision.compute.itemsize if fused else codec.moved_bytes
+    in_a_kernel = codec.vector_bytes / VECTOR + plan.precision.compute.itemsize
+    each = codec.moved_bytes if device.shares_memory else in_a_kernel
     return each * sum(slot.numel for slot in unit.expanded.slots)
 
 

@@ -224,7 +224,23 @@ def _expand(values, codes, pairs, dynamic, numel, TILE: tl.constexpr):
     scale = number * _bytes_as_fp32(begin + 4) + _bytes_as_fp32(begin)
     code = tl.load(begin + 8 + vectors + lane // 2, live, other=0).to(tl.int32)
     value = tl.load(pairs + code * 2 + lane % 2) * scale
-    at = row * 16384 + lane
+    _round_to_even(values, row * 16384 + lane, value, live)
+
+
+@Kernel
+def _expand_int8(values, codes, numel, TILE: tl.constexpr):
+    """Expand one tile of int8 codes, see `zero.core.codec`. A row has 256 values in 260 bytes; a tile has some rows."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    live = at < numel
+    row = tl.minimum(at, numel - 1) // 256
+    scale = _bytes_as_fp32(codes + row * 260)
+    code = tl.load(codes + row * 260 + 4 + at % 256, live, other=0).to(tl.int8, bitcast=True)
+    _round_to_even(values, at, code.to(tl.float32) * scale * 0.007874015718698502, live)  # 1 / 127 in fp32
+
+
+@Kernel
+def _round_to_even(values, at, value, live):
+    """Store fp32 numbers as `Tensor.copy_` does."""
     if values.dtype.element_ty == tl.int16:
         bits = value.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -282,11 +298,12 @@ def _run_add(
 
 
 def _run_expand(
-    run: Callable[..., None], values: Tensor, codes: Tensor, pairs: Tensor, dynamic: Tensor, tile_numel: int
+    run: Callable[..., None], values: Tensor, codes: Tensor, tables: Sequence[Tensor], codec: str, tile_numel: int
 ) -> None:
     numel, tile_numel = values.numel(), min(tile_numel, 16384)
     values = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
-    run(_expand, -(-numel // tile_numel), values, codes, pairs, dynamic, numel, tile_numel)
+    kernel = {"nf4": _expand, "int8": _expand_int8}[codec]
+    run(kernel, -(-numel // tile_numel), values, codes, *tables, numel, tile_numel)
 
 
 def _compiled(kernel: Kernel, tiles: int, *args: Any) -> None:
@@ -319,7 +336,7 @@ SCHEMAS: dict[str, Callable[..., None]] = {
     "add_in_order(Tensor(a!) total, Tensor received, Tensor own, int rank, bool accumulate, int tile_numel) -> ()": (
         _run_add
     ),
-    "expand(Tensor(a!) values, Tensor codes, Tensor pairs, Tensor dynamic, int tile_numel) -> ()": _run_expand,
+    "expand(Tensor(a!) values, Tensor codes, Tensor[] tables, str codec, int tile_numel) -> ()": _run_expand,
 }
 OPERATORS = torch.library.Library("zero", "DEF")
 for schema, function in SCHEMAS.items():

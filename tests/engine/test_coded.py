@@ -291,6 +291,11 @@ def test_matrices_are_coded_but_embeddings_heads_and_norms_are_not():
     wide.middle, wide.places = torch.nn.Linear(12, 29), torch.nn.Embedding(8, 8)  # rows of words; shape of a matrix
     wide.square = torch.nn.Linear(8, 8)
     assert planned(wide) == {"mix.weight", "middle.weight", "square.weight"}
+    alike = Head()
+    alike.middle = torch.nn.Linear(8, 29)  # the shape of the head, which comes later
+    assert planned(alike) == {"mix.weight", "middle.weight"}
+    alike.head.weight = next(module for module in alike.modules() if isinstance(module, torch.nn.Embedding)).weight
+    assert planned(alike) == {"mix.weight", "middle.weight"}, "a tied head is the embedding"
     assert planned(Head(), coded=("middle.*", "head.weight")) == {"middle.weight", "middle.bias", "head.weight"}
 
 

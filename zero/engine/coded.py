@@ -1,8 +1,8 @@
 """Choose the frozen parameters that are stored as codes, and make their codes.
 
-By default these are matrices (2 dimensions or more), because they are nearly all bytes of a model. An embedding and a
-head, which has the shape of the largest embedding, stay in the dtype of compute, because errors in a row reach the loss
-without a sum over other rows.
+By default these are matrices (2 dimensions or more), because they are nearly all bytes of a model. Embeddings and the
+head stay in the dtype of compute, because errors in a row reach the loss without a sum over other rows. The head is the
+last matrix with the shape of the largest embedding, unless that embedding is tied.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -53,18 +53,27 @@ def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
 
 def frozen_matrices(model: nn.Module) -> set[str]:
     """Return the full names of the parameters that are stored as codes by default."""
-    embeddings, tables = (
-        (module for module in model.modules() if isinstance(module, nn.Embedding)),
-        embedding_ids(model),
-    )
-    largest = max(embeddings, key=lambda module: module.num_embeddings, default=None)
-    head = None if largest is None else largest.weight.shape
+    parameters, tables = dict(model.named_parameters()), embedding_ids(model)
+    head = _head(model, parameters, tables)
     return {
         name
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
         if not parameter.requires_grad and parameter.numel() and parameter.dim() > 1
-        if id(parameter) not in tables and parameter.shape != head
+        if id(parameter) not in tables and name != head
     }
+
+
+def _head(model: nn.Module, parameters: Mapping[str, Tensor], tables: Collection[int]) -> str | None:
+    """Return the name of the head: the last matrix with the shape of the largest embedding, unless that is the head."""
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    largest = max(embeddings, key=lambda module: module.num_embeddings, default=None)
+    if largest is None:
+        return None
+    others = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    if any(parameter is largest.weight for module in others for parameter in module._parameters.values()):
+        return None
+    shaped = [name for name, parameter in parameters.items() if parameter.shape == largest.weight.shape]
+    return next((name for name in reversed(shaped) if id(parameters[name]) not in tables), None)
 
 
 class CodedWeights(RangedWeights):

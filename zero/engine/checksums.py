@@ -12,8 +12,8 @@ from zero.platform.device import Device
 _WEIGHTS = 2**12
 _ROWS = 64
 """Rows of `_WEIGHTS` words that are multiplied at a time on a CPU, so that their products take 2 MiB."""
-_ROWS_ON_GPU = _WEIGHTS
-"""The same for a GPU, where a launch is dearer than memory: products take 128 MiB."""
+_ROWS_ON_GPU = 2**10
+"""The same for a GPU, where a launch is dearer than memory: six for 16 MiB, whose products take 32 MiB."""
 _FACTOR = 0x27BB2EE687B0B0FD  # odd, so that a product with it keeps every bit of a difference
 
 

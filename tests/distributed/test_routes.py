@@ -227,9 +227,9 @@ def parts_used(world: World, **settings: bool) -> tuple[dict[str, bool], list[tu
     operations: list[tuple[str, str]] = []
 
     class Recording(ThreadWorld):
-        def part(self, ranks, name, *, priority=False):
+        def part(self, ranks, name, *, priority=False, alike=False):
             parts[name] = priority
-            return super().part(ranks, name, priority=priority)
+            return super().part(ranks, name, priority=priority, alike=alike)
 
         def _start(self, op, *args, **kwargs):
             operations.append((self._name.partition(" of ")[0], op))

@@ -142,13 +142,13 @@ def within_node(world: World, operation: str) -> World:
     """Return the ranks of this node as a world."""
     first = world.rank - world.rank % world.local_size
     ranks = range(first, first + world.local_size)
-    return world.part(ranks, f"{operation} within a node", priority=operation == "gather")
+    return world.part(ranks, f"{operation} within a node", priority=operation == "gather", alike=True)
 
 
 def across_nodes(world: World, operation: str) -> World:
     """Return the ranks with the same number as this one, one on each node, as a world."""
     ranks = range(world.rank % world.local_size, world.size, world.local_size)
-    return world.part(ranks, f"{operation} across nodes", priority=operation == "gather")
+    return world.part(ranks, f"{operation} across nodes", priority=operation == "gather", alike=True)
 
 
 def partial_numel(world: World, numel: int) -> int:

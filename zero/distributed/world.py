@@ -130,7 +130,7 @@ class World(contextlib.AbstractContextManager["World"]):
         """The numbers of this world's ranks among all ranks of the run."""
         return tuple(self._ranks)
 
-    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> "World":
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False, alike: bool = False) -> "World":
         """Return some ranks as a world with its own order of operations. Collective among them.
 
         Its traffic is added to the whole world's, and the two are closed together.
@@ -140,6 +140,8 @@ class World(contextlib.AbstractContextManager["World"]):
             name: the name of the part, the same on each of its ranks. Parts of the same ranks with one name have one
                 order of operations.
             priority: on a GPU, its collectives have a stream of high priority.
+            alike: each rank is in one part of this name, and all of them run the same operations, so that a rank which
+                runs others is found by comparison with any rank.
         """
         raise NotImplementedError
 
@@ -166,13 +168,13 @@ class World(contextlib.AbstractContextManager["World"]):
 
         return Then(wait)
 
-    def _be_part(self, whole: "World", ranks: Sequence[int], name: str) -> None:
+    def _be_part(self, whole: "World", ranks: Sequence[int], name: str, *, alike: bool = False) -> None:
         """Make this world the part `ranks` of `whole`, with the traffic counter of `whole`.
 
-        The name of its order has a hash of the ranks, because parts of other ranks may run other operations.
+        The name of its order has a hash of the ranks, unless all parts of the name run the same operations.
         """
         self._whole, self._ranks = whole, tuple(ranks)
-        self._name = f"{name} of {len(ranks)} ranks {crc32(repr(self._ranks).encode()):08x}"
+        self._name = name if alike else f"{name} of {len(ranks)} ranks {crc32(repr(self._ranks).encode()):08x}"
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
         nodes = [rank // whole.local_size for rank in ranks]
         self.local_size = nodes.count(whole.rank // whole.local_size)
@@ -524,7 +526,7 @@ class SoloWorld(World):
     def __init__(self, device: torch.device | str = "cpu", *, timeout_s: float = 300.0) -> None:
         super().__init__(0, 1, device=device, timeout_s=timeout_s)
 
-    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False, alike: bool = False) -> World:
         if [*ranks] != [0]:
             raise ConfigError(f"{name}: this run has one rank, not ranks {', '.join(map(str, ranks))}.")
         part = copy(self)
@@ -643,8 +645,8 @@ class ProcessWorld(Transport):
     def fail(self, error: BaseException) -> None:
         self._processes.fail(error)
 
-    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> "World":
-        part = _ProcessPart(self, ranks, name)
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False, alike: bool = False) -> "World":
+        part = _ProcessPart(self, ranks, name, alike=alike)
         part.open(priority=priority)
         return part
 
@@ -658,8 +660,8 @@ class ProcessWorld(Transport):
 class _ProcessPart(Transport):
     """Some of the ranks of a `ProcessWorld`: host messages use its connections, GPUs have a communicator per part."""
 
-    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str) -> None:
-        self._be_part(whole, ranks, name)
+    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], name: str, *, alike: bool = False) -> None:
+        self._be_part(whole, ranks, name, alike=alike)
         self._processes = whole._processes
 
     def open(self, *, priority: bool) -> None:
@@ -677,8 +679,9 @@ class _ProcessPart(Transport):
                 )
         self._processes.open_part(self.ranks, self._name, priority=priority)
 
-    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
-        return self.whole.part([self._ranks[rank] for rank in ranks], f"{name} of {self._name}", priority=priority)
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False, alike: bool = False) -> World:
+        members, name = [self._ranks[rank] for rank in ranks], f"{name} of {self._name}"
+        return self.whole.part(members, name, priority=priority, alike=alike)
 
     def on_host(self, tensor: Tensor, what: str = "") -> Tensor:
         return self.whole.on_host(tensor, what)

@@ -172,11 +172,10 @@ class ThreadWorld(World):
             world.local_size = size // nodes
         return worlds
 
-    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False, alike: bool = False) -> World:
         part = copy(self)
-        part._be_part(
-            self.whole, [self._ranks[rank] for rank in ranks], f"{name} of {self._name}" if self._name else name
-        )
+        members, name = [self._ranks[rank] for rank in ranks], f"{name} of {self._name}" if self._name else name
+        part._be_part(self.whole, members, name, alike=alike)
         return part
 
     @contextlib.contextmanager

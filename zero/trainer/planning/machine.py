@@ -35,7 +35,7 @@ class PaperWorld(World):
 
     _gather = _exchange = _reshard = _sum = _broadcast = _refuse
 
-    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> World:
+    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False, alike: bool = False) -> World:
         return PaperGroup(len(ranks), local_size=len(ranks), device=self.compute.kind)
 
 

@@ -13,6 +13,7 @@ import torch
 import zero
 from tests.deepspeed.harness import ROWS, alike, engine_of, half_frozen, net, plain, rows
 from tests.deepspeed.test_engine import TORCH, halving
+from zero.errors import ConfigError
 from zero.testing import run_ranks
 
 pytest.importorskip("accelerate")
@@ -79,6 +80,15 @@ def test_its_optimizer_knows_a_skipped_step_and_shows_ours():
         assert wrapped.defaults is engine.optimizer.defaults
         wrapped.param_groups[0]["lr"] = 0.5
         assert engine.get_lr() == [0.5]
+
+
+@pytest.mark.usefixtures("_accelerate")
+def test_an_engine_that_is_prepared_is_refused_as_an_engine():
+    with engine_of() as engine:
+        with pytest.raises(ConfigError, match=r"accelerator\.prepare\.$"):
+            Accelerator(cpu=True).prepare(engine, engine.optimizer)
+        with pytest.raises(ConfigError, match=r"model= is an engine already"):  # Accelerate's DeepSpeed plugin
+            zero.initialize(model=engine, config={"train_batch_size": 1})
 
 
 @pytest.mark.usefixtures("_accelerate")

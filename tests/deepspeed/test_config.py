@@ -362,7 +362,7 @@ MISTAKES = [
     (of(optimizer={"type": "AdamW", "params": {"betas": [0.9]}}), "must be two numbers from 0, below 1"),
     (of(optimizer={"type": "AdamW", "params": {"betas": [0.9, 1]}}), "must be two numbers from 0, below 1"),
     (of(optimizer={"type": "AdamW", "params": [1e-3]}), "optimizer.params=[0.001]: must be a section of keys"),
-    (scheduled("WarmupLR", warmup_type="cosine"), "warmup_type=cosine: must be log or linear"),
+    (scheduled("WarmupLR", warmup_max_lr=[0.1, 0.2]), "warmup_max_lr=[0.1, 0.2]: lists are for zero.initialize"),
     # contradictions
     (of(fp16={"enabled": True}, bf16={"enabled": True}), "fp16.enabled and bf16.enabled are both true"),
     ({"gradient_accumulation_steps": 2}, "train_batch_size and train_micro_batch_size_per_gpu are both missing"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import random
 import subprocess
 import sys
@@ -62,7 +63,8 @@ NAMES = {
     "zero.deepspeed.ops.muon": "MuonWithAuxAdam",
     "zero.deepspeed.runtime.dataloader": "RepeatingLoader",
     "zero.deepspeed.runtime.engine": "DeepSpeedEngine",
-    "zero.deepspeed.runtime.lr_schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+    "zero.deepspeed.runtime.lr_schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR "
+    "VALID_LR_SCHEDULES",
     "zero.deepspeed.runtime.utils": "see_memory_usage",
     "zero.deepspeed.runtime.zero": "GatheredParameters Init",
     "zero.deepspeed.runtime.zero.partition_parameters": "GatheredParameters Init ZeroParamStatus",
@@ -144,7 +146,8 @@ def test_a_scheduler_goes_on_from_an_iteration_and_rejects_what_deepspeeds_does(
     cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
     for kind, keys, line in (
         (lr_schedules.WarmupLR, {"warmup_num_steps": 0}, "warmup_num_steps=0: must be at least 1"),
-        (lr_schedules.WarmupLR, {"warmup_type": "cubic"}, "warmup_type=cubic: must be log or linear"),
+        (lr_schedules.WarmupLR, {"warmup_min_lr": [0.1, 0.2]}, "must have one number for each of the optimizer's 1 gr"),
+        (lr_schedules.WarmupLR, {"warmup_max_lr": [0.1, "x"]}, "at most 1000, or a list with such a number for each"),
         (lr_schedules.WarmupLR, {"warmup_steps": 2}, "Did you mean scheduler.params.warmup_num_steps"),
         (lr_schedules.WarmupDecayLR, {}, "total_num_steps is missing"),
         (lr_schedules.OneCycle, {**cycle, "cycle_first_step_size": 0}, "cycle_first_step_size=0: must be at least 1"),
@@ -181,6 +184,7 @@ def test_their_schedulers_have_the_numbers_of_deepspeed_0_19_8(case):
         assert optimizer.param_groups[1]["betas"] == pytest.approx(betas)
         if case["type"] == "OneCycle" and number:
             assert scheduler.get_mom() in (None, [group["betas"] for group in optimizer.param_groups])
+    assert case["type"] in lr_schedules.VALID_LR_SCHEDULES
 
 
 @pytest.mark.parametrize("case", OBSERVED, ids=lambda case: case["type"])
@@ -197,6 +201,57 @@ def test_the_scheduler_of_a_json_is_an_object_of_its_class_with_the_numbers_of_d
         for rates, *_ in case["rows"][:10]:
             assert engine.get_lr() == pytest.approx(rates[:1])
             engine.lr_scheduler.step()
+
+
+LISTS = [
+    ("WarmupLR", {"warmup_min_lr": [0.0, 0.1], "warmup_max_lr": [0.4, 0.5], "warmup_num_steps": 3}),
+    ("WarmupDecayLR", {"warmup_min_lr": [0.1, 0.2], "warmup_max_lr": 0.5, "warmup_num_steps": 2, "total_num_steps": 4}),
+    ("OneCycle", {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": (0.3, 0.5), "cycle_first_step_size": 2,
+                  "cycle_min_mom": [0.7, 0.8], "cycle_max_mom": [0.9, 0.95]}),
+    ("LRRangeTest", {"lr_range_test_min_lr": [0.1, 0.2], "lr_range_test_step_size": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keys"), LISTS, ids=[name for name, _ in LISTS])
+def test_a_list_has_a_number_for_each_group_whose_schedule_is_that_of_its_numbers_alone(name, keys):
+    def made(rates, keys):
+        optimizer = torch.optim.Adam([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates])
+        return optimizer, getattr(lr_schedules, name)(optimizer, **keys)
+
+    def own(group):
+        return {key: value[group] if isinstance(value, list | tuple) else value for key, value in keys.items()}
+
+    (optimizer, both), *alone = made((0.5, 0.25), keys), made((0.5,), own(0)), made((0.25,), own(1))
+    for _ in range(6):
+        assert both.get_lr() == [scheduler.get_lr()[0] for _, scheduler in alone]
+        betas = [single.param_groups[0]["betas"] for single, _ in alone]
+        assert [group["betas"] for group in optimizer.param_groups] == betas
+        both.step()
+        for _, scheduler in alone:
+            scheduler.step()
+    assert len({*both.get_lr()}) == 2
+    with pytest.raises(ConfigError, match=r"must have one number for each of the optimizer's 1 group"):
+        made((0.5,), keys)
+
+
+def test_momentum_before_the_first_step_is_the_highest_while_the_groups_have_the_lowest_as_in_deepspeed():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))])
+    scheduler = lr_schedules.OneCycle(optimizer, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=4)
+    assert scheduler.get_mom() == [(0.9, 0.99)]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    scheduler.step()
+    assert scheduler.get_mom() == [optimizer.param_groups[0]["betas"]] == [(pytest.approx(0.875), 0.99)]
+
+
+def test_an_unknown_type_of_warm_up_is_logarithmic_with_a_warning_as_in_deepspeed(caplog):
+    caplog.set_level("WARNING", "zero")
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))])
+    scheduler = lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.2, warmup_num_steps=4, warmup_type="cubic")
+    assert [record.getMessage() for record in caplog.records] == [
+        "scheduler.params.warmup_type=cubic is neither log nor linear: log is used, as in DeepSpeed"
+    ]
+    scheduler.step(1)
+    assert scheduler.get_lr() == pytest.approx([0.2 * math.log(2) / math.log(4)])
 
 
 def test_a_group_whose_rate_is_a_tensor_keeps_it():
@@ -408,6 +463,7 @@ def test_a_leaf_module_is_gathered_whole(named):
         train(engine, 0)
     with pytest.raises(ConfigError, match="the model has no module Expert"):
         deepspeed.utils.set_z3_leaf_modules(model, ["Expert"])
+    assert deepspeed.utils.set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
 
 
 def test_the_accelerator_is_torchs_or_the_cpu():

@@ -70,6 +70,8 @@ def translate(
     name, written = read_source(raw)
     try:
         config = check(written)
+        if schedule:
+            _one_schedule(config.scheduler)
         sections = {
             "zero": _zero(config),
             "batch": _batch(config, world_size),
@@ -238,7 +240,8 @@ def _optim_of_schedule(config: CheckedConfig) -> dict[str, Any]:
         return {}
     if scheduler.peak_key not in scheduler.model_fields_set or lr not in (None, peak):
         key = f"scheduler.params.{scheduler.peak_key}"
-        config.notes.append(f"{key} is {peak:g}, and wins over optimizer.params.lr, as in DeepSpeed")
+        rates = f"{peak:g}" if isinstance(peak, float) else suggest.shown(peak)
+        config.notes.append(f"{key} is {rates}, and wins over optimizer.params.lr, as in DeepSpeed")
     is_cycle = isinstance(scheduler, OneCycle) and scheduler.cycle_momentum and _has_betas(config)
     return {"lr": peak, "beta2": 0.99} if is_cycle else {"lr": peak}
 
@@ -246,8 +249,19 @@ def _optim_of_schedule(config: CheckedConfig) -> dict[str, Any]:
 # Schedules
 
 
-def _peak(config: CheckedConfig, scheduler: Schedule) -> float | None:
+def _peak(config: CheckedConfig, scheduler: Schedule) -> float | tuple[float, ...] | None:
     return None if f"scheduler.params.{scheduler.peak_key}" in config.autos else scheduler.peak
+
+
+def _one_schedule(scheduler: Schedule | None) -> None:
+    """Raise ConfigError if a scheduler has numbers for each group, because settings have one schedule."""
+    if scheduler is None:
+        return
+    for name, numbers in scheduler.by_group.items():
+        key = f"{scheduler.section_key}.{name}"
+        raise ConfigError(
+            f"{key}={suggest.shown(numbers)}: lists are for zero.initialize, which has groups. Write a number."
+        )
 
 
 def _has_betas(config: CheckedConfig) -> bool:
@@ -276,12 +290,18 @@ def _schedule(config: CheckedConfig) -> dict[str, Any]:
     if isinstance(scheduler, Rise):
         return settings | _rise(config, scheduler)
     if isinstance(scheduler, OneCycle):
-        settings["start"] = (scheduler.cycle_min_lr or 0.0) / (_peak(config, scheduler) or _lr(config))
+        settings["start"] = _start(config, scheduler, scheduler.cycle_min_lr or 0.0)
         if not _has_betas(config):
             settings["momentum"] = False
         elif scheduler.cycle_momentum:
             settings["momentum_start"] = scheduler.cycle_min_mom  # as in DeepSpeed's first update
     return settings
+
+
+def _start(config: CheckedConfig, scheduler: Schedule, lowest: Any) -> float:
+    """Return the lowest rate as a share of the peak. `_one_schedule` has made sure that both are numbers."""
+    peak: Any = _peak(config, scheduler)
+    return float(lowest / (peak or _lr(config)))
 
 
 def _lr(config: CheckedConfig) -> float:
@@ -303,7 +323,7 @@ def _rise(config: CheckedConfig, scheduler: Rise) -> dict[str, Any]:
     if isinstance(scheduler, Warmup):
         if scheduler.warmup_min_lr and _peak(config, scheduler) is None and config.optimizer is None:
             raise ConfigError("scheduler.params.warmup_min_lr needs warmup_max_lr, or an optimizer with its rate")
-        settings["start"] = scheduler.warmup_min_lr / (_peak(config, scheduler) or _lr(config))
+        settings["start"] = _start(config, scheduler, scheduler.warmup_min_lr)
     if isinstance(scheduler, WarmupDecay):
         settings |= {"final": settings["start"], "hold": int(is_log)}
         if scheduler.total_num_steps is not None:

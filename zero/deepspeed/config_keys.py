@@ -5,15 +5,19 @@ is copied to that setting unchanged. Each type of optimizer and scheduler has a 
 defaults.
 """
 
+import logging
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from zero.core.schema import Section
 from zero.core.setting_types import MOST, Count, Fraction, Names, Natural, NonNegative, Rate, Reads, Whole, Word
+from zero.core.suggest import shown
 from zero.errors import ConfigError
+
+log = logging.getLogger("zero")
 
 Every = Annotated[Whole, BeforeValidator(lambda value: MOST if value == math.inf else value)]
 Scale = Annotated[float, Field(ge=0)]
@@ -28,6 +32,30 @@ def _betas(value: Any) -> tuple[float, float]:
     return float(value[0]), float(value[1])
 
 
+def _by_group(words: str, is_valid: Callable[[float], bool]) -> Reads:
+    """Return the type of a number, or of a list with a number for each group of the optimizer."""
+
+    def read(value: Any) -> float | tuple[float, ...]:
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if not numbers or not all(type(number) in (int, float) and is_valid(number) for number in numbers):
+            raise ValueError
+        return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)
+
+    return Reads(f"{words}, or a list with such a number for each group", read)
+
+
+def _known_curve(value: Any) -> Any:
+    if value in ("log", "linear"):
+        return value
+    log.warning("scheduler.params.warmup_type=%s is neither log nor linear: log is used, as in DeepSpeed", shown(value))
+    return "log"
+
+
+PeakRates = Annotated[
+    float | tuple[float, ...], _by_group("a number from 1e-37, at most 1000", lambda rate: 1e-37 <= rate <= 1000)
+]
+Rates = Annotated[float | tuple[float, ...], _by_group("a number from 0, at most 1000", lambda rate: 0 <= rate <= 1000)]
+Fractions = Annotated[float | tuple[float, ...], _by_group("a number from 0, below 1", lambda share: 0 <= share < 1)]
 Betas = Annotated[tuple[float, float], Reads("two numbers from 0, below 1, such as [0.9, 0.999]", _betas)]
 
 
@@ -249,9 +277,14 @@ class Schedule(Section):
     last_batch_iteration: Literal[-1] = means("only -1: a run that continues knows its step", -1)
 
     @property
-    def peak(self) -> float | None:
-        """The highest learning rate; None if that is the optimizer's learning rate."""
+    def peak(self) -> float | tuple[float, ...] | None:
+        """The highest learning rate, of all groups or of each; None if that is the optimizer's learning rate."""
         return getattr(self, self.peak_key) if self.peak_key else None
+
+    @property
+    def by_group(self) -> dict[str, tuple[float, ...]]:
+        """The keys with a number for each group of the optimizer."""
+        return {name: value for name in type(self).model_fields if isinstance(value := getattr(self, name), tuple)}
 
     def check(self, autos: Container[str] = ()) -> None:
         """Raise ConfigError if a required key is missing; `autos` are the dotted keys with the value "auto"."""
@@ -264,7 +297,7 @@ class Rise(Schedule):
     """Keys that all schedulers with a warm-up have."""
 
     warmup_num_steps: Whole = means("`schedule.warmup`", 1000)
-    warmup_type: Literal["log", "linear"] = to("schedule.curve", "log")
+    warmup_type: Annotated[Literal["log", "linear"], BeforeValidator(_known_curve)] = to("schedule.curve", "log")
 
 
 class Warmup(Rise):
@@ -273,8 +306,8 @@ class Warmup(Rise):
     name: ClassVar[str] = "linear_warmup"
     peak_key: ClassVar[str] = "warmup_max_lr"
 
-    warmup_min_lr: NonNegative = means("`schedule.start`, as a share of the peak", 0.0)
-    warmup_max_lr: Rate | None = means("`optim.lr`")
+    warmup_min_lr: Rates = means("`schedule.start`, as a share of the peak", 0.0)
+    warmup_max_lr: PeakRates | None = means("`optim.lr`")
 
 
 class WarmupDecay(Warmup):
@@ -283,7 +316,7 @@ class WarmupDecay(Warmup):
     name: ClassVar[str] = "warmup_linear"
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
 
-    warmup_max_lr: Rate | None = means("`optim.lr`", 1e-3)
+    warmup_max_lr: PeakRates | None = means("`optim.lr`", 1e-3)
     total_num_steps: Whole | None = means("`schedule.total`")
 
 
@@ -305,8 +338,8 @@ class OneCycle(Schedule):
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
     peak_key: ClassVar[str] = "cycle_max_lr"
 
-    cycle_min_lr: NonNegative | None = means("`schedule.start`, as a share of the peak")
-    cycle_max_lr: Rate | None = means("`optim.lr`")
+    cycle_min_lr: Rates | None = means("`schedule.start`, as a share of the peak")
+    cycle_max_lr: PeakRates | None = means("`optim.lr`")
     decay_lr_rate: NonNegative = to("schedule.decay_rate", 0.0)
     cycle_first_step_size: Whole = to("schedule.rise", 2000)
     cycle_second_step_size: Natural | None = to("schedule.fall")
@@ -314,8 +347,8 @@ class OneCycle(Schedule):
     cycle_second_stair_count: Natural | None = to("schedule.fall_stairs")
     decay_step_size: Natural = to("schedule.decay_every", 0)
     cycle_momentum: bool = to("schedule.momentum", True)
-    cycle_min_mom: Fraction = to("schedule.momentum_min", 0.8)
-    cycle_max_mom: Fraction = to("schedule.momentum_max", 0.9)
+    cycle_min_mom: Fractions = to("schedule.momentum_min", 0.8)
+    cycle_max_mom: Fractions = to("schedule.momentum_max", 0.9)
     decay_mom_rate: NonNegative = to("schedule.momentum_decay_rate", 0.0)
 
 
@@ -325,7 +358,7 @@ class LRRange(Schedule):
     name: ClassVar[str] = "lr_range"
     peak_key: ClassVar[str] = "lr_range_test_min_lr"
 
-    lr_range_test_min_lr: Rate | None = means("`optim.lr`", 1e-3)
+    lr_range_test_min_lr: PeakRates | None = means("`optim.lr`", 1e-3)
     lr_range_test_step_size: Whole = to("schedule.every", 2000)
     lr_range_test_step_rate: NonNegative = to("schedule.rate", 1.0)
     lr_range_test_staircase: bool = to("schedule.stairs", False)

@@ -104,6 +104,8 @@ def initialize(
     """
     if model is None:
         raise ConfigError("zero.initialize needs model=")
+    if isinstance(model, Engine):
+        raise ConfigError("model= is an engine already. Use it as it is, without accelerator.prepare.")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("zero.initialize(mpu=..., mesh_param=...): there is no model parallelism. Leave it out.")
     compiled, model = model, uncompiled(model)

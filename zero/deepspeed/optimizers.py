@@ -24,7 +24,7 @@ from zero.settings.optimizers import Muon
 
 NO_STATE_DICT = (
     "the optimizer's state dict: moments are sharded over ranks. Call engine.save_checkpoint(folder) and "
-    "engine.load_checkpoint(folder)."
+    "engine.load_checkpoint(folder), and pass neither engine nor optimizer to accelerator.prepare."
 )
 
 ParamGroup = dict[str, Any]

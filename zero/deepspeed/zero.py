@@ -168,22 +168,25 @@ def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
 # Leaf modules. A plan names units by class, so a leaf makes every module of its class a unit.
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Make each module of these classes a unit, whose parameters are gathered together. Call before `zero.initialize`.
 
     Args:
         model: the model.
         leaf_module_classes: classes, including their subclasses, or names of classes, with or without their module.
+        raise_if_not_found: whether to raise ConfigError if the model has no module of these classes.
 
     Returns:
         The modules of these classes.
 
     Raises:
-        ConfigError: the model has no module of these classes.
+        ConfigError: the model has no module of these classes, and `raise_if_not_found` is true.
     """
     classes = list(leaf_module_classes)
     leaves = flag_leaf_modules(model, classes)
-    if not leaves:
+    if not leaves and raise_if_not_found:
         names = ", ".join(str(getattr(item, "__name__", item)) for item in classes)
         raise ConfigError(f"set_z3_leaf_modules: the model has no module {names}")
     return leaves

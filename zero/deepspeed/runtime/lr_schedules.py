@@ -3,6 +3,7 @@
 The engine calls a scheduler's `step` after each update that was not skipped, as DeepSpeed does. The learning rates are
 those of DeepSpeed 0.19.8: `last_batch_iteration` is -1 at first, and the n-th update uses the rates of iteration n - 2,
 so a warm-up makes two updates with its first rate. Parameters are passed by name; `config_keys` has their defaults.
+Bounds of rates and momentums are numbers, or lists with a number for each group.
 """
 
 import math
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from zero.core.lr_schedule import Cycle
+from zero.core.suggest import shown
 from zero.deepspeed import config_keys
+from zero.errors import ConfigError
 
 SECOND_BETA = 0.99
 """The second beta that DeepSpeed's OneCycle sets."""
@@ -41,7 +44,8 @@ class _Schedule(ABC):
         **keys: parameters of DeepSpeed's scheduler.
 
     Raises:
-        ConfigError: a parameter is unknown, or has no default and is missing.
+        ConfigError: a parameter is unknown, has no default and is missing, or is a list of another length than the
+            number of groups.
     """
 
     declared: ClassVar[type[config_keys.Schedule]]
@@ -50,6 +54,11 @@ class _Schedule(ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, *, last_batch_iteration: int = -1, **keys: Any) -> None:
         self.keys = self.declared(**keys)
         self.keys.check({f"{self.keys.section_key}.{name}" for name in keys if name == self.keys.peak_key})
+        count = len(optimizer.param_groups)
+        for name, numbers in self.keys.by_group.items():
+            if len(numbers) != count:
+                key = f"{self.keys.section_key}.{name}={shown(numbers)}"
+                raise ConfigError(f"{key}: must have one number for each of the optimizer's {count} groups")
         self.optimizer, self.last_batch_iteration = optimizer, last_batch_iteration
         self._own_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._write()
@@ -80,6 +89,12 @@ class _Schedule(ABC):
         """Restore a `state_dict`, and write the learning rates of the next update into the groups."""
         self.last_batch_iteration = int(sd["last_batch_iteration"])
         self._write()
+
+    def _of_groups(self, bound: float | tuple[float, ...] | None) -> Sequence[float]:
+        """Return a bound for each group; None is each group's own rate."""
+        if bound is None:
+            return self._own_lrs
+        return bound if isinstance(bound, tuple) else [bound] * len(self._own_lrs)
 
     def _write(self) -> None:
         self._last_lr = self.get_lr()
@@ -113,8 +128,9 @@ class WarmupLR(_Rise):
     keys: config_keys.Warmup
 
     def get_lr(self) -> list[float]:
-        low, peak, share = self.keys.warmup_min_lr, self.keys.warmup_max_lr, self._share()
-        return [low + ((own if peak is None else peak) - low) * share for own in self._own_lrs]
+        share = self._share()
+        bounds = zip(self._of_groups(self.keys.warmup_min_lr), self._of_groups(self.keys.warmup_max_lr), strict=True)
+        return [low + (peak - low) * share for low, peak in bounds]
 
     def _share(self) -> float:
         return self._risen()
@@ -155,7 +171,8 @@ class WarmupCosineLR(_Rise):
 class OneCycle(_Schedule):
     """A rise and fall of the learning rate, during which the first beta falls and rises, then a decay.
 
-    The first update uses the lowest beta. The momentum of optimizers without betas is not changed.
+    The first update uses the lowest beta, where `get_mom` already returns the highest, as in DeepSpeed. The momentum of
+    optimizers without betas is not changed.
     """
 
     declared = config_keys.OneCycle
@@ -180,23 +197,24 @@ class OneCycle(_Schedule):
         return cycle.between(0.0, 1.0, step) if step <= cycle.rise + cycle.fall else 0.0
 
     def get_lr(self) -> list[float]:
-        low, peak, height = self.keys.cycle_min_lr or 0.0, self.keys.cycle_max_lr, self._height()
-        decay = 1 + self.keys.decay_lr_rate * self._cycle.decays(self._step)
-        return [(low + ((own if peak is None else peak) - low) * height) / decay for own in self._own_lrs]
+        height, decay = self._height(), 1 + self.keys.decay_lr_rate * self._cycle.decays(self._step)
+        lows = self._of_groups(self.keys.cycle_min_lr or 0.0)
+        peaks = self._of_groups(self.keys.cycle_max_lr)
+        return [(low + (peak - low) * height) / decay for low, peak in zip(lows, peaks, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each group at `last_batch_iteration`; None if they stay as they are."""
         if not self.keys.cycle_momentum or "betas" not in self.optimizer.defaults:
             return None
-        low, high = self.keys.cycle_min_mom, self.keys.cycle_max_mom
-        growth = 1 + self.keys.decay_mom_rate * self._cycle.decays(self._step)
-        beta = low if self.last_batch_iteration < 0 else (high - (high - low) * self._height()) * growth
-        return [(beta, SECOND_BETA)] * len(self._own_lrs)
+        height, growth = self._height(), 1 + self.keys.decay_mom_rate * self._cycle.decays(self._step)
+        bounds = zip(self._of_groups(self.keys.cycle_min_mom), self._of_groups(self.keys.cycle_max_mom), strict=True)
+        return [((high - (high - low) * height) * growth, SECOND_BETA) for low, high in bounds]
 
     def _write(self) -> None:
         super()._write()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
-            group["betas"] = betas
+        lowest = self._of_groups(self.keys.cycle_min_mom)
+        for group, betas, low in zip(self.optimizer.param_groups, self.get_mom() or (), lowest, strict=False):
+            group["betas"] = (low, SECOND_BETA) if self.last_batch_iteration < 0 else betas
 
 
 class LRRangeTest(_Schedule):
@@ -208,11 +226,14 @@ class LRRangeTest(_Schedule):
     def get_lr(self) -> list[float]:
         keys, intervals = self.keys, (self.last_batch_iteration + 1) / self.keys.lr_range_test_step_size
         growth = math.floor(intervals) if keys.lr_range_test_staircase else intervals
-        low, share = keys.lr_range_test_min_lr, 1 + keys.lr_range_test_step_rate * growth
-        return [(own if low is None else low) * share for own in self._own_lrs]
+        share = 1 + keys.lr_range_test_step_rate * growth
+        return [low * share for low in self._of_groups(keys.lr_range_test_min_lr)]
 
 
 SCHEDULES = {
     schedule.__name__.lower(): schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 """`type` of a config in lower case -> class."""
+
+VALID_LR_SCHEDULES = [schedule.__name__ for schedule in SCHEDULES.values()]
+"""Names of the schedulers, which Accelerate compares with an object's class."""

@@ -1,13 +1,17 @@
 """A loss in chunks is the plain loss, up to the rounding of fp32, and never holds all logits."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero
+from zero.distributed.world import SoloWorld
 from zero.errors import ConfigError
 
 
@@ -166,3 +170,31 @@ def test_what_does_not_go_together_is_refused(hidden, weight, targets, chunk, wh
         zero.losses.linear_cross_entropy(
             torch.zeros(hidden), torch.zeros(weight), torch.zeros(targets, dtype=torch.int64), chunk
         )
+
+
+class Reads(nn.Module):
+    """Reads the weight and bias of its head in its own forward, outside of the unit that owns them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 5), nn.Linear(5, 11)
+
+    def forward(self, rows, targets):
+        return zero.losses.linear_cross_entropy(self.body(rows), self.head.weight, targets, 4, bias=self.head.bias)
+
+
+@pytest.mark.parametrize("activations", ["keep", "remat"])
+def test_a_weight_is_gathered_where_another_module_reads_it(activations):
+    plain, ours = Reads(), Reads()
+    ours.load_state_dict(plain.state_dict())
+    batch = torch.ones(3, 5), torch.tensor([2, 10, 0])
+    plain(*batch).backward()
+    plan = zero.Plan(
+        ours, optimizer=zero.sgd(1.0), world=SoloWorld(), stage=3, units=["Linear"], activations=activations
+    )
+    with contextlib.closing(zero.open_store(plan)) as store:
+        state = zero.init(plan, store, weights=plain.state_dict())
+        state, _ = zero.make_step(plan, lambda model, batch: model(*batch))(state, [batch])
+        for name, value in zero.full_state_dict(state).items():
+            parameter = plain.get_parameter(name)
+            torch.testing.assert_close(value, parameter.detach() - parameter.grad)

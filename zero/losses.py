@@ -64,6 +64,8 @@ def linear_cross_entropy(
     size = _chunk(chunk, len(rows), len(weight))
     if size is None:
         return F.cross_entropy(F.linear(rows, weight, bias).float(), goals, ignore_index=IGNORED, reduction=reduction)
+    weight = weight.view_as(weight)  # an autograd function would not gather a parameter that is read outside its unit
+    bias = None if bias is None else bias.view_as(bias)
     loss = _LinearCrossEntropy.apply(rows, weight, bias, goals, size, reduction == "mean")
     assert isinstance(loss, Tensor)
     return loss

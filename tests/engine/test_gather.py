@@ -976,7 +976,7 @@ class WritesItsParameter(nn.Module):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_writing_to_a_parameter_is_refused_by_name(stage):
     """At stage 3 the write would reach a gathered copy and be lost, below it ranks would part."""
-    with pytest.raises(StaleStateError, match=r"parameter layers\.0\.scale was written to in place"):
+    with pytest.raises(StaleStateError, match=r"one of the parameters layers\.0\.scale, .* was written to in place"):
         sharded(Chain(WritesItsParameter), stage=stage)
 
 

@@ -19,6 +19,7 @@ import train
 from tests.common.browser import DARK, LIGHT, needs_chromium, shown
 from tests.conftest import LONG_S
 from zero.errors import MachineError
+from zero.platform.files import Files
 from zero.platform.timeline import Span as Traced, Timeline
 from zero.tracker.report import chart, page, run, scale
 from zero.tracker.report.chart import Bar, Panel, Part, Row, Series, Span
@@ -499,7 +500,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
     def full(*_):
         raise OSError(28, "no space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Files, "replace", full)
     with pytest.raises(MachineError, match=r"report\.html cannot be written: .*no space left"):
         run.write(tmp_path)
     assert (tmp_path / "report.html").read_text() == before

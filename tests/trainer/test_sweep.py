@@ -21,6 +21,7 @@ import train
 from tests.common.browser import DARK, LIGHT, needs_chromium, shown
 from tests.conftest import LONG_S
 from zero.errors import MachineError
+from zero.platform.files import Files
 from zero.tracker.report import sweep
 from zero.trainer import cli, job as processes
 from zero.trainer.config import keys
@@ -236,7 +237,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch
     def full(*_):
         raise OSError(28, "no space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Files, "replace", full)
     with pytest.raises(MachineError, match=r"sweep\.csv cannot be written: .*no space left"):
         sweep.write(tmp_path)
     assert {name: (tmp_path / f"sweep.{name}").read_text() for name in before} == before

@@ -854,8 +854,9 @@ def test_what_a_killed_save_leaves_is_opened_and_removed_by_the_next_save(at: st
             patched.setattr(Root, "abandon", lambda *_: None)
             with pytest.raises(Killed):
                 save(state, root)
-        left = sorted(os.listdir(root))
-        assert [name[:5] for name in left] == [".tmp-", "step-"] if at == "write" else [".old-", ".tmp-"]
+    left = sorted(os.listdir(root))
+    assert [name[:5] for name in left] == [".tmp-", "step-"] if at == "write" else [".old-", ".tmp-"]
+    with opened(world, Setting()) as (state, step):  # the next process
         found, rejected = open_latest(world, root)
         assert (found.step, rejected) == (2, [])
         assert sorted(os.listdir(root)) == left  # a reader changes nothing

@@ -27,6 +27,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from zero.core.loss_scale import LossScale
 from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_type
+from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, if_it_fails, with_class
@@ -49,6 +51,9 @@ from zero.platform.files import memory_of, naming
 from zero.platform.handle import Then
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
+
+_ROOTS: WeakKeyDictionary[Runtime, dict[Path, Root]] = WeakKeyDictionary()
+"""The roots that a run has saved into: `Root.sweep` must know the folders that other saves of the run are writing."""
 
 MEET_S = 1.0
 """Seconds between two collectives of `join`, in which ranks report whether their threads are still running."""
@@ -120,6 +125,12 @@ def snapshot_bytes(state: State, root: Root) -> int:
     return sum(part.nbytes for part in parts) + plan.model_buffer_bytes + staging_bytes(plan)
 
 
+def _root_at(path: Path, runtime: Runtime) -> Root:
+    """Return the root in `path`, the same one in each save of a run."""
+    root = own_root(path.absolute(), runtime.plan.world)
+    return _ROOTS.setdefault(runtime, {}).setdefault(root.path, root)
+
+
 class Saving:
     """A save in progress, which `finish` ends. Constructing it is collective.
 
@@ -148,7 +159,7 @@ class Saving:
         state.runtime.tree.check()
         state.runtime.settle()
         plan, buffers = state.plan, buffers_of(state.model)
-        self._world, self._root = plan.world, root if isinstance(root, Root) else own_root(Path(root), plan.world)
+        self._world, self._root = plan.world, root if isinstance(root, Root) else _root_at(Path(root), state.runtime)
         self._runtime, self._alone, self._threads = state.runtime, alone, list[threading.Thread]()
         self._copied, self._stopped = threading.Event(), threading.Event()
         self._report: dict[str, Any] = {"error": "the thread that writes its file died"}

@@ -777,7 +777,7 @@ def test_reading_an_empty_parameter_says_when_there_are_values(read):
     ],
 )
 def test_a_step_of_plain_torch_on_empty_parameters_raises(said, backward, inside):
-    """It would change no value, because there is none."""
+    """An update without an effect: the model has no values."""
 
     def step() -> None:
         backward(layer)

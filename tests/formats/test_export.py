@@ -345,7 +345,7 @@ def rested(folder: Path) -> dict[str, int]:
 
 
 def test_an_import_keeps_each_parameters_number_of_updates(trained, tmp_path: Path):
-    """Those whose moments begin at zero count from 0, as in torch."""
+    """A parameter whose moments begin at zero counts its updates from 0, as in torch."""
     universal(tmp_path / "uni", {name: value for name, value in trained[0].items() if name not in TIE}, 1)
     homes = tmp_path / "uni" / "zero"
     torch.save(torch.tensor(3.0), homes / "norm.bias" / "step.pt")

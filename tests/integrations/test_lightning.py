@@ -433,7 +433,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "link").symlink_to("models")
     ours.save_checkpoint(tmp_path / "link")
     assert not (tmp_path / "link").is_symlink()
-    assert [one.name for one in (tmp_path / "models").iterdir()] == ["thesis.tex"]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["thesis.tex"]
 
 
 def test_a_checkpoint_of_weights_is_a_file_that_lightning_loads_and_is_written_anywhere(tmp_path, monkeypatch):

@@ -20,7 +20,6 @@ _HOSTED: dict[tuple[str, int], dist.Store] = {}
 The next world of another rank may need the store before this rank has closed the last world.
 """
 
-
 LOOPBACK = "127.0.0.1"
 
 

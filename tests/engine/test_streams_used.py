@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, wide
 from zero.engine.full import digest, full_state_dict
+from zero.engine.measured import measured
 from zero.platform.timeline import Span, Timeline
 from zero.store.workers import WorkerPool
 from zero.testing import run_ranks, simulated_gpu
@@ -104,6 +105,49 @@ def borrowed() -> list[float]:
 def test_three_gradients_in_two_buffers_are_what_was_written():
     with simulated_gpu(races=True, order="late"):
         assert borrowed()[3:] == [3.0, 1.0, 2.0, 4.0, 1.0, 2.0, 4.0]
+
+
+TIERS = [
+    *(
+        {"preset": preset, "compute": compute}
+        for preset in ("cpu", "nvme", "infinity")
+        for compute in ("device", "host")
+    ),
+    {"optimizer": "cpu", "compute": "host"},
+    {"optimizer": "none", "grad": "cpu", "param": "cpu", "compute": "host"},
+    {"optimizer": "auto", "param": "cpu", "compute": "host"},
+]
+
+
+@pytest.mark.parametrize("optimizer", [zero.adamw(1e-2, clip=0.5), zero.muon(1e-2, clip=0.5)], ids=["adamw", "muon"])
+@pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: " ".join(tiers.values()))
+def test_every_copy_of_a_step_is_to_or_from_pinned_memory(tiers, optimizer, tmp_path):
+    """And the bits are those of the same run without a GPU, whose update is the host's."""
+
+    def step_twice(world: zero.World) -> str:
+        with world.exclusive(), zero.empty():
+            model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+        plan = zero.Plan(
+            model, optimizer=optimizer, world=world, precision="bf16", units=["Linear"],
+            offload=zero.Offload(path=str(tmp_path), page_bytes=8 * KiB, **tiers),
+        )  # fmt: skip
+        state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, mean_square)
+        if isinstance(world.compute, InstrumentedGpu):
+            assert measured(state).get("host", {}).get("arena", 0) == plan.arena_bytes
+            world.compute.copies.clear()
+        for _ in range(2):
+            state, _ = step(state, [ones()])
+        found = digest(state)
+        state.close()
+        return found
+
+    with simulated_gpu(races=True, order="late") as simulation:
+        found = run_ranks(2, step_twice)
+    copies = [copy for gpu in watched(simulation) for copy in gpu.copies]
+    assert copies
+    assert all(copy.pinned for copy in copies)
+    if tiers["compute"] == "host" and optimizer.muon is None:
+        assert found == run_ranks(2, step_twice)
 
 
 # -- parameters in host memory -----------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         store = PrefetchStore(
             Tiers(stores, plan.tier, release=arena.close),
             [arena.take(slot_bytes) for _ in range(plan.arena_slots)],
+            [arena.take(plan.bounce_bytes) for _ in range(threads if plan.bounce_bytes else 0)],
             threads=threads,
             read_ahead=plan.read_ahead_slots,
             timeout_s=plan.world.timeout_s,

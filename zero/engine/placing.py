@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zero.core.offload import Offload
 from zero.core.placement import Placement, Room, Tier, budget_bytes, place
-from zero.core.sizes import MiB
+from zero.core.sizes import MiB, round_up
 from zero.engine.facts import Facts
 from zero.engine.page_table import PageTable
 from zero.errors import ConfigError
@@ -71,6 +71,24 @@ def thread_count(offload: Offload) -> int:
     """Return the number of the store's threads: a number in the settings, or `THREADS` for each folder that is used."""
     uses_disk = {"nvme", "auto"} & {*offload.kinds}
     return offload.threads or THREADS * (len(offload.paths) if uses_disk else 1)
+
+
+def bounce_bytes(table: PageTable, offload: Offload) -> int:
+    """Return the bytes of a bounce buffer: tensors of one page's elements that may be on a GPU while the host updates.
+
+    0 if none is needed. Each of the store's threads has one.
+    """
+    on_gpu = {"none", "auto"}
+    if offload.compute != "host" or table.device_is_host or {*offload.kinds} == {"none"}:
+        return 0
+    numel = min(table.page_numel, max(map(table.update_numel, table.units), default=0))
+    optimizer, param, grad = offload.kinds
+    directions = any(unit.matrices for unit in table.units)  # take the places of gradients and of parameters
+    sizes = [4 * numel] * (directions or grad in on_gpu)
+    sizes += [table.precision.compute.itemsize * numel] * (directions or param in on_gpu)
+    if optimizer in on_gpu:
+        sizes += [dtype.itemsize * table.kept.numel(kind, numel) for kind, dtype in table.kept.dtypes.items()]
+    return sum(map(round_up, sizes))
 
 
 def has_many_pages(facts: Facts, offload: Offload, page_bytes: int = LEAST_PAGE_BYTES) -> bool:
@@ -142,6 +160,7 @@ def place_pages(
     )
     on_device = sum(table.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes
     on_host = table.secondary_bytes("host") + host_activation_bytes
+    on_host += thread_count(offload) * bounce_bytes(table, offload)
     error: ConfigError | None = None
     for slots, staging_slots in _choices(table, offload, room, (offload.ahead or 0) // staged_bytes):
         try:

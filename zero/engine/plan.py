@@ -33,7 +33,14 @@ from zero.engine.coded import coded_names
 from zero.engine.compile import Backend, check_backend, described
 from zero.engine.facts import Facts, Reduction, Scope, sharers
 from zero.engine.page_table import PageTable
-from zero.engine.placing import auto_page_bytes, has_many_pages, lowest_tiers, place_pages, thread_count
+from zero.engine.placing import (
+    auto_page_bytes,
+    bounce_bytes,
+    has_many_pages,
+    lowest_tiers,
+    place_pages,
+    thread_count,
+)
 from zero.engine.split import APART, depth_of, split
 from zero.engine.takeover import refuse_taken
 from zero.engine.unit import Splitting
@@ -282,8 +289,14 @@ class Plan(PageTable):
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena, the host memory through which pages are read and written."""
-        return self.arena_slots and self.arena_slots * self.slot_bytes
+        """Bytes of the arena, the host memory through which pages are read and written, with the bounce buffers."""
+        slots_bytes = self.arena_slots and self.arena_slots * self.slot_bytes
+        return slots_bytes + thread_count(self.offload) * self.bounce_bytes
+
+    @property
+    def bounce_bytes(self) -> int:
+        """Bytes of each bounce buffer, pinned memory through which a thread that updates copies to and from a GPU."""
+        return bounce_bytes(self, self.offload)
 
     @property
     def read_ahead_slots(self) -> int:

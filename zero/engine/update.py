@@ -20,7 +20,7 @@ Source: Jiang et al. 2021, "Optimizer Fusion" (forward fusion); Rajbhandari et a
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple, cast
@@ -34,6 +34,7 @@ from zero.core.layout import Layout, Slot
 from zero.core.master import cut_as, in_fp32
 from zero.core.moments import permutation
 from zero.core.optim import Hyper
+from zero.core.sizes import round_up
 from zero.core.update_counts import UpdateCounts
 from zero.core.updates import PageBatch, Settings, on_device
 from zero.engine.gradient import Gradients
@@ -328,8 +329,30 @@ class Updater:
     ) -> None:
         """Update one part on a thread of the store; `tensors` are its pages in memory, in the order of `Group.all`."""
         name, now = threading.current_thread().name, self._where.shares_memory
-        with self._limit, self._device.paging(name, after, now=now), self._tape.streaming("update", unit.spec.name):
-            self._update_offloaded(unit, hyper, self._piece(unit, part, tensors), part.turn)
+        told = self._tape.streaming("update", unit.spec.name)
+        with self._limit, self._room() as room_for, self._device.paging(name, after, now=now), told:
+            self._update_offloaded(unit, hyper, self._piece(unit, part, tensors), part.turn, room_for)
+
+    @contextmanager
+    def _room(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Yield a function that returns a tensor if the update can access it where it is, else room for its values.
+
+        Room in host memory is pinned, so that copies do not pass through other memory.
+        """
+        if not self._plan.bounce_bytes:
+            yield self._where.room_for
+            return
+        with self._store.bounce_buffer() as memory:
+            end = 0
+
+            def room_for(tensor: Tensor) -> Tensor:
+                nonlocal end
+                if self._where.is_home_of(tensor):
+                    return tensor
+                start, end = end, round_up(end + tensor.nbytes)
+                return memory[start : start + tensor.nbytes].view(tensor.dtype)
+
+            yield room_for
 
     def _piece(self, unit: UnitState, part: Part, tensors: Sequence[Tensor] | None) -> Piece:
         """Return the piece for a whole part: `tensors` for its pages, and tensors of the unit for the rest."""
@@ -345,17 +368,24 @@ class Updater:
         kept = cast(list[Tensor], [*paged.values()])
         return Piece(part.first, cast(Tensor, param_K), kept, cast(Tensor, grad_K), part.tables)
 
-    def _update_offloaded(self, unit: UnitState, hyper: Hyper, piece: Piece, turn: int) -> None:
+    def _update_offloaded(
+        self, unit: UnitState, hyper: Hyper, piece: Piece, turn: int, room_for: Callable[[Tensor], Tensor]
+    ) -> None:
         """Update one part on the device that the plan chose, and copy tensors of other devices there and back."""
-        where, param_K = self._where, piece.param_K
-        there = [where.bring(page_K) for page_K in piece.kept]
+        changed = [piece.param_K, *piece.kept]
+        there = [room_for(tensor) for tensor in changed]
+        grad_there = room_for(piece.grad_K)
         reads = self._plan.passes(unit.spec)[turn].reads_params
-        param_there = where.bring(param_K) if reads else where.room_for(param_K)
-        brought = piece._replace(param_K=param_there, kept=there, grad_K=where.bring(piece.grad_K))
-        self._update_pieces(unit, hyper, where, [brought], turn)
-        for page_K, changed_K in zip((param_K, *piece.kept), (param_there, *there), strict=True):
-            if changed_K is not page_K:
-                where.copy(page_K, changed_K)
+        self._copy_all([*there[not reads :], grad_there], [*changed[not reads :], piece.grad_K])
+        brought = piece._replace(param_K=there[0], kept=there[1:], grad_K=grad_there)
+        self._update_pieces(unit, hyper, self._where, [brought], turn)
+        self._copy_all(changed, there)
+
+    def _copy_all(self, into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copy each source that is another tensor; the host waits where it computes with the result."""
+        for tensor, source in zip(into, sources, strict=True):
+            if tensor is not source:
+                self._where.copy(tensor, source)
 
     def _update_pieces(
         self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece], turn: int = 0

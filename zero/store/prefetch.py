@@ -10,7 +10,8 @@ A page that the inner store lends (`in_place`) is never copied to a slot: the fu
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class PrefetchStore(Store):
         inner: the other store, which reads and writes in the calling thread. Several threads call it at once, for
             different pages. Its pages are allocated through this store.
         slots: host memory for loaded groups: 1-D uint8, of equal size, aligned to 4 KiB.
+        bounce_buffers: host memory for other tensors of a group's work, one for each thread, see `bounce_buffer`.
         threads: the most actions (read, work, write) at a time.
         read_ahead: the most slots for groups that are only announced.
         timeout_s: the limit of every wait, in seconds.
@@ -45,6 +47,7 @@ class PrefetchStore(Store):
         self,
         inner: Store,
         slots: Sequence[Tensor],
+        bounce_buffers: Sequence[Tensor] = (),
         *,
         threads: int,
         read_ahead: int,
@@ -52,6 +55,7 @@ class PrefetchStore(Store):
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self._inner, self._slots = inner, tuple(slots)
+        self._bounce_buffers, self._idle = tuple(bounce_buffers), list(bounce_buffers)
         self._sizes = Pages[tuple[int, torch.dtype]]()
         self._shapes: dict[Group, _Shape] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # the pages in each slot
@@ -113,8 +117,17 @@ class PrefetchStore(Store):
 
     @property
     def slots_bytes(self) -> int:
-        """Return the bytes of all slots."""
-        return sum(slot.nbytes for slot in self._slots)
+        """Return the bytes of all slots and bounce buffers."""
+        return sum(memory.nbytes for memory in (*self._slots, *self._bounce_buffers))
+
+    @contextmanager
+    def bounce_buffer(self) -> Iterator[Tensor]:
+        """Lend the calling thread, one of the store's, a bounce buffer: through it tensors of a GPU reach the host."""
+        memory = self._idle.pop()
+        try:
+            yield memory
+        finally:
+            self._idle.append(memory)
 
     def close(self) -> None:
         """End the threads, then close the inner store. Operations that have not started are dropped.

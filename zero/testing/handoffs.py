@@ -89,6 +89,7 @@ def instrumentation() -> Iterator[None]:
         (WorkerPool, "leave", _leave),
         (PrefetchStore, "_carry_out", _carry_out),
         (PrefetchStore, "_copy", _copy),
+        (PrefetchStore, "bounce_buffer", _bounce_buffer),
         (Saving, "_start", _start),
         (Saving, "_write_behind", _write_behind),
         (Saving, "_end_copies", _end_copies),
@@ -205,6 +206,19 @@ def _copy(store: PrefetchStore, original: Any, page: Page, tensor: Tensor, write
         with untraced():
             return original(store, page, tensor, writes)
     return original(store, page, tensor, writes)
+
+
+@contextmanager
+def _bounce_buffer(store: PrefetchStore, original: Any) -> Iterator[Tensor]:
+    with original(store) as memory:
+        key = (id(store._workers), "bounce", memory.data_ptr())
+        if thread.gpu is not None:
+            thread.gpu.handoffs.acquire(key)
+        try:
+            yield memory
+        finally:
+            if thread.gpu is not None:
+                thread.gpu.handoffs.release(key)
 
 
 # -- a save in a thread of its own -------------------------------------------------------------------------------------

@@ -53,11 +53,12 @@ class WaitSite(NamedTuple):
 
 
 class CopyRecord(NamedTuple):
-    """A copy between host and device: its stream, direction and size in bytes."""
+    """A copy between host and device: its stream, direction and bytes, and whether the host memory is pinned."""
 
     stream: str
     to_host: bool
     nbytes: int
+    pinned: bool
 
 
 class SimulatedGpu(Device):
@@ -368,7 +369,8 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
             if info.name not in COPIES:
                 raise AssertionError(f"{info.name} has arguments both on the host and on the device{_location()}")
             seconds = written / rates.link_bytes_per_s
-            self.copies.append(CopyRecord(agent.name, any(not self.is_home_of(tensor) for tensor in writes), written))
+            to_host = any(not self.is_home_of(tensor) for tensor in writes)
+            self.copies.append(CopyRecord(agent.name, to_host, written, self._is_pinned(reads, writes)))
             resource = "bytes to the host" if self.copies[-1].to_host else "bytes from the host"
             streams.counts[resource] += written
         streams.counts["launches"] += 1
@@ -398,8 +400,12 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         return result
 
     def _is_asynchronous(self, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        return thread.asynchronous and self._is_pinned(reads, writes)
+
+    def _is_pinned(self, reads: list[Tensor], writes: list[Tensor]) -> bool:
+        """Return whether those of the tensors that are in host memory are in pinned memory."""
         pieces = [piece for tensor in (*reads, *writes) if (piece := self._piece_of_host(tensor)) is not None]
-        return thread.asynchronous and all(piece in self._pinned for piece in pieces)
+        return all(piece in self._pinned for piece in pieces)
 
 
 def _recompute(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]) -> None:

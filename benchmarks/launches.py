@@ -127,7 +127,7 @@ def loss_of(model: Any, row: "torch.Tensor") -> "torch.Tensor":
 
 
 def counted(world: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    from zero.testing.simulated_gpu import count_launches, simulated_gpu
+    from tests.simulation.simulated_gpu import count_launches, simulated_gpu
     from zero.distributed.world import World, open_default_group
 
     patch("triton.runtime.interpreter.InterpretedFunction.run").start()  # kernels need not run to be counted
@@ -149,7 +149,7 @@ def counted(world: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 def waits_and_copies(settings: dict[str, Any]) -> dict[str, int]:
     """Count the waits and copies of a step on an instrumented device."""
-    from zero.testing.simulated_gpu import simulated_gpu
+    from tests.simulation.simulated_gpu import simulated_gpu
     from zero.distributed.world import World
 
     with simulated_gpu(races=True, fused=True) as simulation:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     import zero
-    from zero.testing.simulated_time import Rates
+    from tests.simulation.simulated_time import Rates
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -241,7 +241,8 @@ def loss_of(model: "torch.nn.Module", row: "torch.Tensor") -> "torch.Tensor":
 
 def timed(ranks: int, rates: "Rates", *args: Any) -> Timed:
     """Time a step of rank 0 at these rates."""
-    from zero.testing import run_ranks, simulated_gpu
+    from zero.testing import run_ranks
+    from tests.simulation import simulated_gpu
 
     # kernels need not run to be timed, except sums over ranks, without which no gradient would be finite
     unrun = patch("triton.runtime.interpreter.InterpretedFunction.run") if ranks == 1 else nullcontext()
@@ -256,7 +257,7 @@ def rows(settings: list[Setting], small: Small | None) -> Iterator[dict[str, Any
         small: the model to simulate; None to plan only.
     """
     from zero.core.placement import DoesNotFit
-    from zero.testing.simulated_time import Rates
+    from tests.simulation.simulated_time import Rates
 
     flops: dict[int, float] = {}  # ranks -> FLOPs of a step of the simulated model
     resident: dict[tuple[Any, ...], Timed] = {}

@@ -209,7 +209,7 @@ class Gpu:
 
 
 class Simulated(Gpu):
-    """`zero.testing.simulated_gpu`: the library decides as on a GPU; memory and kernels are the CPU's."""
+    """`tests.simulation.simulated_gpu`: the library decides as on a GPU; memory and kernels are the CPU's."""
 
     simulated = True
 
@@ -226,7 +226,7 @@ class Simulated(Gpu):
     @cached_property
     def world(self) -> Any:
         from zero.distributed.world import World
-        from zero.testing import simulated_gpu
+        from tests.simulation import simulated_gpu
 
         with simulated_gpu():
             return World.from_env(self._timeout_s, "cpu")
@@ -276,7 +276,7 @@ class Simulated(Gpu):
 
     def launches(self, run: Run) -> dict[str, int | None]:
         """Count the operators that would launch a kernel."""
-        from zero.testing.simulated_gpu import count_launches
+        from tests.simulation.simulated_gpu import count_launches
 
         return {"launches": sum(count_launches(run).values()), "copies": None, "waits": None}
 

@@ -13,13 +13,14 @@ from torch import nn
 
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss, train_small
+from tests.simulation import simulated_gpu
 from zero.core.groups import Group
 from zero.core.lr_schedule import Cycle, CycledMomentum, OneCycle
 from zero.core.optim import adagrad, adam, adamw, lion, sgd
 from zero.core.updates import PageBatch
 from zero.engine.full import digest, full_state_dict
 from zero.errors import ConfigError
-from zero.testing import run_ranks, simulated_gpu
+from zero.testing import run_ranks
 
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5
 

@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero
 from tests.common.small import Setting, train_small
 from tests.conftest import LONG_S
+from tests.simulation import simulated_gpu
 from zero.distributed.process_group import _LOST
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.world import SoloWorld
 from zero.errors import ConfigError, RankFailedError, WorldError
-from zero.testing import run_processes, run_ranks, simulated_gpu
+from zero.testing import run_processes, run_ranks
 
 
 def seen(world: zero.World) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.simulation import simulated_gpu
 from zero.distributed.routes import Routes, partial_numel
 from zero.distributed.world import ProcessWorld, World
 from zero.errors import ConfigError, RankFailedError
-from zero.testing import run_processes, run_ranks, simulated_gpu
+from zero.testing import run_processes, run_ranks
 from zero.testing.thread_world import ThreadWorld
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import LONG_S
+from tests.simulation import simulated_gpu
 from zero.distributed import stalled
 from zero.distributed.ordered_sum import ordered_sum
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.world import ProcessWorld, SoloWorld, World, _ProcessPart
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
 from zero.platform.device import Device
-from zero.testing import run_processes, run_ranks, simulated_gpu
+from zero.testing import run_processes, run_ranks
 
 SIZES = [1, 2, 3, 8]
 PROCESSES = [2, 3]

@@ -25,11 +25,12 @@ from torch.nn import functional as F
 
 import zero
 from tests.conftest import LONG_S
+from tests.simulation import simulated_gpu
 from zero.engine import saved_tensors
 from zero.engine.full import digest
 from zero.engine.saved_tensors import OnHost
 from zero.errors import ConfigError, HandshakeError, OutsideUnitError, PlanError, RankFailedError
-from zero.testing import run_processes, run_ranks, simulated_gpu
+from zero.testing import run_processes, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WIDTH, ROWS, STEPS, LR, CLIP = 12, 6, 4, 1e-2, 0.2

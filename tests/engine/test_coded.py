@@ -12,6 +12,8 @@ from torch import Tensor
 import zero
 from tests.common.small import Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss
 from tests.faults.disks import FaultyFiles, flip
+from tests.simulation import simulated_gpu
+from tests.simulation.simulated_gpu import count_launches
 from zero.core.codec import CODECS, Codec
 from zero.distributed.world import SoloWorld
 from zero.engine.coded import CodedWeights
@@ -20,8 +22,7 @@ from zero.engine.measured import measured
 from zero.engine.traffic import traffic
 from zero.errors import ConfigError, PlanError, StoreError
 from zero.store import NvmeStore
-from zero.testing import run_ranks, simulated_gpu
-from zero.testing.simulated_gpu import count_launches
+from zero.testing import run_ranks
 
 KiB = 1024
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,8 +7,9 @@ import pytest
 
 import zero
 from tests.common.small import KiB, Setting, adamw_in_8bit, small_batch, train_small, wide
-from zero.testing import run_ranks, simulated_gpu
-from zero.testing.simulated_gpu import count_launches
+from tests.simulation import simulated_gpu
+from tests.simulation.simulated_gpu import count_launches
+from zero.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 

@@ -20,11 +20,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from tests.simulation import simulated_gpu
 from zero.distributed.world import SoloWorld
 from zero.engine.pool import Pool
 from zero.engine.recompute import UNCOUNTED_NUMEL
 from zero.errors import StaleStateError, WorldError
-from zero.testing import run_ranks, simulated_gpu
+from zero.testing import run_ranks
 from zero.trainer.models.gpt import GPT, loss as gpt_loss
 from zero.trainer.models.gpt_config import GPTConfig
 

@@ -13,12 +13,13 @@ import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
 from tests.engine.test_against_torch import CONFIG, batch_at
 from tests.engine.test_stages import placements
+from tests.simulation import simulated_gpu
+from tests.simulation.simulated_gpu import count_launches
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.placement import DoesNotFit
 from zero.engine.full import digest, full_state_dict, get_full
 from zero.errors import ConfigError
-from zero.testing import run_processes, run_ranks, simulated_gpu
-from zero.testing.simulated_gpu import count_launches
+from zero.testing import run_processes, run_ranks
 from zero.trainer.models import GPT, loss as gpt_loss
 
 PLAIN = Setting(optimizer=zero.muon, lr=0.02, clip=0.5)

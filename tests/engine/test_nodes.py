@@ -19,6 +19,7 @@ from tests.common.small import Setting, small_batch, small_loss, train_small
 from tests.engine.test_oracle import LR, momentum_sgd, norm, run
 from tests.engine.test_reduce_order import model, paths_of, plain, row, same, trained
 from tests.engine.test_stages import placements
+from tests.simulation import simulated_gpu
 from zero.core.layout import Layout
 from zero.core.placement import Room
 from zero.core.sizes import round_up
@@ -26,7 +27,7 @@ from zero.engine.full import digest, full_state_dict
 from zero.engine.measured import measured
 from zero.engine.traffic import traffic
 from zero.errors import ConfigError, PlanError, WorldError
-from zero.testing import run_processes, run_ranks, simulated_gpu
+from zero.testing import run_processes, run_ranks
 
 KiB = 1024
 OFFLOADS = {

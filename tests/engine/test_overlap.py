@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from tests.simulation import simulated_gpu
 from zero.engine.empty import Operation
 from zero.engine.full import digest
-from zero.testing import run_ranks, simulated_gpu
+from zero.testing import run_ranks
 
 WIDTH, LAYERS = 16, 5
 

@@ -10,13 +10,14 @@ from torch import nn
 
 import zero
 from tests.common.small import KiB, Setting, adamw_in_8bit, deterministic, slice_of, small_batch, small_loss
+from tests.simulation import simulated_gpu
+from tests.simulation.simulated_gpu import count_launches
 from zero.engine.checksums import Checksums, checksum
 from zero.engine.full import digest
 from zero.errors import ConfigError, MachineError, StaleStateError
 from zero.platform.files import memory_of
 from zero.store import Page, PageKind
-from zero.testing import run_processes, run_ranks, simulated_gpu
-from zero.testing.simulated_gpu import count_launches
+from zero.testing import run_processes, run_ranks
 
 EVERYWHERE = [
     Setting(stage=stage, precision=precision, offload=(("preset", preset),), page_bytes=4 * KiB, clip=0.5)

@@ -7,12 +7,13 @@ import pytest
 
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, train_small, wide
+from tests.simulation import simulated_gpu
 from zero.core.placement import DoesNotFit
 from zero.engine.full import digest, full_state_dict
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.errors import StaleStateError
-from zero.testing import run_ranks, simulated_gpu
+from zero.testing import run_ranks
 
 PLAIN = Setting(precision="bf16", clip=0.5, page_bytes=4 * KiB)
 

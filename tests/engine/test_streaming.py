@@ -8,11 +8,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import zero
 from tests.common.small import KiB, Setting, Small, adamw_in_bf16, slice_of, small_batch
+from tests.simulation import simulated_gpu
 from tests.trainer.test_planning import peak_of
 from zero.engine import streaming
 from zero.engine.full import gathered
 from zero.errors import ConfigError, HandshakeError, StaleStateError
-from zero.testing import run_ranks, simulated_gpu
+from zero.testing import run_ranks
 
 PLACES = [
     Setting(stage=stage, precision=precision, offload=(("preset", preset),), page_bytes=4 * KiB)

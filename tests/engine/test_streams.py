@@ -21,15 +21,16 @@ from torch import nn
 
 import zero
 from tests.common.small import deterministic
+from tests.simulation import RaceError, simulated_gpu
+from tests.simulation.instrumented_gpu import InstrumentedGpu, WaitSite
+from tests.simulation.races import Agent, History
+from tests.simulation.streams import Streams
 from zero.checkpoint import Saving, load, open_checkpoint, save
 from zero.deepspeed.zero import safe_get_full_grad
 from zero.engine import saved_tensors
 from zero.engine.full import digest
 from zero.sequence import SequenceParallel, SharedRows, attention, open_group
-from zero.testing import RaceError, run_processes, run_ranks, simulated_gpu
-from zero.testing.instrumented_gpu import InstrumentedGpu, WaitSite
-from zero.testing.races import Agent, History
-from zero.testing.streams import Streams
+from zero.testing import run_processes, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, ROWS, STEPS = 32, 2, 3

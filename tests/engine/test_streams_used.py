@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, wide
+from tests.simulation import simulated_gpu
+from tests.simulation.instrumented_gpu import InstrumentedGpu
+from tests.simulation.simulated_gpu import Simulation
+from tests.simulation.simulated_time import RATES
 from zero.engine.full import digest, full_state_dict
 from zero.engine.measured import measured
 from zero.platform.timeline import Span, Timeline
 from zero.store.workers import WorkerPool
-from zero.testing import run_ranks, simulated_gpu
-from zero.testing.instrumented_gpu import InstrumentedGpu
-from zero.testing.simulated_gpu import Simulation
-from zero.testing.simulated_time import RATES
+from zero.testing import run_ranks
 
 HOST = Setting(precision="bf16", offload=(("preset", "cpu"),), page_bytes=4 * KiB)
 

@@ -19,6 +19,8 @@ from torch import nn
 import zero.distributed.world
 from tests.common.small import Setting, slice_of, small_batch, train_small
 from tests.conftest import LONG_S
+from tests.simulation import simulated_gpu
+from tests.simulation.instrumented_gpu import SimulatedGpu
 from zero.core.placement import Room, budget_bytes
 from zero.core.sizes import GiB
 from zero.distributed import process_group
@@ -28,8 +30,7 @@ from zero.errors import HandshakeError, MachineError
 from zero.platform import cuda
 from zero.platform.cuda import Cuda, compute_device
 from zero.platform.device import Arena, Device
-from zero.testing import run_ranks, simulated_gpu
-from zero.testing.instrumented_gpu import SimulatedGpu
+from zero.testing import run_ranks
 from zero.trainer.config import read
 from zero.trainer.planning import machine
 
@@ -41,7 +42,7 @@ BROKEN = """
 import sys, torch.distributed as dist
 import zero.distributed.process_group, zero.distributed.world
 from zero.distributed.failure import Notes
-from zero.testing import simulated_gpu
+from tests.simulation import simulated_gpu
 
 def told(owner, name, word):
     function = getattr(owner, name)

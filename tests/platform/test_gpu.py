@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 import zero
+from tests.simulation import simulated_gpu
+from tests.simulation.instrumented_gpu import SimulatedGpu
+from tests.simulation.simulated_gpu import count_launches
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.sizes import GiB
 from zero.engine.full import digest
@@ -22,9 +25,7 @@ from zero.engine.traffic import traffic
 from zero.errors import MachineError
 from zero.platform.cuda import Cuda, claim_device
 from zero.platform.device import Arena, Device
-from zero.testing import run_ranks, simulated_gpu
-from zero.testing.instrumented_gpu import SimulatedGpu
-from zero.testing.simulated_gpu import count_launches
+from zero.testing import run_ranks
 
 PRESETS = ("none", "cpu", "nvme", "infinity")
 ROWS = 2

@@ -12,6 +12,7 @@ import torch
 import train
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
+from tests.simulation import simulated_gpu
 from tests.trainer.test_planning import ROUND, config, gpu, model_of
 from zero.core.placement import NO_LIMIT
 from zero.engine.full import digest
@@ -19,7 +20,7 @@ from zero.engine.split import split
 from zero.engine.traffic import traffic
 from zero.errors import ConfigError, PlanError
 from zero.settings.build import build_plan
-from zero.testing import run_ranks, simulated_gpu
+from zero.testing import run_ranks
 from zero.trainer.models import GPT, loss
 from zero.trainer.planning import plan_text
 from zero.trainer.planning.activations import Activations

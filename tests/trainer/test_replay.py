@@ -6,9 +6,9 @@ from typing import Any
 from unittest.mock import patch
 
 import train
+from tests.simulation import simulated_gpu
 from zero.engine.reduce import Reducer
 from zero.engine.unit_state import UnitState
-from zero.testing import simulated_gpu
 
 RUN = ["debug=tiny", "data=synthetic", "steps=6", "launch.malloc=default", "tracker.every=1", "sample.tokens=0"]
 

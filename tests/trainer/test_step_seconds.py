@@ -11,14 +11,15 @@ from torch import nn
 
 import zero
 from tests.common.small import KiB
+from tests.simulation import simulated_gpu
+from tests.simulation.simulated_time import RATES
 from tests.trainer.test_planning import config, gpu, model_of
 from zero.core.placement import NO_LIMIT
 from zero.engine import placing
 from zero.engine.split import split
 from zero.engine.traffic import traffic
 from zero.errors import ConfigError
-from zero.testing import run_ranks, simulated_gpu
-from zero.testing.simulated_time import RATES
+from zero.testing import run_ranks
 from zero.tracker import Tracker
 from zero.trainer.planning import Activations, Machine, plan_text, probes, resolve_auto, trace
 from zero.trainer.planning.choices import plan_choice

@@ -207,7 +207,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def compute_device(device: torch.device) -> Device:
-    """Return the `Device` for a torch device, or the stand-in of a `simulated_gpu` block."""
+    """Return the `Device` for a torch device, or its stand-in."""
     if Device.stand_in is not None:
         return Device.stand_in()
     return Cuda(device) if device.type == "cuda" else Device(device)

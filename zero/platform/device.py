@@ -113,7 +113,7 @@ class Device:
     """
 
     stand_in: ClassVar["Callable[[], Device] | None"] = None
-    """Function that makes the device of every world in place of the real one: see `zero.testing.simulated_gpu`."""
+    """Function that makes the device of every world in place of the real one, for example a simulated one."""
 
     kind: ClassVar[Literal["cpu", "cuda"]] = "cpu"
     backend: ClassVar[str] = "gloo"

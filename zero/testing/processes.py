@@ -27,7 +27,6 @@ from zero.distributed.failure import GRACE_S, some_ranks
 from zero.distributed.rendezvous import LOOPBACK, local_store
 from zero.distributed.world import World
 from zero.errors import DeadlineError, RankFailedError, WorldError
-from zero.testing.simulated_gpu import current_settings, with_settings
 
 START_S = 90.0
 """Maximum seconds for the start of all processes, which import their modules, on a busy machine."""
@@ -42,6 +41,9 @@ PRELOADED = (
 )
 """Modules that the fork server imports, because most ranks need them. Modules that are not installed are skipped."""
 
+SURROUNDINGS: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
+"""Functions, picklable, whose context managers every new rank enters before it makes its world, the outermost first."""
+
 _STARTED = b"started"
 _STREAMS = (1, 2)  # standard output and standard error
 
@@ -51,7 +53,7 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
 
     The calling process hosts torch's key-value store on a free port, so that calls do not interfere and the store
     survives the death of any rank. Ranks use the caller's warning filters, environment, working folder, output and
-    `simulated_gpu` settings.
+    `SURROUNDINGS`.
 
     Ranks are forked from a server process that has imported torch and never used it, so only the first call waits for
     the imports. Environment variables that libraries read during their import therefore have the values that they had
@@ -74,7 +76,7 @@ def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: floa
     """
     store = local_store()
     context = _fork_context()
-    job = pickle.dumps((fn, args, current_settings()))
+    job = pickle.dumps((fn, args, SURROUNDINGS))
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_RankProcess(context, rank, size, store.port, folder, job, timeout_s) for rank in range(size)]
         try:
@@ -288,8 +290,11 @@ def _exit_with_parent() -> None:
 def _run_job(job: bytes, timeout_s: float) -> bytes:
     """Run the pickled job and return its pickled `_Outcome`. An error that does not pickle becomes a `WorldError`."""
     try:
-        fn, args, settings = pickle.loads(job)
-        with with_settings(settings), World.from_env(timeout_s, device="cpu") as world:
+        fn, args, surroundings = pickle.loads(job)
+        with contextlib.ExitStack() as around:
+            for surrounding in surroundings:
+                around.enter_context(surrounding())
+            world = around.enter_context(World.from_env(timeout_s, device="cpu"))
             result = fn(world, *args)
         return pickle.dumps(_Outcome(result))
     except BaseException as error:

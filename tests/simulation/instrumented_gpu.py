@@ -14,9 +14,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from zero.platform.device import Clock, Device, Event, aligned_zeros, work_alone
-from zero.testing.handoffs import InstrumentedDevice
-from zero.testing.operators import (
+from tests.simulation.handoffs import InstrumentedDevice
+from tests.simulation.operators import (
     SYNCHRONIZING,
     OperatorInfo,
     in_place_results,
@@ -25,11 +24,12 @@ from zero.testing.operators import (
     tensor_arguments,
     tensors_in,
 )
-from zero.testing.simulated_time import RATES, Moment, Rates, latest
-from zero.testing.streams import Handoffs, Marker, Streams, thread, untraced
+from tests.simulation.simulated_time import RATES, Moment, Rates, latest
+from tests.simulation.streams import Handoffs, Marker, Streams, thread, untraced
+from zero.platform.device import Clock, Device, Event, aligned_zeros, work_alone
 
 ROOT = str(Path(__file__).parents[2])
-LIBRARY, HERE = f"{ROOT}/zero/", str(Path(__file__).parent)
+LIBRARY, RANKS = f"{ROOT}/zero/", f"{ROOT}/zero/testing/"
 DEVICE_FILES = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platform/timeline.py")
 """Files that define waits. The line of a wait is that of a caller outside of these files."""
 FORWARDING = {
@@ -422,7 +422,7 @@ def _calling_line() -> tuple[str, int]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        is_library = file.startswith(LIBRARY) and not file.startswith(HERE)
+        is_library = file.startswith(LIBRARY) and not file.startswith(RANKS)
         relative = file[len(ROOT) + 1 :]
         if is_library and not file.endswith(DEVICE_FILES) and (relative, frame.f_code.co_name) not in FORWARDING:
             return relative, frame.f_lineno

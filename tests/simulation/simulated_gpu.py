@@ -1,6 +1,6 @@
 """A simulated GPU: the engine makes the same decisions as on a GPU, but kernels run on the CPU, in host memory.
 
-    with zero.testing.simulated_gpu():
+    with simulated_gpu():
         world = zero.World.from_env()
 
 Memory from the arena or from `device.host`, which is pinned host memory on a GPU, counts as host memory here. All other
@@ -12,19 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from tests.simulation.handoffs import instrumentation
+from tests.simulation.instrumented_gpu import InstrumentedGpu, SimulatedGpu, WaitSite
+from tests.simulation.operators import WITHOUT_KERNEL
+from tests.simulation.simulated_time import RATES, Rates
+from tests.simulation.streams import thread
 from zero.core.sizes import GiB
 from zero.platform.device import Device
-from zero.testing.handoffs import instrumentation
-from zero.testing.instrumented_gpu import InstrumentedGpu, SimulatedGpu, WaitSite
-from zero.testing.operators import WITHOUT_KERNEL
-from zero.testing.simulated_time import RATES, Rates
-from zero.testing.streams import thread
+from zero.testing.processes import SURROUNDINGS
 
 
 @dataclass(frozen=True)
@@ -90,20 +92,6 @@ class Simulation:
         return self.gpus[-1]
 
 
-_SETTINGS: list[Settings] = []
-"""The settings of the active `simulated_gpu` blocks of this process, the innermost last."""
-
-
-def current_settings() -> Settings | None:
-    """Return the settings of the innermost active block, to pass to new processes; None outside of any block."""
-    return _SETTINGS[-1] if _SETTINGS else None
-
-
-def with_settings(settings: Settings | None) -> AbstractContextManager[Simulation | None]:
-    """Return a `simulated_gpu` block with the `current_settings` of another process; None: a block without effect."""
-    return nullcontext() if settings is None else _simulated(settings)
-
-
 def simulated_gpu(
     memory_bytes: int = 64 * GiB,
     *,
@@ -141,14 +129,14 @@ def simulated_gpu(
 @contextmanager
 def _simulated(settings: Settings) -> Iterator[Simulation]:
     simulated = Simulation(settings)
-    _SETTINGS.append(settings)
+    SURROUNDINGS.append(partial(_simulated, settings))
     try:
         with patch.object(Device, "stand_in", simulated.make_gpu):
             with instrumentation() if settings.is_instrumented else nullcontext():
                 yield simulated
             simulated.finish()
     finally:
-        _SETTINGS.pop()
+        SURROUNDINGS.pop()
 
 
 def count_launches(run: Callable[[], object]) -> Counter[str]:

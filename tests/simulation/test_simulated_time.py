@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from zero.testing.simulated_time import START, Moment, SimulatedTime, latest
+from tests.simulation.simulated_time import START, Moment, SimulatedTime, latest
 
 
 def test_copies_of_two_streams_share_a_link_and_not_with_the_other_direction():

@@ -23,9 +23,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from zero.testing.operators import ByteRange, byte_range
-from zero.testing.races import Agent, History, Past, RaceError
-from zero.testing.simulated_time import RATES, Moment, Rates, SimulatedTime, latest
+from tests.simulation.operators import ByteRange, byte_range
+from tests.simulation.races import Agent, History, Past, RaceError
+from tests.simulation.simulated_time import RATES, Moment, Rates, SimulatedTime, latest
 
 _DEVICE_NUMBERS = itertools.count()
 

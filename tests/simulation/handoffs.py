@@ -16,6 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from tests.simulation.races import Past
+from tests.simulation.streams import Handoffs, Key, Marker, Streams, thread, untraced
 from zero.checkpoint import Saving
 from zero.distributed.world import Handle, Transport, World
 from zero.platform.device import Device
@@ -25,8 +27,6 @@ from zero.store.base import Page, Ticket
 from zero.store.events import Action, Copy, Modify, Move, Read, Transfer, Work
 from zero.store.prefetch import PrefetchStore
 from zero.store.workers import WorkerPool
-from zero.testing.races import Past
-from zero.testing.streams import Handoffs, Key, Marker, Streams, thread, untraced
 from zero.testing.thread_world import ThreadWorld
 
 

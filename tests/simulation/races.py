@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero.testing.simulated_time import START, Moment, latest
+from tests.simulation.simulated_time import START, Moment, latest
 
 VectorClock = dict[int, int]
 """Number of an agent -> number of its operations that happen before this point; 0 if the agent is missing."""

@@ -52,7 +52,7 @@ from zero.deepspeed.checkpoints import _load_model
 from zero.deepspeed.optimizers import Optimizer
 from zero.deepspeed.utils import zero_to_fp32
 from zero.distributed.world import SoloWorld
-from zero.errors import CheckpointError, ConfigError, MachineError
+from zero.errors import CheckpointError, ConfigError, MachineError, OutsideUnitError
 from zero.testing import run_ranks
 from zero.tracker import RUNNING
 from zero.tracker.report import run as report
@@ -556,6 +556,22 @@ def test_a_parameter_that_an_autograd_function_is_given_gets_its_gradient(stage:
     how = {"model": lambda: net(0, Fused), "stage": stage, "optimizer": SGD, "accumulate": 2}
     for _, found in run_ranks(ranks, lambda world: trained(world, **how)):
         close(found, plain(0, 1, 2, model=net(0, Fused), make=sgd)[1], 1e-6)
+
+
+def test_a_parameter_on_meta_that_an_autograd_function_is_given_is_one_line():
+    """Torch rejects its gradient before anything of the library sees it; a view of it has one."""
+
+    def loss_of(view):
+        with zero.empty():
+            model = net()
+        with engine_of(model, stage=3, optimizer=SGD) as engine:
+            weight = engine.module.last.weight
+            engine.backward(engine(rows(0)) + Product.apply(rows(0), weight[:] if view else weight).mean())
+            engine.step()
+
+    loss_of(view=True)
+    with pytest.raises(OutsideUnitError, match=r"^Product\.apply\(weight\): .*Pass weight\[:\]\.\n"):
+        loss_of(view=False)
 
 
 def clip(scaler, engine, optimizer):

@@ -143,6 +143,9 @@ class CrashDisk(Disk):
     def make_folder(self, path: Path) -> None:
         self._make(path, _Folder())
 
+    def lock(self, path: Path, operation: int) -> int:
+        raise _refusal(errno.ENOTSUP, path)
+
     def create(self, path: Path) -> int:
         file = _File()
         self._make(path, file)

@@ -49,10 +49,10 @@ Fault = Callable[[Call], Any]
 
 
 def fail(code: int) -> Fault:
-    """The call raises OSError with this errno and does nothing, except that close still closes the descriptor."""
+    """The call raises OSError with this errno and does nothing; close and unlock still close the descriptor."""
 
     def fault(call: Call) -> Any:
-        if call.name == "close":
+        if call.name in ("close", "unlock"):
             call.through()
         raise OSError(code, os.strerror(code))
 

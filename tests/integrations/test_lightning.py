@@ -9,6 +9,8 @@ in their order: 1e-6 of a loss.
 import functools
 import inspect
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -32,8 +34,11 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 import zero  # noqa: E402
+from tests.conftest import LONG_S  # noqa: E402
 from tests.faults.crash import Killed, kill  # noqa: E402
 from zero.checkpoint import Root  # noqa: E402
+from zero.checkpoint.claim import Claim  # noqa: E402
+from zero.checkpoint.disk import Disk  # noqa: E402
 from zero.engine.empty import is_meta  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
 from zero.integrations.foreign_loop import PLAN_SETTINGS  # noqa: E402
@@ -610,3 +615,36 @@ def test_lightning_cli_makes_the_strategy():
     how = {"trainer_defaults": quiet, "save_config_callback": None, "seed_everything_default": 0}
     made = LightningCLI(BoringModel, args=words, **how)
     assert made.trainer.strategy.engine.plan.stage == zero.Stage(2)
+
+
+KILLED = """
+import os, sys
+from unittest import mock
+from tests.integrations.test_lightning import fitted
+from zero.checkpoint import Root
+from zero.integrations import lightning
+
+path, at = sys.argv[1:]
+made = fitted(os.path.dirname(path), {"stage": 3}, max_epochs=1)
+place = (Root, "publish") if at == "state" else (lightning, "give_name")
+with mock.patch.object(*place, lambda *_: os._exit(7)):
+    made.save_checkpoint(path)
+"""
+
+
+@pytest.mark.parametrize("at", ["state", "name"])
+def test_a_save_removes_what_a_killed_one_of_another_name_left_and_nothing_else(at, tmp_path):
+    line = [sys.executable, "-c", KILLED, tmp_path / "epoch=0.ckpt", at]
+    assert subprocess.run(line, timeout=LONG_S, check=False).returncode == 7
+    (left,) = tmp_path.iterdir()
+    assert left.suffix == ".part"
+    others = [tmp_path / "thesis.part", tmp_path / f"epoch=0.ckpt.{'0' * 16}.part"]
+    for other in others:
+        other.mkdir()
+    ours = fitted(tmp_path, {"stage": 3}, max_epochs=1)
+    under_way = Claim(tmp_path, Disk())
+    ours.save_checkpoint(tmp_path / "epoch=1.ckpt")
+    assert left.is_dir()  # for all that is known it is of the save that holds the claim
+    under_way.release()
+    ours.save_checkpoint(tmp_path / "epoch=2.ckpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch=1.ckpt", "epoch=2.ckpt", *(one.name for one in others)}

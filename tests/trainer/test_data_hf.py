@@ -281,7 +281,7 @@ def test_what_datasets_saved_is_checked_without_it(config, tmp_path, monkeypatch
     (several / "dataset_dict.json").write_text('{"splits": ["train"]}')
     saved_by_datasets(several / "train", {})
     refused(replace(config, path=str(several)), "holds the splits train. Give the folder of one split.")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("zero.platform.installed.find_spec", lambda name: name != "datasets" or None)
     refused(replace(saved, column="body"), "data=hf needs datasets", "pip install -e '.[hf]'")
 
 

@@ -15,6 +15,7 @@ import pytest
 import train
 import zero
 from tests.conftest import LONG_S
+from zero.checkpoint.manifest import from_text, to_text
 from zero.errors import CheckpointError, MachineError
 from zero.testing import forked_ranks
 from zero.tracker import Tracker
@@ -234,6 +235,26 @@ def test_what_would_be_older_than_what_is_there_is_not_begun(resume, done):
     spoil(kept / "step-0000000004")
     assert found(folder, resume="latest", dir=str(kept)) == 2  # what is damaged is no rival
     assert found(new_run(done, "12-00-00"), resume=kept, dir=str(kept)) == 2
+
+
+def test_a_run_does_not_begin_where_another_one_has_saved_older_steps(done):
+    """Its first save would make a later resume=latest raise, whatever the number of the step."""
+    kept, other = done / "checkpoints", shutil.copytree(done / "checkpoints", done.parent / "other")
+    shutil.rmtree(other / "step-0000000004")
+    assert found(new_run(done), resume=kept / "step-0000000004", dir=str(other)) == 4
+    path = other / "step-0000000002" / "manifest.json"
+    manifest = from_text(path.read_bytes())
+    manifest.facts["lineage"]["name"] = "0" * 16
+    path.write_text(to_text(manifest))
+    both = rf"{path.parent} and {kept}/step-0000000004: two runs saved them, .*checkpoint\.dir"
+    with pytest.raises(CheckpointError, match=both):
+        found(new_run(done, "12-00-00"), resume=kept, dir=str(other))
+    assert found(new_run(done, "13-00-00"), resume="latest", dir=str(other)) == 2
+    shutil.copytree(kept / "step-0000000004", other / "step-0000000004")
+    with pytest.raises(CheckpointError, match="two runs saved them"):
+        found(new_run(done, "14-00-00"), resume="latest", dir=str(other))
+    path.write_text("{")
+    assert found(new_run(done, "15-00-00"), resume=kept / "step-0000000004", dir=str(other)) == 4
 
 
 def test_latest_looks_at_runs_of_the_same_layout_and_at_no_others(done):

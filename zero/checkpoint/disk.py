@@ -6,6 +6,7 @@ link nor blocks.
 """
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -23,6 +24,23 @@ class Disk(Files):
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path, FOLDER_MODE)
+
+    def lock(self, path: Path, operation: int) -> int:
+        """Lock a folder without waiting; return the descriptor that `unlock` takes."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def unlock(self, fd: int) -> None:
+        """Unlock a folder, also if a forked process has the descriptor, and close it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
 
     def create(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)

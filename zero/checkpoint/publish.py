@@ -4,7 +4,8 @@ A save is written into `.tmp-<step>-<nonce>`, which readers ignore, and is renam
 disk. A published folder is never written to. A folder is renamed to `.del-<step>-<nonce>` before its files are deleted.
 If a step is saved again, the old folder is renamed to `.old-<step>-<nonce>` before the new folder gets the name. If the
 run dies between these two renames, readers open the old folder under that name, and `sweep` before the next save
-renames it back.
+renames it back. `sweep_beside` removes what killed saves left in roots that may never be saved into again; `claim` says
+which these are.
 
 Hashes detect wrong data, and fsync makes a save durable before it is reported as successful. The calls of fsync, in
 order, and what each one protects:
@@ -22,6 +23,7 @@ fails, and the next save writes all bytes again.
 
 import contextlib
 import errno
+import glob
 import os
 import re
 import secrets
@@ -32,6 +34,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+from zero.checkpoint.claim import Claim, is_of_this_boot, unclaimed
 from zero.checkpoint.disk import Disk, closing, read_bytes, write_text
 from zero.checkpoint.manifest import (
     CAP_BYTES,
@@ -47,7 +50,7 @@ from zero.checkpoint.manifest import (
 )
 from zero.core.suggest import some
 from zero.distributed.world import World
-from zero.errors import CheckpointError
+from zero.errors import CheckpointError, if_it_fails
 from zero.platform.files import named, naming
 from zero.platform.step_folders import MANIFEST_NAME, step_of
 
@@ -61,6 +64,11 @@ class _Aside(NamedTuple):
     path: Path
     kind: str
     step: int
+
+    @property
+    def is_dead_if_unclaimed(self) -> bool:
+        """Return whether no save needs the folder unless a process of this machine saves in the root."""
+        return self.kind == "del" or is_of_this_boot(self.path.name.rpartition("-")[2])
 
 
 class Root:
@@ -81,6 +89,7 @@ class Root:
         self.disk = disk or Disk()
         self.has_links = True
         self._begun: set[Path] = set()
+        self._claim: Claim | None = None
 
     def make(self) -> None:
         """Make the root itself in its parent, unless it exists."""
@@ -96,12 +105,13 @@ class Root:
 
         First call `sweep`, because nobody else removes the files of saves that were killed.
         """
-        tmp = self._aside("tmp", step)
         self.make()
         self.sweep()
-        with naming(tmp, "making it"):
-            self.disk.make_folder(tmp)
+        self._claim = self._claim or Claim(self.path, self.disk)
+        tmp = self._aside("tmp", step)
         self._begun.add(tmp)
+        with if_it_fails(lambda: self._end(tmp)), naming(tmp, "making it"):
+            self.disk.make_folder(tmp)
         return tmp
 
     def write_index(self, tmp: Path, file: int, world: int, index: Index) -> File:
@@ -165,17 +175,17 @@ class Root:
                         self.disk.rename(old, target)
                 raise
             self.disk.fsync_folder(self.path)
-        self._begun.discard(tmp)
         if old is not None:
             self._delete(old)
+        self._end(tmp)
         return target
 
     def abandon(self, tmp: Path) -> None:
         """Remove a folder from `begin` as far as possible. Never raises, because the caller reports another error."""
         if tmp in self._begun:
-            self._begun.discard(tmp)
             with contextlib.suppress(OSError):  # `sweep` removes the rest
                 self._erase(tmp)
+            self._end(tmp)
 
     def sweep(self) -> None:
         """Remove the unpublished folders of earlier runs, and rename back the old folder of an interrupted `publish`.
@@ -183,11 +193,25 @@ class Root:
         Call it in the process that will write. If another process is still saving into this root, its temporary folder
         is removed, and its whole save fails.
         """
+        self._sweep(lambda aside: True)
+
+    def sweep_dead(self) -> None:
+        """Remove the unpublished folders of killed saves of this machine as far as possible, and nothing of others.
+
+        Other processes may save into this root meanwhile. Never raises, because the caller saves elsewhere.
+        """
+        with contextlib.suppress(OSError, CheckpointError):
+            if self._asides():
+                with unclaimed(self.path, self.disk) as is_free:
+                    if is_free:
+                        self._sweep(lambda aside: aside.is_dead_if_unclaimed)
+
+    def _sweep(self, is_dead: Callable[[_Aside], bool]) -> None:
         with naming(self.path, "sweeping it"):
             self._check_not_writable(self.path.resolve())
             published = set(self._published())
             doomed = []
-            for aside in self._asides():
+            for aside in filter(is_dead, self._asides()):
                 if aside.kind == "old" and aside.step not in published:  # killed between the two renames of `publish`
                     self.disk.rename(aside.path, self.path / step_name(aside.step))
                     published.add(aside.step)
@@ -327,9 +351,17 @@ class Root:
         self.disk.rename(folder, retired)
         return retired
 
+    def _end(self, tmp: Path) -> None:
+        self._begun.discard(tmp)
+        if self._claim is not None and not self._begun:
+            self._claim.release()
+            self._claim = None
+
     def _delete(self, folder: Path) -> None:
         try:
             self._erase(self._retire(folder))
+        except FileNotFoundError:
+            pass  # another process removes it, see `sweep_dead`
         except OSError as error:
             warnings.warn(
                 f"{folder}: {named(error)} while removing it. It is no longer a checkpoint, and the "
@@ -345,7 +377,8 @@ class Root:
         self.disk.remove_folder(folder)
 
     def _aside(self, kind: str, step: int) -> Path:
-        return self.path / f".{kind}-{step:010d}-{secrets.token_hex(8)}"
+        nonce = secrets.token_hex(8) if self._claim is None else self._claim.nonce()
+        return self.path / f".{kind}-{step:010d}-{nonce}"
 
     def _asides(self) -> list[_Aside]:
         asides = [_parse(self.path / name) for name in self._names()]
@@ -379,6 +412,19 @@ def own_root(path: Path, world: World) -> Root:
             'by zero.World.from_group(..., coordinates={"tp": 1}).'
         )
     return Root(path / "-".join(f"{name}-{place}" for name, place in sorted(world.coordinates.items())))
+
+
+def sweep_beside(path: Path, world: World) -> None:
+    """Remove what killed saves of this machine left in the roots beside `path`, which may never be saved into again.
+
+    These are folders of the same parent, as DeepSpeed's tags, and folders of the same name one level up, as the
+    training states in the checkpoints of Trainer, Lightning and Accelerate. Call it in the process that will write.
+    """
+    path = path.absolute()
+    for parent, pattern in ((path.parent, "*"), (path.parent.parent, f"*/{glob.escape(path.name)}")):
+        with contextlib.suppress(OSError):
+            for folder in parent.glob(pattern):
+                own_root(folder, world).sweep_dead()
 
 
 def parts_in(path: Path) -> list[str]:

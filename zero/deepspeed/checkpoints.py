@@ -20,6 +20,7 @@ from zero import checkpoint
 from zero.checkpoint import Checkpoint
 from zero.checkpoint.json_values import from_json, to_json
 from zero.checkpoint.load import one_sided
+from zero.checkpoint.publish import sweep_beside
 from zero.checkpoint.save import by_rank_0, tied_names
 from zero.core.suggest import some
 from zero.deepspeed.metrics import EngineInfo, make_folder
@@ -217,6 +218,8 @@ class EngineCheckpoints(EngineInfo, ABC):
         """
         state, root = self.state, folder_of(save_dir, tag)
         make_folder(self.plan.world, root)
+        if tag is not None:
+            by_rank_0(self.plan.world, lambda: sweep_beside(root, self.plan.world))
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         groups = settings_of(self.optimizer.param_groups)
         facts = LoopState(dict(client_state or {}), self.micro_steps, self.global_samples, groups, schedule).facts

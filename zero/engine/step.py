@@ -7,6 +7,7 @@ Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precis
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -32,7 +33,7 @@ from zero.engine.replay import Replay, check_replay
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.totals import GradientStatus, Totals, check_gradients, first_nonfinite_unit, gather_totals, over_groups
-from zero.errors import ConfigError, PlanError, StoreError, if_it_fails
+from zero.errors import ConfigError, OutsideUnitError, PlanError, StoreError, if_it_fails
 from zero.platform.modes import unobserved
 from zero.platform.timeline import Timeline
 from zero.store import PrefetchStore
@@ -141,7 +142,8 @@ class Step:
             self._runtime.tape.passed("forward")
             self._at("backward")
             self._went_back = True
-            self.scaled(loss).backward(**keywords)
+            with _explaining_meta():
+                self.scaled(loss).backward(**keywords)
             self._runtime.tape.passed("backward")
             self.count(loss, aux)
 
@@ -453,6 +455,24 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
                     module.training = training
 
     return forward
+
+
+@contextmanager
+def _explaining_meta() -> Iterator[None]:
+    """Raise OutsideUnitError if a user's autograd function has got a parameter on meta, whose gradients torch rejects.
+
+    `Function.apply` does not call `__torch_function__`, so only torch sees the parameter there.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        match = re.match(r"Function (\w+?)Backward returned an invalid gradient .*expected device meta", str(error))
+        if match is None:
+            raise
+        raise OutsideUnitError(
+            f"{match[1]}.apply(weight): the weight is of another unit and was made by zero.empty(), so it takes no "
+            "gradient here. Pass weight[:]."
+        ) from error
 
 
 @contextmanager

@@ -10,9 +10,11 @@ and averages over ranks.
 """
 
 import os
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from zero.checkpoint.claim import Claim, is_of_this_boot, unclaimed
+from zero.checkpoint.disk import Disk
 from zero.checkpoint.save import by_rank_0
 from zero.core.offload import Offload
 from zero.core.precision import Precision as ComputePrecision
@@ -42,10 +46,13 @@ from zero.engine.first_values import Weights
 from zero.engine.placeholder import ParameterPlaceholder
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, new_engine
-from zero.platform.files import Files, give_name, sync
+from zero.platform.files import Files, give_name, naming, sync
 
 LOOP_FILE = "lightning.ckpt"
 """The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""
+
+PART = re.compile(r"(?P<name>.+?)(\.(?P<nonce>[0-9a-f]{16}))?\.part", re.DOTALL)
+"""The name of a checkpoint's folder until it is whole. Earlier versions wrote no nonce."""
 
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 """Lightning's precisions -> the engine's."""
@@ -265,23 +272,22 @@ class ZeroStrategy(DDPStrategy):
                 f"{place}: the training state needs a folder on a disk. Name one, or write save_weights_only=True."
             )
         path = Path(place)
-        loop_file = by_rank_0(self.opened.plan.world, lambda: _new_loop_file(path))
+        world, saved = self.opened.plan.world, ExitStack()
+        loop_file = by_rank_0(world, lambda: _new_loop_file(path))
         is_new = loop_file == LOOP_FILE
-        folder = path.with_name(f"{path.name}.part") if is_new else path
-        if self.is_global_zero:
-            files = TorchCheckpointIO()
-            if is_new:
-                files.remove_checkpoint(folder)  # left by a run that ended while it wrote
-            files.save_checkpoint(checkpoint, folder / loop_file, storage_options)
-            sync(folder / loop_file, Files())
-        self.opened.save_checkpoint(folder, STATE_FOLDER, {"loop": loop_file}, save_latest=False)
-        if self.is_global_zero:
-            for file in folder.glob("lightning*.ckpt"):
-                if file.name != loop_file:
-                    file.unlink()
-            if is_new:
-                path.unlink(missing_ok=True)  # a link, or a file of weights
-                give_name(folder, path)
+        with saved:
+            folder = Path(by_rank_0(world, lambda: str(saved.enter_context(_part(path))))) if is_new else path
+            if self.is_global_zero:
+                TorchCheckpointIO().save_checkpoint(checkpoint, folder / loop_file, storage_options)
+                sync(folder / loop_file, Files())
+            self.opened.save_checkpoint(folder, STATE_FOLDER, {"loop": loop_file}, save_latest=False)
+            if self.is_global_zero:
+                for file in folder.glob("lightning*.ckpt"):
+                    if file.name != loop_file:
+                        file.unlink()
+                if is_new:
+                    path.unlink(missing_ok=True)  # a link, or a file of weights
+                    give_name(folder, path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint's folder into the engine, and return Lightning's part. Collective.
@@ -393,6 +399,27 @@ def _new_loop_file(path: Path) -> str:
     if not (path / STATE_FOLDER).is_dir():
         raise CheckpointError(f"{path}: is a folder, but no checkpoint. Save under a name that does not exist.")
     return f"lightning-{secrets.token_hex(8)}.ckpt"
+
+
+@contextmanager
+def _part(path: Path) -> Iterator[Path]:
+    """Yield the name under which a new checkpoint is written beside `path`, after removing those of killed saves.
+
+    A killed save of the same name is known by its name; of another name, by the claim that its process has lost.
+    """
+    disk = Disk()
+    with naming(path.parent, "making it"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    parts = [(part, match) for part in path.parent.iterdir() if (match := PART.fullmatch(part.name))]
+    with unclaimed(path.parent, disk) as is_free:
+        for part, match in parts:
+            if match["name"] == path.name or (is_free and is_of_this_boot(match["nonce"] or "")):
+                shutil.rmtree(part, ignore_errors=True)
+    claim = Claim(path.parent, disk)
+    try:
+        yield path.with_name(f"{path.name}.{claim.nonce()}.part")
+    finally:
+        claim.release()
 
 
 def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.checkpoint import Checkpoint, Root, Saving, open_at, open_first, open_latest, snapshot_bytes
+from zero.checkpoint.open import LineageText, lineage_of
 from zero.checkpoint.save import by_rank_0, check_shared
 from zero.core.sizes import size_text
 from zero.distributed.world import World
@@ -180,7 +181,7 @@ def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restar
 
     Raises:
         CheckpointError: no checkpoint exists although `resume` names one, or all are damaged, or the folder has
-            checkpoints that are newer than those that this run would save.
+            checkpoints that are newer than those that this run would save, or of another run.
     """
     root = root_of(config, folder).absolute()
     trains = config.mode == "train"
@@ -254,16 +255,36 @@ def _is_date(path: Path) -> bool:
 
 
 def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[str]) -> None:
-    """Raise CheckpointError if `root` has newer checkpoints than `checkpoint`, unless they were rejected as damaged."""
-    step = -1 if checkpoint is None else checkpoint.step
-    rejected_here = bool(rejected) and checkpoint is not None and checkpoint.folder.parent.absolute() == root
-    newer = [path for number, path in Root(root).folders().items() if number > step]
-    if newer and not rejected_here:
+    """Raise CheckpointError if `root` has checkpoints that are newer than `checkpoint`, or of another run.
+
+    If checkpoints of `root` were rejected as damaged, do nothing.
+    """
+    step, folders = -1 if checkpoint is None else checkpoint.step, Root(root).folders()
+    if rejected and checkpoint is not None and checkpoint.folder.parent.absolute() == root:
+        return
+    if newer := [path for number, path in folders.items() if number > step]:
         begins = "without a checkpoint" if checkpoint is None else f"from step {step}"
         raise CheckpointError(
             f"{newer[-1]}: exists, but this run starts {begins}, so a later resume=latest would load "
             "this old checkpoint. Set another checkpoint.dir, or resume=latest."
         )
+    if checkpoint is None:  # then `root` has none
+        return
+    lineage = lineage_of(checkpoint.folder, checkpoint.manifest)
+    for other in reversed(folders.values()):
+        theirs = _lineage_at(other)
+        if theirs is not None and (lineage is None or theirs.name != lineage.name):
+            raise CheckpointError(
+                f"{other} and {checkpoint.folder}: two runs saved them, so a later resume=latest would raise. "
+                "Set another checkpoint.dir, or resume=latest."
+            )
+
+
+def _lineage_at(folder: Path) -> LineageText | None:
+    """Return the lineage of the checkpoint in `folder`; None if it has none or its manifest is damaged."""
+    with contextlib.suppress(CheckpointError):
+        return lineage_of(folder, Root(folder.parent).read_manifest(folder))
+    return None
 
 
 # -- the record of starts and saves ------------------------------------------------------------------------------------

@@ -55,9 +55,9 @@ def config_of(offload: Path) -> Any:
 def place_of(site: str) -> tuple[type, str]:
     """Return the (class, method) of a site."""
     from zero.checkpoint.disk import Disk
-    from zero.engine.gather import Gatherer
+    from zero.engine.forward.gather import Gatherer
     from zero.store import PrefetchStore
-    from zero.engine.update import Updater
+    from zero.engine.update.update import Updater
 
     places: dict[str, tuple[type, str]] = {
         "forward": (Gatherer, "run"),

@@ -37,6 +37,9 @@ ROOMS = [
     "trainer",
     "__main__",
 ]
+MOST_FILES = 12
+"""The limit of the files in a room of the engine, besides its `__init__`."""
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [
     path
@@ -96,6 +99,22 @@ def test_no_import_goes_in_a_circle():
     """The rule holds within a room, too. A folder's `__init__` may show what is inside."""
     graph = {name_of(path): {*zero_imports(path)} - {name_of(path)} for path in FILES if path.name != "__init__.py"}
     assert [*TopologicalSorter({name: others & set(graph) for name, others in graph.items()}).static_order()]
+
+
+def test_rooms_of_the_engine_are_entered_by_their_doors():
+    """What others may use of a room is in its `__init__`. So a room never needs one that needs it."""
+    rooms = [path.name for path in sorted((PACKAGE / "engine").iterdir()) if (path / "__init__.py").is_file()]
+    inside = re.compile(rf"engine\.({'|'.join(rooms)})\.")
+    around = [
+        (name_of(path), other)
+        for path in FILES
+        for other in zero_imports(path)
+        if (room := inside.match(other)) and not name_of(path).startswith(room[0].rstrip("."))
+    ]
+    assert not around, "import from the room, and let its __init__ hand on what others may use"
+    for room in rooms:
+        files = [*(PACKAGE / "engine" / room).glob("*.py")]
+        assert len(files) - 1 <= MOST_FILES, f"zero/engine/{room} has {len(files) - 1} files: make two rooms of it"
 
 
 def test_every_folder_is_in_the_wheel():
@@ -159,10 +178,11 @@ def test_a_store_knows_keys_and_bytes():
 
 
 def test_the_code_of_a_step_asks_for_facts_and_for_no_stage_or_tier():
-    planning = {"engine." + name for name in ("facts", "page_table", "placing", "plan", "init", "measured", "traffic")}
+    planning = {f"engine.plan.{name}" for name in ("facts", "page_table", "placing", "plan", "traffic")}
+    planning |= {"engine.init", "engine.whole.measured"}
     asks = re.compile(r"\bstage\.(?:moments|gradients|parameters)\b|\b(?:param|grad)_tier\b|\.placement\b")
     users = {name_of(path) for path in FILES if room_of(path) == "engine" and asks.search(path.read_text())}
-    assert users <= planning, "ARCHITECTURE.md, One step: add a fact to zero.engine.facts"
+    assert users <= planning, "ARCHITECTURE.md, One step: add a fact to zero.engine.plan.facts"
 
 
 def test_threads_that_may_be_inside_torch_are_waited_for():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero.core.sizes import GiB, MiB
-from zero.engine.recorded_values import BLOCK
+from zero.engine.model.recorded_values import BLOCK
 
 ROOT = Path(__file__).resolve().parent.parent
 many_ranks = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "many_ranks.py")))

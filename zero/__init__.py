@@ -44,14 +44,8 @@ if TYPE_CHECKING:
         initialize as initialize,
     )
     from zero.distributed.world import World as World
-    from zero.engine.empty import empty as empty
-    from zero.engine.full import (
-        full_state_dict as full_state_dict,
-        gathered as gathered,
-        get_full as get_full,
-        set_full as set_full,
-    )
     from zero.engine.init import init as init, open_store as open_store
+    from zero.engine.model import empty as empty
     from zero.engine.plan import Plan as Plan
     from zero.engine.state import State as State
     from zero.engine.step import (
@@ -61,7 +55,13 @@ if TYPE_CHECKING:
         make_step as make_step,
         record as record,
     )
-    from zero.engine.streaming import stream_weights as stream_weights
+    from zero.engine.whole import (
+        full_state_dict as full_state_dict,
+        gathered as gathered,
+        get_full as get_full,
+        set_full as set_full,
+        stream_weights as stream_weights,
+    )
     from zero.errors import ZeroError as ZeroError
     from zero.integrations.sequence import sequence_parallel as sequence_parallel
     from zero.platform.timeline import Timeline as Timeline
@@ -76,14 +76,13 @@ _NAMES = {
     "core.optim": "adamw adam sgd lion adagrad muon with_ema with_moments",
     "core.groups": "Group",
     "core.lr_schedule": "linear_warmup warmup_linear warmup_cosine",
-    "engine.empty": "empty",
+    "engine.model": "empty",
     "engine.plan": "Plan",
     "engine.init": "open_store init",
     "engine.state": "State",
     "engine.step": "make_step Step Metrics make_forward record",
     "platform.timeline": "Timeline",
-    "engine.full": "full_state_dict gathered get_full set_full",
-    "engine.streaming": "stream_weights",
+    "engine.whole": "full_state_dict gathered get_full set_full stream_weights",
     "checkpoint": "save load open_checkpoint open_latest",
     "deepspeed.initialization": "initialize init_distributed add_config_arguments",
     "deepspeed.engine": "Engine",

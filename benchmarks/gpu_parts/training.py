@@ -12,7 +12,7 @@ from torch import Tensor
 import zero
 from gpu_parts.devices import Gpu
 from gpu_parts.sizes import Sizes
-from zero.engine.split import split
+from zero.engine.model.split import split
 from zero.trainer.models import GPT, GPTConfig, loss
 from zero.trainer.planning.tracing import Traced, trace
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zero
-from zero.engine.full import digest
+from zero.engine.whole.full import digest
 
 KiB = 1024
 

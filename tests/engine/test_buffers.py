@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from zero.engine.full import digest
-from zero.engine.takeover import move_buffers
+from zero.engine.model.takeover import move_buffers
+from zero.engine.whole.full import digest
 from zero.testing import run_ranks
 
 

@@ -16,10 +16,10 @@ from tests.simulation import simulated_gpu
 from tests.simulation.simulated_gpu import count_launches
 from zero.core.codec import CODECS, Codec
 from zero.distributed.world import SoloWorld
-from zero.engine.coded import CodedWeights
-from zero.engine.full import full_state_dict
-from zero.engine.measured import measured
-from zero.engine.traffic import traffic
+from zero.engine.model.coded import CodedWeights
+from zero.engine.plan.traffic import traffic
+from zero.engine.whole.full import full_state_dict
+from zero.engine.whole.measured import measured
 from zero.errors import ConfigError, PlanError, StoreError
 from zero.store import NvmeStore
 from zero.testing import run_ranks

@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero
-from zero.engine.first_values import SAMPLE
-from zero.engine.recorded_values import BLOCK
+from zero.engine.model.recorded_values import BLOCK
+from zero.engine.whole.first_values import SAMPLE
 from zero.platform.safetensors_files import StoredWeights
 from zero.testing import run_ranks
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from tests.simulation import simulated_gpu
 from zero.distributed.world import SoloWorld
-from zero.engine.pool import Pool
-from zero.engine.recompute import UNCOUNTED_NUMEL
+from zero.engine.forward.recompute import UNCOUNTED_NUMEL
+from zero.engine.memory.pool import Pool
 from zero.errors import StaleStateError, WorldError
 from zero.testing import run_ranks
 from zero.trainer.models.gpt import GPT, loss as gpt_loss

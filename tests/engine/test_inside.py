@@ -50,7 +50,7 @@ from tests.engine.test_gather import (
 )
 from zero.core.tree import replaced, tensors_in
 from zero.distributed.world import SoloWorld
-from zero.engine.saved_tensors import OnHost
+from zero.engine.memory.saved_tensors import OnHost
 from zero.errors import OutsideUnitError, PlanError
 from zero.platform.device import Device
 from zero.testing import run_ranks

@@ -16,7 +16,7 @@ import zero
 from tests.common.small import Setting
 from tests.conftest import LONG_S
 from zero.distributed.world import SoloWorld
-from zero.engine.recompute import PRODUCTS
+from zero.engine.forward.recompute import PRODUCTS
 from zero.testing import run_ranks
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import zero
 from tests.simulation import simulated_gpu
-from zero.engine.full import digest, full_state_dict
-from zero.engine.gather import Gatherer
+from zero.engine.forward.gather import Gatherer
+from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError, StaleStateError
 from zero.platform.handle import Handle
 from zero.testing import run_ranks

@@ -9,9 +9,9 @@ import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, train_small, wide
 from tests.simulation import simulated_gpu
 from zero.core.placement import DoesNotFit
-from zero.engine.full import digest, full_state_dict
 from zero.engine.unit_state import UnitState
-from zero.engine.update import Updater
+from zero.engine.update.update import Updater
+from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import StaleStateError
 from zero.testing import run_ranks
 

@@ -21,8 +21,8 @@ import zero
 from tests.common.small import KiB, Setting, Small, slice_of, small_batch, small_loss
 from tests.conftest import LONG_S
 from zero.distributed.world import SoloWorld
-from zero.engine.full import digest, full_state_dict
-from zero.engine.module_tree import ModuleTree
+from zero.engine.model.module_tree import ModuleTree
+from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError, PlanError, RankFailedError, StaleStateError
 from zero.testing import run_processes, run_ranks
 

@@ -27,8 +27,8 @@ from tests.simulation.races import Agent, History
 from tests.simulation.streams import Streams
 from zero.checkpoint import Saving, load, open_checkpoint, save
 from zero.deepspeed.zero import safe_get_full_grad
-from zero.engine import saved_tensors
-from zero.engine.full import digest
+from zero.engine.memory import saved_tensors
+from zero.engine.whole.full import digest
 from zero.sequence import SequenceParallel, SharedRows, attention, open_group
 from zero.testing import run_processes, run_ranks
 
@@ -687,7 +687,7 @@ OTHERS = {
     "zero/distributed/routes.py:_SumsForCopies.start.add_nodes": "passes waits on",
     "zero/distributed/routes.py:_SumsByNode.start.wait": "after an error: "
     "`test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again` has it",
-    "zero/engine/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is in the list",
+    "zero/engine/backward/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is listed",
     **dict.fromkeys(
         (
             f"zero/distributed/world.py:World.{name}"
@@ -725,80 +725,87 @@ NEEDED: dict[str, dict[str, str]] = {
     "distributed/routes.py:_TwoHalves.wait handle.wait": {"collective": "two nodes"},
     "distributed/world.py:World.all_reduce.add arrival.wait": {"collective": "a loop of one's own"},
     "distributed/world.py:World._reduced.add arrival.wait": {"collective": "stage 0"},
-    "engine/fetch.py:_expanding.expand handle.wait": {"collective": "codes", "ticket": "codes, infinity, alone"},
-    "engine/fetch.py:Later.wait handle.wait": {"collective": "cpu, state on a disk"},
-    "engine/fetch.py:Later.wait self._ready.wait": {"wait": "cpu, state on a disk, alone"},
-    "engine/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"ticket": "cpu, state on a disk"},
-    "engine/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
-    "engine/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
-    "engine/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
+    "engine/forward/fetch.py:_expanding.expand handle.wait": {
+        "collective": "codes",
+        "ticket": "codes, infinity, alone",
+    },
+    "engine/forward/fetch.py:Later.wait handle.wait": {"collective": "cpu, state on a disk"},
+    "engine/forward/fetch.py:Later.wait self._ready.wait": {"wait": "cpu, state on a disk, alone"},
+    "engine/forward/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"ticket": "cpu, state on a disk"},
+    "engine/forward/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
+    "engine/whole/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
+    "engine/whole/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
     "engine/full_flat.py:summed_gradient unit.step.left.wait": {"wait": "a loop of one's own at stage 1"},
     "engine/full_flat.py:gather_flat runtime.routes.gather().wait": {"collective": "stage 1"},
     "engine/full_flat.py:updated_range load().wait": {"ticket": "nvme"},
-    "engine/gradient.py:PagedGradients._await_coming self._coming[-1].wait": {"ticket": "infinity, two microbatches"},
-    "engine/gradient.py:PagedGradients._bring_back loaded.wait": {"wait": "a loop of one's own at stage 1"},
-    "engine/gradient.py:PagedGradients._bring_back self._device.aside": {
+    "engine/update/gradient.py:PagedGradients._await_coming self._coming[-1].wait": {
+        "ticket": "infinity, two microbatches"
+    },
+    "engine/update/gradient.py:PagedGradients._bring_back loaded.wait": {"wait": "a loop of one's own at stage 1"},
+    "engine/update/gradient.py:PagedGradients._bring_back self._device.aside": {
         "wait": "a loop of one's own at stage 1, alone",
     },
-    "engine/gradient.py:PagedGradients._bring_back unit.step.left.wait": {"wait": "cpu at stage 1, another order"},
-    "engine/gradient.py:PagedGradients._finish_oldest ticket.wait": {"ticket": "infinity"},
-    "engine/scratch.py:ScratchPool.drop_extra scratch.free.finish": {"finish": "held"},
-    "engine/gradient.py:PagedGradients.open buffer.free.wait": {"wait": "cpu"},
-    "engine/gradient.py:PagedGradients.park self._device.aside": {"aside": "cpu"},
-    "engine/pool.py:Buffer.land self.arrivals[-1].wait": {
+    "engine/update/gradient.py:PagedGradients._bring_back unit.step.left.wait": {
+        "wait": "cpu at stage 1, another order"
+    },
+    "engine/update/gradient.py:PagedGradients._finish_oldest ticket.wait": {"ticket": "infinity"},
+    "engine/memory/scratch.py:ScratchPool.drop_extra scratch.free.finish": {"finish": "held"},
+    "engine/update/gradient.py:PagedGradients.open buffer.free.wait": {"wait": "cpu"},
+    "engine/update/gradient.py:PagedGradients.park self._device.aside": {"aside": "cpu"},
+    "engine/memory/pool.py:Buffer.land self.arrivals[-1].wait": {
         "ticket": "infinity, alone",
         "collective": "stage 1",
     },
-    "engine/pool.py:Buffer.land self.ready.wait": {"wait": "stage 1, alone"},
-    "engine/reduce.py:Reducer._complete_gather handle.wait": {"collective": "stage 0"},
-    "engine/reduce.py:Reducer._settle self._done.wait": {"wait": "stage 0"},
-    "engine/reduce.py:Reducer._take flat.free.wait": {"wait": "stage 0"},
-    "engine/reduce.py:Reducer._drain handle.wait": {"collective": "forgotten"},
-    "engine/reduce.py:Reducer._drain self._done.wait": {"wait": "forgotten, of many"},
+    "engine/memory/pool.py:Buffer.land self.ready.wait": {"wait": "stage 1, alone"},
+    "engine/backward/reduce.py:Reducer._complete_gather handle.wait": {"collective": "stage 0"},
+    "engine/backward/reduce.py:Reducer._settle self._done.wait": {"wait": "stage 0"},
+    "engine/backward/reduce.py:Reducer._take flat.free.wait": {"wait": "stage 0"},
+    "engine/backward/reduce.py:Reducer._drain handle.wait": {"collective": "forgotten"},
+    "engine/backward/reduce.py:Reducer._drain self._done.wait": {"wait": "forgotten, of many"},
     "engine/replay.py:Replay._copy self._store.read().wait": {"ticket": "made twice, infinity"},
     "engine/replay.py:Replay._sums self._device.join": {"join": "made twice, cpu"},
     "engine/replay.py:Replay.watched self._device.join": {"join": "made twice, cpu"},
-    "engine/residency.py:Residency._start self._device.aside": {"aside": "stage 1"},
+    "engine/forward/residency.py:Residency._start self._device.aside": {"aside": "stage 1"},
     "engine/runtime.py:Runtime.await_copies self.copying[-1].wait": {"ticket": "saved behind at stage 1"},
     "engine/runtime.py:Runtime.finish_step self.store.drain": {"drain": "serial"},
     "engine/runtime.py:Runtime.make_updates self.plan.world.compute.join": {"join": "saved, cpu"},
-    "engine/saved_tensors.py:OnHost._fetch home.left.wait": {"wait": "activations on the host"},
-    "engine/saved_tensors.py:OnHost._fetch self._device.aside": {"aside": "activations on the host"},
-    "engine/saved_tensors.py:OnHost._let_go event.wait": {"wait": "activations on the host"},
-    "engine/saved_tensors.py:OnHost._send self._device.aside": {"aside": "activations on the host"},
-    "engine/saved_tensors.py:OnHost.find home.ready.wait": {"wait": "activations on the host"},
-    "engine/staging.py:Staging._complete ready.wait": {"wait": "cpu"},
-    "engine/staging.py:Staging._complete self._device.aside": {"wait": "cpu"},
-    "engine/staging.py:Staging._read self._device.aside": {"wait": "cpu"},
-    "engine/staging.py:Staging._send before.wait": {"wait": "cpu"},
-    "engine/staging.py:Staging._send self._device.aside": {"aside": "cpu"},
-    "engine/staging.py:Staging.opened self._complete().wait": {"wait": "cpu"},
+    "engine/memory/saved_tensors.py:OnHost._fetch home.left.wait": {"wait": "activations on the host"},
+    "engine/memory/saved_tensors.py:OnHost._fetch self._device.aside": {"aside": "activations on the host"},
+    "engine/memory/saved_tensors.py:OnHost._let_go event.wait": {"wait": "activations on the host"},
+    "engine/memory/saved_tensors.py:OnHost._send self._device.aside": {"aside": "activations on the host"},
+    "engine/memory/saved_tensors.py:OnHost.find home.ready.wait": {"wait": "activations on the host"},
+    "engine/update/staging.py:Staging._complete ready.wait": {"wait": "cpu"},
+    "engine/update/staging.py:Staging._complete self._device.aside": {"wait": "cpu"},
+    "engine/update/staging.py:Staging._read self._device.aside": {"wait": "cpu"},
+    "engine/update/staging.py:Staging._send before.wait": {"wait": "cpu"},
+    "engine/update/staging.py:Staging._send self._device.aside": {"aside": "cpu"},
+    "engine/update/staging.py:Staging.opened self._complete().wait": {"wait": "cpu"},
     "engine/step.py:Step.abandon self._plan.world.compute.join": {"join": "interrupted"},
     "sequence.py:_exchanged handle.wait": {"collective": "in slices"},
     "engine/totals.py:gather_totals handle.wait": {"collective": "stage 1"},
-    "engine/streaming.py:_all runtime.routes.gather().wait": {"collective": "streamed"},
-    "engine/transfer.py:_through_slot.work device.paging": {"wait": "nvme", "paging": "nvme"},
+    "engine/whole/streaming.py:_all runtime.routes.gather().wait": {"collective": "streamed"},
+    "engine/memory/transfer.py:_through_slot.work device.paging": {"wait": "nvme", "paging": "nvme"},
     "engine/unit_state.py:UnitState.await_grad_readers self.grad_readers[-1].wait": {
         "wait": "stage 1, two microbatches, units skipped",
         "ticket": "infinity, gradients on the device, units skipped and read",
     },
-    "engine/update.py:Updater._update_in_thread self._device.paging": {
+    "engine/update/update.py:Updater._update_in_thread self._device.paging": {
         "wait": "nvme",
         "finish": "cpu, updated by the host",
         "paging": "nvme",
     },
-    "engine/orthogonalize.py:Orthogonalizer.run self._world.reshard().wait": {"collective": "muon at stage 1"},
-    "engine/update.py:Updater._launch_staged self._device.aside": {"aside": "muon, cpu"},
-    "engine/update.py:Updater._update_matrices self._read.wait": {"wait": "muon, one looked at"},
-    "engine/update.py:Updater._update_matrices ticket.wait": {"ticket": "muon, nvme"},
-    "engine/update.py:Updater._update_matrices unit.grad_ready.wait": {
+    "engine/update/orthogonalize.py:Orthogonalizer.run self._world.reshard().wait": {"collective": "muon at stage 1"},
+    "engine/update/update.py:Updater._launch_staged self._device.aside": {"aside": "muon, cpu"},
+    "engine/update/update.py:Updater._update_matrices self._read.wait": {"wait": "muon, one looked at"},
+    "engine/update/update.py:Updater._update_matrices ticket.wait": {"ticket": "muon, nvme"},
+    "engine/update/update.py:Updater._update_matrices unit.grad_ready.wait": {
         "wait": "muon, matrices only, updated by the host"
     },
-    "engine/update.py:Updater._update_matrices unit.updated.wait": {"wait": "muon, cpu"},
-    "engine/update.py:Updater._update_on_streams unit.updated.wait": {"wait": "cpu at stage 1"},
-    "engine/update.py:Updater.apply_deferred ticket.wait": {"ticket": "nvme at stage 1"},
-    "engine/update.py:Updater.schedule_update self._device.aside": {"aside": "cpu"},
-    "engine/update.py:Updater.schedule_update unit.step.left.wait": {"wait": "cpu"},
+    "engine/update/update.py:Updater._update_matrices unit.updated.wait": {"wait": "muon, cpu"},
+    "engine/update/update.py:Updater._update_on_streams unit.updated.wait": {"wait": "cpu at stage 1"},
+    "engine/update/update.py:Updater.apply_deferred ticket.wait": {"ticket": "nvme at stage 1"},
+    "engine/update/update.py:Updater.schedule_update self._device.aside": {"aside": "cpu"},
+    "engine/update/update.py:Updater.schedule_update unit.step.left.wait": {"wait": "cpu"},
 }
 """By call, each kind of wait that it makes, with a scenario that misses it."""
 

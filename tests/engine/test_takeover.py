@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from zero.distributed.world import SoloWorld
-from zero.engine import unsupported
+from zero.engine.model import unsupported
 from zero.errors import OutsideUnitError, PlanError, StaleStateError
 from zero.testing import run_ranks
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zero
-from zero.engine.empty import is_meta
-from zero.engine.split import depth_of, split
-from zero.engine.takeover import Takeover
-from zero.engine.unit import Splitting
+from zero.engine.model.on_meta import is_meta
+from zero.engine.model.split import depth_of, split
+from zero.engine.model.takeover import Takeover
+from zero.engine.model.unit import Splitting
 from zero.errors import OutsideUnitError, PlanError
 from zero.testing import run_ranks
 from zero.trainer.models.gpt import GPT

@@ -27,8 +27,8 @@ from zero.checkpoint import load, open_checkpoint, open_latest
 from zero.checkpoint.manifest import CAP_BYTES, step_name
 from zero.checkpoint.publish import MANIFEST_NAME
 from zero.distributed.world import World
-from zero.engine.full import digest
 from zero.engine.state import State
+from zero.engine.whole.full import digest
 from zero.errors import CheckpointError
 from zero.testing.thread_world import run_ranks
 

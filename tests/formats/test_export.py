@@ -29,8 +29,8 @@ from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from tests.conftest import LONG_S
 from zero.checkpoint import load, open_checkpoint, save
 from zero.checkpoint.manifest import from_text, to_text
-from zero.engine.full import full_state_dict
-from zero.engine.takeover import buffers_of
+from zero.engine.model.takeover import buffers_of
+from zero.engine.whole.full import full_state_dict
 from zero.errors import CheckpointError, ConfigError, ZeroError
 from zero.formats import (
     Choice,

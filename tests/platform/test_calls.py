@@ -25,7 +25,7 @@ from zero.core.placement import Room, budget_bytes
 from zero.core.sizes import GiB
 from zero.distributed import process_group
 from zero.distributed.world import ProcessWorld
-from zero.engine.update import Updater
+from zero.engine.update.update import Updater
 from zero.errors import HandshakeError, MachineError
 from zero.platform import cuda
 from zero.platform.cuda import Cuda, compute_device
@@ -241,7 +241,7 @@ def test_freed_memory_of_the_host_stays_with_a_process_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(("budget", "most"), [(None, 0.9), (0.5, 0.5), (1.0, 1.0)])
 def test_what_is_placed_by_itself_leaves_some_of_the_hosts_memory(budget, most, monkeypatch, tmp_path):
-    for module in (zero.engine.plan, machine):
+    for module in (zero.engine.plan.plan, machine):
         monkeypatch.setattr(module, "free_host_bytes", lambda: 8 * GiB)
     with simulated_gpu(4 * GiB):
         world = zero.World.from_env(device="cpu")

@@ -20,8 +20,8 @@ from tests.simulation.instrumented_gpu import SimulatedGpu
 from tests.simulation.simulated_gpu import count_launches
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.sizes import GiB
-from zero.engine.full import digest
-from zero.engine.traffic import traffic
+from zero.engine.plan.traffic import traffic
+from zero.engine.whole.full import digest
 from zero.errors import MachineError
 from zero.platform.cuda import Cuda, claim_device
 from zero.platform.device import Arena, Device

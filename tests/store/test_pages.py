@@ -7,7 +7,7 @@ from torch import nn
 
 import zero
 from zero.core.placement import Room
-from zero.engine.placing import thread_count
+from zero.engine.plan.placing import thread_count
 
 MiB, GiB = 1024**2, 1024**3
 

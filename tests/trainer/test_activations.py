@@ -15,9 +15,9 @@ from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
 from tests.simulation import simulated_gpu
 from tests.trainer.test_planning import ROUND, config, gpu, model_of
 from zero.core.placement import NO_LIMIT
-from zero.engine.full import digest
-from zero.engine.split import split
-from zero.engine.traffic import traffic
+from zero.engine.model.split import split
+from zero.engine.plan.traffic import traffic
+from zero.engine.whole.full import digest
 from zero.errors import ConfigError, PlanError
 from zero.settings.build import build_plan
 from zero.testing import run_ranks

@@ -38,8 +38,8 @@ class Hang(NamedTuple):
 
     def method(self) -> tuple[type, str]:
         from zero.checkpoint.disk import Disk
-        from zero.engine.gather import Gatherer
-        from zero.engine.update import Updater
+        from zero.engine.forward.gather import Gatherer
+        from zero.engine.update.update import Updater
 
         methods: dict[str, tuple[type, str]] = {
             "forward": (Gatherer, "run"),

@@ -23,8 +23,8 @@ from tests.common.small import KiB
 from tests.conftest import LONG_S
 from zero.core.placement import NO_LIMIT, DoesNotFit, size_text, usable_host_bytes
 from zero.core.stage import Stage
-from zero.engine.split import split
-from zero.engine.traffic import Load, traffic
+from zero.engine.model.split import split
+from zero.engine.plan.traffic import Load, traffic
 from zero.errors import ConfigError, WorldError
 from zero.platform.device import Device, free_host_bytes
 from zero.progress import Progress, silent

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import train
 from tests.simulation import simulated_gpu
-from zero.engine.reduce import Reducer
+from zero.engine.backward.reduce import Reducer
 from zero.engine.unit_state import UnitState
 
 RUN = ["debug=tiny", "data=synthetic", "steps=6", "launch.malloc=default", "tracker.every=1", "sample.tokens=0"]

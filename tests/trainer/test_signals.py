@@ -23,8 +23,8 @@ import train
 from tests.conftest import LONG_S
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.shard import ShardReader
-from zero.engine.gather import Gatherer
-from zero.engine.update import Updater
+from zero.engine.forward.gather import Gatherer
+from zero.engine.update.update import Updater
 from zero.errors import Preempted
 from zero.store import PrefetchStore
 from zero.testing import forked_ranks

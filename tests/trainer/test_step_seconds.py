@@ -15,9 +15,9 @@ from tests.simulation import simulated_gpu
 from tests.simulation.simulated_time import RATES
 from tests.trainer.test_planning import config, gpu, model_of
 from zero.core.placement import NO_LIMIT
-from zero.engine import placing
-from zero.engine.split import split
-from zero.engine.traffic import traffic
+from zero.engine.model.split import split
+from zero.engine.plan import placing
+from zero.engine.plan.traffic import traffic
 from zero.errors import ConfigError
 from zero.testing import run_ranks
 from zero.tracker import Tracker

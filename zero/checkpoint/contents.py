@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zero.checkpoint.manifest import FROZEN_KINDS, ITEM_BYTES, Flat
 from zero.core.layout import Layout
+from zero.engine.model import UnitSpec
 from zero.engine.plan import Plan
-from zero.engine.unit import UnitSpec
 from zero.errors import CheckpointError
 
 PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"

@@ -41,10 +41,10 @@ from zero.checkpoint.shard import ShardWriter
 from zero.core.loss_scale import LossScale
 from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
-from zero.engine.arguments import check_folder, check_type
+from zero.engine.model import buffers_of
+from zero.engine.plan import check_folder, check_type
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
-from zero.engine.takeover import buffers_of
 from zero.errors import CheckpointError, if_it_fails, with_class
 from zero.platform.device import PASSED, Arena
 from zero.platform.files import memory_of, naming

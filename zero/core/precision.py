@@ -39,7 +39,7 @@ class Precision:
         frozen: how parameters that do not train are stored: "compute": in the dtype of compute; "nf4" or "int8": as
             codes that each gather expands, see `zero.core.codec`.
         coded: patterns of the names of the parameters that are stored as codes; by default all frozen matrices except
-            embeddings and heads, see `zero.engine.coded`.
+            embeddings and heads, see `zero.engine.model.coded`.
 
     Raises:
         ConfigError: an unknown name, a loss scale other than 1 where compute is not fp16, a split master where compute

@@ -28,10 +28,9 @@ from zero.deepspeed.optimizers import check_group_count, restore, settings_of
 from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.deepspeed.zero import full_on_this_rank
 from zero.distributed.world import World
-from zero.engine.flat_writer import FlatWriter
-from zero.engine.full import full_state_dict, full_values, gathered
+from zero.engine.model import buffers_of
 from zero.engine.state import State
-from zero.engine.takeover import buffers_of
+from zero.engine.whole import FlatWriter, full_state_dict, full_values, gathered
 from zero.errors import CheckpointError, ConfigError
 from zero.platform.files import appearing, naming
 

@@ -23,11 +23,10 @@ from zero.deepspeed.metrics import RunLog, Throughput
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.distributed.world import World
-from zero.engine.gather import refuse_compiler
-from zero.engine.placeholder import ParameterPlaceholder
+from zero.engine.forward import refuse_compiler
+from zero.engine.model import ParameterPlaceholder, call_through
 from zero.engine.state import State
 from zero.engine.step import Step
-from zero.engine.takeover import call_through
 from zero.errors import ConfigError, if_it_fails
 from zero.settings import Settings
 

@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from zero.engine.full import Source, get_full, set_full
+from zero.engine.whole import Source, get_full, set_full
 from zero.errors import ConfigError
 
 

@@ -24,13 +24,11 @@ from zero.deepspeed.runtime.lr_schedules import SCHEDULES, Scheduler
 from zero.deepspeed.zero import flag_leaf_modules, get_z3_leaf_modules
 from zero.distributed.mesh import local_part
 from zero.distributed.world import World, open_default_group
-from zero.engine.coded import frozen_matrices
-from zero.engine.empty import is_meta, lacks_values
-from zero.engine.first_values import Weights
 from zero.engine.init import init, open_store
+from zero.engine.model import buffers_of, frozen_matrices, is_meta, lacks_values, same_bits
 from zero.engine.plan import Plan
 from zero.engine.state import State
-from zero.engine.takeover import buffers_of, same_bits
+from zero.engine.whole import Weights
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_plan

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zero.core import optim
 from zero.core.optim import Transform
-from zero.engine.split import embedding_ids
+from zero.engine.model import embedding_ids
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_optimizer

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from zero.engine.compile import Backend
+from zero.engine.model import Backend
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from zero.deepspeed.grads import is_trained
 from zero.distributed.rendezvous import rank_of_process
 from zero.distributed.world import World, open_default_group
-from zero.engine.empty import Unmade, absent
-from zero.engine.full import Source, gathered, get_full, set_full
-from zero.engine.placeholder import ParameterPlaceholder
+from zero.engine.model import ParameterPlaceholder, Unmade, absent
+from zero.engine.whole import Source, gathered, get_full, set_full
 from zero.errors import ConfigError, StaleStateError
 
 MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import Layout
+from zero.engine.memory import load
+from zero.engine.model import UnitSpec
 from zero.engine.runtime import Runtime
-from zero.engine.transfer import load
-from zero.engine.unit import UnitSpec
 from zero.engine.unit_state import UnitState
 from zero.store import Page, PageKind
 

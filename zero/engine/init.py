@@ -16,26 +16,18 @@ from zero.core import checks
 from zero.core.setting_types import RECOMPUTED
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
-from zero.engine.arguments import check_type, type_text
-from zero.engine.beside import refuse_equal_parts
+from zero.engine.backward import Reducer
 from zero.engine.checksums import Checksums
-from zero.engine.coded import codes_in
-from zero.engine.fetch import Fetch, gathering, lending, reading
-from zero.engine.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
-from zero.engine.gather import Gatherer, bind_placeholders
-from zero.engine.gradient import Gradients, PagedGradients
-from zero.engine.module_tree import ModuleTree
-from zero.engine.placing import thread_count
-from zero.engine.plan import Plan
-from zero.engine.reduce import Reducer
-from zero.engine.residency import Residency
+from zero.engine.forward import Fetch, Gatherer, Residency, bind_placeholders, gathering, lending, reading
+from zero.engine.memory import InPlace, OnHost
+from zero.engine.model import ModuleTree, Takeover, codes_in
+from zero.engine.plan import Plan, check_type, refuse_equal_parts, thread_count, type_text
 from zero.engine.runtime import Runtime
-from zero.engine.saved_tensors import InPlace, OnHost
 from zero.engine.state import State
-from zero.engine.takeover import Takeover
 from zero.engine.unit_state import UnitState
-from zero.engine.update import Updater
+from zero.engine.update import Gradients, PagedGradients, Updater
 from zero.engine.visit_order import CollectiveLog
+from zero.engine.whole import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.errors import ConfigError, StoreError, if_it_fails
 from zero.platform.device import Arena, give_back_memory
 from zero.platform.run_files import folders_of, free_by_file_system, in_memory
@@ -189,7 +181,7 @@ def init(
     `state.model` is the plan's model itself: its parameters are the same objects, but their values are now in shards.
     Call `copy.deepcopy(model)` before `zero.Plan` to keep an original. `state.close()` makes the model an ordinary one
     again. A rank makes or reads its own part of the parameters only, in chunks of 16 MiB. The parameters of one module
-    are made in full if an initializer needs them so, see `zero.engine.recorded_values`.
+    are made in full if an initializer needs them so, see `zero.engine.model.recorded_values`.
 
     Args:
         plan: the plan, which contains the model and the tier of each part of the state.

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from zero.distributed.routes import Routes
+from zero.engine.backward import Reducer
 from zero.engine.checksums import Checksums
-from zero.engine.gather import Gatherer
-from zero.engine.gradient import Gradients
-from zero.engine.module_tree import ModuleTree
+from zero.engine.forward import Gatherer
+from zero.engine.model import ModuleTree, Takeover
 from zero.engine.plan import Plan
-from zero.engine.reduce import Reducer
-from zero.engine.takeover import Takeover
 from zero.engine.unit_state import UnitState
-from zero.engine.update import Updater
+from zero.engine.update import Gradients, Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.platform.handle import Handle
 from zero.platform.timeline import Tape

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from zero.core import checks
 from zero.core.optim import Hyper
-from zero.engine.arguments import (
+from zero.engine.plan import (
+    Plan,
     check_function,
     check_loss,
     check_loss_fn,
@@ -28,7 +29,6 @@ from zero.engine.arguments import (
     numbers_by_name,
     type_text,
 )
-from zero.engine.plan import Plan
 from zero.engine.replay import Replay, check_replay
 from zero.engine.runtime import Runtime
 from zero.engine.state import State

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from zero.core.optim import Hyper
-from zero.engine.parts import Part
-from zero.engine.placeholder import ParameterPlaceholder
-from zero.engine.pool import Buffer
-from zero.engine.unit import UnitSpec
+from zero.engine.memory import Buffer
+from zero.engine.model import ParameterPlaceholder, UnitSpec
+from zero.engine.plan import Part
 from zero.engine.unit_step import UnitStep
 from zero.platform.device import PASSED, Event
 from zero.platform.handle import Handle

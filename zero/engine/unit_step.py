@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from zero.engine.pool import Buffer
-from zero.engine.scratch import Scratch
+from zero.engine.memory import Buffer, Scratch
 from zero.platform.device import PASSED, Event
 
 
 class Phase(IntEnum):
-    """The phase of a unit's gradient in the present round of reductions, see `zero.engine.reduce`."""
+    """The phase of a unit's gradient in the present round of reductions, see `zero.engine.backward.reduce`."""
 
     CLOSED = auto()
     """The unit's reduction of this round has started, or no round has begun."""

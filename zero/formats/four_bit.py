@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zero.core.codec import CODECS
 from zero.core.layout import VECTOR
-from zero.engine.coded import CodedWeights
+from zero.engine.model import CodedWeights
 from zero.errors import PlanError
 
 NF4 = CODECS["nf4"]

@@ -40,10 +40,8 @@ from zero.core.precision import Precision as ComputePrecision
 from zero.core.stage import Stage
 from zero.deepspeed.engine import Engine
 from zero.distributed.world import World
-from zero.engine.compile import Backend
-from zero.engine.empty import empty
-from zero.engine.first_values import Weights
-from zero.engine.placeholder import ParameterPlaceholder
+from zero.engine.model import Backend, ParameterPlaceholder, empty
+from zero.engine.whole import Weights
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, new_engine
 from zero.platform.files import Files, give_name, naming, sync

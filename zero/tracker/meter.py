@@ -20,9 +20,8 @@ from zero.checkpoint.save import versions
 from zero.core.precision import DTYPES
 from zero.core.sizes import size_text
 from zero.distributed.world import Collectives, World
-from zero.engine.plan import Plan
+from zero.engine.plan import Plan, traffic as planned_traffic
 from zero.engine.step import Metrics
-from zero.engine.traffic import traffic as planned_traffic
 from zero.platform.device import host_peak_bytes
 from zero.platform.peak_flops import peak_flops
 from zero.store import Traffic
@@ -79,7 +78,7 @@ class Summary(NamedTuple):
     host_peak_bytes: int
     plan_bytes: dict[str, dict[str, int]]
     plan_step_bytes: dict[str, float]
-    """Bytes that one rank moves in a step according to the plan, by the fields of `zero.engine.traffic.Load`."""
+    """Bytes that one rank moves in a step according to the plan, by the fields of `zero.engine.plan.traffic.Load`."""
     offload_written_bytes: int
     endurance: str | None
     data_digest: str

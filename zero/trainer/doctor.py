@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from zero.core.sizes import GiB, size_text
-from zero.engine.placing import THREADS
+from zero.engine.plan import THREADS
 from zero.errors import MachineError, StoreError
 from zero.platform.device import memory_groups
 from zero.platform.installed import install

@@ -70,7 +70,7 @@ MOVES = (
     ("link", "from other ranks", ("comm/gather_bytes", "comm/reduce_bytes")),
     ("wire", "from other nodes", ("comm/wire_bytes",)),
 )
-"""Transfers of a step: their field in `zero.engine.traffic.Load`, their label on the page, and their keys in a row."""
+"""Transfers of a step: their field in `engine.plan.Load`, their label on the page, and their keys in a row."""
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
 PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero.core.peft_names import COPIES, plain_name
-from zero.engine.empty import empty
+from zero.engine.model import empty
 from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
 from zero.platform.installed import require_hf

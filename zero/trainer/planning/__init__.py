@@ -1,6 +1,6 @@
 """Prediction of a run's memory and time from shapes alone, and values for every setting that is auto."""
 
-from zero.engine.measured import measured as measured
+from zero.engine.whole import measured as measured
 from zero.trainer.planning.activations import Activations as Activations
 from zero.trainer.planning.choices import choices as choices, plan_of_run as plan_of_run
 from zero.trainer.planning.machine import Machine as Machine, PaperWorld as PaperWorld

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zero.core.setting_types import RECOMPUTED, Activations as Policy
+from zero.engine.model import split
 from zero.engine.plan import activations_of
-from zero.engine.split import split
 from zero.sequence import SharedRows
 from zero.settings.build import build_precision
 from zero.trainer.config import Config

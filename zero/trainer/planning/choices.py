@@ -9,8 +9,7 @@ from zero.core.offload import PRESETS
 from zero.core.placement import NO_LIMIT, DoesNotFit, Room, budget_bytes
 from zero.core.stage import Stage
 from zero.distributed.world import World
-from zero.engine.plan import Plan
-from zero.engine.traffic import traffic
+from zero.engine.plan import Plan, traffic
 from zero.errors import ConfigError
 from zero.progress import Progress, reported, silent
 from zero.settings.build import build_plan

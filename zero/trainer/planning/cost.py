@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from zero.engine.plan import Plan
-from zero.engine.traffic import Load, traffic
+from zero.engine.plan import Load, Plan, traffic
 from zero.tracker.report.scale import duration_unit
 from zero.trainer.planning.tracing import Work
 

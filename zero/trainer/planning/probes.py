@@ -17,7 +17,7 @@ from zero.core.optim import Hyper
 from zero.core.updates import PageBatch
 from zero.distributed.routes import across_nodes, within_node
 from zero.distributed.world import World
-from zero.engine.placing import thread_count
+from zero.engine.plan import thread_count
 from zero.engine.update import Piece, run_kernel
 from zero.errors import StoreError
 from zero.platform.cuda import compute_device

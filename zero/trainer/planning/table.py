@@ -113,7 +113,7 @@ def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]]) -> s
     The line of activations says that they were not measured, because activations exist only within a step.
 
     Args:
-        measured: the result of `zero.engine.measured`.
+        measured: the result of `zero.engine.whole.measured`.
     """
     planned = {tier: sum(n for kind, n in kinds.items() if kind != "activations") for tier, kinds in plan.bytes.items()}
     held = {tier: sum(kinds.values()) for tier, kinds in measured.items()}

@@ -26,10 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero.core.setting_types import RECOMPUTED, Activations
-from zero.engine.recompute import recomputed_call
-from zero.engine.saved_tensors import Kept, OnHost
-from zero.engine.takeover import Body, attach, move_buffers
-from zero.engine.unit import Site, Splitting
+from zero.engine.forward import recomputed_call
+from zero.engine.memory import Kept, OnHost
+from zero.engine.model import Body, Site, Splitting, attach, move_buffers
 from zero.platform.device import Device
 from zero.trainer.planning.shapes import result_of
 

@@ -1,0 +1,5 @@
+"""Backward: gradients arrive unit by unit, and are added over calls, microbatches and ranks."""
+
+from zero.engine.backward.reduce import Reducer
+
+__all__ = ["Reducer"]

@@ -1,0 +1,192 @@
+"""All-gather a unit's shards into its buffer, from device memory or from the store.
+
+Every rank must start the same collectives in the same order. An all-gather that first needs a read from disk, or an
+update by the store's threads, is a `Later`: it starts after the work of the unit before is launched, or when the buffer
+is waited for. These are the same points of the program on all ranks. Other all-gathers start when the buffer is
+requested. All overlap with compute.
+
+Codes of frozen parameters arrive as bytes behind the parameters of the buffer, and a `Later` expands them. It starts
+after the work of the unit before is launched, so on a GPU it runs beside that work.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from zero.core.codec import CHUNK
+from zero.distributed.routes import Routes
+from zero.distributed.world import Handle
+from zero.engine.memory import load
+from zero.engine.model import UnitSpec
+from zero.engine.plan import Plan
+from zero.engine.unit_state import UnitState
+from zero.platform.device import PASSED, Device
+from zero.store import Page, PageKind, PrefetchStore, Ticket
+
+Fetch = Callable[[UnitState, Tensor, Sequence[Ticket], bool], Sequence[Handle]]
+"""A function that starts to fill a unit's buffer and returns the handles to wait for.
+
+Its arguments are the unit, the buffer, the tickets of the unit's update, and whether that update may still be running.
+"""
+
+
+def gathering(plan: Plan, routes: Routes) -> Fetch:
+    """Return a Fetch for shards in device memory."""
+
+    def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
+        handles: list[Handle] = []
+        for shard in _shards(plan, routes, unit, full):
+            kept = unit.shards[shard.number]
+            assert kept is not None
+            own_S = kept if kept.numel() == shard.own_S.numel() else kept[slice(*shard.extent)]
+            handles += shard.arrived([shard.gather(own_S)])
+        return handles
+
+    return fetch
+
+
+def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
+    """Return a Fetch for shards on disk; the read of this rank's pages starts immediately."""
+    device = plan.world.compute
+
+    def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
+        return [handle for shard in _shards(plan, routes, unit, full) for handle in shard.arrived(read(shard))]
+
+    def read(shard: _Shard) -> list[Handle]:
+        reads = [
+            load(store, device, page, shard.own_S[a:b])
+            for page, (a, b) in zip(shard.pages, plan.cut(shard.own_S.numel()), strict=True)
+        ]
+        if plan.world.size == 1:
+            return list(reads)
+
+        def gather() -> list[Handle]:
+            for ticket in reads:
+                ticket.wait()
+            return [shard.gather(shard.own_S)]
+
+        return [Later(device, gather)]
+
+    return fetch
+
+
+def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
+    """Return a Fetch for shards in host memory. The device copies them, adjacent pages in one copy."""
+    device = plan.world.compute
+
+    def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
+        def copy_and_gather(shard: _Shard) -> list[Handle]:
+            for ticket in tickets:
+                ticket.wait()
+            place = shard.own_S
+            for view in store.in_place_views(shard.pages):
+                device.copy(place[: view.numel()], view)
+                place = place[view.numel() :]
+            if plan.world.size == 1:
+                return []
+            return [shard.gather(shard.own_S)]
+
+        handles: list[Handle] = []
+        for shard in _shards(plan, routes, unit, full):
+            started = [Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
+            handles += shard.arrived(started)
+        return handles
+
+    return fetch
+
+
+class _Shard(NamedTuple):
+    """This rank's shard of a stored flat.
+
+    Attributes:
+        number: the number of the flat in `UnitSpec.flats`.
+        extent: the (start, stop) of the shard in the flat.
+        pages: the pages of the shard where parameters are offloaded.
+        own_S: (S,) the part of the gathered buffer for the shard.
+        gather: starts the all-gather of the flat from the shard, (S,).
+        arrived: maps the handles of the flat's arrival to those of the parameters' values.
+    """
+
+    number: int
+    extent: tuple[int, int]
+    pages: list[Page]
+    own_S: Tensor
+    gather: Callable[[Tensor], Handle]
+    arrived: Callable[[Sequence[Handle]], Sequence[Handle]]
+
+
+def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_Shard]:
+    """Return the shards of the unit's flats that are not empty."""
+    shards = []
+    for number, flat in enumerate(unit.spec.flats):
+        if not flat.stored.S:
+            continue
+        full_P, arrived = flat.of(full), _unchanged
+        if flat.kind == PageKind.CODES:
+            room = full[unit.spec.full_numel :].view(torch.uint8)
+            full_P = room if room.numel() else cast(Tensor, unit.codes_S)  # see `Facts.buffer_numel`
+            arrived = partial(_expanding, plan, unit.spec, full_P, flat.of(full))
+        extent = flat.stored.shard(plan.rank)
+        pages = [Page(unit.index, flat.kind, n) for n in range(len(plan.cut(flat.stored.S)))]
+        gather = partial(
+            routes.gather,
+            full_P=full_P,
+            secondary=unit.secondary[number],
+            current=unit.secondary_versions[number] == unit.versions[number],  # now: a later start is of this version
+            what=unit.spec.name,
+        )
+        shards.append(_Shard(number, extent, pages, full_P[slice(*extent)], gather, arrived))
+    return shards
+
+
+def _unchanged(handles: Sequence[Handle]) -> Sequence[Handle]:
+    return handles
+
+
+def _expanding(
+    plan: Plan, unit: UnitSpec, codes_P: Tensor, values_P: Tensor, handles: Sequence[Handle]
+) -> Sequence[Handle]:
+    """Return the handle of the expansion of a unit's codes, which waits for `handles`."""
+    codec, device = plan.precision.frozen, plan.world.compute
+    assert codec is not None
+
+    def expand() -> list[Handle]:
+        for handle in handles:
+            handle.wait()
+        tables = codec.tables(device.device)
+        for coded, slot in zip(unit.codes.slots, unit.expanded.slots, strict=True):
+            codes, values = codes_P[coded.offset : coded.stop], values_P[slot.offset : slot.stop]
+            if device.tile_numel:
+                torch.ops.zero.expand(values, codes, tables, codec.name, device.tile_numel)
+            else:
+                codec.expand(codes, values, max(CHUNK, device.sum_numel))
+        return []
+
+    return [Later(device, expand)]
+
+
+class Later:
+    """Handle of an all-gather that starts in `start`, or in the first `wait`, on the gather stream.
+
+    It does not wait for work that was enqueued on the compute stream since the request.
+    """
+
+    def __init__(self, device: Device, start: Callable[[], Sequence[Handle]]) -> None:
+        self._device, self._ready = device, PASSED
+        self._start: Callable[[], Sequence[Handle]] | None = start  # dropped with the tensors that it holds
+        self._started: Sequence[Handle] = ()
+
+    def start(self) -> None:
+        """Wait for the store's threads, then start the all-gather, unless it has started."""
+        if self._start is not None:
+            with self._device.aside("gather", after=PASSED) as self._ready:  # no event needed: requested on this stream
+                self._started, self._start = self._start(), None
+
+    def wait(self) -> None:
+        self.start()
+        for handle in self._started:
+            handle.wait()
+        self._ready.wait()

@@ -1,0 +1,68 @@
+"""The model: taken apart into units, taken over in place, its first values recorded."""
+
+from zero.engine.model.coded import CodedWeights, checked, coded, coded_names, codes_in, frozen_matrices
+from zero.engine.model.compile import Backend, Compiler, check_backend, described
+from zero.engine.model.module_tree import ModuleTree
+from zero.engine.model.on_meta import Unmade, absent, empty, is_meta, lacks_values
+from zero.engine.model.placeholder import ParameterPlaceholder, in_backward
+from zero.engine.model.recorded_values import RecordedValues, reached
+from zero.engine.model.split import APART, depth_of, embedding_ids, split
+from zero.engine.model.takeover import (
+    NOTHING,
+    Body,
+    Run,
+    Takeover,
+    attach,
+    buffers_of,
+    call_through,
+    call_with,
+    move_buffers,
+    refuse_taken,
+    same_bits,
+)
+from zero.engine.model.unit import Binding, Flat, Site, Splitting, UnitSpec
+from zero.engine.model.unsupported import note_dtypes
+
+__all__ = [
+    "APART",
+    "NOTHING",
+    "Backend",
+    "Binding",
+    "Body",
+    "CodedWeights",
+    "Compiler",
+    "Flat",
+    "ModuleTree",
+    "ParameterPlaceholder",
+    "RecordedValues",
+    "Run",
+    "Site",
+    "Splitting",
+    "Takeover",
+    "UnitSpec",
+    "Unmade",
+    "absent",
+    "attach",
+    "buffers_of",
+    "call_through",
+    "call_with",
+    "check_backend",
+    "checked",
+    "coded",
+    "coded_names",
+    "codes_in",
+    "depth_of",
+    "described",
+    "embedding_ids",
+    "empty",
+    "frozen_matrices",
+    "in_backward",
+    "is_meta",
+    "lacks_values",
+    "move_buffers",
+    "note_dtypes",
+    "reached",
+    "refuse_taken",
+    "same_bits",
+    "split",
+]

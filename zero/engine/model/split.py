@@ -1,0 +1,327 @@
+"""Split a model into units, the groups of parameters that are gathered and released together.
+
+A tied weight belongs to the unit of the innermost site that contains its first occurrence in the module tree, and the
+innermost sites around its other occurrences need that unit too. Matrices that Muon updates have units of their
+own; the norms and biases beside them, of all sites, are one unit, which is called shared.
+
+By default every element of an outermost `ModuleList` or `Sequential` is a site. The other children, with parameters, of
+the modules that contain these lists are sites too, so that an embedding or a head is not gathered for the whole step. A
+containing module that owns parameters directly is itself a site. Alternatively the user names the classes of sites.
+
+The user's model is not changed: a `Splitting` consists of names and sizes.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import nn
+
+from zero.core.codec import Codec
+from zero.core.layout import Layout
+from zero.core.muon import Matrices
+from zero.core.optim import Transform
+from zero.core.suggest import meant
+from zero.distributed.mesh import local_part
+from zero.engine.model.unit import ROOT, Binding, Owner, Site, Splitting, UnitSpec
+from zero.engine.model.unsupported import check_model
+from zero.errors import PlanError
+from zero.store import PageKind
+
+AUTO = "auto"
+"""The word that stands for the default policy in a list of class names."""
+
+SHARED, APART = "(vectors)", " matrices"
+"""The name of the unit of norms and biases beside matrices that Muon updates, and the end of the name of a unit of such
+matrices beside a unit of other parameters of its site."""
+
+
+class _Visited(NamedTuple):
+    """A parameter that `_walk` has visited, with its full name and the path of its unit's site.
+
+    `shape` is the shape of its values on this rank, which have a part of a DTensor.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    unit: str
+
+
+def split(
+    model: nn.Module,
+    *,
+    world_size: int,
+    class_names: Sequence[str] | None = None,
+    optimizer: Transform | None = None,
+    bucket_numel: int = 0,
+    coded: Collection[str] = (),
+    codec: Codec | None = None,
+) -> Splitting:
+    """Return the units and sites of `model`. Its parameters may be on any device, including meta.
+
+    Args:
+        world_size: the number of ranks that a flat tensor is sharded over.
+        class_names: classes whose instances are sites; None for the default policy of this module's docstring. If
+            "auto" is one of the names, the default policy is used, but instances of the other classes are sites as a
+            whole.
+        optimizer: chooses the group of each parameter. Those that Muon updates get units of their own; None: all
+            parameters are in group 0.
+        bucket_numel: units that follow each other are merged while their parameters have at most this many elements.
+        coded: names of the frozen parameters that are stored as codes.
+        codec: the format of these codes.
+
+    Raises:
+        PlanError: the model has no parameters, no module of a named class, or a part that `unsupported` rejects.
+    """
+    check_model(model)
+    roots = _roots(model, class_names or (AUTO,))
+    visited, needs, owners = _walk(model, roots)
+    if not visited:
+        raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
+    lookups = _lookups(model, visited)
+    into = _merged(visited.values(), lookups, bucket_numel)
+    embedded = embedding_ids(model)
+
+    def group(key: int, parameter: _Visited) -> int:
+        if optimizer is None:
+            return 0
+        return optimizer.group_of(parameter.name, parameter.shape, embedding=key in embedded)
+
+    groups = {key: group(key, parameter) for key, parameter in visited.items()}
+    names = _by_optimizer({key: into[parameter.unit] for key, parameter in visited.items()}, visited, optimizer, groups)
+    parameters: dict[str, list[_Visited]] = {}  # by the name of their unit
+    for key, name in names.items():
+        parameters.setdefault(name, []).append(visited[key])
+    by_name = {visited[key].name: number for key, number in groups.items()}
+    units = tuple(
+        _unit(index, name, owned, world_size, optimizer, by_name, codec, coded, lookup=name in lookups)
+        for index, (name, owned) in enumerate(parameters.items())
+    )
+    where = {
+        slot.name: (unit.index, number, trainable)
+        for unit in units
+        for trainable, slots in ((True, unit.trainable.slots), (False, unit.frozen_slots))
+        for number, slot in enumerate(slots)
+    }
+    shared = {unit.index for unit in units if unit.shared}
+    sites = tuple(
+        Site(
+            path,
+            tuple(
+                sorted(  # the shared unit comes last, because a site is known by its first unit
+                    (Binding(local, *where[visited[key].name]) for local, key in wanted.items()),
+                    key=lambda bound: bound.unit in shared,
+                )
+            ),
+        )
+        for path, wanted in needs.items()
+    )
+    places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
+    return Splitting(units, sites, places, depth_of(units, sites))
+
+
+def _unit(
+    index: int,
+    name: str,
+    parameters: Sequence[_Visited],
+    world_size: int,
+    optimizer: Transform | None,
+    groups: Mapping[str, int],
+    codec: Codec | None,
+    coded: Collection[str],
+    *,
+    lookup: bool,
+) -> UnitSpec:
+    shapes: dict[PageKind, dict[str, tuple[int, ...]]] = {kind: {} for kind in PageKind}
+    for full_name, parameter, shape, _ in parameters:
+        frozen = PageKind.CODES if full_name in coded else PageKind.FROZEN
+        shapes[PageKind.PARAM if parameter.requires_grad else frozen][full_name] = shape
+    trainable, plain = (
+        Layout.of(shapes[kind], world_size=world_size, groups=groups) for kind in (PageKind.PARAM, PageKind.FROZEN)
+    )
+    expanded = Layout.of(shapes[PageKind.CODES], world_size=1)
+    nbytes = {slot.name: (codec.nbytes(slot.numel),) for slot in expanded.slots if codec is not None}
+    codes = Layout.of(nbytes, world_size=world_size)
+    moments: tuple[str, ...] = ()
+    matrices: tuple[Matrices, ...] = ()
+    if optimizer is not None and trainable.slots:
+        group = trainable.slots[0].group
+        moments, matrices = optimizer.moments_of(group), optimizer.matrices_of(trainable, group)
+    return UnitSpec(
+        index, name or ROOT, trainable, plain, codes, expanded, lookup, moments, matrices, shared=name == SHARED
+    )
+
+
+def _by_optimizer(
+    names: dict[int, str],
+    visited: Mapping[int, _Visited],
+    optimizer: Transform | None,
+    groups: Mapping[int, int],
+) -> dict[int, str]:
+    """Return the names of units, by parameter id, with units of their own for the parameters that Muon updates.
+
+    Norms and biases beside these all share one unit, so that they take one gather and one reduction.
+    """
+    if optimizer is None or optimizer.muon is None:
+        return names
+    matrices = {
+        key
+        for key, (_, parameter, *_) in visited.items()
+        if parameter.requires_grad and optimizer.orthogonalizes(groups[key])
+    }
+    mixed = {names[key] for key in matrices}
+    vectors = {key for key, (_, _, shape, _) in visited.items() if names[key] in mixed and len(shape) < 2}
+    also = {name for key, name in names.items() if key not in matrices | vectors}
+    apart = {key: f"{names[key] or ROOT}{APART}" for key in matrices if names[key] in also}
+    return names | apart | dict.fromkeys(vectors, SHARED)
+
+
+def embedding_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of `nn.Embedding` modules."""
+    modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return {id(parameter) for module in modules for parameter in module._parameters.values()}
+
+
+def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:
+    """Return the names of units whose parameters all belong to `nn.Embedding` modules only."""
+    read = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module._parameters.values()
+    }
+    units = {parameter.unit for parameter in visited.values()}
+    return units - {parameter.unit for key, parameter in visited.items() if key in read}
+
+
+def _merged(visited: Iterable[_Visited], lookups: set[str], bucket_numel: int) -> dict[str, str]:
+    """Return the unit that each unit is merged into, by names: the first of small units that follow each other.
+
+    The root is not merged, because it is gathered as long as the model runs. Units with and without `lookup` are not
+    merged, because backward does not gather the former.
+    """
+    numels: dict[str, int] = {}
+    for _, _, shape, unit in visited:
+        numels[unit] = numels.get(unit, 0) + prod(shape)
+    into: dict[str, str] = {}
+    last, total = "", 0
+    for name, numel in numels.items():
+        joins = name and last and total + numel <= bucket_numel and (name in lookups) == (last in lookups)
+        last, total = (last, total + numel) if joins else (name, numel)
+        into[name] = last
+    return into
+
+
+def _walk(
+    model: nn.Module, roots: set[int]
+) -> tuple[dict[int, _Visited], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]]]:
+    """Visit every module; tied parameters are recognized by identity.
+
+    Returns:
+        (parameter's id -> its record, site's path -> local name -> parameter's id, path and parameters of each owner).
+    """
+    visited: dict[int, _Visited] = {}
+    needs: dict[str, dict[str, int]] = {}
+    owners: list[tuple[str, list[tuple[str, int]]]] = []
+    sites: dict[int, str] = {}  # by module id: a module at two places is one site
+    bound: set[tuple[str, int]] = set()  # (site, module id): a module with two names in a site gets one binding
+
+    def visit(module: nn.Module, path: str, site: str, local: str) -> None:
+        if id(module) in roots and path != site:
+            site, local = sites.setdefault(id(module), path), ""
+        parameters = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+        for name, parameter in parameters:
+            shape = tuple(local_part(parameter).shape)
+            visited.setdefault(id(parameter), _Visited(f"{path}.{name}".lstrip("."), parameter, shape, site))
+            if (site, id(module)) not in bound:
+                needs.setdefault(site, {})[local + name] = id(parameter)
+        bound.add((site, id(module)))
+        if parameters:
+            owners.append((path, [(name, id(parameter)) for name, parameter in parameters]))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}.{name}".lstrip("."), site, f"{local}{name}.")
+
+    visit(model, "", "", "")
+    return visited, needs, owners
+
+
+def depth_of(units: Sequence[UnitSpec], sites: Sequence[Site], recomputed: Collection[str] = ()) -> int:
+    """Return `Splitting.depth`.
+
+    Args:
+        recomputed: the names of sites whose forward runs again in backward. All units inside such a site stay gathered
+            from there until their gradients have arrived.
+    """
+    shared = {unit.index for unit in units if unit.shared}
+    units_of = {site.path: set(site.units) - shared for site in sites}
+
+    def together(site: Site) -> set[int]:
+        names = site.path.split(".")
+        paths = {"", *(".".join(names[:count]) for count in range(1, len(names) + 1))}
+        if site.name in recomputed:
+            inside = f"{site.path}." if site.path else ""
+            paths.update(path for path in units_of if path.startswith(inside))
+        return {unit for path in paths for unit in units_of.get(path, ())}
+
+    return max((len(together(site)) for site in sites), default=1) - 1
+
+
+def _roots(model: nn.Module, class_names: Sequence[str]) -> set[int]:
+    named = _by_class(model, [name for name in class_names if name != AUTO])
+    return _by_default(model, named) if AUTO in class_names else named
+
+
+def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:
+    present = {type(module).__name__ for module in model.modules()}
+    for name in class_names:
+        if name not in present:
+            raise PlanError(f"zero.units: no module of class {name} in the model{meant(name, present)}")
+    return {id(module) for module in model.modules() if type(module).__name__ in set(class_names)}
+
+
+def _by_default(model: nn.Module, named: set[int]) -> set[int]:
+    if id(model) in named:
+        return {id(model)}
+    roots: set[int] = set()
+
+    def place(module: nn.Module) -> None:
+        if not _owns_parameters(module):
+            return
+        if type(module).forward is not nn.Module.forward or id(module) in named:
+            roots.add(id(module))
+        elif isinstance(module, nn.ModuleList):
+            for element in module:
+                place(element)
+        else:
+            descend(module)
+
+    def descend(module: nn.Module) -> None:
+        for child in module.children():
+            if id(child) in named:
+                place(child)
+            elif isinstance(child, nn.ModuleList | nn.Sequential):
+                for element in child:
+                    place(element)
+            elif _holds_blocks(child):
+                descend(child)
+            else:
+                place(child)
+
+    if isinstance(model, nn.Sequential):
+        for element in model:
+            place(element)
+    else:
+        descend(model)
+    return roots
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(
+        isinstance(inner, nn.ModuleList | nn.Sequential) and _owns_parameters(inner) for inner in module.modules()
+    )

@@ -1,0 +1,204 @@
+"""Units, sites and owners: what the engine knows of a model's parameters, as names and sizes.
+
+A **unit** owns parameters. A **site** is a module whose forward needs one or more units. Usually a site has one unit
+and a unit one site. Small neighbours may share a unit, which saves messages. A tied weight is one slot in one unit that
+several sites need. `zero.engine.model.split` decides which.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zero.core.layout import Layout, Slot
+from zero.core.muon import Matrices, owners
+from zero.store import PageKind
+
+ROOT = "(root)"
+"""The name of the model itself as a site and as a unit."""
+
+
+class Flat(NamedTuple):
+    """A flat tensor of a unit.
+
+    Attributes:
+        kind: the kind of its pages.
+        stored: the layout of what the ranks keep: of bytes for parameters that are stored as codes, else `values`.
+        values: the layout of the gathered parameters.
+        first: the first element of `values` in the unit's gathered buffer.
+    """
+
+    kind: PageKind
+    stored: Layout
+    values: Layout
+    first: int
+
+    def of(self, full: Tensor) -> Tensor:
+        """Return the gathered values, (P,), in the unit's buffer."""
+        return full[self.first : self.first + self.values.P]
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """The parameters of one unit: flat tensors of trainable ones, of frozen ones, and of codes of frozen ones.
+
+    Attributes:
+        codes: the bytes of the frozen parameters that are stored as codes.
+        expanded: the same parameters in a gathered buffer. This flat is never cut.
+        lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
+        moments: what the optimizer keeps of the trainable ones.
+        matrices: the trainable ones in batches, if Muon updates them, see `zero.core.muon`; else empty.
+        shared: whether it has the norms and biases of many sites; it stays gathered from the first of them to the last.
+    """
+
+    index: int
+    name: str
+    trainable: Layout
+    frozen: Layout
+    codes: Layout
+    expanded: Layout
+    lookup: bool = False
+    moments: tuple[str, ...] = ()
+    matrices: tuple[Matrices, ...] = ()
+    shared: bool = False
+
+    @cached_property
+    def flats(self) -> tuple[Flat, Flat, Flat]:
+        """The flat tensors in the order of the gathered buffer."""
+        split = self.trainable.P
+        return (
+            Flat(PageKind.PARAM, self.trainable, self.trainable, 0),
+            Flat(PageKind.FROZEN, self.frozen, self.frozen, split),
+            Flat(PageKind.CODES, self.codes, self.expanded, split + self.frozen.P),
+        )
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The begin of each rank's whole matrices in the flat that Muon updates, and the end of the flat."""
+        return owners(self.matrices, self.trainable)
+
+    def stored(self, kind: str) -> Layout:
+        """Return the layout of what the ranks keep of a kind: that of a `Flat`; moments have the trainable one."""
+        return next((flat.stored for flat in self.flats if flat.kind == kind), self.trainable)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of the parameters' values; each parameter is in one of them."""
+        return tuple(flat.values for flat in self.flats)
+
+    @cached_property
+    def frozen_slots(self) -> tuple[Slot, ...]:
+        return self.frozen.slots + self.expanded.slots
+
+    @property
+    def full_numel(self) -> int:
+        """The number of elements of the gathered parameters."""
+        return self.trainable.P + self.frozen.P + self.expanded.P
+
+    def gathered(self, full: Tensor) -> list[Tensor]:
+        """Return the parts of the gathered buffer that a gather writes, without gaps of expanded parameters."""
+        split, expanded = self.trainable.P + self.frozen.P, self.flats[2].of(full)
+        parts = [full[:split], *(slot.of(expanded) for slot in self.expanded.slots), full[self.full_numel :]]
+        return [part for part in parts if part.numel()]
+
+    def frozen_view(self, slot: int, full: Tensor) -> Tensor:
+        """Return a view of one of `frozen_slots` in the gathered buffer."""
+        flat = self.flats[1 if slot < len(self.frozen.slots) else 2]
+        return self.frozen_slots[slot].of(flat.of(full))
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The position in the units of one parameter of a site.
+
+    Attributes:
+        local: the parameter's name relative to the site's module.
+        unit: the index of its unit.
+        slot: the number of its slot in the unit's trainable flat, or in its `frozen_slots`.
+        trainable: whether that is the trainable flat.
+    """
+
+    local: str
+    unit: int
+    slot: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module, at `path` in the model, whose forward needs `units`; they are gathered in that order."""
+
+    path: str
+    bindings: tuple[Binding, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path or ROOT
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(binding.unit for binding in self.bindings))
+
+    @cached_property
+    def slots(self) -> dict[tuple[int, bool], tuple[int, ...]]:
+        """The slots that the module uses of each unit's trainable (True) and frozen (False) parameters."""
+        return {
+            (unit, trainable): tuple(
+                dict.fromkeys(
+                    bound.slot for bound in self.bindings if (bound.unit, bound.trainable) == (unit, trainable)
+                )
+            )
+            for unit in self.units
+            for trainable in (True, False)
+        }
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that holds parameters directly; `slots` has (local name, full name) of each parameter."""
+
+    path: str
+    slots: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """The units, sites and owners of a model.
+
+    `depth` is the largest number of units in use at the same time, the shared one not counted, minus one. It exceeds 0
+    if sites are nested, or a site needs several units. A recomputed site needs those of all sites inside it.
+    """
+
+    units: tuple[UnitSpec, ...]
+    sites: tuple[Site, ...]
+    owners: tuple[Owner, ...]
+    depth: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model has a trainable parameter."""
+        return any(unit.trainable.slots for unit in self.units)
+
+    @cached_property
+    def has_codes(self) -> bool:
+        """Whether frozen parameters are stored as codes."""
+        return any(unit.codes.slots for unit in self.units)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The full name of every parameter."""
+        return tuple(self.shapes())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by full name."""
+        slots = (slot for unit in self.units for layout in unit.layouts for slot in layout.slots)
+        return {slot.name: slot.shape for slot in slots}
+
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Return all names of each parameter in the model, by full name, which comes first. Tied ones have several."""
+        aliases: dict[str, dict[str, None]] = {name: {name: None} for name in self.names}
+        for owner in self.owners:
+            for local, name in owner.slots:
+                aliases[name][f"{owner.path}.{local}".lstrip(".")] = None
+        return {name: tuple(names) for name, names in aliases.items()}

@@ -1,0 +1,254 @@
+"""Choose the size of pages and the numbers of slots, and check that the state fits.
+
+`core.placement.place` chooses the tier of each page.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+from zero.core.offload import Offload
+from zero.core.placement import Placement, Room, Tier, budget_bytes, place
+from zero.core.sizes import MiB, round_up
+from zero.engine.plan.facts import Facts
+from zero.engine.plan.page_table import PageTable
+from zero.errors import ConfigError
+from zero.store import PageKind
+
+LEAST_PAGE_BYTES, MOST_PAGE_BYTES, MANY_PAGES = 4 * MiB, 64 * MiB, 1024
+"""Limits for page sizes that are chosen automatically: least and largest size, and the largest number of pages.
+
+1,024 pages of 64 MiB are 64 GiB of fp32 master, a model of 17 billion parameters.
+"""
+
+ARENA_SHARE = 1 / 8
+"""The largest share of a rank's host memory that arena slots take when their size and number are automatic."""
+
+THREADS, READ_AHEAD = 4, 2
+"""Defaults of the store: number of threads for each folder (groups of pages in work at once), and of groups that are
+read ahead. A thread moves a page at a time, and reaches a part of a fast drive's rate."""
+
+STAGED = 3
+"""Slots of `update.staging` without reading ahead: for a part that arrives, one in work, and one that leaves."""
+
+STAGED_BYTES = 128 * MiB
+"""Most bytes of such a slot, unless one group of pages takes more.
+
+PCIe moves them in several ms, so launches take little of that time.
+"""
+
+AHEAD_SHARE = 0.9
+"""The share of a GPU's free memory for reading ahead; the rest is for fragments of torch's allocator."""
+
+
+class Placed(NamedTuple):
+    """The placement of all state, and the numbers of slots for pages on their way."""
+
+    arena_slots: int
+    staging_slots: int
+    staged_pages: int
+    """The number of pages of each kind for which a slot of `zero.engine.update.staging` has room."""
+    keeps_staged: bool
+    """Whether there is a slot of staging for each part, so that slots keep their parts; False beside a disk."""
+    placement: Placement
+
+
+_LOWEST: Mapping[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme", "auto": "nvme"}
+
+
+def lowest_tiers(offload: Offload) -> tuple[Tier, Tier, Tier]:
+    """Return the slowest tier that (optimizer state, parameters, gradients) may get.
+
+    Buffers are counted for these tiers, because slower tiers need more buffers.
+    """
+    optimizer, param, grad = (_LOWEST[str(tier)] for tier in offload.kinds)
+    return optimizer, param, grad
+
+
+def thread_count(offload: Offload) -> int:
+    """Return the number of the store's threads: a number in the settings, or `THREADS` for each folder that is used."""
+    uses_disk = {"nvme", "auto"} & {*offload.kinds}
+    return offload.threads or THREADS * (len(offload.paths) if uses_disk else 1)
+
+
+def bounce_bytes(table: PageTable, offload: Offload) -> int:
+    """Return the bytes of a bounce buffer: tensors of one page's elements that may be on a GPU while the host updates.
+
+    0 if none is needed. Each of the store's threads has one.
+    """
+    on_gpu = {"none", "auto"}
+    if offload.compute != "host" or table.device_is_host or {*offload.kinds} == {"none"}:
+        return 0
+    numel = min(table.page_numel, max(map(table.update_numel, table.units), default=0))
+    optimizer, param, grad = offload.kinds
+    directions = any(unit.matrices for unit in table.units)  # take the places of gradients and of parameters
+    sizes = [4 * numel] * (directions or grad in on_gpu)
+    sizes += [table.precision.compute.itemsize * numel] * (directions or param in on_gpu)
+    if optimizer in on_gpu:
+        sizes += [dtype.itemsize * table.kept.numel(kind, numel) for kind, dtype in table.kept.dtypes.items()]
+    return sum(map(round_up, sizes))
+
+
+def has_many_pages(facts: Facts, offload: Offload, page_bytes: int = LEAST_PAGE_BYTES) -> bool:
+    """Return whether master pages of this size would number more than `MANY_PAGES`; False if the size was given."""
+    numel = sum(facts.update_numel(unit) for unit in facts.units)
+    return offload.page_bytes is None and 4 * numel > MANY_PAGES * page_bytes
+
+
+def auto_page_bytes(facts: Facts, offload: Offload, room: Room) -> int:
+    """Return the page size in bytes if none is given.
+
+    It is doubled until there are at most `MANY_PAGES` pages, but not if the arena would then exceed `ARENA_SHARE` of
+    the rank's host memory, or a page `MOST_PAGE_BYTES`.
+    """
+    kinds = ("master", *facts.optimizer.moments, "grad", "param")
+    most_bytes = int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // (_least_slots(offload) * len(kinds))
+    page_bytes = LEAST_PAGE_BYTES
+    while has_many_pages(facts, offload, page_bytes) and 2 * page_bytes <= min(MOST_PAGE_BYTES, most_bytes):
+        page_bytes *= 2
+    return page_bytes
+
+
+def place_pages(
+    table: PageTable,
+    offload: Offload,
+    room: Room,
+    *,
+    buffer_bytes: int,
+    activation_bytes: int,
+    host_activation_bytes: int,
+) -> Placed:
+    """Return the placement of all state on tiers, and the numbers of slots.
+
+    Args:
+        table: the page table for the slowest tiers, see `lowest_tiers`.
+        buffer_bytes: bytes of the model's own buffers.
+        activation_bytes, host_activation_bytes: bytes that forward and backward need for activations, on the device and
+            in host memory.
+
+    Raises:
+        DoesNotFit: the state does not fit even with the fewest slots.
+    """
+    optimizer_tier = lowest_tiers(offload)[0]
+    groups = [
+        (unit.index, number) for unit in table.units for number, _ in enumerate(table.cut(table.update_numel(unit)))
+    ]
+    sizes: Counter[tuple[int, int]] = Counter()
+    for page, spec in table.store_pages().items():
+        if table.is_updated(page):
+            sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
+    device_bytes = budget_bytes(offload.device_budget, room.device)
+    pages_each = max(map(table.updated_pages, table.units), default=0)
+    staged_pages = max(1, min(STAGED_BYTES // max(table.slot_bytes, 1), pages_each))
+    staged_bytes = max(staged_pages * table.slot_bytes, 1)
+
+    placed = partial(
+        place,
+        offload,
+        [(*group, sizes[group]) for group in groups],
+        param_bytes=table.param_bytes(),
+        grad_bytes=table.most_grad_bytes(),
+        activation_bytes=activation_bytes,
+        resorts=_resorts(table),
+        parameters_sharded=table.stage.parameters,
+        device_bytes=device_bytes,
+        host_bytes=budget_bytes(offload.host_budget, room.host),
+        disk_bytes=room.disk,
+        device_is_host=table.device_is_host,
+    )
+    on_device = sum(table.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes
+    on_host = table.secondary_bytes("host") + host_activation_bytes
+    on_host += thread_count(offload) * bounce_bytes(table, offload)
+    error: ConfigError | None = None
+    for slots, staging_slots in _choices(table, offload, room, (offload.ahead or 0) // staged_bytes):
+        try:
+            placement = placed(
+                device_fixed_bytes=on_device + (staging_slots and staging_slots * staged_bytes),
+                host_fixed_bytes=on_host + (slots and slots * table.slot_bytes),
+            )
+        except ConfigError as too_small:
+            error = too_small
+            continue
+        parts = _staged_parts(table, offload, placement, staged_pages)
+        on_disk = "nvme" in (placement.param, placement.grad, *placement.optimizer.values())
+        if (on_disk and not slots and (groups or table.copied_pages())) or (parts and not staging_slots):
+            continue  # a slower tier than was hoped for, which needs slots
+        if parts and offload.ahead is None and activation_bytes:
+            spare_bytes = 3 * 4 * max(unit.trainable.P for unit in table.units)  # to read a whole unit in fp32
+            free_bytes = int(AHEAD_SHARE * (device_bytes - placement.bytes["device"])) - spare_bytes
+            staging_slots += max(free_bytes, 0) // staged_bytes
+        keeps = 0 < parts <= staging_slots and "nvme" not in placement.optimizer.values()
+        return Placed(slots, min(staging_slots, parts), staged_pages, keeps, placement)
+    assert error is not None
+    raise error
+
+
+def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of slots (of the arena, of staging) to try, the best first.
+
+    Args:
+        ahead: the number of slots of staging for `offload.ahead`.
+    """
+    arena, staging = [0], [0]
+    if "nvme" in lowest_tiers(offload):
+        full = min(_arena_slots(table, offload, room), max(_group_count(table), table.copied_pages()))
+        arena += [full, min(offload.threads or THREADS, full) if offload.ahead is None else full]
+    if offload.compute != "host" and not table.device_is_host and _may_stage(table, offload):
+        staging += [STAGED + ahead, 1]
+    yield from product(dict.fromkeys(arena), staging)
+
+
+def _may_stage(table: PageTable, offload: Offload) -> bool:
+    """Return whether an update may have all its pages in memory, and some of them in host memory."""
+    optimizer, param, grad = offload.kinds
+    words: dict[str, str] = {PageKind.PARAM: param, PageKind.GRAD: grad}
+    return any(
+        "nvme" not in there and {"cpu", "auto"} & there
+        for unit in table.units
+        for now in table.passes(unit)
+        for there in [{words.get(kind, optimizer) for kind in table.kinds_of(now)}]
+    )
+
+
+def _group_count(table: PageTable) -> int:
+    return sum(table.updated_pages(unit) * len(table.passes(unit)) for unit in table.units)
+
+
+def _staged_parts(table: PageTable, offload: Offload, placement: Placement, staged_pages: int) -> int:
+    """Return the number of parts that a GPU updates and that have pages in host memory, and none on a disk."""
+    if offload.compute == "host" or table.device_is_host:
+        return 0
+    tiers: dict[str, Tier] = {PageKind.PARAM: placement.param, PageKind.GRAD: placement.grad}
+    parts = set()
+    for (unit, number), tier in placement.optimizer.items():
+        for turn, now in enumerate(table.passes(table.units[unit])):
+            there = {tiers.get(kind, tier) for kind in table.kinds_of(now)}
+            if "host" in there and "nvme" not in there:
+                parts.add((unit, turn, number // staged_pages))
+    return len(parts)
+
+
+def _least_slots(offload: Offload) -> int:
+    return thread_count(offload) + READ_AHEAD
+
+
+def _arena_slots(table: PageTable, offload: Offload, room: Room) -> int:
+    if offload.ahead is not None:
+        return thread_count(offload) + offload.ahead // max(table.slot_bytes, 1)
+    if table.device_is_host:  # host memory is what offloading to a disk saves
+        return _least_slots(offload)
+    return max(
+        _least_slots(offload),
+        int(ARENA_SHARE * budget_bytes(offload.host_budget, room.host)) // max(table.slot_bytes, 1),
+    )
+
+
+def _resorts(table: PageTable) -> tuple[str, ...]:
+    """Return advice, for an error message, that reduces the bytes on each rank."""
+    if table.stage.parameters:
+        return (*("set zero.gather=auto",) * table.keeps_secondary, "use more ranks")
+    if table.world.size == 1:
+        return ("use more ranks with zero.stage=3",)
+    return ("set zero.stage=3", "use more ranks") if table.stage.moments else ("set zero.stage=3",)

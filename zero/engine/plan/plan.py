@@ -1,0 +1,492 @@
+"""The plan of a run: the size and tier of everything that each rank will hold, checked before it is allocated.
+
+A `Plan` has no tensors. It consists of `Facts` (the consequences of stage, precision and tiers), a `PageTable` (the
+pages of the store) and the placement of these pages on tiers, from `placing`. Printing it shows the bytes that `init`
+will allocate.
+"""
+
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from zero.core import checks
+from zero.core.offload import Offload
+from zero.core.optim import Transform
+from zero.core.placement import Room, Tier, usable_bytes, usable_host_bytes
+from zero.core.precision import Precision
+from zero.core.setting_types import RECOMPUTED, Activations
+from zero.core.sizes import size_text
+from zero.core.stage import Stage
+from zero.core.suggest import some
+from zero.distributed.world import World
+from zero.engine.model import (
+    APART,
+    Backend,
+    Splitting,
+    check_backend,
+    coded_names,
+    depth_of,
+    described,
+    refuse_taken,
+    split,
+)
+from zero.engine.plan.arguments import type_text
+from zero.engine.plan.beside import check_muon, placements, replicated_names, worlds_beside
+from zero.engine.plan.facts import Facts, Reduction, Scope, sharers
+from zero.engine.plan.page_table import PageTable
+from zero.engine.plan.placing import (
+    auto_page_bytes,
+    bounce_bytes,
+    has_many_pages,
+    lowest_tiers,
+    place_pages,
+    thread_count,
+)
+from zero.errors import ConfigError, PlanError
+from zero.platform.device import free_host_bytes
+from zero.store import Page, PageKind
+
+Update = Literal["lazy", "serial"]
+
+KINDS = (
+    *("parameters", "gathered units", "secondary shards", "gradients", "gradient flats", "node sums"),
+    *("gradient buffers", "matrices", "master", "moments", "buffers", "activations", "staging", "arena"),
+)
+SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "matrices", "activations", "staging", "arena")
+"""Kinds that `Plan.bytes` leaves out if they have no bytes. If nothing is trained it leaves out every empty kind."""
+
+
+class Plan(PageTable):
+    """The settings of a run, and the size and tier of everything that each rank will hold.
+
+    Args:
+        model: a model on any device, best built under `zero.empty()`. The plan does not change it; `zero.init` does. A
+            model without a trainable parameter, such as a teacher in distillation, can be run but not trained.
+        optimizer: from `zero.adamw`, `zero.sgd` and the like.
+        world: the ranks, from `zero.World.from_env()`.
+        stage: 0 to 3, or a `zero.Stage`: the parts of the state that are sharded over the ranks.
+        precision: "fp32", "bf16" or "fp16", or a `zero.Precision`.
+        offload: the tiers of offloaded state: a `zero.Offload`, or the name of one of its presets, such as "nvme"; None
+            to offload nothing.
+        units: classes, or their names, whose instances are units (gathered and released together). None: each element
+            of an outermost `ModuleList` or `Sequential`, see `zero.engine.model.split`.
+        bucket: bytes of parameters up to which small units that follow each other in the module tree are merged, which
+            sends fewer and larger messages; 0 to merge none. A merged unit has the name of its first one.
+        prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.
+        keep: patterns of the names of units that stay gathered between forward and backward at stage 3, which saves a
+            gather; ["*"] is `reshard_after_forward=False` of FSDP2.
+        activations: "keep"; "remat" to recompute each unit's activations in backward; "selective" to recompute all but
+            the results of matrix products and of attention without dropout; or "offload" to keep them in host memory.
+            Or a mapping from patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the first
+            pattern that matches a unit counts, and a unit without a match keeps its activations.
+        compile: True, the name of a backend, or a mapping of arguments of `torch.compile` (backend, mode, dynamic,
+            fullgraph), to run each unit's forward through it.
+        update: "lazy" applies each unit's update just before its next gather, which hides it; "serial" applies all
+            updates right after backward. Both give the same bits.
+        accumulate: the number of microbatches of a step, 1 or more.
+        check_writes: for debugging: compare each unit's parameters before and after every call, and raise
+            StaleStateError with the parameter's name if a forward writes into it.
+        gather: how parameters are sent between nodes; the bits are the same. "world": each rank receives from every
+            other rank. "node": parameters cross nodes once per update, because at stage 3 each node keeps all of them
+            in secondary shards, 1 / ranks per node on each rank. These are on the device, or in host memory unless
+            `offload.param` is none. "auto" is "node" if secondary shards fit, but keeps none if parameters may be on a
+            disk.
+        reduce: how gradients are added. "exact": in the order of ranks, in fp32. "node": first within each node and
+            then across nodes, which sends fewer bytes between nodes. "native": by the backend, such as NCCL, which
+            sends and adds in `precision.reduce` and needs no memory for received gradients. Each has its own order of
+            additions, so the last bits differ. "auto": "node" on several nodes, else "exact".
+        shard: "node" keeps a copy of the state on each node, sharded over its ranks, as hybrid sharding does. Gradients
+            are then reduced by node. Parameters never cross nodes, sums cross them twice. `gather="node"` with
+            `reduce="node"` sends as few bytes between nodes, with one copy of the state.
+        norm_groups: process groups of torch, or meshes of one dimension, beside the world's, whose ranks hold other
+            parts of the model: tensor parallelism, experts. The norm is over all of them, and a skipped step, the loss,
+            flags and failures are the same on all. They are exchanged over one group after the other.
+        replicated: patterns of the names of parameters that are equal on all ranks of `norm_groups`, and count once in
+            the norm. A DTensor knows that of its own mesh. None: none, or in a model with DTensors all.
+        room: bytes that this rank may use on each tier; None: the bytes that are free now.
+        activation_bytes: bytes to count for activations on the device; they are not allocated.
+        host_activation_bytes: bytes to count for activations that units offload to host memory.
+
+    Attributes:
+        activations: the policy of each site, by its name.
+        norm_groups: the worlds of `norm_groups`.
+        placed: the placement of each parameter that was a DTensor, by name; the plan is for its local part.
+        replicated: for each norm group, the names of parameters that are equal on all of its ranks.
+        equal_over: the name of a parameter -> the numbers of the norm groups on whose ranks it is equal.
+        placement: the tier of parameters, of gradients, and of every page of master and moments.
+        arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
+        staging_slots: the number of slots on a GPU through which pages in host memory are updated.
+        staged_pages: the number of pages of each kind for which such a slot has room.
+        keeps_staged: whether each of these pages has a slot of its own, so that only gradients are copied in.
+
+    Raises:
+        PlanError: a setting has an unknown value or contradicts another one; or the model cannot be split, or an
+            earlier `zero.init` has taken it over.
+        DoesNotFit: the state does not fit in the bytes that this rank may use.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Transform,
+        world: World,
+        stage: Stage | int = 3,
+        precision: Precision | str = "fp32",
+        offload: Offload | str | None = None,
+        units: Sequence[str | type[nn.Module]] | None = None,
+        bucket: int = 0,
+        prefetch: int = 1,
+        keep: Sequence[str] = (),
+        activations: Activations | Mapping[str, Activations] = "keep",
+        compile: Backend = False,
+        update: Update = "lazy",
+        accumulate: int = 1,
+        check_writes: bool = False,
+        gather: Scope | Literal["auto"] = "auto",
+        reduce: Reduction | Literal["auto"] = "auto",
+        shard: Scope = "world",
+        norm_groups: Sequence[object] = (),
+        replicated: Sequence[str] | None = None,
+        room: Room | None = None,
+        activation_bytes: int = 0,
+        host_activation_bytes: int = 0,
+    ) -> None:
+        _refuse_strangers(model, optimizer, world)
+        for name, count, least, of in (
+            ("zero.prefetch", prefetch, 0, "units"),
+            ("zero.bucket", bucket, 0, "bytes"),
+            ("batch.accumulate", accumulate, 1, "microbatches"),
+            ("activation_bytes", activation_bytes, 0, "bytes"),
+            ("host_activation_bytes", host_activation_bytes, 0, "bytes"),
+        ):
+            checks.whole(name, count, least, of, PlanError)
+        checks.boolean("zero.check_writes", check_writes, PlanError)
+        keep = checks.patterns("zero.keep", keep, PlanError)
+        check_backend(compile)
+        by_pattern = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
+        checks.patterns("zero.activations", [*by_pattern], PlanError)
+        for key, value, known in (
+            *(("activations", word, Activations) for word in by_pattern.values()),
+            ("update", update, Update),
+            ("gather", gather, Literal["auto", "world", "node"]),
+            ("reduce", reduce, Literal["auto", "exact", "native", "node"]),
+            ("shard", shard, Scope),
+        ):
+            checks.one_of(f"zero.{key}", value, get_args(known), PlanError)
+        if compile and "selective" in by_pattern.values():
+            raise PlanError(
+                "zero.activations=selective does not see products in compiled code. Set zero.compile=false."
+            )
+        self.model, self.bucket, self.compile, self.check_writes = model, bucket, compile, check_writes
+        self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
+        stage = stage if isinstance(stage, Stage) else Stage(stage)
+        precision = precision if isinstance(precision, Precision) else Precision(precision)
+        offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
+        offload = offload.at(parameters_sharded=stage.parameters)
+        self.norm_groups = worlds_beside(world, norm_groups)
+        self.placed = placements(model, world, self.norm_groups)
+        if compile and self.placed:
+            raise PlanError("zero.compile does not compile modules with DTensors. Set zero.compile=false.")
+        splitting = split(
+            model,
+            world_size=sharers(world, shard),
+            class_names=_names(units),
+            optimizer=optimizer,
+            bucket_numel=bucket // precision.compute.itemsize,
+            coded=coded_names(model, precision),
+            codec=precision.frozen,
+        )
+        self.activations = activations_of(splitting, by_pattern)
+        recomputed = [name for name, policy in self.activations.items() if policy in RECOMPUTED]
+        splitting = replace(splitting, depth=depth_of(splitting.units, splitting.sites, recomputed))
+        optimizer.check_groups(splitting.shapes())
+        check_muon(splitting, optimizer, self.placed)
+        self.replicated = replicated_names(splitting, self.placed, self.norm_groups, replicated)
+        self.equal_over = {
+            name: tuple(number for number, equal in enumerate(self.replicated) if name in equal)
+            for name in frozenset[str]().union(*self.replicated)
+        }
+        _, param_tier, grad_tier = lowest_tiers(offload)
+        uneven = not world.nodes_alike or world.size % world.local_size
+        if uneven and "node" in (gather, reduce, shard):
+            raise PlanError(
+                f"{world.size} ranks are not {world.local_size} consecutive ranks on each node. Start as many ranks on "
+                "every node, or set zero.gather=world zero.reduce=exact zero.shard=world."
+            )
+        if shard == "node" and reduce == "native":
+            raise PlanError("zero.shard=node adds by node. Set zero.reduce=auto.")
+        if shard == "node" and world.local_size == 1 < world.size:
+            raise PlanError("zero.shard=node shards nothing, because each node has one rank. Set zero.stage=0.")
+        if reduce == "auto":
+            reduce = "node" if world.local_size < world.size and not uneven else "exact"
+        facts = Facts(
+            splitting=splitting,
+            world=world,
+            stage=stage,
+            precision=precision,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            prefetch=prefetch,
+            kept_units=_matching(splitting, keep) | {unit.index for unit in splitting.units if unit.shared},
+            param_tier=param_tier,
+            grad_tier=grad_tier,
+            gather="world" if gather == "world" or uneven else "node",
+            reduce=reduce,
+            secondary=None,
+            shard=shard,
+        )
+        if gather == "node" or param_tier != "nvme":  # with parameters on a disk host memory is probably too small
+            facts = replace(facts, secondary="host" if facts.params_offloaded else "device")
+        room = _free_room(facts, offload, shared=gather == "auto" and facts.keeps_secondary) if room is None else room
+        page_bytes = offload.page_bytes or auto_page_bytes(facts, offload, room)
+        self.offload = offload.model_copy(update={"page_bytes": page_bytes})
+        place = partial(
+            place_pages,
+            offload=self.offload,
+            room=room,
+            buffer_bytes=self.model_buffer_bytes,
+            activation_bytes=activation_bytes,
+            host_activation_bytes=host_activation_bytes,
+        )
+        table = PageTable(**vars(facts), page_numel=page_bytes // 4)
+        try:
+            placed = place(table)
+        except ConfigError:
+            if gather != "auto" or not table.keeps_secondary:
+                raise
+            table = replace(table, secondary=None)
+            placed = place(table)
+        self.placement, self.arena_slots, self.staging_slots = (
+            placed.placement,
+            placed.arena_slots,
+            placed.staging_slots,
+        )
+        self.staged_pages, self.keeps_staged = placed.staged_pages, placed.keeps_staged
+        table = replace(table, param_tier=self.placement.param, grad_tier=self.placement.grad)
+        super().__init__(**vars(table))
+
+    def tier(self, page: Page) -> Tier:
+        """Return the tier of a page."""
+        if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.CODES):
+            return self.placement.param
+        if page.kind == PageKind.SECONDARY:
+            assert self.secondary is not None
+            return self.secondary
+        return (
+            self.placement.grad if page.kind in self.grad_dtypes else self.placement.optimizer[page.unit, page.number]
+        )
+
+    def kind(self, page: Page) -> str:
+        """Return the kind under which `bytes` counts a page."""
+        if self.is_updated(page):
+            return "master" if page.kind == self.precision.master.kind else "moments"
+        if page.kind == PageKind.SECONDARY:
+            return "secondary shards"
+        return "gradients" if page.kind in self.grad_dtypes else "parameters"
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena, the host memory through which pages are read and written, with the bounce buffers."""
+        slots_bytes = self.arena_slots and self.arena_slots * self.slot_bytes
+        return slots_bytes + thread_count(self.offload) * self.bounce_bytes
+
+    @property
+    def bounce_bytes(self) -> int:
+        """Bytes of each bounce buffer, pinned memory through which a thread that updates copies to and from a GPU."""
+        return bounce_bytes(self, self.offload)
+
+    @property
+    def read_ahead_slots(self) -> int:
+        """The number of arena slots for groups that are read before their update is submitted."""
+        return max(self.arena_slots - thread_count(self.offload), 0)
+
+    @property
+    def staging_slot_bytes(self) -> int:
+        """Bytes of a slot on a GPU through which pages in host memory are updated."""
+        return self.staged_pages * self.slot_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of all these slots."""
+        return self.staging_slots and self.staging_slots * self.staging_slot_bytes
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all parameters of the model; a tied parameter counts once."""
+        return sum(layout.numel for unit in self.units for layout in unit.layouts)
+
+    @property
+    def model_buffer_bytes(self) -> int:
+        """Bytes of the model's own buffers."""
+        return sum(_nbytes(buffer) for buffer in self.model.buffers())
+
+    @property
+    def bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes on this rank as a dict from tier to kind to bytes, without temporaries of a few MiB."""
+        held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
+        held["device"].update(self.buffer_bytes(), buffers=self.model_buffer_bytes, activations=self.activation_bytes)
+        held["device"]["staging"] = self.staging_bytes
+        held[self.placement.param]["parameters"] = self.param_bytes()
+        held[self.placement.grad]["gradients"] = self.grad_bytes()
+        for page, spec in self.store_pages().items():
+            if self.is_updated(page) or page.kind == PageKind.SECONDARY:
+                tier = self.tier(page)
+                held[tier][self.kind(page)] += self.bytes_on(spec, tier)
+        held["host"].update(arena=self.arena_bytes, activations=self.host_activation_bytes)
+        always = [kind for kind in KINDS if kind not in SOMETIMES] if self.trains else []
+        return {
+            tier: {kind: kinds[kind] for kind in KINDS if kinds[kind] or (tier == "device" and kind in always)}
+            for tier, kinds in held.items()
+            if tier == "device" or any(kinds.values())
+        }
+
+    def fields(self) -> dict[str, str]:
+        """Return the settings, as text, that must be equal on all ranks before they start."""
+        agreed = {
+            "zero.stage": str(self.stage.level),
+            "zero.bucket": str(self.bucket),
+            "zero.prefetch": str(self.prefetch),
+            "zero.keep": " ".join(self.units[index].name for index in sorted(self.kept_units)),
+            "zero.activations": " ".join(self.activations.values()),
+            "zero.compile": described(self.compile),
+            "zero.update": self.update,
+            "zero.gather": f"{self.gather}, secondary shards: {self.keeps_secondary and self.secondary}",
+            "zero.reduce": self.reduce,
+            "zero.shard": self.shard,
+            "batch.accumulate": str(self.accumulate),
+            "precision": str(self.precision),
+            "offload": str(self.offload),
+            **self.optimizer.fields(),
+            "kernels of Triton": str(self.world.compute.tile_numel > 0),
+            "version of torch": torch.__version__,
+            "version of python": platform.python_version(),
+        }
+        if self.norm_groups:
+            agreed["norm_groups"] = " ".join(str(group.size) for group in self.norm_groups)
+        if "auto" in self.offload.kinds:
+            agreed["tiers of offload=auto"] = hashlib.sha256(repr(self.placement).encode()).hexdigest()[:16]
+        if self.has_nodes and "node" in (self.gather, self.reduce, self.shard):
+            agreed["ranks of a node"] = str(self.world.local_size)
+        for unit in self.units:
+            slots = repr((unit.trainable.slots, unit.frozen.slots, unit.codes.slots)).encode()
+            agreed[f"zero.units {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
+        return agreed
+
+    def fields_of_groups(self) -> dict[str, str]:
+        """Return the settings, as text, that must be equal on all ranks of the norm groups."""
+        names = ("zero.update", "batch.accumulate", "precision")
+        agreed = {name: text for name, text in self.fields().items() if name in (*names, *self.optimizer.fields())}
+        return agreed | {"ranks of the world": str(self.world.size)}
+
+    def __str__(self) -> str:
+        tiers = {tier: by_kind for tier, by_kind in self.bytes.items() if any(by_kind.values())}
+        lines = [
+            f"stage {self.stage.level}, {self.world.size} rank{'s' * (self.world.size > 1)}, "
+            f"{str(self.precision.compute).removeprefix('torch.')} compute, "
+            f"{f'update {self.update}' if self.trains else 'nothing to train'}, "
+            f"{self.numel:,} parameters in {len(self.units)} units",
+            f"{'per rank':<16} " + " ".join(f"{tier:>12}" for tier in tiers),
+        ]
+        kinds = dict.fromkeys(kind for tier in tiers.values() for kind, nbytes in tier.items() if nbytes)
+        for kind in kinds:
+            cells = (size_text(tier[kind]) if tier.get(kind) else "" for tier in tiers.values())
+            lines.append(f"{kind:<16} " + " ".join(f"{cell:>12}" for cell in cells).rstrip())
+        totals = " ".join(f"{size_text(sum(tier.values())):>12}" for tier in tiers.values())
+        return "\n".join([*lines, f"{'total':<16} {totals}"])
+
+
+def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> dict[str, Activations]:
+    """Return the activation policy of each site, by its name.
+
+    Raises:
+        PlanError: a pattern matches no site.
+    """
+    names = [site.name for site in splitting.sites]
+    _check_patterns("zero.activations", by_pattern, names)
+    return {
+        name: next((word for pattern, word in by_pattern.items() if fnmatchcase(name, pattern)), "keep")
+        for name in names
+    }
+
+
+def _matching(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:
+    """Return the indices of the units whose name matches one of the patterns.
+
+    Raises:
+        PlanError: a pattern matches no unit.
+    """
+    names = {unit.index: unit.name.removesuffix(APART) for unit in splitting.units}
+    _check_patterns("zero.keep", patterns, [*dict.fromkeys(names.values())])
+    return frozenset(index for index, name in names.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise PlanError(f"{key}: no unit is named {pattern}. There are {some(names)}.")
+
+
+def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
+    """Return the bytes that this rank may use on each tier, from the free memory now.
+
+    All ranks use the readings of rank 0 if tiers or page sizes depend on them, or if `shared`.
+    """
+    world, device = facts.world, facts.world.compute
+    device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes())
+    host_bytes = usable_host_bytes(offload, free_host_bytes(), device_is_host=facts.device_is_host)
+    mine = f"{device_bytes} {host_bytes // world.whole.local_size}"
+    if shared or "auto" in offload.kinds or has_many_pages(facts, offload):
+        mine = world.share(mine)
+    return Room(*map(int, mine.split()))
+
+
+def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
+    """Raise PlanError unless the arguments are a module that no state has taken over, a Transform and a World."""
+    for key, value, kind, instead in (
+        ("model", model, nn.Module, "Pass a torch.nn.Module."),
+        (
+            "optimizer",
+            optimizer,
+            Transform,
+            "Make one with zero.adamw(lr), or pass torch's optimizer to zero.initialize.",
+        ),
+        ("world", world, World, "Make one with zero.World.from_env()."),
+    ):
+        if not isinstance(value, kind):
+            raise PlanError(f"{key} is {type_text(value)}. {instead}")
+    assert isinstance(model, nn.Module)
+    refuse_taken(model)
+    if type(model).__name__ == "OptimizedModule":  # compared by name to avoid importing torch's compiler
+        raise PlanError(
+            "model was compiled by torch.compile. Pass the model itself and zero.Plan(compile=True), which compiles "
+            "each unit."
+        )
+
+
+def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
+    if units is None:
+        return None
+    if isinstance(units, type):
+        raise PlanError(f"zero.units={units.__name__} is one class. Pass a list: [{units.__name__}].")
+    names = (
+        units
+        if isinstance(units, str) or not isinstance(units, Iterable)
+        else [unit.__name__ if isinstance(unit, type) else unit for unit in units]
+    )
+    return [*checks.patterns("zero.units", names, PlanError)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; for a sparse tensor those of its values and indices."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return tensor._nnz() * (tensor.element_size() + 8 * tensor.ndim)

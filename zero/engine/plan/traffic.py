@@ -1,0 +1,237 @@
+"""Compute from a plan how many bytes a step moves on one rank. The tracker's meter measures the actual traffic."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from zero.core.layout import VECTOR
+from zero.core.placement import Tier
+from zero.distributed.world import common_numels
+from zero.engine.model import UnitSpec
+from zero.engine.plan.plan import Plan
+from zero.store import PageKind
+
+
+class Load(NamedTuple):
+    """Bytes that one rank moves, by medium and direction."""
+
+    disk_read: float = 0
+    disk_write: float = 0
+    copy_in: float = 0
+    """Bytes copied from host memory to a GPU."""
+    copy_out: float = 0
+    """Bytes copied from a GPU to host memory."""
+    link: float = 0
+    """Bytes received from other ranks."""
+    wire: float = 0
+    """The part of `link` that is received from ranks of other nodes."""
+    memory: float = 0
+    """Bytes of the device's own memory that expanding codes reads and writes."""
+
+    def __add__(self, other: object) -> "Load":
+        assert isinstance(other, Load)
+        return Load(*map(operator.add, self, other))
+
+    def times(self, count: float) -> "Load":
+        return Load(*(nbytes * count for nbytes in self))
+
+    @property
+    def back(self) -> "Load":
+        """The same bytes in the other direction."""
+        return Load(self.disk_write, self.disk_read, self.copy_out, self.copy_in)
+
+    @property
+    def by_medium(self) -> dict[str, float]:
+        """The bytes by medium, both directions together."""
+        disk, copy = self.disk_read + self.disk_write, self.copy_in + self.copy_out
+        return {"disk": disk, "copy": copy, "link": self.link, "wire": self.wire}
+
+
+class Traffic(NamedTuple):
+    """The bytes that a step moves on one rank, by phase."""
+
+    update: Load
+    """Bytes of the update, once per step."""
+    forward: Load
+    """Bytes of each microbatch's forward."""
+    backward: Load
+    """Bytes of each microbatch's backward."""
+    first: Load
+    """Further bytes of the first forward: gathers of resident units, and of units that later forwards find gathered."""
+    last: Load
+    """Further bytes of the last backward: the reduction of local sums of microbatches, and the all-gather of sums."""
+    activations: Load
+    """Bytes of each microbatch's activations that are copied back in backward; forward copies them out."""
+    states: Load
+    """Bytes of the optimizer state that the update reads, and writes again. They can be read ahead."""
+    offloaded_numel: int
+    """The number of parameters whose master or moments are offloaded."""
+
+    def of_step(self, microbatches: int) -> Load:
+        """Return the bytes of a whole step with this number of microbatches."""
+        each = self.forward + self.backward + self.activations + self.activations.back
+        return self.update + each.times(microbatches) + self.first + self.last
+
+
+def traffic(plan: Plan) -> Traffic:
+    """Return the bytes that a step of `plan` moves on one rank."""
+    by_kind: dict[str, Load] = defaultdict(Load)
+    passing: dict[int, Load] = defaultdict(Load)  # by unit: parameters and secondary shards read from the store
+    offloaded_numel, updated_grads = 0, Load()
+    device_is_host = plan.world.compute.shares_memory
+    # the kind whose pages are counted to get `offloaded_numel`: it has one page in each updated group
+    counted = {
+        unit.index: next((kind for kind in plan.state_kinds(plan.passes(unit)[0]) if kind != PageKind.PARAM), "param")
+        for unit in plan.units
+    }
+    for page, spec in plan.store_pages().items():
+        moved = _read(plan.tier(page), spec.nbytes, device_is_host)
+        by_kind["state" if plan.is_updated(page) else page.kind] += moved
+        if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.CODES, PageKind.SECONDARY):
+            passing[page.unit] += moved
+        if page.kind == PageKind.GRAD and page.number < plan.updated_pages(plan.units[page.unit]):
+            updated_grads += moved
+        if page.kind == counted[page.unit] and moved != Load():  # it may take more than one element for each parameter
+            offloaded_numel += spec.numel * VECTOR // plan.kept.numel(page.kind, VECTOR)
+    states, params, grads = by_kind["state"], by_kind[PageKind.PARAM], by_kind[PageKind.GRAD]
+    trainable_numel = sum(unit.trainable.P for unit in plan.units)
+    reduction = _sum(plan, trainable_numel)
+    last = reduction if plan.local_sum else Load()
+    if plan.full_update:
+        last += _gather(plan, plan.grad_dtype.itemsize * trainable_numel)
+    first, forward, backward = _gathers(plan, passing)
+    count = plan.accumulate
+    # The first microbatch writes its gradients. Each later one reads the sum so far and writes the new sum. After the
+    # last one the gradients are reduced over ranks, and only the range that this rank updates is written.
+    single = grads.times(plan.first_grad_dtype.itemsize / plan.grad_dtype.itemsize)
+    sums = single + grads.times(count - 2) if count > 1 else Load()
+    arriving = (sums + sums.back + updated_grads.back).times(1 / count)
+    return Traffic(
+        update=_update(plan, states, params, updated_grads, offloaded_numel) + _matrices(plan),
+        forward=forward,
+        backward=backward + arriving + (Load() if plan.local_sum else reduction),
+        first=first,
+        last=last,
+        activations=Load(copy_in=plan.host_activation_bytes),
+        states=_on_disk(states) if plan.offload.compute == "host" else states,
+        offloaded_numel=offloaded_numel,
+    )
+
+
+def _update(plan: Plan, states: Load, params: Load, grads: Load, offloaded_numel: int) -> Load:
+    """Return the bytes of the update: states and gradients are read, states and new parameters are written.
+
+    States that have slots of their own on a GPU are not read.
+
+    If the host updates, pages in host memory do not move, but gradients and parameters on the device do.
+
+    Args:
+        states, params, grads: the bytes that reading these pages once takes.
+    """
+    reads_params, on_host = plan.precision.master.reads_params, plan.offload.compute == "host"
+    read = grads if plan.keeps_staged else states + grads + params.times(reads_params)
+    written = (states + params).back
+    if plan.world.compute.shares_memory or not on_host:
+        return read + written
+    grad_bytes = 0 if grads != Load() else offloaded_numel * plan.grad_dtype.itemsize
+    param_bytes = 0 if params != Load() else offloaded_numel * plan.precision.compute.itemsize
+    moved = Load(copy_in=param_bytes, copy_out=grad_bytes + param_bytes * reads_params)
+    return _on_disk(read) + _on_disk(written) + moved
+
+
+def _matrices(plan: Plan) -> Load:
+    """Return the bytes of directions that the rank receives, to orthogonalize whole matrices and after that."""
+    link = wire = 0
+    nodes = [rank // plan.world.local_size for rank in range(plan.sharers)]
+    for unit in plan.units if not plan.full_update else ():
+        if unit.matrices:
+            even, whole = unit.trainable.cuts, unit.owners
+            for before, after in ((even, whole), (whole, even)):
+                numels = common_numels(after, before, plan.rank)
+                link += sum(numels) - numels[plan.rank]
+                wire += sum(numel for node, numel in zip(nodes, numels, strict=True) if node != nodes[plan.rank])
+    return Load(link=2 * link, wire=2 * wire)
+
+
+def _on_disk(load: Load) -> Load:
+    """Return the part of `load` between host memory and disk."""
+    return Load(load.disk_read, load.disk_write)
+
+
+def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]:
+    """Return the bytes that gathers move on a rank: further ones of the first forward, of each forward and backward.
+
+    Units that are still in gathered buffers from the pass before are not counted. In the first forward of a step they
+    are counted if the update has changed them.
+
+    Args:
+        passing: the bytes that each unit's gather reads from the store, by unit index.
+    """
+    after_forward, after_backward = plan.gathered_at_turns()
+    loads = {unit.index: passing[unit.index] + _gather_of(plan, unit) for unit in plan.units}
+
+    def all_but(still: set[int]) -> Load:
+        return sum((load for index, load in loads.items() if index not in still), Load())
+
+    if plan.resident:
+        return Load() if plan.full_update else all_but(set()), Load(), Load()
+    changed = {unit.index for unit in plan.units if unit.trainable.slots}
+    first = all_but(loads.keys() - (after_backward & changed))
+    if plan.keeps_secondary:  # frozen parameters cross nodes only once per run
+        trainable_numel = sum(unit.trainable.P for unit in plan.units)
+        wire = _gather(plan, plan.precision.compute.itemsize * trainable_numel).wire
+        first += Load(link=wire, wire=wire)
+    return first, all_but(after_backward), all_but(after_forward)
+
+
+def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
+    """Return the bytes that a rank receives in a gather of a unit; with secondary shards only those of its own node."""
+    gather = _gather(plan, sum(plan.stored_dtype(flat.kind).itemsize * flat.stored.P for flat in unit.flats))
+    gather = Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
+    return gather._replace(memory=_expanding_bytes(plan, unit))
+
+
+def _expanding_bytes(plan: Plan, unit: UnitSpec) -> float:
+    """Return the bytes of memory that are read and written to expand a unit's codes."""
+    codec, device = plan.precision.frozen, plan.world.compute
+    if codec is None:
+        return 0.0
+    in_a_kernel = codec.vector_bytes / VECTOR + plan.precision.compute.itemsize
+    each = codec.moved_bytes if device.shares_memory else in_a_kernel
+    return each * sum(slot.numel for slot in unit.expanded.slots)
+
+
+def _gather(plan: Plan, full_bytes: int) -> Load:
+    """Return the bytes that a rank receives when flat tensors of `full_bytes` in total are all-gathered."""
+    size, local, nodes = plan.world.size, plan.world.local_size, plan.world.nodes
+    if plan.sharers < size:
+        return Load(link=full_bytes * (local - 1) / local)
+    between = nodes - 1 if plan.gathers_by_node else size - local
+    return Load(link=full_bytes * (size - 1) / size, wire=full_bytes * between / size)
+
+
+def _sum(plan: Plan, numel: int) -> Load:
+    """Return the bytes that a rank receives when flat tensors of `numel` elements in total are reduce-scattered.
+
+    If each node has a copy of the state, this includes the exchange that gives every copy the sum.
+    """
+    size, local, nodes, sent_bytes = plan.world.size, plan.world.local_size, plan.world.nodes, plan.flat_dtype.itemsize
+    if plan.sums_natively:  # around a ring over all ranks, of which two links of each node are wires
+        received = numel * sent_bytes * (size - 1) / size
+        return Load(link=received, wire=received / local if nodes > 1 else 0)
+    if not plan.sums_by_node:
+        link, wire = (numel * sent_bytes * others / size for others in (size - 1, size - local))
+        return Load(link=link, wire=wire)
+    back_bytes = torch.float32.itemsize if plan.sharers < size else 0  # each copy of the state gets the sum
+    wire = numel * (plan.precision.reduce.itemsize + back_bytes) * (nodes - 1) / size
+    return Load(link=numel * sent_bytes * (local - 1) / local + wire, wire=wire)
+
+
+def _read(tier: Tier, nbytes: int, device_is_host: bool) -> Load:
+    """Return the bytes that bringing one page from its tier to the device takes."""
+    if tier == "device" or (tier == "host" and device_is_host):
+        return Load()
+    return Load(disk_read=nbytes if tier == "nvme" else 0, copy_in=0 if device_is_host else nbytes)

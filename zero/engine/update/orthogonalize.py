@@ -1,0 +1,58 @@
+"""Orthogonalize the directions of a unit that Muon updates, each matrix on one rank.
+
+The ranks have equal parts of the flat directions. Most matrices lie on one rank already; those that are cut, and the
+rest of them, travel to the rank that has their middle, and back, in bf16. If each rank has all directions, nothing
+travels, and each rank works on all matrices. The batches, and so the bits, are the same.
+"""
+
+import torch
+from torch import Tensor
+
+from zero.core.muon import orthogonalize
+from zero.distributed.routes import within_node
+from zero.engine.model import UnitSpec
+from zero.engine.plan import Plan
+
+
+class Orthogonalizer:
+    """Device memory for the directions of one unit at a time, and the exchange of whole matrices.
+
+    Attributes:
+        allocated_bytes: the size of that memory; 0 if the plan has no matrices.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        world, device = plan.world, plan.world.compute
+        self._plan, self._world, self.allocated_bytes = plan, world, 0
+        if plan.muon_numels:
+            if not plan.full_update:  # an order of operations of its own, beside gathers and sums
+                local = plan.sharers < world.size
+                self._world = within_node(world, "update") if local else world.part(range(world.size), "update")
+            directions, owned, scratch = plan.muon_numels
+            self._directions, self._owned = (device.zeros(numel, torch.bfloat16) for numel in (directions, owned))
+            self._scratch = device.zeros(scratch, plan.muon_scratch_dtype)
+            self.allocated_bytes = sum(held.nbytes for held in (self._directions, self._owned, self._scratch))
+
+    def directions(self, unit: UnitSpec) -> Tensor:
+        """Return the directions of the elements that this rank updates of a unit, (P,) or (S,) bf16."""
+        return self._directions[: self._plan.update_numel(unit)]
+
+    def run(self, unit: UnitSpec) -> None:
+        """Replace the directions by orthogonal ones, on the current stream. Collective."""
+        directions = self.directions(unit)
+        if self._plan.full_update:
+            self._orthogonalize(unit, directions, 0)
+            return
+        even, cuts = unit.trainable.cuts, unit.owners
+        first, last = cuts[self._world.rank : self._world.rank + 2]
+        owned, what = self._owned[: last - first], f"directions of {unit.name}"
+        self._world.reshard(directions, owned, even, cuts, what=what).wait()
+        self._orthogonalize(unit, owned, first)
+        self._world.reshard(owned, directions, cuts, even, what=what).wait()
+
+    def _orthogonalize(self, unit: UnitSpec, flat: Tensor, first: int) -> None:
+        """Orthogonalize the matrices that lie in `flat`, which begins at element `first` of the unit's flat."""
+        for batch in unit.matrices:
+            if first <= batch.start < first + flat.numel():
+                matrices = flat[batch.start - first : batch.stop - first]
+                orthogonalize(matrices.view(batch.number, batch.rows, batch.columns), self._scratch)

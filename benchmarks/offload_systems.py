@@ -237,7 +237,7 @@ class Door(Store):
 
 def _door(job: Job, plan: Any) -> Door:
     """Return a store of the plan's pages in a file, behind a `Door`."""
-    nbytes = sum(spec.block_bytes for page, spec in plan.store_pages().items() if plan.tier(page) == "nvme")
+    nbytes = sum(spec.block_bytes for page, spec in plan.pages.store_pages().items() if plan.tier(page) == "nvme")
     return Door(NvmeStore(Path(job.path), capacity_bytes=nbytes), 1e9 * job.disk_gbps)
 
 
@@ -281,15 +281,15 @@ class _Traffic:
         from zero.store import Group, Page
 
         self._store, self._order = store, [unit.index for unit in plan.units]
-        self._held, _ = plan.gathered_at_turns()
+        self._held, _ = plan.sizes.gathered_at_turns()
         moved: dict[str, dict[int, dict[Page, Any]]] = {"param": {}, "grad": {}}
         groups: dict[tuple[int, int], list[Page]] = {}
-        for page, spec in plan.store_pages().items():
+        for page, spec in plan.pages.store_pages().items():
             groups.setdefault((page.unit, page.number), []).append(page)
             if page.kind in moved:
                 moved[page.kind].setdefault(page.unit, {})[page] = spec
         self._params, self._grads = (_Buffers(moved[page_kind]) for page_kind in ("param", "grad"))
-        kinds = (plan.state_kinds, ("grad",), plan.written_kinds)
+        kinds = (plan.passes.state_kinds, ("grad",), plan.passes.written_kinds)
         self._groups = [
             Group(*key, *(tuple(page for page in pages if page.kind in some) for some in kinds))
             for key, pages in groups.items()

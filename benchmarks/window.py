@@ -140,7 +140,7 @@ def plan_of(
 
 
 def state_bytes(plan: "zero.Plan") -> int:
-    return sum(spec.nbytes for page, spec in plan.store_pages().items() if plan.is_updated(page))
+    return sum(spec.nbytes for page, spec in plan.pages.store_pages().items() if plan.pages.is_updated(page))
 
 
 def large_plan(setting: "Setting") -> "zero.Plan":

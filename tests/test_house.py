@@ -178,7 +178,7 @@ def test_a_store_knows_keys_and_bytes():
 
 
 def test_the_code_of_a_step_asks_for_facts_and_for_no_stage_or_tier():
-    planning = {f"engine.plan.{name}" for name in ("facts", "page_table", "placing", "plan", "traffic")}
+    planning = {f"engine.plan.{name}" for name in ("facts", "handshake", "page_table", "placing", "plan", "traffic")}
     planning |= {"engine.init", "engine.whole.measured"}
     asks = re.compile(r"\bstage\.(?:moments|gradients|parameters)\b|\b(?:param|grad)_tier\b|\.placement\b")
     users = {name_of(path) for path in FILES if room_of(path) == "engine" and asks.search(path.read_text())}

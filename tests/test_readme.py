@@ -282,7 +282,7 @@ def feed(world: zero.World, address: Any) -> list[dict[str, torch.Tensor]]:
 
 def send_all_to_vllm(state: zero.State, engine: Any, broadcast: Any) -> None:
     """All parameters in one call of `update_weights`, as vLLM's own trainers send them."""
-    sends, shapes = state.plan.world.rank == 0, state.plan.splitting.shapes()
+    sends, shapes = state.plan.world.rank == 0, state.plan.facts.splitting.shapes()
     with ThreadPoolExecutor(1) as beside:
         if sends:
             engine.start_weight_update()

@@ -1324,7 +1324,7 @@ def test_a_script_of_the_documents_runs_with_its_own_json(name: str, tmp_path: P
     exec(compile(textwrap.dedent(script), name, "exec"), names)
     engine = names["model_engine"]
     assert engine.global_steps == (2 if name == "stage2_fp16" else 1)
-    assert engine.plan.stage.level == json.loads(text)["zero_optimization"]["stage"]
+    assert engine.plan.facts.stage.level == json.loads(text)["zero_optimization"]["stage"]
     assert (engine.config.offload.param, engine.config.offload.optimizer) == tiers
     if name == "stage2_fp16_cpu":
         assert engine.get_lr() == [1e-3], "torch's own, not the config's"

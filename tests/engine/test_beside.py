@@ -189,7 +189,7 @@ def test_a_mesh_of_one_rank_trains_dtensors_too(one_rank_group: Any):
     mesh = grid("tensor_parallel", (1, 1))
     with zero.World.from_mesh(mesh, "dp") as world:
         state, step = opened(world, "tensor_parallel", mesh)
-        assert len(state.plan.placed) == 4 * 3
+        assert len(state.plan.beside.placed) == 4 * 3
         every = []
         for number in range(STEPS):
             state, metrics = step(state, [rows_of(number, 0)])

@@ -212,8 +212,8 @@ def test_the_plan_counts_the_bytes_that_exist(stage, size, between):
 def pages(world, setting: Setting) -> tuple[int, int, int]:
     """The bytes of parameters that a plan counts in host memory, those of their pages, and the bytes of codes."""
     plan = setting.plan(world, large)
-    specs = [spec for page, spec in plan.store_pages().items() if plan.kind(page) == "parameters"]
-    codes = sum(spec.nbytes for page, spec in plan.store_pages().items() if page.kind == "codes")
+    specs = [spec for page, spec in plan.pages.store_pages().items() if plan.kind(page) == "parameters"]
+    codes = sum(spec.nbytes for page, spec in plan.pages.store_pages().items() if page.kind == "codes")
     return plan.bytes["host"]["parameters"], sum(spec.block_bytes for spec in specs), codes
 
 

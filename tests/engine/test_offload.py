@@ -454,7 +454,7 @@ def test_an_offloaded_plan_is_true(size, offload, precision):
             state, _ = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
         digest(state)
         plan, parts = state.plan, state.runtime
-        specs = plan.store_pages()
+        specs = plan.pages.store_pages()
         told = plan.bytes
         kinds = {"param": "parameters", "frozen": "parameters", "grad": "gradients", "master": "master"}
         kinds["master_low"] = "master"
@@ -467,7 +467,7 @@ def test_an_offloaded_plan_is_true(size, offload, precision):
             held[key] = held.get(key, 0) + (blocks if plan.tier(page) == "nvme" else spec.nbytes)
         for (tier, kind), nbytes in held.items():
             assert told[tier][kind] == nbytes, (tier, kind)
-        if plan.grads_offloaded:
+        if plan.facts.grads_offloaded:
             home = parts.gradients
             held = home.allocated_bytes + sum(unit.grad.nbytes for unit in home._open)
             assert held == told["device"]["gradient buffers"]
@@ -607,9 +607,9 @@ def step_s(
             offload = zero.Offload("nvme", page_bytes=128 * KiB, threads=4, ahead=ahead_bytes)
             return zero.Plan(model, optimizer=zero.adamw(1e-3, clip=1.0), world=world, update=update, offload=offload)
 
-        plan = planned(ahead * planned(0).slot_bytes)
-        assert plan.arena_slots == 4 + ahead
-        moved = 2 * sum(spec.nbytes for spec in plan.store_pages().values())
+        plan = planned(ahead * planned(0).pages.slot_bytes)
+        assert plan.slots.arena == 4 + ahead
+        moved = 2 * sum(spec.nbytes for spec in plan.pages.store_pages().values())
         store = zero.open_store(plan, disk=ThrottledStore(MemoryStore(CPU), moved / traffic_s))
         state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())
         x, shortest_s = torch.ones(4, BLOCK_WIDTH), math.inf

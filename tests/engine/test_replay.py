@@ -366,7 +366,7 @@ UNHELD = PageKind.GRAD, PageKind.FIRST_GRAD, PageKind.SECONDARY
 
 def state_in_memory(flipper, unit):
     """A page in memory of a unit, or its shard of some parameters."""
-    store, pages = flipper.runtime.store, flipper.runtime.plan.store_pages()
+    store, pages = flipper.runtime.store, flipper.runtime.plan.pages.store_pages()
     kept = [page for page in pages if page.unit == unit.index and page.kind not in UNHELD]
     memories = [store.in_place(page) for page in kept] + [*unit.shards]
     return flipper.draw.choice([memory for memory in memories if memory is not None and memory.numel()])

@@ -152,7 +152,7 @@ def test_what_has_a_slot_of_its_own_is_not_copied_in_again(ahead):
             state, _ = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
             state.runtime.settle()
         moved = world.compute.copied.nbytes - before
-        told = digest(state), moved, sum(spec.nbytes for spec in state.plan.store_pages().values())
+        told = digest(state), moved, sum(spec.nbytes for spec in state.plan.pages.store_pages().values())
         state.runtime.store.close()
         return told
 

@@ -149,7 +149,7 @@ def bits_here(state):
     """What this rank holds, read without the other ranks."""
     units = state.runtime.units
     tensors = [tensor.clone() for unit in units for tensor in (unit.shard_S, unit.frozen_S)]
-    for page, spec in state.plan.store_pages().items():
+    for page, spec in state.plan.pages.store_pages().items():
         tensors.append(torch.empty(spec.numel))
         state.runtime.store.read(page, tensors[-1]).wait()
     return tensors
@@ -373,7 +373,7 @@ def held_bytes(world, setting):
     digest(state)
     parts = state.runtime
     pages = {"master": 0, "moments": 0}
-    for page in state.plan.store_pages():
+    for page in state.plan.pages.store_pages():
         in_place = parts.store.in_place(page)
         pages["master" if page.kind.startswith("master") else "moments"] += in_place.nbytes
     assert parts.store.allocated_bytes == sum(pages.values())

@@ -226,7 +226,7 @@ def train_and_skip(world: zero.World, path: Path, *, accumulate: int = 1, count:
     """Units are skipped in some steps; where ranks may part, the last rank leaves out others than the rest."""
     state, step = start(world, path, accumulate=accumulate, blocks=4, kind=Skipping, **given)
     dtype = state.plan.precision.compute
-    parts = state.plan.resident and world.rank > 0 and world.rank == world.size - 1
+    parts = state.plan.facts.resident and world.rank > 0 and world.rank == world.size - 1
     for number in range(len(SKIPS)):
         state.model.left_out = SKIPS[number - 2 if parts else number]
         state, _ = step(state, [rows(accumulate * number + k, world, dtype, count) for k in range(accumulate)])
@@ -687,7 +687,7 @@ OTHERS = {
     "zero/distributed/routes.py:_SumsForCopies.start.add_nodes": "passes waits on",
     "zero/distributed/routes.py:_SumsByNode.start.wait": "after an error: "
     "`test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again` has it",
-    "zero/engine/backward/reduce.py:Reducer._complete_oldest": "passes on to `World.reduce_scatter`, whose wait is listed",
+    "zero/engine/backward/reduce.py:Reducer._complete_oldest": "`World.reduce_scatter` waits",
     **dict.fromkeys(
         (
             f"zero/distributed/world.py:World.{name}"

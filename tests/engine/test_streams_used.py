@@ -176,7 +176,7 @@ def start(
         model, optimizer=zero.adamw(1e-2), world=world, precision="bf16", offload=offload, units=["Linear"],
         **settings,
     )  # fmt: skip
-    assert plan.params_on_host == (preset == "cpu")
+    assert plan.facts.params_on_host == (preset == "cpu")
     return zero.init(plan, zero.open_store(plan))
 
 

@@ -330,7 +330,7 @@ def test_testing_and_predicting_without_fit_have_no_optimizer(tmp_path):
         fitted_too = fitted(tmp_path, settings)
         found = fitted_too.test(verbose=False, dataloaders=batches(), model=fitted_too.lightning_module)
         results[-1] += (found, torch.cat(fitted_too.predict(fitted_too.lightning_module, batches())))
-    assert not made.strategy.engine.plan.trains
+    assert not made.strategy.engine.plan.facts.trains
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
     assert results[0][2] == results[1][2]
@@ -614,7 +614,7 @@ def test_lightning_cli_makes_the_strategy():
     words = ["fit", "--trainer.strategy", "ZeroStrategy", "--trainer.strategy.stage", "2"]
     how = {"trainer_defaults": quiet, "save_config_callback": None, "seed_everything_default": 0}
     made = LightningCLI(BoringModel, args=words, **how)
-    assert made.trainer.strategy.engine.plan.stage == zero.Stage(2)
+    assert made.trainer.strategy.engine.plan.facts.stage == zero.Stage(2)
 
 
 KILLED = """

@@ -278,7 +278,7 @@ def test_evaluation_and_prediction_before_and_after_training_are_those_of_the_pl
 def test_a_trainer_that_only_evaluates_has_no_optimizer(tmp_path):
     ours = Trainer(model=gpt2(), args=arguments(tmp_path), eval_dataset=rows()[:6], zero={"stage": 3})
     assert ours.evaluate()["eval_loss"] == trainer(tmp_path).evaluate()["eval_loss"]
-    assert not ours.engine.plan.trains
+    assert not ours.engine.plan.facts.trains
     ours.train_dataset = rows()
     with pytest.raises(ConfigError, match="has no train_dataset"):
         ours.train()

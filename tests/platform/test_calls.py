@@ -295,7 +295,7 @@ def test_ranks_that_placed_parameters_elsewhere_are_refused(tmp_path):
             model, optimizer=zero.adamw(1e-3), world=world, room=room, units=["Linear"],
             offload=zero.Offload("cpu", param="auto", path=str(tmp_path), compute="host"),  # without slots on a GPU
         )  # fmt: skip
-        assert plan.params_on_host == (world.rank == 0)
+        assert plan.facts.params_on_host == (world.rank == 0)
         with contextlib.closing(zero.open_store(plan)) as store, pytest.raises(HandshakeError) as refusal:
             zero.init(plan, store)
         return str(refusal.value)

@@ -281,7 +281,7 @@ def test_every_page_moves_and_every_unit_is_updated_once_a_step(update):
     timeline, gathers, plan = run_ranks(1, rank_main)[0]
     check_laws(timeline, 0)
     trained = {unit.index for unit in plan.units if unit.trainable.P}
-    pages = [page for page in plan.store_pages() if plan.is_updated(page) or page.kind == "param"]
+    pages = [page for page in plan.pages.store_pages() if plan.pages.is_updated(page) or page.kind == "param"]
     assert pages
     names = {unit.index: unit.name for unit in plan.units}
     for row in ("page in", "page out"):

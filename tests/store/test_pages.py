@@ -42,7 +42,7 @@ def test_pages_stay_small_where_their_slots_would_take_more_than_an_eighth_of_ho
 
 def test_each_folder_has_threads_and_slots_of_its_own_unless_memory_is_short():
     drives = {"path": ["/a", "/b", "/c", "/d"], "page_bytes": 8 * MiB}
-    assert [planned(2**31, **offload).arena_slots for offload in ({}, drives, {**drives, "threads": 6})] == [6, 18, 8]
-    assert planned(2**31, **drives, ahead=GiB).arena_slots > 21
-    assert planned(2**31, **drives, host=7 * GiB // 4).arena_slots == 4
+    assert [planned(2**31, **offload).slots.arena for offload in ({}, drives, {**drives, "threads": 6})] == [6, 18, 8]
+    assert planned(2**31, **drives, ahead=GiB).slots.arena > 21
+    assert planned(2**31, **drives, host=7 * GiB // 4).slots.arena == 4
     assert thread_count(zero.Offload("cpu", path=drives["path"])) == 4, "no folder is used"

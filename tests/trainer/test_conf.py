@@ -56,7 +56,7 @@ def test_every_option_composes_and_builds(option):
         model = GPT(GPTConfig(width=8, layers=1, heads=2, seq=4))
     plan = build_plan(config, model, zero.World.from_env())
     assert plan.precision == precision
-    assert plan.stage == zero.Stage(config.zero.stage)
+    assert plan.facts.stage == zero.Stage(config.zero.stage)
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if "experiment" not in option])

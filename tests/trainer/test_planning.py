@@ -24,6 +24,7 @@ from tests.conftest import LONG_S
 from zero.core.placement import NO_LIMIT, DoesNotFit, size_text, usable_host_bytes
 from zero.core.stage import Stage
 from zero.engine.model.split import split
+from zero.engine.plan.handshake import settings_of
 from zero.engine.plan.traffic import Load, traffic
 from zero.errors import ConfigError, WorldError
 from zero.platform.device import Device, free_host_bytes
@@ -101,8 +102,8 @@ def test_a_presets_name_is_an_offload():
         zero.Plan(torch.nn.Linear(4, 4), optimizer=zero.adamw(1e-3), world=gpu(2).world, room=NO_LIMIT, offload=offload)
         for offload in ("nvme", zero.Offload("nvme"), None, zero.Offload())
     ]
-    assert plans[0].fields() == plans[1].fields()
-    assert plans[2].fields() == plans[3].fields()
+    assert settings_of(plans[0]) == settings_of(plans[1])
+    assert settings_of(plans[2]) == settings_of(plans[3])
     assert plans[0].bytes != plans[2].bytes
 
 
@@ -407,7 +408,9 @@ def test_traced_bytes_are_what_a_real_step_allocates(sizes, precision, activatio
         update="serial",
     )
     batch = torch.zeros(4, settings.seq + 1, dtype=torch.int64)
-    traced = trace(model, plan.splitting, loss, batch.to("meta"), compute=plan.precision.compute, policies=activations)
+    traced = trace(
+        model, plan.facts.splitting, loss, batch.to("meta"), compute=plan.precision.compute, policies=activations
+    )
     state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss)
     state, _ = step(state, [batch])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -465,7 +468,7 @@ def test_what_is_only_evaluated_needs_parameters_and_the_activations_of_a_valida
     plan = build_plan(offloaded.on(2), model, machine.world, room=machine.room)
     assert set(plan.bytes["device"]) == {"gathered units", "buffers"}
     assert set(plan.bytes["nvme"]) == {"parameters"}
-    assert plan.arena_slots > 0
+    assert plan.slots.arena > 0
     for stage in (0, 3):
         kinds, held = zip(*run_ranks(2, held_for_evaluation, settings, stage), strict=True)
         assert {*kinds[0]} <= {"parameters", "gathered units", "buffers"}
@@ -513,7 +516,7 @@ def nvme_plan(update: str = "lazy") -> zero.Plan:
 def test_a_serial_step_lasts_as_the_law_says():
     """C + O; what a lazy one lasts is tested in `test_step_seconds`."""
     plans = {update: nvme_plan(update) for update in ("lazy", "serial")}
-    pages = plans["lazy"].store_pages()
+    pages = plans["lazy"].pages.store_pages()
     on_disk_bytes = sum(spec.nbytes for page, spec in pages.items() if plans["lazy"].tier(page) == "nvme")
     offload_s = on_disk_bytes / ROUND.disk_read_bytes  # written at the same time and rate
     for forward_s, backward_s in ((offload_s / 2, offload_s), (2 * offload_s, 3 * offload_s)):
@@ -542,7 +545,8 @@ def gathered_numel(plan: zero.Plan, passes: int) -> list[int]:
     """Elements that are gathered in the first forward of a step, its backward, the next forward and so on, by what each
     unit finds in its buffers, of which the one that was used longest ago goes.
     """
-    buffers = [[numel, 0, None] for numel in plan.shared_buffer_sizes()]  # with the time of its last use, and its unit
+    # each with the time of its last use, and its unit
+    buffers = [[numel, 0, None] for numel in plan.sizes.shared_buffer_sizes()]
     numels, clock = [], 0
     for number in range(passes):
         numels.append(0)
@@ -567,7 +571,7 @@ def test_the_best_choice_is_the_fastest_that_fits_and_of_those_alike_what_moves_
     settings = config(precision={"compute": "bf16"}, batch={"global": 32})
     model, machine = model_of(settings), gpu(4)
     found = choices(settings, machine, model, assumed(settings, machine))
-    assert [(one.plan.stage.level, one.preset) for one in found[:3]] == [(0, "none"), (0, "cpu"), (0, "nvme")]
+    assert [(one.plan.facts.stage.level, one.preset) for one in found[:3]] == [(0, "none"), (0, "cpu"), (0, "nvme")]
     assert len(found) == 13
     assert all(one.fits for one in found)
     winner = best(found)
@@ -586,7 +590,7 @@ def test_where_everything_is_as_fast_the_star_is_where_the_concepts_page_says(ra
     )
     winner = best(choices(settings, gpu(ranks), model_of(settings), unbound))
     assert winner is not None
-    assert (winner.plan.stage.level, winner.preset) == (level, "none")
+    assert (winner.plan.facts.stage.level, winner.preset) == (level, "none")
 
 
 def test_a_time_is_said_in_three_digits_and_never_as_a_power():
@@ -782,8 +786,8 @@ def test_a_step_is_the_sum_of_its_parts_and_grows_with_rows():
     )
     counted, machine = Activations(settings, model), Machine(1, 1, "cpu", 0, TiB, TiB, paper=True)
     plan = build_plan(settings, model, machine.world, room=machine.room)
-    written_bytes = 2 * plan.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
-    updated_numel = sum(plan.update_numel(unit) for unit in plan.units)
+    written_bytes = 2 * plan.facts.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
+    updated_numel = sum(plan.sizes.update_numel(unit) for unit in plan.units)
     before_s = 0.0
     for rows in (1, 2, 4, 8):
         traced = counted.of(rows, "cpu")

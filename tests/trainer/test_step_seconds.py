@@ -66,7 +66,7 @@ def stack_plan(
 def paged_plan(units: int, microbatches: int, offload: zero.Offload) -> zero.Plan:
     """A plan whose pages all move, although there are so few that each could have a slot."""
     plan = stack_plan(gpu(1).world, units, microbatches, offload, stage=0, room=NO_LIMIT)
-    plan.keeps_staged = False
+    plan.slots = plan.slots._replace(keeps_staged=False)
     return plan
 
 
@@ -147,7 +147,7 @@ def test_codes_are_expanded_in_each_forward_and_each_backward(device, each):
         )
     rates = replace(FREE, memory_bytes=1e3)
     values_s, codes_s = (step_seconds(plan, rates, Work(1.0), Work(2.0)) for plan in plans)
-    still = sum(len(units - {4}) for units in plans[1].gathered_at_turns())  # the last unit trains
+    still = sum(len(units - {4}) for units in plans[1].sizes.gathered_at_turns())  # the last unit trains
     gathers = 3 * (2 * 4 - still)
     assert codes_s - values_s == pytest.approx(gathers * 64 * 64 * each / 1e3)
 

@@ -27,7 +27,7 @@ def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
 
     If each node has a copy of the state, each node writes an equal part of it.
     """
-    copies, codec = plan.world.size // plan.sharers, plan.precision.frozen
+    copies, codec = plan.world.size // plan.facts.sharers, plan.precision.frozen
     frozen = {FROZEN: dtype_name(plan.precision.compute)}
 
     def trainable(unit: UnitSpec) -> dict[str, str]:

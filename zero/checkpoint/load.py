@@ -108,7 +108,7 @@ def load(
     kept = {key for key in wanted if stays(key)}
     _check_partial(checkpoint.folder, partial, wanted, saved, note)
     loaded = {key: entry for key, entry in saved.items() if not stays(key)}
-    _match(checkpoint, loaded, wanted, kept, convert, plan.splitting.shapes())
+    _match(checkpoint, loaded, wanted, kept, convert, plan.facts.splitting.shapes())
     numbers = numbers_of(checkpoint.folder, checkpoint.manifest)
     values = _current(state, kept - _untouched(plan, kept))
     scale = plan.precision.scale.resumed(numbers.scale, dynamic=numbers.dynamic)
@@ -288,7 +288,7 @@ def _fill(
     progress: Progress,
 ) -> None:
     plan, store = state.plan, state.runtime.store
-    untouched, shapes = _untouched(plan, kept), plan.splitting.shapes()
+    untouched, shapes = _untouched(plan, kept), plan.facts.splitting.shapes()
     with Tensors(checkpoint) as files, torch.no_grad():
 
         def values(kind: str, own_S: Tensor, first: int, slot: Slot, start: int, stop: int) -> Tensor:

@@ -29,7 +29,7 @@ AHEAD = 5
 
 def staging_bytes(plan: Plan) -> int:
     """Return the bytes of host memory through which a save reads pages, pinned if there is a GPU."""
-    return 2 * (AHEAD + 1) * round_up(plan.page_numel * torch.float32.itemsize)
+    return 2 * (AHEAD + 1) * round_up(plan.pages.page_numel * torch.float32.itemsize)
 
 
 def on_host(buffer: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _pages(
     plan, master = runtime.plan, runtime.plan.precision.master
     kept = partial(_kept, runtime, unit, start, stop)
     read = partial(kept, staging[AHEAD + 1 :])
-    own_params = unit.own_params(full_update=plan.full_update)
+    own_params = unit.own_params(full_update=plan.facts.full_update)
     params = partial(kept, staging[: AHEAD + 1], "param", plan.precision.compute, own_params)
     if kind == FROZEN:
         yield from read("frozen", plan.precision.compute, unit.frozen_S)
@@ -102,11 +102,11 @@ def _kept(
     """
     plan, device = runtime.plan, runtime.plan.world.compute
     layout = unit.spec.stored(kind)
-    whole = plan.full_update and layout is unit.spec.trainable
+    whole = plan.facts.full_update and layout is unit.spec.trainable
     origin, end = (0, layout.P) if whole else layout.shard(plan.rank)
     wanted = [
         (number, a, b)
-        for number, (a, b) in enumerate(pages(end - origin, plan.page_numel))
+        for number, (a, b) in enumerate(pages(end - origin, plan.pages.page_numel))
         if origin + a < stop and origin + b > start
     ]
     waiting: deque[tuple[int, Tensor, Handle, Event]] = deque()
@@ -116,7 +116,7 @@ def _kept(
             continue
         if len(waiting) == len(staging):
             yield _arrived(*waiting.popleft())
-        numel = plan.kept.numel(kind, b - a)
+        numel = plan.passes.kept.numel(kind, b - a)
         page = staging[place % len(staging)][: numel * dtype.itemsize].view(dtype)
         if in_memory is None:
             ticket: Handle = runtime.store.read(Page(unit.index, kind, number), page)

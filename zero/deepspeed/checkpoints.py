@@ -377,7 +377,7 @@ def _refuse_deepspeed_folder(world: World, folder: Path) -> None:
 
 def _load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> LoadResult:
     buffers = buffers_of(state.model)
-    known = {**state.plan.splitting.aliases(), **_buffer_names(state.model, buffers)}
+    known = {**state.plan.facts.splitting.aliases(), **_buffer_names(state.model, buffers)}
     keys = {name: next((alias for alias in names if alias in values), None) for name, names in known.items()}
     missing = [name for name, key in keys.items() if key is None]
     unexpected = sorted(set(values) - {alias for names in known.values() for alias in names})

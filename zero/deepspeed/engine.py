@@ -225,7 +225,7 @@ class Engine(EngineCheckpoints):
     @property
     def trains_now(self) -> bool:
         """Whether a forward belongs to a step: the model is in training mode and gradients are enabled."""
-        return self.plan.trains and torch.is_grad_enabled() and self.module.training
+        return self.plan.facts.trains and torch.is_grad_enabled() and self.module.training
 
     @property
     def has_loss(self) -> bool:
@@ -348,7 +348,7 @@ class Engine(EngineCheckpoints):
         return self._step
 
     def _no_forward(self, method: str, *, since: str) -> ConfigError:
-        if self.plan.trains:
+        if self.plan.facts.trains:
             return ConfigError(
                 f"engine.{method}(): no forward in training mode since the last {since}. Call engine.train(), then "
                 "engine.module.blocks.eval() or the like if you train without dropout."

@@ -35,9 +35,9 @@ class Grads:
         plan = self._engine.state.plan
         if not is_trained(self._engine, name):
             return None
-        if plan.stage.gradients:
+        if plan.facts.stage.gradients:
             raise ConfigError(
-                f"{name}.grad: stage {plan.stage.level} shards gradients, and no rank has a full one. Clip with "
+                f"{name}.grad: stage {plan.facts.stage.level} shards gradients, and no rank has a full one. Clip with "
                 "gradient_clipping and scale with fp16 in the config, read with zero.get_full(engine, name, "
                 "kind='grad'), write with zero.set_full or in a hook of the parameter."
             )

@@ -130,7 +130,7 @@ class EngineInfo(nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """Return the stage, 0 to 3."""
-        return self.plan.stage.level
+        return self.plan.facts.stage.level
 
     def gradient_clipping(self) -> float:
         """Return the largest gradient norm; 0 without clipping."""
@@ -146,15 +146,15 @@ class EngineInfo(nn.Module):
 
     def zero_optimization(self) -> bool:
         """Return whether the stage is above 0."""
-        return self.plan.stage.moments
+        return self.plan.facts.stage.moments
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Return whether gradients are sharded: stages 2 and 3."""
-        return self.plan.stage.gradients
+        return self.plan.facts.stage.gradients
 
     def zero_optimization_partition_weights(self) -> bool:
         """Return whether parameters are sharded: stage 3."""
-        return self.plan.stage.parameters
+        return self.plan.facts.stage.parameters
 
     def empty_partition_cache(self) -> None:
         """Do nothing, because gathered parameters are not cached after their use."""

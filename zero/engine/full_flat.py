@@ -16,7 +16,7 @@ from zero.store import Page, PageKind
 
 def full_parameters(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter's name and full value, an fp32 CPU tensor, one at a time. Collective."""
-    names = set(runtime.plan.splitting.names)
+    names = set(runtime.plan.facts.splitting.names)
     return full_tensors(runtime, "param", names, partial(full_flat, runtime))
 
 
@@ -67,7 +67,7 @@ def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> T
 def _master(runtime: Runtime, unit: UnitState) -> Tensor:
     """Return the part of the fp32 master that this rank updates, for a precision with a separate master."""
     plan, master = runtime.plan, runtime.plan.precision.master
-    params = unit.own_params(full_update=plan.full_update)
+    params = unit.own_params(full_update=plan.facts.full_update)
     if params is None:
         params = updated_range(runtime, unit, "param", plan.precision.compute)
     return master.of(params, updated_range(runtime, unit, str(master.kind), master.dtype))
@@ -79,10 +79,10 @@ def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dty
     Args:
         count: the number of elements of another range that this rank keeps.
     """
-    plan, numel = runtime.plan, partial(runtime.plan.kept.numel, kind)
-    count = plan.update_numel(unit.spec) if count is None else count
+    plan, numel = runtime.plan, partial(runtime.plan.passes.kept.numel, kind)
+    count = plan.sizes.update_numel(unit.spec) if count is None else count
     values = torch.zeros(numel(count), dtype=dtype, device=plan.world.device)
-    for number, (start, stop) in enumerate(plan.cut(count)):
+    for number, (start, stop) in enumerate(plan.pages.cut(count)):
         page = Page(unit.index, kind, number)
         load(runtime.store, plan.world.compute, page, values[numel(start) : numel(stop)]).wait()
     return values
@@ -93,8 +93,8 @@ def summed_gradient(runtime: Runtime, unit: UnitState) -> Tensor:
     plan = runtime.plan
     if unit.grad is None:
         unit.step.left.wait()
-        return updated_range(runtime, unit, PageKind.GRAD, plan.grad_dtype)
-    return unit.grad if plan.full_update else unit.own_grad_S(plan.rank)
+        return updated_range(runtime, unit, PageKind.GRAD, plan.facts.grad_dtype)
+    return unit.grad if plan.facts.full_update else unit.own_grad_S(plan.rank)
 
 
 def own_shard(runtime: Runtime, unit: UnitState) -> Tensor:

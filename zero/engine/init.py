@@ -21,7 +21,15 @@ from zero.engine.checksums import Checksums
 from zero.engine.forward import Fetch, Gatherer, Residency, bind_placeholders, gathering, lending, reading
 from zero.engine.memory import InPlace, OnHost
 from zero.engine.model import ModuleTree, Takeover, codes_in
-from zero.engine.plan import Plan, check_type, refuse_equal_parts, thread_count, type_text
+from zero.engine.plan import (
+    Plan,
+    check_type,
+    refuse_equal_parts,
+    settings_of,
+    settings_of_groups,
+    thread_count,
+    type_text,
+)
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.unit_state import UnitState
@@ -65,9 +73,8 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         StoreError: `offload.path` cannot be used, or has too little space. Nothing is allocated then.
     """
     check_type(plan, Plan, "zero.open_store", "store = zero.open_store(plan)")
-    specs, device = plan.store_pages(), plan.world.compute
+    specs, device = plan.pages.store_pages(), plan.world.compute
     where, host = device.device, torch.device("cpu")
-    slot_bytes = plan.slot_bytes
     with ExitStack() as undo:  # closes what was opened if a later line raises
         memory = _adjoining(where, {page: spec.nbytes for page, spec in specs.items() if plan.tier(page) == "device"})
         stores: dict[str, Store] = {"device": MemoryStore(where, lambda _: next(memory))}
@@ -88,10 +95,10 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         threads = thread_count(plan.offload)
         store = PrefetchStore(
             Tiers(stores, plan.tier, release=arena.close),
-            [arena.take(slot_bytes) for _ in range(plan.arena_slots)],
-            [arena.take(plan.bounce_bytes) for _ in range(threads if plan.bounce_bytes else 0)],
+            [arena.take(plan.slots.nbytes) for _ in range(plan.slots.arena)],
+            [arena.take(plan.slots.bounce_bytes) for _ in range(plan.slots.bounces)],
             threads=threads,
-            read_ahead=plan.read_ahead_slots,
+            read_ahead=plan.slots.read_ahead,
             timeout_s=plan.world.timeout_s,
             prepare=device.prepare_thread,
         )
@@ -212,12 +219,12 @@ def init(
             f"weights is {type_text(weights)}. Pass tensors by name, a path, or a function that fills one."
         )
     if weights is None:
-        refuse_equal_parts(plan.model, plan.replicated)
+        refuse_equal_parts(plan.model, plan.beside.replicated)
     store.claim()
-    plan.world.agree(plan.fields() | {"seed": str(seed)})
-    model, splitting = plan.model, plan.splitting
+    plan.world.agree(settings_of(plan) | {"seed": str(seed)})
+    model, splitting = plan.model, plan.facts.splitting
     values = values_in(model, splitting)
-    takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device, plan.placed)
+    takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device, plan.beside.placed)
     with if_it_fails(takeover.undo):
         names = {slot.name for unit in plan.units for slot in unit.codes.slots}
         codes = codes_in(weights, plan.precision.frozen, names)
@@ -244,8 +251,8 @@ def _filled(
         units.append(empty_unit(plan, store, spec))
         fill(plan, store, units[-1], values, codes, check)
     compare(plan.world, check)
-    for group, names in zip(plan.norm_groups, plan.replicated, strict=True):
-        group.agree(plan.fields_of_groups(), "settings of norm_groups")
+    for group, names in zip(plan.beside.groups, plan.beside.replicated, strict=True):
+        group.agree(settings_of_groups(plan), "settings of norm_groups")
         group.agree({name: check.parameters[name] for name in sorted(names)}, "first values of replicated parameters")
     return tuple(units)
 
@@ -255,13 +262,13 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
     checksums = Checksums(device)
     tape = Tape(device.clock, rank=plan.world.rank, streams=not device.shares_memory)
     store.observe(tape.of_store([unit.spec.name for unit in units]))
-    gradients = PagedGradients(plan, store, tape) if plan.grads_offloaded else Gradients()
+    gradients = PagedGradients(plan, store, tape) if plan.facts.grads_offloaded else Gradients()
     routes = Routes(
         plan.world,
-        gather_by_node=plan.gathers_by_node,
-        sum_by_node=plan.sums_by_node,
-        native=plan.sums_natively,
-        copies=plan.sharers < plan.world.size,
+        gather_by_node=plan.facts.gathers_by_node,
+        sum_by_node=plan.facts.sums_by_node,
+        native=plan.facts.sums_natively,
+        copies=plan.facts.sharers < plan.world.size,
         travels=plan.precision.reduce,
     )
     advance = partial(routes.advance, sums=False)
@@ -271,7 +278,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
     reducer = Reducer(plan, routes, units, gradients, updater, first=first, log=log, tape=tape, checksums=checksums)
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
     gatherer = Gatherer(plan, units, residency, reducer, activations, tape, checksums)
-    bind_placeholders(plan.model, plan.splitting.sites, gatherer)
+    bind_placeholders(plan.model, plan.facts.splitting.sites, gatherer)
     takeover.attach(gatherer.runner)
     parts = store, units, routes, gatherer, gradients, reducer, updater, log, tape, checksums
     return Runtime(plan, takeover, ModuleTree(plan.model), *parts)
@@ -280,9 +287,9 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
 def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     if plan.precision.frozen is not None:
         plan.precision.frozen.tables(plan.world.device)  # created now, so that streams do not each create one later
-    if not plan.params_offloaded:
+    if not plan.facts.params_offloaded:
         return gathering(plan, routes)
-    return (lending if plan.params_on_host else reading)(plan, routes, store)
+    return (lending if plan.facts.params_on_host else reading)(plan, routes, store)
 
 
 def _goes_to_host(plan: Plan) -> bool:

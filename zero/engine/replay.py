@@ -68,7 +68,7 @@ class Replay:
         self._device, self._number = runtime.plan.world.compute, number
         runtime.settle()
         self._pages: dict[int, list[Page]] = {unit.index: [] for unit in runtime.units}
-        for page in self._plan.store_pages():
+        for page in self._plan.pages.store_pages():
             self._pages[page.unit].append(page)
         self._at_rest = _Sums()
         self._changed_before = list[tuple[UnitState, str]]()
@@ -219,7 +219,7 @@ class Replay:
 
     def _held(self, unit: UnitState) -> Iterator[_Held]:
         """Yield the parts of a unit's state on this rank, without gradients and copies of other ranks' shards."""
-        params = unit.own_params(full_update=self._plan.full_update), unit.frozen_S, unit.codes_S
+        params = unit.own_params(full_update=self._plan.facts.full_update), unit.frozen_S, unit.codes_S
         for what, memory in zip((PARAMETERS, FROZEN, CODES), params, strict=True):
             if memory is not None:
                 yield _Held(what, memory)
@@ -235,13 +235,13 @@ class Replay:
         if unit.grad is not None:
             yield _Held("gradient", unit.grad)
             return
-        for number in range(self._plan.updated_pages(unit.spec)):
+        for number in range(self._plan.pages.updated_pages(unit.spec)):
             yield self._in_page(Page(unit.index, PageKind.GRAD, number))
 
     def _is_updated(self, held: _Held) -> bool:
         if held.page is None:
             return held.what == PARAMETERS
-        return held.page.kind == PageKind.PARAM or self._plan.is_updated(held.page)
+        return held.page.kind == PageKind.PARAM or self._plan.pages.is_updated(held.page)
 
     def _sums(self, unit: UnitState, *, disks: bool = False) -> _Sums:
         """Return the checksums of a unit's state in memory; with `disks` also of the pages that updates write there.
@@ -256,7 +256,7 @@ class Replay:
                 sums[0, index, held.what] = self._sum(held.memory)
             elif disks and self._is_updated(held):
                 sums[0, index, held.what] = self._sum(self._copy(held))
-        params, layout = unit.own_params(full_update=self._plan.full_update), unit.spec.trainable
+        params, layout = unit.own_params(full_update=self._plan.facts.full_update), unit.spec.trainable
         if params is not None and params.numel() > layout.S:
             sums[1, index, PARAMETERS] = sums[0, index, PARAMETERS]
             sums[0, index, PARAMETERS] = self._sum(layout.own_S(params, self._plan.rank))
@@ -276,7 +276,7 @@ class Replay:
         if held.memory is not None:
             return self._device.host.zeros(held.memory.numel(), held.memory.dtype).copy_(held.memory)
         assert held.page is not None
-        spec = self._plan.store_pages()[held.page]
+        spec = self._plan.pages.store_pages()[held.page]
         copy = self._device.host.zeros(spec.numel, spec.dtype)
         self._store.read(held.page, copy).wait()
         return copy

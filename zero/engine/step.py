@@ -90,7 +90,7 @@ class Step:
     def __init__(self, state: State) -> None:
         check_type(state, State, "zero.Step", "step = zero.Step(state)")
         self.state, self._runtime, self._plan = state, state.runtime, state.plan
-        if not self._plan.trains:
+        if not self._plan.facts.trains:
             raise PlanError("the model has no trainable parameter, so there is no step. Run it with zero.make_forward.")
         self.microbatches = 0
         self._in_microbatch = self._dropped = self._went_back = False
@@ -137,7 +137,7 @@ class Step:
             check_loss(loss, "step.backward({})")
             self._check_begun()
             numbers_by_name(aux or {})  # checked before backward, and read after it: backward may write into them
-            if self._plan.params_offloaded:  # host memory is scarce: free forward's temporaries
+            if self._plan.facts.params_offloaded:  # host memory is scarce: free forward's temporaries
                 self._plan.world.compute.give_back_memory()
             self._runtime.tape.passed("forward")
             self._at("backward")
@@ -277,7 +277,7 @@ class Step:
             totals = exchange()
         if totals.one_order:
             reducer.adopt_order()
-        return over_groups(self._plan.norm_groups, totals)
+        return over_groups(self._plan.beside.groups, totals)
 
     def _check_begun(self) -> None:
         if not self.microbatches:
@@ -287,7 +287,7 @@ class Step:
         if self._in_microbatch:
             self._in_microbatch = False
             self._runtime.gatherer.end()
-            if self._plan.params_offloaded:
+            if self._plan.facts.params_offloaded:
                 self._plan.world.compute.give_back_memory()
 
     def _gradient_status(self) -> GradientStatus:

@@ -79,7 +79,7 @@ def gather_totals(
     ]
     measured += [
         torch.stack([runtime.units[index].step.equal_squares[number] for index in _squares(runtime)] or [zero]).sum()
-        for number in range(len(runtime.plan.norm_groups))
+        for number in range(len(runtime.plan.beside.groups))
     ]
     facts = status + _EXTRA * reducer.has_extra + _FINGERPRINT * runtime.log.fingerprint
     numbers = reducer.order_seen, flag, facts
@@ -93,7 +93,7 @@ def gather_totals(
     means, (squares, *equal, orders, flags, all_facts) = rows[: 1 + len(names)], rows[1 + len(names) :]
     _check_fingerprints(runtime, [int(facts) // _FINGERPRINT for facts in all_facts])
     loss, *others = (sum(numbers) / world.size for numbers in means)
-    sharers = runtime.plan.sharers  # the ranks of one copy of the state
+    sharers = runtime.plan.facts.sharers  # the ranks of one copy of the state
     return Totals(
         sum(squares[:sharers]),
         loss,
@@ -159,7 +159,7 @@ def first_nonfinite_unit(runtime: Runtime) -> str | None:
     nonfinite = (index for index, square in zip(units, squares, strict=True) if not math.isfinite(square))
     mine = torch.tensor([next(nonfinite, len(names))], device="cpu")
     name = dict(enumerate(names)).get(int(world.exchange(mine, what="the first nonfinite unit").min()))
-    for group in runtime.plan.norm_groups:
+    for group in runtime.plan.beside.groups:
         name = next(filter(None, group.gather_texts(name or "", "the first nonfinite unit")), None)
     return name
 

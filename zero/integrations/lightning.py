@@ -303,7 +303,7 @@ class ZeroStrategy(DDPStrategy):
             path,
             STATE_FOLDER,
             load_module_strict=self.lightning_module.strict_loading,
-            load_module_only=not self.opened.plan.trains,
+            load_module_only=not self.opened.plan.facts.trains,
         )
         if loaded is None:
             raise CheckpointError(f"{path}/{STATE_FOLDER} holds no training state, so ZeroStrategy did not write it")

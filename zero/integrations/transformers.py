@@ -138,7 +138,7 @@ class ZeroTrainerMixin(_Base):
             rows=self.args.per_device_train_batch_size,
         )
         generate = getattr(self.model, "generate", None)
-        if generate is not None and self._world.size > 1 and self.engine.plan.stage.parameters:
+        if generate is not None and self._world.size > 1 and self.engine.plan.facts.stage.parameters:
             self.model.generate = _in_step(generate)
         return self.engine
 
@@ -217,7 +217,7 @@ class TrainerAccelerator(Accelerator):
         if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier `train`
             return super().prepare_optimizer(optimizer, device_placement)
         engine = self.trainer.open_engine()
-        if not engine.plan.trains:
+        if not engine.plan.facts.trains:
             raise ConfigError("this Trainer has no train_dataset, so it can only evaluate. Make a Trainer with one.")
         self._optimizers.append(EngineOptimizer(engine))
         return self._optimizers[-1]

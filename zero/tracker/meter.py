@@ -124,7 +124,7 @@ class Meter:
         peak = (peak_flops or _peak_flops(world, plan) or 0.0) * world.size
         self._mfu_of_token = flops_per_token / peak if flops_per_token and peak else None
         self._nvme_bytes = sum(plan.bytes.get("nvme", {}).values())
-        self._planned_bytes = planned_traffic(plan).of_step(plan.accumulate).by_medium if plan.trains else {}
+        self._planned_bytes = planned_traffic(plan).of_step(plan.accumulate).by_medium if plan.facts.trains else {}
         self._versions = versions()
         self._start_s = self._since_s = time.perf_counter()
         self._before_s = 0.0  # seconds of earlier starts

@@ -372,7 +372,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
     """Return the facts of a plan for the report, W&B and TensorBoard."""
     tiers = {state: getattr(plan.offload, state) for state in ("optimizer", "param", "grad")}
     return {
-        "stage": plan.stage.level,
+        "stage": plan.facts.stage.level,
         "precision": str(plan.precision.compute).removeprefix("torch."),
         "offload": tiers if any(tier != "none" for tier in tiers.values()) else "none",
         "optimizer": plan.optimizer.name,

@@ -324,7 +324,7 @@ def out_of_memory(config: Config, plan: Plan, held_bytes: int, device_bytes: int
     """
     ways = {
         "a smaller batch.micro": config.batch.numbers()[1] > 1,
-        "zero.stage=3": plan.world.size > 1 and not plan.stage.parameters,
+        "zero.stage=3": plan.world.size > 1 and not plan.facts.stage.parameters,
         "zero.activations=remat": config.zero.activations != "remat",
         "offload=cpu": config.offload.optimizer in ("none", "auto"),
         "more ranks": True,

@@ -108,12 +108,14 @@ class Reducer:
         self._units, self._routes, self._log, self._tape, self._checksums = units, routes, log, tape, checksums
         self._world, self._rank, self._device, self._gradients = plan.world, plan.rank, plan.world.compute, gradients
         self._alone = plan.world.size == 1
-        self._local = plan.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
-        self._full = plan.full_update and not self._alone  # every rank needs the full sum
+        self._local = plan.facts.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
+        self._full = plan.facts.full_update and not self._alone  # every rank needs the full sum
         self._apply, self._measure, self._first = updater.apply_deferred, updater.measure, first
-        self._by_node, self._received_numel = plan.sums_by_node, plan.received_numel
-        self._flats = ScratchPool(plan.flat_sizes(), plan.flat_dtype, self._device)
-        self._partials = ScratchPool(plan.partial_sizes(), torch.float32, self._device)  # for the stream "reduce" only
+        self._by_node, self._received_numel = plan.facts.sums_by_node, plan.sizes.received_numel
+        self._flats = ScratchPool(plan.sizes.flat_sizes(), plan.facts.flat_dtype, self._device)
+        self._partials = ScratchPool(
+            plan.sizes.partial_sizes(), torch.float32, self._device
+        )  # for the stream "reduce" only
         self._backward = [unit for unit in reversed(units) if unit.spec.trainable.slots]
         self._order = self._backward
         self._planned = len(self._order) * (1 if self._local else plan.accumulate)  # reductions of a step
@@ -127,7 +129,7 @@ class Reducer:
         self._gathering: deque[tuple[UnitState, Handle]] = deque()  # with the all-gathers of their sums, oldest first
         self._done = PASSED
         self._last = self._arrived = self._ended = False
-        self._dtype = plan.flat_dtype  # of the flats of this round
+        self._dtype = plan.facts.flat_dtype  # of the flats of this round
 
     @property
     def allocated_bytes(self) -> int:

@@ -58,7 +58,7 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     def read(shard: _Shard) -> list[Handle]:
         reads = [
             load(store, device, page, shard.own_S[a:b])
-            for page, (a, b) in zip(shard.pages, plan.cut(shard.own_S.numel()), strict=True)
+            for page, (a, b) in zip(shard.pages, plan.pages.cut(shard.own_S.numel()), strict=True)
         ]
         if plan.world.size == 1:
             return list(reads)
@@ -130,7 +130,7 @@ def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_
             full_P = room if room.numel() else cast(Tensor, unit.codes_S)  # see `Facts.buffer_numel`
             arrived = partial(_expanding, plan, unit.spec, full_P, flat.of(full))
         extent = flat.stored.shard(plan.rank)
-        pages = [Page(unit.index, flat.kind, n) for n in range(len(plan.cut(flat.stored.S)))]
+        pages = [Page(unit.index, flat.kind, n) for n in range(len(plan.pages.cut(flat.stored.S)))]
         gather = partial(
             routes.gather,
             full_P=full_P,

@@ -146,14 +146,18 @@ class Gatherer:
     ) -> None:
         self._tape, self._precision, self._checksums = tape, plan.precision, checksums
         self._units, self.residency, self.pool = units, residency, residency.pool
-        self._accumulate, self._deliver, self._start_reduce = plan.accumulate, reducer.deliver, reducer.start_reduce
+        self._accumulate, self._deliver, self._start_reduce = (
+            plan.accumulate,
+            reducer.deliver,
+            reducer.start_reduce,
+        )
         self.activations, self._policies = activations, plan.activations
         self._sends = False  # whether the running unit's activations are offloaded
         self._compiler = Compiler(plan.compile) if plan.compile else None
         self._resident_addresses = {unit.resident.address for unit in units if unit.resident is not None}
         self._anchor = torch.zeros(0, requires_grad=True)
         self._places_of: dict[str, list[Place]] = {}  # by the site's path, in the order of its bindings
-        self._placed = plan.placed
+        self._placed = plan.beside.placed
         self._placed_of: dict[str, dict[str, Placed]] = {}  # by the site's path and the name in its `Body`
         self._check_writes = plan.check_writes
         self.entering: Callable[[], None] = lambda: None

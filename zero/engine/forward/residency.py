@@ -63,17 +63,17 @@ class Residency:
     ) -> None:
         self._advance, self._checksums = advance, checksums
         self._units, self._device, self._log, self._tape = units, plan.world.compute, log, tape
-        self._buffer_numel = plan.buffer_numel
-        self._prefetch, self._apply, self._fetch = plan.prefetch, updater.apply_deferred, fetch
+        self._buffer_numel = plan.sizes.buffer_numel
+        self._prefetch, self._apply, self._fetch = plan.facts.prefetch, updater.apply_deferred, fetch
         self._launch_ahead = updater.launch_ahead
-        self._hand_off = updater.hand_off if plan.params_offloaded else None
-        sizes, own_sizes = plan.shared_buffer_sizes(), plan.own_buffer_sizes()
-        self.pool = None if plan.resident else Pool(sizes, plan.precision.compute, self._device, own_sizes)
+        self._hand_off = updater.hand_off if plan.facts.params_offloaded else None
+        sizes, own_sizes = plan.sizes.shared_buffer_sizes(), plan.sizes.own_buffer_sizes()
+        self.pool = None if plan.facts.resident else Pool(sizes, plan.precision.compute, self._device, own_sizes)
         self._later: list[tuple[UnitState, Later]] = []  # requested ahead, and not started
         self._coming: list[UnitState] = []  # to be requested ahead when the present unit's work is launched
         self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
-        self._keeps = plan.keeps_secondary
-        self._in_order = plan.resident and not self._alone  # units are gathered in the plan's order
+        self._keeps = plan.facts.keeps_secondary
+        self._in_order = plan.facts.resident and not self._alone  # units are gathered in the plan's order
         self._next = 0  # with `_in_order`: the index after the last gathered unit
         self._orders = {True: VisitOrder(), False: VisitOrder()}
 

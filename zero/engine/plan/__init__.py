@@ -13,6 +13,7 @@ from zero.engine.plan.arguments import (
     type_text,
 )
 from zero.engine.plan.beside import refuse_equal_parts
+from zero.engine.plan.handshake import settings_of, settings_of_groups
 from zero.engine.plan.parts import Part, parts_of
 from zero.engine.plan.placing import THREADS, thread_count
 from zero.engine.plan.plan import KINDS, Plan, activations_of
@@ -36,6 +37,8 @@ __all__ = [
     "numbers_by_name",
     "parts_of",
     "refuse_equal_parts",
+    "settings_of",
+    "settings_of_groups",
     "thread_count",
     "traffic",
     "type_text",

@@ -5,7 +5,9 @@ matrices that are split, counts once in the sum of squares: on rank 0 of the gro
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import nn
 
@@ -16,6 +18,29 @@ from zero.distributed.mesh import Placed, local_part
 from zero.distributed.world import World
 from zero.engine.model import Splitting, is_meta
 from zero.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The other parallelism beside a run.
+
+    Attributes:
+        groups: the worlds of `norm_groups`.
+        placed: the placement of each parameter that was a DTensor, by name; the plan is for its local part.
+        replicated: for each norm group, the names of parameters that are equal on all of its ranks.
+    """
+
+    groups: tuple[World, ...]
+    placed: Mapping[str, Placed]
+    replicated: Sequence[frozenset[str]]
+
+    @cached_property
+    def equal_over(self) -> dict[str, tuple[int, ...]]:
+        """The name of a parameter -> the numbers of the norm groups on whose ranks it is equal."""
+        return {
+            name: tuple(number for number, equal in enumerate(self.replicated) if name in equal)
+            for name in frozenset[str]().union(*self.replicated)
+        }
 
 
 def worlds_beside(world: World, norm_groups: object) -> tuple[World, ...]:

@@ -1,27 +1,21 @@
-"""The consequences of stage, precision and tiers for one rank: eight facts, and the sizes that follow from them.
+"""The consequences of stage, precision and tiers for one rank.
 
 Other code reads these facts instead of stages and tiers. P is the number of elements of a flat tensor with padding, S
 the number of elements of one rank's shard of it, see `Layout`.
 """
 
-from collections import Counter
-from dataclasses import dataclass
-from heapq import nlargest
-from itertools import pairwise
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-from zero.core.layout import Layout
 from zero.core.optim import Transform
 from zero.core.placement import Tier
 from zero.core.precision import Precision
 from zero.core.stage import Stage
-from zero.distributed.routes import partial_numel
 from zero.distributed.world import World
-from zero.engine.memory import Pool
 from zero.engine.model import Splitting, UnitSpec
-from zero.platform.device import Device
+from zero.errors import PlanError
 from zero.store import PageKind
 
 Scope = Literal["world", "node"]
@@ -33,7 +27,34 @@ def sharers(world: World, shard: Scope) -> int:
     return world.local_size if shard == "node" else world.size
 
 
-@dataclass(eq=False, kw_only=True)
+def facts_of(
+    *, world: World, gather: Scope | Literal["auto"], reduce: Reduction | Literal["auto"], shard: Scope, **given: Any
+) -> "Facts":
+    """Return the facts of a run whose ways of sending may be "auto"; other arguments are fields of `Facts`.
+
+    Raises:
+        PlanError: the ranks are not on nodes as these ways need them.
+    """
+    uneven = not world.nodes_alike or world.size % world.local_size
+    if uneven and "node" in (gather, reduce, shard):
+        raise PlanError(
+            f"{world.size} ranks are not {world.local_size} consecutive ranks on each node. Start as many ranks on "
+            "every node, or set zero.gather=world zero.reduce=exact zero.shard=world."
+        )
+    if shard == "node" and reduce == "native":
+        raise PlanError("zero.shard=node adds by node. Set zero.reduce=auto.")
+    if shard == "node" and world.local_size == 1 < world.size:
+        raise PlanError("zero.shard=node shards nothing, because each node has one rank. Set zero.stage=0.")
+    if reduce == "auto":
+        reduce = "node" if world.local_size < world.size and not uneven else "exact"
+    scope: Scope = "world" if gather == "world" or uneven else "node"
+    facts = Facts(world=world, gather=scope, reduce=reduce, shard=shard, secondary=None, **given)
+    if gather == "node" or facts.param_tier != "nvme":  # with parameters on a disk host memory is probably too small
+        facts = replace(facts, secondary="host" if facts.params_offloaded else "device")
+    return facts
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Facts:
     """The settings of a run, and the facts and sizes that they imply for one rank.
 
@@ -120,14 +141,6 @@ class Facts:
         """Return the dtype in which parameters of a `Flat` are kept and gathered."""
         return torch.uint8 if kind == PageKind.CODES else self.precision.compute
 
-    def buffer_numel(self, unit: UnitSpec) -> int:
-        """Return the number of elements of the unit's gathered buffer: the parameters, then room for arriving codes.
-
-        A single rank expands codes in device memory from where they are.
-        """
-        arrive = self.world.size > 1 or self.params_offloaded
-        return unit.full_numel + arrive * unit.codes.P // self.precision.compute.itemsize
-
     @property
     def sharers(self) -> int:
         """The number of ranks that one copy of the state is sharded over: all ranks, or the ranks of a node."""
@@ -201,119 +214,3 @@ class Facts:
             return self.precision.reduce
         sent = self.grad_dtype if self.local_sum else self.precision.compute
         return min(self.precision.reduce, sent, key=lambda dtype: dtype.itemsize)
-
-    def grad_numel(self, unit: UnitSpec) -> int:
-        """Return the number of elements of the unit's gradient that this rank keeps for the update."""
-        return unit.trainable.P if self.local_sum or self.full_update else unit.trainable.S
-
-    def update_numel(self, unit: UnitSpec) -> int:
-        """Return the number of elements of the unit's master, and of each moment, on this rank."""
-        return unit.trainable.P if self.full_update else unit.trainable.S
-
-    @property
-    def muon_numels(self) -> tuple[int, int, int] | tuple[()]:
-        """The elements of device memory for a unit's directions, a rank's whole matrices, and products of them.
-
-        They are largest over units, and over ranks, because all ranks must place pages alike; empty without Muon.
-        """
-        units = [unit for unit in self.units if unit.matrices]
-        if not units:
-            return ()
-        ranges = [b - a for unit in units if not self.full_update for a, b in pairwise(unit.owners)]
-        scratch = max(batch.scratch_numel for unit in units for batch in unit.matrices)
-        return max(map(self.update_numel, units)), max(ranges, default=0), scratch
-
-    @property
-    def muon_flops(self) -> int:
-        """The floating point operations that orthogonalize the matrices of a step, on the rank with most, per unit."""
-
-        def most(unit: UnitSpec) -> int:
-            cuts = (0, unit.trainable.P) if self.full_update else unit.owners
-            ranges = [range(*ends) for ends in pairwise(cuts)]
-            return max(sum(batch.flops for batch in unit.matrices if batch.start in ends) for ends in ranges)
-
-        return sum(most(unit) for unit in self.units if unit.matrices)
-
-    @property
-    def muon_scratch_dtype(self) -> torch.dtype:
-        """The dtype in which matrices are multiplied: fp32 on a CPU, which may lack units for bf16."""
-        return torch.float32 if self.device_is_host else torch.bfloat16
-
-    def secondary_numel(self, layout: Layout) -> int:
-        """Return the number of elements of this rank's secondary shard of a stored flat; 0 if none is kept.
-
-        It copies one shard from each other node: the shard of the rank with the same local rank.
-        """
-        return (self.world.nodes - 1) * layout.S if self.keeps_secondary else 0
-
-    def shared_buffer_sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each gathered buffer that any unit may use.
-
-        There is one for each unit in use at the same time, and one for each prefetched unit. All are as large as the
-        largest unit, because a unit that is gathered into a buffer stays there until another one needs it.
-        """
-        pooled = [unit for unit in self.units if not self.is_resident(unit)]
-        numels = [self.buffer_numel(unit) for unit in pooled if unit.index not in self.kept_units]
-        if not numels:
-            return ()
-        return (max(numels),) * min(len(numels), self.splitting.depth + 1 + self.prefetch)
-
-    def own_buffer_sizes(self) -> dict[int, int]:
-        """Return the number of elements of the gathered buffers of the units that stay gathered, by their index."""
-        kept = [unit for unit in self.units if unit.index in self.kept_units and not self.is_resident(unit)]
-        return {unit.index: self.buffer_numel(unit) for unit in kept}
-
-    def gathered_at_turns(self) -> tuple[set[int], set[int]]:
-        """Return the indices of the units that are still gathered when forward ends, and when backward ends."""
-        pool = Pool(self.shared_buffer_sizes(), torch.uint8, Device(torch.device("meta")), self.own_buffer_sizes())
-        forward = list(self.units)
-        still = []
-        for order in (forward, [unit for unit in reversed(forward) if not unit.lookup]):
-            for place, unit in enumerate(order):
-                for coming in order[place : place + 1 + self.prefetch]:
-                    if pool.find(coming.index) is None and pool.has_room_for(coming.index):
-                        pool.take(coming.index, self.buffer_numel(coming))
-                    if (buffer := pool.find(coming.index)) is not None:
-                        buffer.ahead = True
-                if (buffer := pool.find(unit.index)) is not None:
-                    buffer.ahead = False
-                    pool.touch(buffer)
-            still.append({unit.index for unit in forward if pool.find(unit.index) is not None})
-        return still[0], still[1]
-
-    def flat_sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each pooled gradient flat, the largest first.
-
-        Two reductions of the largest units may be under way. Each uses a flat to send and one to receive. If the
-        backend adds, the latter are small, so there is another one for a unit that holds its flat while others are
-        reduced: a tied one, or one around others.
-        """
-        layouts = [unit.trainable for unit in self.units if unit.trainable.slots and self.world.size > 1]
-        largest = nlargest(3, layouts, key=lambda layout: layout.P)
-        sizes = [numel for layout in largest[:2] for numel in (layout.P, self.received_numel(layout))]
-        uses = Counter(unit for site in self.splitting.sites for unit in site.units)
-        if self.sums_natively and (self.splitting.depth or max(uses.values(), default=0) > 1):
-            sizes += [layout.P for layout in largest[2:]]
-        for unit in self.units:
-            if unit.shared and unit.trainable in layouts and unit.trainable not in largest[:2]:
-                sizes += [unit.trainable.P, self.received_numel(unit.trainable)]
-        return tuple(sorted(sizes, reverse=True))
-
-    def received_numel(self, layout: Layout) -> int:
-        """Return the number of elements that a rank receives in the reduction of a flat gradient."""
-        return layout.S if self.sums_natively else layout.P
-
-    def partial_sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each buffer for sums within a node: one for each reduction."""
-        return tuple(partial_numel(self.world, P) for P in self.flat_sizes()[::2] if self.sums_by_node)
-
-    def grad_buffer_sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each buffer that offloaded gradients arrive in."""
-        if not self.grads_offloaded:
-            return ()
-        # Two for the reductions under way. With local sums one more, because the sum of microbatches is copied out of
-        # it to be sent. A single CPU rank needs one less: it has written a gradient before the next unit's arrives.
-        count = 2 + (self.local_sum and self.world.size > 1) - (self.world.size == 1 and self.device_is_host)
-        numels = [self.grad_numel(unit) for unit in self.units if unit.trainable.slots and not unit.shared]
-        own = tuple(self.grad_numel(unit) for unit in self.units if unit.trainable.slots and unit.shared)
-        return (max(numels, default=0),) * min(len(numels), count) + own

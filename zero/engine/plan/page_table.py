@@ -6,20 +6,18 @@ is that of the flat in `UnitSpec.flats`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from zero.core.kept import Kept, Pass
 from zero.core.layout import pages
-from zero.core.master import Master
-from zero.core.optim import MOMENTUM
 from zero.core.placement import Tier
 from zero.core.sizes import round_up
-from zero.engine.model import Flat, UnitSpec
+from zero.engine.model import UnitSpec
 from zero.engine.plan.facts import Facts
+from zero.engine.plan.passes import Passes
+from zero.engine.plan.sizes import Sizes
 from zero.store import Page, PageKind
 
 
@@ -39,52 +37,20 @@ class PageSpec(NamedTuple):
         return round_up(self.nbytes)
 
 
-@dataclass(eq=False, kw_only=True)
-class PageTable(Facts):
+class PageTable:
     """The pages of one rank.
 
-    Attributes:
+    Args:
         page_numel: K, the number of elements of a page; the last page of a range may have fewer.
+
+    Attributes:
+        sizes: the sizes of what is cut into pages, and of the buffers beside them.
+        passes: the passes of an update over its pages.
     """
 
-    page_numel: int
-
-    def passes(self, unit: UnitSpec) -> tuple[Pass, ...]:
-        """Return the passes of a unit's update over its pages: two if Muon updates it, with whole matrices between."""
-        return self._muon_passes if unit.matrices else (self._pass,)
-
-    def state_kinds(self, now: Pass) -> tuple[str, ...]:
-        """Return the kinds of pages that a pass reads and writes; it uses one page of each, with the same number."""
-        params = (PageKind.PARAM,) if self.params_offloaded and now.reads_params else ()
-        return (*params, *now.kept.dtypes)
-
-    def written_kinds(self, now: Pass) -> tuple[str, ...]:
-        """Return the kinds of pages that a pass writes without reading."""
-        return (PageKind.PARAM,) if self.params_offloaded and now.updates_params and not now.reads_params else ()
-
-    def read_kinds(self, now: Pass) -> tuple[str, ...]:
-        """Return the kinds of pages that a pass only reads."""
-        return (PageKind.GRAD,) if self.grads_offloaded and now.reads_grad else ()
-
-    @cached_property
-    def kept(self) -> Kept:
-        """The dtypes and formats of the master's and of all moments' pages."""
-        return self._pass.kept
-
-    @cached_property
-    def _pass(self) -> Pass:
-        optimizer = self.optimizer
-        return Pass(optimizer.update, Kept(self.precision.master, optimizer.forms(optimizer.moments)))
-
-    @cached_property
-    def _muon_passes(self) -> tuple[Pass, Pass]:
-        optimizer, muon = self.optimizer, self.optimizer.muon
-        assert muon is not None
-        momentum, rest = (optimizer.forms(moments) for moments in ((MOMENTUM,), optimizer.copies))
-        return (
-            Pass(muon.mix, Kept(Master(), momentum), updates_params=False),
-            Pass(muon.descend, Kept(self.precision.master, rest), reads_grad=False, factor=muon.factor),
-        )
+    def __init__(self, facts: Facts, page_numel: int) -> None:
+        self.facts, self.page_numel = facts, page_numel
+        self.sizes, self.passes = Sizes(facts), Passes(facts)
 
     @property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
@@ -93,13 +59,13 @@ class PageTable(Facts):
         "first_grad", only on the nvme tier, holds the gradient of the first microbatch until the next one, in a
         narrower dtype than the sum. In memory it uses the first bytes of the sum's page instead.
         """
-        apart = self.grad_tier == "nvme" and self.first_grad_dtype != self.grad_dtype
-        dtypes: dict[str, torch.dtype] = {PageKind.GRAD: self.grad_dtype}
-        return dtypes | {PageKind.FIRST_GRAD: self.first_grad_dtype} if apart else dtypes
+        apart = self.facts.grad_tier == "nvme" and self.facts.first_grad_dtype != self.facts.grad_dtype
+        dtypes: dict[str, torch.dtype] = {PageKind.GRAD: self.facts.grad_dtype}
+        return dtypes | {PageKind.FIRST_GRAD: self.facts.first_grad_dtype} if apart else dtypes
 
     def is_updated(self, page: Page) -> bool:
         """Return whether a page holds the master or a moment."""
-        return page.kind in self.kept.dtypes
+        return page.kind in self.passes.kept.dtypes
 
     def cut(self, numel: int) -> tuple[tuple[int, int], ...]:
         """Return the (start, stop) of each page of a range of `numel` elements."""
@@ -107,20 +73,20 @@ class PageTable(Facts):
 
     def grad_ranges(self, unit: UnitSpec) -> tuple[tuple[int, int], ...]:
         """Return the (start, stop) of each page of a unit's gradient; the pages that this rank updates come first."""
-        extents = self._grad_extents(unit, self.rank)
+        extents = self._grad_extents(unit, self.facts.rank)
         return tuple((a + first, b + first) for first, last in extents for a, b in self.cut(last - first))
 
     def updated_pages(self, unit: UnitSpec) -> int:
         """Return the number of pages of each kind, gradients included, that this rank updates of a unit."""
-        return len(self.cut(self.update_numel(unit)))
+        return len(self.cut(self.sizes.update_numel(unit)))
 
     def _grad_extents(self, unit: UnitSpec, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the ranges of a gradient that are cut into pages separately.
 
         The first is the range that `rank` updates. If the gradient is larger, the ranges before and after it follow.
         """
-        numel = self.grad_numel(unit)
-        if numel == self.update_numel(unit):
+        numel = self.sizes.grad_numel(unit)
+        if numel == self.sizes.update_numel(unit):
             return ((0, numel),)
         start, stop = unit.trainable.shard(rank)
         return (start, stop), (0, start), (stop, numel)
@@ -131,83 +97,77 @@ class PageTable(Facts):
 
     @cached_property
     def _store_pages(self) -> dict[Page, PageSpec]:
-        return {page: spec for unit in self.units for page, spec in self._pages_of(unit)}
+        return {page: spec for unit in self.facts.units for page, spec in self._pages_of(unit)}
 
     def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
-        cuts, passes = self.cut(self.update_numel(unit)), self.passes(unit)
-        ranges = {kind: cuts for now in passes for kind in self.state_kinds(now)}
-        dtypes = dict(self.kept.dtypes)
-        if self.grads_offloaded and unit.trainable.slots:
+        cuts, passes = self.cut(self.sizes.update_numel(unit)), self.passes.of(unit)
+        ranges = {kind: cuts for now in passes for kind in self.passes.state_kinds(now)}
+        dtypes = dict(self.passes.kept.dtypes)
+        if self.facts.grads_offloaded and unit.trainable.slots:
             for kind, dtype in self.grad_dtypes.items():
                 ranges[kind], dtypes[kind] = self.grad_ranges(unit), dtype
-        if self.params_offloaded:
+        if self.facts.params_offloaded:
             ranges |= {flat.kind: self.cut(flat.stored.S) for flat in unit.flats}
-            dtypes |= {flat.kind: self.stored_dtype(flat.kind) for flat in unit.flats}
+            dtypes |= {flat.kind: self.facts.stored_dtype(flat.kind) for flat in unit.flats}
         for kind, cuts in ranges.items():
             for number, (start, stop) in enumerate(cuts):
-                numel = self.kept.numel(kind, stop - start)
+                numel = self.passes.kept.numel(kind, stop - start)
                 yield Page(unit.index, kind, number), PageSpec(numel, dtypes[kind])
         for number, flat in enumerate(unit.flats):
-            if self.secondary_numel(flat.stored):
-                spec = PageSpec(self.secondary_numel(flat.stored), self.stored_dtype(flat.kind))
+            if self.sizes.secondary_numel(flat.stored):
+                spec = PageSpec(self.sizes.secondary_numel(flat.stored), self.facts.stored_dtype(flat.kind))
                 yield Page(unit.index, PageKind.SECONDARY, number), spec
 
     def copied_pages(self) -> int:
         """Return the number of pages of frozen parameters that travel through the arena from a disk to a GPU."""
-        if self.param_tier != "nvme" or self.device_is_host:
+        if self.facts.param_tier != "nvme" or self.facts.device_is_host:
             return 0
-        return sum(len(self.cut(layout.S)) for unit in self.units for layout in (unit.frozen, unit.codes))
+        return sum(len(self.cut(layout.S)) for unit in self.facts.units for layout in (unit.frozen, unit.codes))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot of the arena: all pages of one number that an update needs, each rounded up to blocks."""
-        dtypes = self.kept.dtypes | {PageKind.GRAD: self.grad_dtype, PageKind.PARAM: self.precision.compute}
+        dtypes = self.passes.kept.dtypes | {
+            PageKind.GRAD: self.facts.grad_dtype,
+            PageKind.PARAM: self.facts.precision.compute,
+        }
         sizes = {
-            (self.kinds_of(now), min(self.page_numel, self.update_numel(unit)))
-            for unit in self.units
-            for now in self.passes(unit)
+            (self.passes.kinds_of(now), min(self.page_numel, self.sizes.update_numel(unit)))
+            for unit in self.facts.units
+            for now in self.passes.of(unit)
         }
         groups = [
-            sum(round_up(dtypes[kind].itemsize * self.kept.numel(kind, numel)) for kind in kinds)
+            sum(round_up(dtypes[kind].itemsize * self.passes.kept.numel(kind, numel)) for kind in kinds)
             for kinds, numel in sizes
         ]
         moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != PageKind.SECONDARY)
         return max([*groups, *moving])
 
-    def kinds_of(self, now: Pass) -> tuple[str, ...]:
-        """Return the kinds of all pages of a pass."""
-        return *self.state_kinds(now), *self.read_kinds(now), *self.written_kinds(now)
-
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:
         """Return the bytes that a page takes on a tier."""
-        return spec.block_bytes if self.is_offloaded(tier) else spec.nbytes
+        return spec.block_bytes if self.facts.is_offloaded(tier) else spec.nbytes
 
     def param_bytes(self) -> int:
         """Return the bytes of this rank's parameters, in pages or in device memory."""
-        if self.params_offloaded:
+        if self.facts.params_offloaded:
             return self._paged_bytes(PageKind.PARAM, PageKind.FROZEN, PageKind.CODES)
-        flats = [flat for unit in self.units for flat in unit.flats]
-        return sum(self.stored_dtype(flat.kind).itemsize * self.kept_numel(flat) for flat in flats)
-
-    def kept_numel(self, flat: Flat) -> int:
-        """Return the number of elements of a stored flat that this rank keeps in device memory."""
-        whole = self.resident or (self.full_update and flat.kind == PageKind.PARAM)
-        return flat.stored.P if whole else flat.stored.S
+        flats = [flat for unit in self.facts.units for flat in unit.flats]
+        return sum(self.facts.stored_dtype(flat.kind).itemsize * self.sizes.kept_numel(flat) for flat in flats)
 
     def grad_bytes(self) -> int:
         """Return the bytes of this rank's gradients, in pages or in device memory."""
-        if self.grads_offloaded:
+        if self.facts.grads_offloaded:
             return self._paged_bytes(*self.grad_dtypes)
-        return self.grad_dtype.itemsize * sum(self.grad_numel(unit) for unit in self.units)
+        return self.facts.grad_dtype.itemsize * sum(self.sizes.grad_numel(unit) for unit in self.facts.units)
 
     def most_grad_bytes(self) -> int:
         """Return `grad_bytes` of the rank where it is largest.
 
         Rounding up to blocks makes it differ between ranks, and all ranks must place pages alike.
         """
-        if not self.grads_offloaded:
+        if not self.facts.grads_offloaded:
             return self.grad_bytes()
         sizes = [dtype.itemsize for dtype in self.grad_dtypes.values()]
 
@@ -215,30 +175,15 @@ class PageTable(Facts):
             full, rest = divmod(numel, self.page_numel)
             return sum(full * round_up(self.page_numel * size) + round_up(rest * size) for size in sizes)
 
-        units = [unit for unit in self.units if unit.trainable.slots]
+        units = [unit for unit in self.facts.units if unit.trainable.slots]
         return max(
             sum(paged(last - first) for unit in units for first, last in self._grad_extents(unit, rank))
-            for rank in range(self.sharers)
+            for rank in range(self.facts.sharers)
         )
-
-    def buffer_bytes(self) -> dict[str, int]:
-        """Return the bytes of the device buffers for gathered units and for gradients, by kind."""
-        kinds = {
-            "gathered units": (
-                (*self.shared_buffer_sizes(), *self.own_buffer_sizes().values()),
-                self.precision.compute,
-            ),
-            "gradient flats": (self.flat_sizes(), self.flat_dtype),
-            "node sums": (self.partial_sizes(), torch.float32),
-            "gradient buffers": (self.grad_buffer_sizes(), self.grad_dtype),
-        }
-        held = {kind: dtype.itemsize * sum(sizes) for kind, (sizes, dtype) in kinds.items()}
-        *flats, scratch = self.muon_numels or (0,)
-        return held | {"matrices": 2 * sum(flats) + self.muon_scratch_dtype.itemsize * scratch}
 
     def secondary_bytes(self, tier: Tier) -> int:
         """Return the bytes of this rank's secondary shards on a tier."""
-        pages = self.store_pages().items() if tier == self.secondary else ()
+        pages = self.store_pages().items() if tier == self.facts.secondary else ()
         return sum(self.bytes_on(spec, tier) for page, spec in pages if page.kind == PageKind.SECONDARY)
 
     def _paged_bytes(self, *kinds: str) -> int:

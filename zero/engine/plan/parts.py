@@ -56,34 +56,34 @@ def parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device) ->
     """
     return [
         part._replace(turn=turn)
-        for turn, now in enumerate(plan.passes(unit))
+        for turn, now in enumerate(plan.passes.of(unit))
         for part in _parts_of(plan, store, unit, where, now)
     ]
 
 
 def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device, now: Pass) -> list[Part]:
-    device, shard_start = plan.world.compute, 0 if plan.full_update else unit.trainable.shard(plan.rank)[0]
+    device, shard_start = plan.world.compute, 0 if plan.facts.full_update else unit.trainable.shard(plan.rank)[0]
     parts = []
-    for number, (start, stop) in enumerate(pages(plan.update_numel(unit), plan.page_numel)):
+    for number, (start, stop) in enumerate(pages(plan.sizes.update_numel(unit), plan.pages.page_numel)):
         group = Group(
             unit.index,
             number,
-            tuple(Page(unit.index, kind, number) for kind in plan.state_kinds(now)),
-            tuple(Page(unit.index, kind, number) for kind in plan.read_kinds(now)),
-            tuple(Page(unit.index, kind, number) for kind in plan.written_kinds(now)),
+            tuple(Page(unit.index, kind, number) for kind in plan.passes.state_kinds(now)),
+            tuple(Page(unit.index, kind, number) for kind in plan.passes.read_kinds(now)),
+            tuple(Page(unit.index, kind, number) for kind in plan.passes.written_kinds(now)),
         )
         lent = [store.in_place(page) for page in group.all]
         in_memory = all(page_K is not None for page_K in lent)
         on_device = len(group.all) == len(group.pages) and all(
             page_K is not None and device.is_home_of(page_K) for page_K in lent
         )
-        staged = in_memory and not on_device and not where.shares_memory and plan.staging_slots > 0
+        staged = in_memory and not on_device and not where.shares_memory and plan.slots.staging > 0
         tensors = cast(tuple[Tensor, ...], tuple(lent)) if on_device or staged else None
         parts.append(Part(start, stop, shard_start + start, (group,), staged, tensors))
 
     def run(part: Part) -> tuple[bool, int]:
         """Return equal values for parts that may be one; a slot of staging has room for so many pages."""
-        return part.on_device, part.groups[0].number // plan.staged_pages if part.staged else -1
+        return part.on_device, part.groups[0].number // plan.slots.staged_pages if part.staged else -1
 
     return [joined for _, alike in groupby(parts, run) for joined in _joined(store, [*alike])]
 

@@ -14,6 +14,7 @@ from zero.core.placement import Placement, Room, Tier, budget_bytes, place
 from zero.core.sizes import MiB, round_up
 from zero.engine.plan.facts import Facts
 from zero.engine.plan.page_table import PageTable
+from zero.engine.plan.sizes import Sizes
 from zero.errors import ConfigError
 from zero.store import PageKind
 
@@ -43,16 +44,38 @@ AHEAD_SHARE = 0.9
 """The share of a GPU's free memory for reading ahead; the rest is for fragments of torch's allocator."""
 
 
-class Placed(NamedTuple):
-    """The placement of all state, and the numbers of slots for pages on their way."""
+class Slots(NamedTuple):
+    """The memory for pages on their way: slots of the arena on the host, and slots of staging on a GPU."""
 
-    arena_slots: int
-    staging_slots: int
+    nbytes: int
+    """Bytes of a slot of the arena, which has room for one page of each kind."""
+    arena: int
+    """The number of slots of the arena, through which pages of a disk are read and written."""
+    read_ahead: int
+    """The number of these for groups that are read before their update is submitted."""
+    bounce_bytes: int
+    """Bytes of each bounce buffer, pinned memory through which a thread that updates copies to and from a GPU."""
+    bounces: int
+    """The number of bounce buffers."""
+    staging: int
+    """The number of slots on a GPU through which pages in host memory are updated."""
     staged_pages: int
-    """The number of pages of each kind for which a slot of `zero.engine.update.staging` has room."""
+    """The number of pages of each kind for which a slot of staging has room."""
     keeps_staged: bool
-    """Whether there is a slot of staging for each part, so that slots keep their parts; False beside a disk."""
-    placement: Placement
+    """Whether there is a slot of staging for each part, so that only gradients are copied in; False beside a disk."""
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena, with the bounce buffers."""
+        return self.arena * self.nbytes + self.bounces * self.bounce_bytes
+
+    @property
+    def staging_slot_bytes(self) -> int:
+        return self.staged_pages * self.nbytes
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.staging * self.staging_slot_bytes
 
 
 _LOWEST: Mapping[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme", "auto": "nvme"}
@@ -79,21 +102,23 @@ def bounce_bytes(table: PageTable, offload: Offload) -> int:
     0 if none is needed. Each of the store's threads has one.
     """
     on_gpu = {"none", "auto"}
-    if offload.compute != "host" or table.device_is_host or {*offload.kinds} == {"none"}:
+    if offload.compute != "host" or table.facts.device_is_host or {*offload.kinds} == {"none"}:
         return 0
-    numel = min(table.page_numel, max(map(table.update_numel, table.units), default=0))
+    numel = min(table.page_numel, max(map(table.sizes.update_numel, table.facts.units), default=0))
     optimizer, param, grad = offload.kinds
-    directions = any(unit.matrices for unit in table.units)  # take the places of gradients and of parameters
+    directions = any(unit.matrices for unit in table.facts.units)  # take the places of gradients and of parameters
     sizes = [4 * numel] * (directions or grad in on_gpu)
-    sizes += [table.precision.compute.itemsize * numel] * (directions or param in on_gpu)
+    sizes += [table.facts.precision.compute.itemsize * numel] * (directions or param in on_gpu)
     if optimizer in on_gpu:
-        sizes += [dtype.itemsize * table.kept.numel(kind, numel) for kind, dtype in table.kept.dtypes.items()]
+        sizes += [
+            dtype.itemsize * table.passes.kept.numel(kind, numel) for kind, dtype in table.passes.kept.dtypes.items()
+        ]
     return sum(map(round_up, sizes))
 
 
 def has_many_pages(facts: Facts, offload: Offload, page_bytes: int = LEAST_PAGE_BYTES) -> bool:
     """Return whether master pages of this size would number more than `MANY_PAGES`; False if the size was given."""
-    numel = sum(facts.update_numel(unit) for unit in facts.units)
+    numel = sum(Sizes(facts).update_numel(unit) for unit in facts.units)
     return offload.page_bytes is None and 4 * numel > MANY_PAGES * page_bytes
 
 
@@ -119,8 +144,8 @@ def place_pages(
     buffer_bytes: int,
     activation_bytes: int,
     host_activation_bytes: int,
-) -> Placed:
-    """Return the placement of all state on tiers, and the numbers of slots.
+) -> tuple[Placement, Slots]:
+    """Return the placement of all state on tiers, and the memory for pages on their way.
 
     Args:
         table: the page table for the slowest tiers, see `lowest_tiers`.
@@ -133,14 +158,16 @@ def place_pages(
     """
     optimizer_tier = lowest_tiers(offload)[0]
     groups = [
-        (unit.index, number) for unit in table.units for number, _ in enumerate(table.cut(table.update_numel(unit)))
+        (unit.index, number)
+        for unit in table.facts.units
+        for number, _ in enumerate(table.cut(table.sizes.update_numel(unit)))
     ]
     sizes: Counter[tuple[int, int]] = Counter()
     for page, spec in table.store_pages().items():
         if table.is_updated(page):
             sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
     device_bytes = budget_bytes(offload.device_budget, room.device)
-    pages_each = max(map(table.updated_pages, table.units), default=0)
+    pages_each = max(map(table.updated_pages, table.facts.units), default=0)
     staged_pages = max(1, min(STAGED_BYTES // max(table.slot_bytes, 1), pages_each))
     staged_bytes = max(staged_pages * table.slot_bytes, 1)
 
@@ -152,15 +179,16 @@ def place_pages(
         grad_bytes=table.most_grad_bytes(),
         activation_bytes=activation_bytes,
         resorts=_resorts(table),
-        parameters_sharded=table.stage.parameters,
+        parameters_sharded=table.facts.stage.parameters,
         device_bytes=device_bytes,
         host_bytes=budget_bytes(offload.host_budget, room.host),
         disk_bytes=room.disk,
-        device_is_host=table.device_is_host,
+        device_is_host=table.facts.device_is_host,
     )
-    on_device = sum(table.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes
+    on_device = sum(table.sizes.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes
     on_host = table.secondary_bytes("host") + host_activation_bytes
-    on_host += thread_count(offload) * bounce_bytes(table, offload)
+    bounce = bounce_bytes(table, offload)
+    on_host += thread_count(offload) * bounce
     error: ConfigError | None = None
     for slots, staging_slots in _choices(table, offload, room, (offload.ahead or 0) // staged_bytes):
         try:
@@ -176,11 +204,20 @@ def place_pages(
         if (on_disk and not slots and (groups or table.copied_pages())) or (parts and not staging_slots):
             continue  # a slower tier than was hoped for, which needs slots
         if parts and offload.ahead is None and activation_bytes:
-            spare_bytes = 3 * 4 * max(unit.trainable.P for unit in table.units)  # to read a whole unit in fp32
+            spare_bytes = 3 * 4 * max(unit.trainable.P for unit in table.facts.units)  # to read a whole unit in fp32
             free_bytes = int(AHEAD_SHARE * (device_bytes - placement.bytes["device"])) - spare_bytes
             staging_slots += max(free_bytes, 0) // staged_bytes
         keeps = 0 < parts <= staging_slots and "nvme" not in placement.optimizer.values()
-        return Placed(slots, min(staging_slots, parts), staged_pages, keeps, placement)
+        return placement, Slots(
+            nbytes=table.slot_bytes,
+            arena=slots,
+            read_ahead=max(slots - thread_count(offload), 0),
+            bounce_bytes=bounce,
+            bounces=thread_count(offload) if bounce else 0,
+            staging=min(staging_slots, parts),
+            staged_pages=staged_pages,
+            keeps_staged=keeps,
+        )
     assert error is not None
     raise error
 
@@ -195,7 +232,7 @@ def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iter
     if "nvme" in lowest_tiers(offload):
         full = min(_arena_slots(table, offload, room), max(_group_count(table), table.copied_pages()))
         arena += [full, min(offload.threads or THREADS, full) if offload.ahead is None else full]
-    if offload.compute != "host" and not table.device_is_host and _may_stage(table, offload):
+    if offload.compute != "host" and not table.facts.device_is_host and _may_stage(table, offload):
         staging += [STAGED + ahead, 1]
     yield from product(dict.fromkeys(arena), staging)
 
@@ -206,25 +243,25 @@ def _may_stage(table: PageTable, offload: Offload) -> bool:
     words: dict[str, str] = {PageKind.PARAM: param, PageKind.GRAD: grad}
     return any(
         "nvme" not in there and {"cpu", "auto"} & there
-        for unit in table.units
-        for now in table.passes(unit)
-        for there in [{words.get(kind, optimizer) for kind in table.kinds_of(now)}]
+        for unit in table.facts.units
+        for now in table.passes.of(unit)
+        for there in [{words.get(kind, optimizer) for kind in table.passes.kinds_of(now)}]
     )
 
 
 def _group_count(table: PageTable) -> int:
-    return sum(table.updated_pages(unit) * len(table.passes(unit)) for unit in table.units)
+    return sum(table.updated_pages(unit) * len(table.passes.of(unit)) for unit in table.facts.units)
 
 
 def _staged_parts(table: PageTable, offload: Offload, placement: Placement, staged_pages: int) -> int:
     """Return the number of parts that a GPU updates and that have pages in host memory, and none on a disk."""
-    if offload.compute == "host" or table.device_is_host:
+    if offload.compute == "host" or table.facts.device_is_host:
         return 0
     tiers: dict[str, Tier] = {PageKind.PARAM: placement.param, PageKind.GRAD: placement.grad}
     parts = set()
     for (unit, number), tier in placement.optimizer.items():
-        for turn, now in enumerate(table.passes(table.units[unit])):
-            there = {tiers.get(kind, tier) for kind in table.kinds_of(now)}
+        for turn, now in enumerate(table.passes.of(table.facts.units[unit])):
+            there = {tiers.get(kind, tier) for kind in table.passes.kinds_of(now)}
             if "host" in there and "nvme" not in there:
                 parts.add((unit, turn, number // staged_pages))
     return len(parts)
@@ -237,7 +274,7 @@ def _least_slots(offload: Offload) -> int:
 def _arena_slots(table: PageTable, offload: Offload, room: Room) -> int:
     if offload.ahead is not None:
         return thread_count(offload) + offload.ahead // max(table.slot_bytes, 1)
-    if table.device_is_host:  # host memory is what offloading to a disk saves
+    if table.facts.device_is_host:  # host memory is what offloading to a disk saves
         return _least_slots(offload)
     return max(
         _least_slots(offload),
@@ -247,8 +284,8 @@ def _arena_slots(table: PageTable, offload: Offload, room: Room) -> int:
 
 def _resorts(table: PageTable) -> tuple[str, ...]:
     """Return advice, for an error message, that reduces the bytes on each rank."""
-    if table.stage.parameters:
-        return (*("set zero.gather=auto",) * table.keeps_secondary, "use more ranks")
-    if table.world.size == 1:
+    if table.facts.stage.parameters:
+        return (*("set zero.gather=auto",) * table.facts.keeps_secondary, "use more ranks")
+    if table.facts.world.size == 1:
         return ("use more ranks with zero.stage=3",)
-    return ("set zero.stage=3", "use more ranks") if table.stage.moments else ("set zero.stage=3",)
+    return ("set zero.stage=3", "use more ranks") if table.facts.stage.moments else ("set zero.stage=3",)

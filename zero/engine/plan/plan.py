@@ -5,8 +5,6 @@ pages of the store) and the placement of these pages on tiers, from `placing`. P
 will allocate.
 """
 
-import hashlib
-import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +21,6 @@ from zero.core.optim import Transform
 from zero.core.placement import Room, Tier, usable_bytes, usable_host_bytes
 from zero.core.precision import Precision
 from zero.core.setting_types import RECOMPUTED, Activations
-from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.world import World
@@ -31,25 +28,26 @@ from zero.engine.model import (
     APART,
     Backend,
     Splitting,
+    UnitSpec,
     check_backend,
     coded_names,
     depth_of,
-    described,
     refuse_taken,
     split,
 )
 from zero.engine.plan.arguments import type_text
-from zero.engine.plan.beside import check_muon, placements, replicated_names, worlds_beside
-from zero.engine.plan.facts import Facts, Reduction, Scope, sharers
+from zero.engine.plan.beside import Beside, check_muon, placements, replicated_names, worlds_beside
+from zero.engine.plan.facts import Facts, Reduction, Scope, facts_of, sharers
 from zero.engine.plan.page_table import PageTable
+from zero.engine.plan.passes import Passes
 from zero.engine.plan.placing import (
     auto_page_bytes,
-    bounce_bytes,
     has_many_pages,
     lowest_tiers,
     place_pages,
-    thread_count,
 )
+from zero.engine.plan.plan_text import table_text
+from zero.engine.plan.sizes import Sizes
 from zero.errors import ConfigError, PlanError
 from zero.platform.device import free_host_bytes
 from zero.store import Page, PageKind
@@ -64,7 +62,7 @@ SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "matrices", "a
 """Kinds that `Plan.bytes` leaves out if they have no bytes. If nothing is trained it leaves out every empty kind."""
 
 
-class Plan(PageTable):
+class Plan:
     """The settings of a run, and the size and tier of everything that each rank will hold.
 
     Args:
@@ -116,16 +114,12 @@ class Plan(PageTable):
         host_activation_bytes: bytes to count for activations that units offload to host memory.
 
     Attributes:
+        facts: the consequences of stage, precision and tiers.
+        pages: the pages of the store.
+        beside: the norm groups, and what their ranks share.
         activations: the policy of each site, by its name.
-        norm_groups: the worlds of `norm_groups`.
-        placed: the placement of each parameter that was a DTensor, by name; the plan is for its local part.
-        replicated: for each norm group, the names of parameters that are equal on all of its ranks.
-        equal_over: the name of a parameter -> the numbers of the norm groups on whose ranks it is equal.
         placement: the tier of parameters, of gradients, and of every page of master and moments.
-        arena_slots: the number of slots of the arena, the host memory through which pages are read and written.
-        staging_slots: the number of slots on a GPU through which pages in host memory are updated.
-        staged_pages: the number of pages of each kind for which such a slot has room.
-        keeps_staged: whether each of these pages has a slot of its own, so that only gradients are copied in.
+        slots: the memory for pages on their way.
 
     Raises:
         PlanError: a setting has an unknown value or contradicts another one; or the model cannot be split, or an
@@ -170,31 +164,21 @@ class Plan(PageTable):
         ):
             checks.whole(name, count, least, of, PlanError)
         checks.boolean("zero.check_writes", check_writes, PlanError)
-        keep = checks.patterns("zero.keep", keep, PlanError)
-        check_backend(compile)
-        by_pattern = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
-        checks.patterns("zero.activations", [*by_pattern], PlanError)
-        for key, value, known in (
-            *(("activations", word, Activations) for word in by_pattern.values()),
-            ("update", update, Update),
-            ("gather", gather, Literal["auto", "world", "node"]),
-            ("reduce", reduce, Literal["auto", "exact", "native", "node"]),
-            ("shard", shard, Scope),
+        keep, policies = checks.patterns("zero.keep", keep, PlanError), _policies(activations, compile)
+        for name, word, known in (
+            *(("update", update, Update), ("gather", gather, Literal["auto", "world", "node"])),
+            *(("reduce", reduce, Literal["auto", "exact", "native", "node"]), ("shard", shard, Scope)),
         ):
-            checks.one_of(f"zero.{key}", value, get_args(known), PlanError)
-        if compile and "selective" in by_pattern.values():
-            raise PlanError(
-                "zero.activations=selective does not see products in compiled code. Set zero.compile=false."
-            )
+            checks.one_of(f"zero.{name}", word, get_args(known), PlanError)
         self.model, self.bucket, self.compile, self.check_writes = model, bucket, compile, check_writes
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
         stage = stage if isinstance(stage, Stage) else Stage(stage)
         precision = precision if isinstance(precision, Precision) else Precision(precision)
         offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
-        offload = offload.at(parameters_sharded=stage.parameters)
-        self.norm_groups = worlds_beside(world, norm_groups)
-        self.placed = placements(model, world, self.norm_groups)
-        if compile and self.placed:
+        self.offload = offload.at(parameters_sharded=stage.parameters)
+        groups = worlds_beside(world, norm_groups)
+        placed = placements(model, world, groups)
+        if compile and placed:
             raise PlanError("zero.compile does not compile modules with DTensors. Set zero.compile=false.")
         splitting = split(
             model,
@@ -205,30 +189,14 @@ class Plan(PageTable):
             coded=coded_names(model, precision),
             codec=precision.frozen,
         )
-        self.activations = activations_of(splitting, by_pattern)
+        self.activations = activations_of(splitting, policies)
         recomputed = [name for name, policy in self.activations.items() if policy in RECOMPUTED]
         splitting = replace(splitting, depth=depth_of(splitting.units, splitting.sites, recomputed))
         optimizer.check_groups(splitting.shapes())
-        check_muon(splitting, optimizer, self.placed)
-        self.replicated = replicated_names(splitting, self.placed, self.norm_groups, replicated)
-        self.equal_over = {
-            name: tuple(number for number, equal in enumerate(self.replicated) if name in equal)
-            for name in frozenset[str]().union(*self.replicated)
-        }
-        _, param_tier, grad_tier = lowest_tiers(offload)
-        uneven = not world.nodes_alike or world.size % world.local_size
-        if uneven and "node" in (gather, reduce, shard):
-            raise PlanError(
-                f"{world.size} ranks are not {world.local_size} consecutive ranks on each node. Start as many ranks on "
-                "every node, or set zero.gather=world zero.reduce=exact zero.shard=world."
-            )
-        if shard == "node" and reduce == "native":
-            raise PlanError("zero.shard=node adds by node. Set zero.reduce=auto.")
-        if shard == "node" and world.local_size == 1 < world.size:
-            raise PlanError("zero.shard=node shards nothing, because each node has one rank. Set zero.stage=0.")
-        if reduce == "auto":
-            reduce = "node" if world.local_size < world.size and not uneven else "exact"
-        facts = Facts(
+        check_muon(splitting, optimizer, placed)
+        self.beside = Beside(groups, placed, replicated_names(splitting, placed, groups, replicated))
+        _, param_tier, grad_tier = lowest_tiers(self.offload)
+        facts = facts_of(
             splitting=splitting,
             world=world,
             stage=stage,
@@ -239,85 +207,98 @@ class Plan(PageTable):
             kept_units=_matching(splitting, keep) | {unit.index for unit in splitting.units if unit.shared},
             param_tier=param_tier,
             grad_tier=grad_tier,
-            gather="world" if gather == "world" or uneven else "node",
+            gather=gather,
             reduce=reduce,
-            secondary=None,
             shard=shard,
         )
-        if gather == "node" or param_tier != "nvme":  # with parameters on a disk host memory is probably too small
-            facts = replace(facts, secondary="host" if facts.params_offloaded else "device")
-        room = _free_room(facts, offload, shared=gather == "auto" and facts.keeps_secondary) if room is None else room
-        page_bytes = offload.page_bytes or auto_page_bytes(facts, offload, room)
-        self.offload = offload.model_copy(update={"page_bytes": page_bytes})
+        self._place(facts, room, may_drop_secondary=gather == "auto")
+
+    def _place(self, facts: Facts, room: Room | None, *, may_drop_secondary: bool) -> None:
+        """Set the size of pages, their table, their placement and the slots, for `room` or the memory that is free."""
+        shared = may_drop_secondary and facts.keeps_secondary
+        room = _free_room(facts, self.offload, shared=shared) if room is None else room
+        page_bytes = self.offload.page_bytes or auto_page_bytes(facts, self.offload, room)
+        self.offload = self.offload.model_copy(update={"page_bytes": page_bytes})
         place = partial(
             place_pages,
             offload=self.offload,
             room=room,
             buffer_bytes=self.model_buffer_bytes,
-            activation_bytes=activation_bytes,
-            host_activation_bytes=host_activation_bytes,
+            activation_bytes=self.activation_bytes,
+            host_activation_bytes=self.host_activation_bytes,
         )
-        table = PageTable(**vars(facts), page_numel=page_bytes // 4)
         try:
-            placed = place(table)
+            self.placement, self.slots = place(PageTable(facts, page_bytes // 4))
         except ConfigError:
-            if gather != "auto" or not table.keeps_secondary:
+            if not shared:
                 raise
-            table = replace(table, secondary=None)
-            placed = place(table)
-        self.placement, self.arena_slots, self.staging_slots = (
-            placed.placement,
-            placed.arena_slots,
-            placed.staging_slots,
-        )
-        self.staged_pages, self.keeps_staged = placed.staged_pages, placed.keeps_staged
-        table = replace(table, param_tier=self.placement.param, grad_tier=self.placement.grad)
-        super().__init__(**vars(table))
+            facts = replace(facts, secondary=None)
+            self.placement, self.slots = place(PageTable(facts, page_bytes // 4))
+        self.facts = replace(facts, param_tier=self.placement.param, grad_tier=self.placement.grad)
+        self.pages = PageTable(self.facts, page_bytes // 4)
+        self.slots = self.slots._replace(nbytes=self.pages.slot_bytes)  # faster tiers have fewer pages
+
+    @property
+    def world(self) -> World:
+        return self.facts.world
+
+    @property
+    def units(self) -> tuple[UnitSpec, ...]:
+        return self.facts.units
+
+    @property
+    def rank(self) -> int:
+        """The index of this rank among the ranks that share its copy of the state."""
+        return self.facts.rank
+
+    @property
+    def optimizer(self) -> Transform:
+        return self.facts.optimizer
+
+    @property
+    def precision(self) -> Precision:
+        return self.facts.precision
+
+    @property
+    def accumulate(self) -> int:
+        """The number of microbatches of a step."""
+        return self.facts.accumulate
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of buffers and flats."""
+        return self.pages.sizes
+
+    @property
+    def passes(self) -> Passes:
+        """The passes of an update over its pages."""
+        return self.pages.passes
 
     def tier(self, page: Page) -> Tier:
         """Return the tier of a page."""
         if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.CODES):
             return self.placement.param
         if page.kind == PageKind.SECONDARY:
-            assert self.secondary is not None
-            return self.secondary
+            assert self.facts.secondary is not None
+            return self.facts.secondary
         return (
-            self.placement.grad if page.kind in self.grad_dtypes else self.placement.optimizer[page.unit, page.number]
+            self.placement.grad
+            if page.kind in self.pages.grad_dtypes
+            else self.placement.optimizer[page.unit, page.number]
         )
 
     def kind(self, page: Page) -> str:
         """Return the kind under which `bytes` counts a page."""
-        if self.is_updated(page):
+        if self.pages.is_updated(page):
             return "master" if page.kind == self.precision.master.kind else "moments"
         if page.kind == PageKind.SECONDARY:
             return "secondary shards"
-        return "gradients" if page.kind in self.grad_dtypes else "parameters"
+        return "gradients" if page.kind in self.pages.grad_dtypes else "parameters"
 
     @property
     def arena_bytes(self) -> int:
         """Bytes of the arena, the host memory through which pages are read and written, with the bounce buffers."""
-        slots_bytes = self.arena_slots and self.arena_slots * self.slot_bytes
-        return slots_bytes + thread_count(self.offload) * self.bounce_bytes
-
-    @property
-    def bounce_bytes(self) -> int:
-        """Bytes of each bounce buffer, pinned memory through which a thread that updates copies to and from a GPU."""
-        return bounce_bytes(self, self.offload)
-
-    @property
-    def read_ahead_slots(self) -> int:
-        """The number of arena slots for groups that are read before their update is submitted."""
-        return max(self.arena_slots - thread_count(self.offload), 0)
-
-    @property
-    def staging_slot_bytes(self) -> int:
-        """Bytes of a slot on a GPU through which pages in host memory are updated."""
-        return self.staged_pages * self.slot_bytes
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of all these slots."""
-        return self.staging_slots and self.staging_slots * self.staging_slot_bytes
+        return self.slots.arena_bytes
 
     @property
     def numel(self) -> int:
@@ -333,75 +314,33 @@ class Plan(PageTable):
     def bytes(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank as a dict from tier to kind to bytes, without temporaries of a few MiB."""
         held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
-        held["device"].update(self.buffer_bytes(), buffers=self.model_buffer_bytes, activations=self.activation_bytes)
-        held["device"]["staging"] = self.staging_bytes
-        held[self.placement.param]["parameters"] = self.param_bytes()
-        held[self.placement.grad]["gradients"] = self.grad_bytes()
-        for page, spec in self.store_pages().items():
-            if self.is_updated(page) or page.kind == PageKind.SECONDARY:
+        held["device"].update(
+            self.sizes.buffer_bytes(), buffers=self.model_buffer_bytes, activations=self.activation_bytes
+        )
+        held["device"]["staging"] = self.slots.staging_bytes
+        held[self.placement.param]["parameters"] = self.pages.param_bytes()
+        held[self.placement.grad]["gradients"] = self.pages.grad_bytes()
+        for page, spec in self.pages.store_pages().items():
+            if self.pages.is_updated(page) or page.kind == PageKind.SECONDARY:
                 tier = self.tier(page)
-                held[tier][self.kind(page)] += self.bytes_on(spec, tier)
+                held[tier][self.kind(page)] += self.pages.bytes_on(spec, tier)
         held["host"].update(arena=self.arena_bytes, activations=self.host_activation_bytes)
-        always = [kind for kind in KINDS if kind not in SOMETIMES] if self.trains else []
+        always = [kind for kind in KINDS if kind not in SOMETIMES] if self.facts.trains else []
         return {
             tier: {kind: kinds[kind] for kind in KINDS if kinds[kind] or (tier == "device" and kind in always)}
             for tier, kinds in held.items()
             if tier == "device" or any(kinds.values())
         }
 
-    def fields(self) -> dict[str, str]:
-        """Return the settings, as text, that must be equal on all ranks before they start."""
-        agreed = {
-            "zero.stage": str(self.stage.level),
-            "zero.bucket": str(self.bucket),
-            "zero.prefetch": str(self.prefetch),
-            "zero.keep": " ".join(self.units[index].name for index in sorted(self.kept_units)),
-            "zero.activations": " ".join(self.activations.values()),
-            "zero.compile": described(self.compile),
-            "zero.update": self.update,
-            "zero.gather": f"{self.gather}, secondary shards: {self.keeps_secondary and self.secondary}",
-            "zero.reduce": self.reduce,
-            "zero.shard": self.shard,
-            "batch.accumulate": str(self.accumulate),
-            "precision": str(self.precision),
-            "offload": str(self.offload),
-            **self.optimizer.fields(),
-            "kernels of Triton": str(self.world.compute.tile_numel > 0),
-            "version of torch": torch.__version__,
-            "version of python": platform.python_version(),
-        }
-        if self.norm_groups:
-            agreed["norm_groups"] = " ".join(str(group.size) for group in self.norm_groups)
-        if "auto" in self.offload.kinds:
-            agreed["tiers of offload=auto"] = hashlib.sha256(repr(self.placement).encode()).hexdigest()[:16]
-        if self.has_nodes and "node" in (self.gather, self.reduce, self.shard):
-            agreed["ranks of a node"] = str(self.world.local_size)
-        for unit in self.units:
-            slots = repr((unit.trainable.slots, unit.frozen.slots, unit.codes.slots)).encode()
-            agreed[f"zero.units {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
-        return agreed
-
-    def fields_of_groups(self) -> dict[str, str]:
-        """Return the settings, as text, that must be equal on all ranks of the norm groups."""
-        names = ("zero.update", "batch.accumulate", "precision")
-        agreed = {name: text for name, text in self.fields().items() if name in (*names, *self.optimizer.fields())}
-        return agreed | {"ranks of the world": str(self.world.size)}
-
     def __str__(self) -> str:
-        tiers = {tier: by_kind for tier, by_kind in self.bytes.items() if any(by_kind.values())}
-        lines = [
-            f"stage {self.stage.level}, {self.world.size} rank{'s' * (self.world.size > 1)}, "
+        facts = self.facts
+        heading = (
+            f"stage {facts.stage.level}, {self.world.size} rank{'s' * (self.world.size > 1)}, "
             f"{str(self.precision.compute).removeprefix('torch.')} compute, "
-            f"{f'update {self.update}' if self.trains else 'nothing to train'}, "
-            f"{self.numel:,} parameters in {len(self.units)} units",
-            f"{'per rank':<16} " + " ".join(f"{tier:>12}" for tier in tiers),
-        ]
-        kinds = dict.fromkeys(kind for tier in tiers.values() for kind, nbytes in tier.items() if nbytes)
-        for kind in kinds:
-            cells = (size_text(tier[kind]) if tier.get(kind) else "" for tier in tiers.values())
-            lines.append(f"{kind:<16} " + " ".join(f"{cell:>12}" for cell in cells).rstrip())
-        totals = " ".join(f"{size_text(sum(tier.values())):>12}" for tier in tiers.values())
-        return "\n".join([*lines, f"{'total':<16} {totals}"])
+            f"{f'update {self.update}' if facts.trains else 'nothing to train'}, "
+            f"{self.numel:,} parameters in {len(self.units)} units"
+        )
+        return f"{heading}\n{table_text(self.bytes)}"
 
 
 def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> dict[str, Activations]:
@@ -433,6 +372,18 @@ def _check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> 
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise PlanError(f"{key}: no unit is named {pattern}. There are {some(names)}.")
+
+
+def _policies(activations: Activations | Mapping[str, Activations], compile: Backend) -> Mapping[str, Activations]:
+    """Return the policies of activations by patterns of names, checked."""
+    check_backend(compile)
+    policies = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
+    checks.patterns("zero.activations", [*policies], PlanError)
+    for word in policies.values():
+        checks.one_of("zero.activations", word, get_args(Activations), PlanError)
+    if compile and "selective" in policies.values():
+        raise PlanError("zero.activations=selective does not see products in compiled code. Set zero.compile=false.")
+    return policies
 
 
 def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:

@@ -84,35 +84,37 @@ def traffic(plan: Plan) -> Traffic:
     device_is_host = plan.world.compute.shares_memory
     # the kind whose pages are counted to get `offloaded_numel`: it has one page in each updated group
     counted = {
-        unit.index: next((kind for kind in plan.state_kinds(plan.passes(unit)[0]) if kind != PageKind.PARAM), "param")
+        unit.index: next(
+            (kind for kind in plan.passes.state_kinds(plan.passes.of(unit)[0]) if kind != PageKind.PARAM), "param"
+        )
         for unit in plan.units
     }
-    for page, spec in plan.store_pages().items():
+    for page, spec in plan.pages.store_pages().items():
         moved = _read(plan.tier(page), spec.nbytes, device_is_host)
-        by_kind["state" if plan.is_updated(page) else page.kind] += moved
+        by_kind["state" if plan.pages.is_updated(page) else page.kind] += moved
         if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.CODES, PageKind.SECONDARY):
             passing[page.unit] += moved
-        if page.kind == PageKind.GRAD and page.number < plan.updated_pages(plan.units[page.unit]):
+        if page.kind == PageKind.GRAD and page.number < plan.pages.updated_pages(plan.units[page.unit]):
             updated_grads += moved
         if page.kind == counted[page.unit] and moved != Load():  # it may take more than one element for each parameter
-            offloaded_numel += spec.numel * VECTOR // plan.kept.numel(page.kind, VECTOR)
+            offloaded_numel += spec.numel * VECTOR // plan.passes.kept.numel(page.kind, VECTOR)
     states, params, grads = by_kind["state"], by_kind[PageKind.PARAM], by_kind[PageKind.GRAD]
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     reduction = _sum(plan, trainable_numel)
-    last = reduction if plan.local_sum else Load()
-    if plan.full_update:
-        last += _gather(plan, plan.grad_dtype.itemsize * trainable_numel)
+    last = reduction if plan.facts.local_sum else Load()
+    if plan.facts.full_update:
+        last += _gather(plan, plan.facts.grad_dtype.itemsize * trainable_numel)
     first, forward, backward = _gathers(plan, passing)
     count = plan.accumulate
     # The first microbatch writes its gradients. Each later one reads the sum so far and writes the new sum. After the
     # last one the gradients are reduced over ranks, and only the range that this rank updates is written.
-    single = grads.times(plan.first_grad_dtype.itemsize / plan.grad_dtype.itemsize)
+    single = grads.times(plan.facts.first_grad_dtype.itemsize / plan.facts.grad_dtype.itemsize)
     sums = single + grads.times(count - 2) if count > 1 else Load()
     arriving = (sums + sums.back + updated_grads.back).times(1 / count)
     return Traffic(
         update=_update(plan, states, params, updated_grads, offloaded_numel) + _matrices(plan),
         forward=forward,
-        backward=backward + arriving + (Load() if plan.local_sum else reduction),
+        backward=backward + arriving + (Load() if plan.facts.local_sum else reduction),
         first=first,
         last=last,
         activations=Load(copy_in=plan.host_activation_bytes),
@@ -132,11 +134,11 @@ def _update(plan: Plan, states: Load, params: Load, grads: Load, offloaded_numel
         states, params, grads: the bytes that reading these pages once takes.
     """
     reads_params, on_host = plan.precision.master.reads_params, plan.offload.compute == "host"
-    read = grads if plan.keeps_staged else states + grads + params.times(reads_params)
+    read = grads if plan.slots.keeps_staged else states + grads + params.times(reads_params)
     written = (states + params).back
     if plan.world.compute.shares_memory or not on_host:
         return read + written
-    grad_bytes = 0 if grads != Load() else offloaded_numel * plan.grad_dtype.itemsize
+    grad_bytes = 0 if grads != Load() else offloaded_numel * plan.facts.grad_dtype.itemsize
     param_bytes = 0 if params != Load() else offloaded_numel * plan.precision.compute.itemsize
     moved = Load(copy_in=param_bytes, copy_out=grad_bytes + param_bytes * reads_params)
     return _on_disk(read) + _on_disk(written) + moved
@@ -145,8 +147,8 @@ def _update(plan: Plan, states: Load, params: Load, grads: Load, offloaded_numel
 def _matrices(plan: Plan) -> Load:
     """Return the bytes of directions that the rank receives, to orthogonalize whole matrices and after that."""
     link = wire = 0
-    nodes = [rank // plan.world.local_size for rank in range(plan.sharers)]
-    for unit in plan.units if not plan.full_update else ():
+    nodes = [rank // plan.world.local_size for rank in range(plan.facts.sharers)]
+    for unit in plan.units if not plan.facts.full_update else ():
         if unit.matrices:
             even, whole = unit.trainable.cuts, unit.owners
             for before, after in ((even, whole), (whole, even)):
@@ -170,17 +172,17 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
     Args:
         passing: the bytes that each unit's gather reads from the store, by unit index.
     """
-    after_forward, after_backward = plan.gathered_at_turns()
+    after_forward, after_backward = plan.sizes.gathered_at_turns()
     loads = {unit.index: passing[unit.index] + _gather_of(plan, unit) for unit in plan.units}
 
     def all_but(still: set[int]) -> Load:
         return sum((load for index, load in loads.items() if index not in still), Load())
 
-    if plan.resident:
-        return Load() if plan.full_update else all_but(set()), Load(), Load()
+    if plan.facts.resident:
+        return Load() if plan.facts.full_update else all_but(set()), Load(), Load()
     changed = {unit.index for unit in plan.units if unit.trainable.slots}
     first = all_but(loads.keys() - (after_backward & changed))
-    if plan.keeps_secondary:  # frozen parameters cross nodes only once per run
+    if plan.facts.keeps_secondary:  # frozen parameters cross nodes only once per run
         trainable_numel = sum(unit.trainable.P for unit in plan.units)
         wire = _gather(plan, plan.precision.compute.itemsize * trainable_numel).wire
         first += Load(link=wire, wire=wire)
@@ -189,8 +191,8 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
 
 def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
     """Return the bytes that a rank receives in a gather of a unit; with secondary shards only those of its own node."""
-    gather = _gather(plan, sum(plan.stored_dtype(flat.kind).itemsize * flat.stored.P for flat in unit.flats))
-    gather = Load(link=gather.link - gather.wire) if plan.keeps_secondary else gather
+    gather = _gather(plan, sum(plan.facts.stored_dtype(flat.kind).itemsize * flat.stored.P for flat in unit.flats))
+    gather = Load(link=gather.link - gather.wire) if plan.facts.keeps_secondary else gather
     return gather._replace(memory=_expanding_bytes(plan, unit))
 
 
@@ -207,9 +209,9 @@ def _expanding_bytes(plan: Plan, unit: UnitSpec) -> float:
 def _gather(plan: Plan, full_bytes: int) -> Load:
     """Return the bytes that a rank receives when flat tensors of `full_bytes` in total are all-gathered."""
     size, local, nodes = plan.world.size, plan.world.local_size, plan.world.nodes
-    if plan.sharers < size:
+    if plan.facts.sharers < size:
         return Load(link=full_bytes * (local - 1) / local)
-    between = nodes - 1 if plan.gathers_by_node else size - local
+    between = nodes - 1 if plan.facts.gathers_by_node else size - local
     return Load(link=full_bytes * (size - 1) / size, wire=full_bytes * between / size)
 
 
@@ -218,14 +220,19 @@ def _sum(plan: Plan, numel: int) -> Load:
 
     If each node has a copy of the state, this includes the exchange that gives every copy the sum.
     """
-    size, local, nodes, sent_bytes = plan.world.size, plan.world.local_size, plan.world.nodes, plan.flat_dtype.itemsize
-    if plan.sums_natively:  # around a ring over all ranks, of which two links of each node are wires
+    size, local, nodes, sent_bytes = (
+        plan.world.size,
+        plan.world.local_size,
+        plan.world.nodes,
+        plan.facts.flat_dtype.itemsize,
+    )
+    if plan.facts.sums_natively:  # around a ring over all ranks, of which two links of each node are wires
         received = numel * sent_bytes * (size - 1) / size
         return Load(link=received, wire=received / local if nodes > 1 else 0)
-    if not plan.sums_by_node:
+    if not plan.facts.sums_by_node:
         link, wire = (numel * sent_bytes * others / size for others in (size - 1, size - local))
         return Load(link=link, wire=wire)
-    back_bytes = torch.float32.itemsize if plan.sharers < size else 0  # each copy of the state gets the sum
+    back_bytes = torch.float32.itemsize if plan.facts.sharers < size else 0  # each copy of the state gets the sum
     wire = numel * (plan.precision.reduce.itemsize + back_bytes) * (nodes - 1) / size
     return Load(link=numel * sent_bytes * (local - 1) / local + wire, wire=wire)
 

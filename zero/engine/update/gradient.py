@@ -90,7 +90,7 @@ class PagedGradients(Gradients):
 
     def __init__(self, plan: Plan, store: PrefetchStore, tape: Tape) -> None:
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
-        self._pool = ScratchPool(plan.grad_buffer_sizes(), plan.grad_dtype, self._device)
+        self._pool = ScratchPool(plan.sizes.grad_buffer_sizes(), plan.facts.grad_dtype, self._device)
         self._open: list[UnitState] = []  # first the one that was opened first
         self._leaving: deque[tuple[Scratch, list[Ticket]]] = deque()  # with tickets of writes
         self._coming: list[Ticket] = []
@@ -105,9 +105,9 @@ class PagedGradients(Gradients):
         record.own_only = held or (record.own_only and not fresh)
         if unit.grad is None:
             if fresh:
-                record.narrow = not sums and self._plan.first_grad_dtype != self._plan.grad_dtype
-            dtype = self._plan.first_grad_dtype if record.narrow else self._plan.grad_dtype
-            buffer = self._take(self._plan.grad_numel(unit.spec))
+                record.narrow = not sums and self._plan.facts.first_grad_dtype != self._plan.facts.grad_dtype
+            dtype = self._plan.facts.first_grad_dtype if record.narrow else self._plan.facts.grad_dtype
+            buffer = self._take(self._plan.sizes.grad_numel(unit.spec))
             record.borrowed = buffer
             self._open.append(unit)  # first, so that `reset` finds it after an interrupt
             unit.grad = buffer.flat.view(dtype)[: buffer.flat.numel()]
@@ -209,11 +209,11 @@ class PagedGradients(Gradients):
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None
-        narrow = unit.step.narrow and PageKind.FIRST_GRAD in self._plan.grad_dtypes
+        narrow = unit.step.narrow and PageKind.FIRST_GRAD in self._plan.pages.grad_dtypes
         kind = PageKind.FIRST_GRAD if narrow else PageKind.GRAD
-        ranges = self._plan.grad_ranges(unit.spec)
+        ranges = self._plan.pages.grad_ranges(unit.spec)
         if unit.step.own_only:
-            ranges = ranges[: self._plan.updated_pages(unit.spec)]
+            ranges = ranges[: self._plan.pages.updated_pages(unit.spec)]
         for number, (start, stop) in enumerate(ranges):
             yield Page(unit.index, kind, number), unit.grad[start:stop]
 

@@ -24,23 +24,23 @@ class Orthogonalizer:
     def __init__(self, plan: Plan) -> None:
         world, device = plan.world, plan.world.compute
         self._plan, self._world, self.allocated_bytes = plan, world, 0
-        if plan.muon_numels:
-            if not plan.full_update:  # an order of operations of its own, beside gathers and sums
-                local = plan.sharers < world.size
+        if plan.sizes.muon_numels:
+            if not plan.facts.full_update:  # an order of operations of its own, beside gathers and sums
+                local = plan.facts.sharers < world.size
                 self._world = within_node(world, "update") if local else world.part(range(world.size), "update")
-            directions, owned, scratch = plan.muon_numels
+            directions, owned, scratch = plan.sizes.muon_numels
             self._directions, self._owned = (device.zeros(numel, torch.bfloat16) for numel in (directions, owned))
-            self._scratch = device.zeros(scratch, plan.muon_scratch_dtype)
+            self._scratch = device.zeros(scratch, plan.sizes.muon_scratch_dtype)
             self.allocated_bytes = sum(held.nbytes for held in (self._directions, self._owned, self._scratch))
 
     def directions(self, unit: UnitSpec) -> Tensor:
         """Return the directions of the elements that this rank updates of a unit, (P,) or (S,) bf16."""
-        return self._directions[: self._plan.update_numel(unit)]
+        return self._directions[: self._plan.sizes.update_numel(unit)]
 
     def run(self, unit: UnitSpec) -> None:
         """Replace the directions by orthogonal ones, on the current stream. Collective."""
         directions = self.directions(unit)
-        if self._plan.full_update:
+        if self._plan.facts.full_update:
             self._orthogonalize(unit, directions, 0)
             return
         even, cuts = unit.trainable.cuts, unit.owners

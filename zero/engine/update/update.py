@@ -96,9 +96,9 @@ class Updater:
     ) -> None:
         self._plan, self._store, self._transform = plan, store, plan.optimizer
         self._device, self._gradients, self._tape = plan.world.compute, gradients, tape
-        self._rank, self._full_update = plan.rank, plan.full_update
+        self._rank, self._full_update = plan.rank, plan.facts.full_update
         self._where = self._device.host if plan.offload.compute == "host" else self._device
-        plan.kept.prepare(self._where.device)
+        plan.passes.kept.prepare(self._where.device)
         self._orthogonalizer, self._advance = Orthogonalizer(plan), advance
         self._readers, self._read = list[Ticket](), self._device.mark()  # of the directions of the last unit
         self._fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
@@ -112,7 +112,7 @@ class Updater:
         self._counts = UpdateCounts(counted, len(plan.optimizer.groups))
         self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its tensors
         self._make_tables()
-        slots = [self._device.zeros(plan.staging_slot_bytes, torch.uint8) for _ in range(plan.staging_slots)]
+        slots = [self._device.zeros(plan.slots.staging_slot_bytes, torch.uint8) for _ in range(plan.slots.staging)]
         self._staging = Staging(self._device, store, slots)
 
     @property
@@ -143,7 +143,7 @@ class Updater:
         that count on another rank of a norm group add 0, or NaN if they are not finite.
         """
         grad_S = unit.own_grad_S(self._rank)
-        groups, squares = self._plan.norm_groups, list[Tensor]()
+        groups, squares = self._plan.beside.groups, list[Tensor]()
         equal = [grad_S.new_zeros((), dtype=torch.float64) for _ in groups]
         for first, last, equal_on in self._training(unit):
             squares.append(self._device.sum_of_squares(grad_S[first:last]))
@@ -338,7 +338,7 @@ class Updater:
 
         Room in host memory is pinned, so that copies do not pass through other memory.
         """
-        if not self._plan.bounce_bytes:
+        if not self._plan.slots.bounce_bytes:
             yield self._where.room_for
             return
         with self._store.bounce_buffer() as memory:
@@ -356,7 +356,7 @@ class Updater:
     def _piece(self, unit: UnitState, part: Part, tensors: Sequence[Tensor] | None) -> Piece:
         """Return the piece for a whole part: `tensors` for its pages, and tensors of the unit for the rest."""
         assert tensors is not None
-        start, stop, now = part.start, part.stop, self._plan.passes(unit.spec)[part.turn]
+        start, stop, now = part.start, part.stop, self._plan.passes.of(unit.spec)[part.turn]
         paged = {page.kind: page_K for page, page_K in zip(part.groups[0].all, tensors, strict=True)}
         directions = self._orthogonalizer.directions(unit.spec) if unit.spec.matrices else None
         params = unit.own_params(full_update=self._full_update) if now.updates_params else directions
@@ -374,7 +374,7 @@ class Updater:
         changed = [piece.param_K, *piece.kept]
         there = [room_for(tensor) for tensor in changed]
         grad_there = room_for(piece.grad_K)
-        reads = self._plan.passes(unit.spec)[turn].reads_params
+        reads = self._plan.passes.of(unit.spec)[turn].reads_params
         self._copy_all([*there[not reads :], grad_there], [*changed[not reads :], piece.grad_K])
         brought = piece._replace(param_K=there[0], kept=there[1:], grad_K=grad_there)
         self._update_pieces(unit, hyper, self._where, [brought], turn)
@@ -390,7 +390,7 @@ class Updater:
         self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece], turn: int = 0
     ) -> None:
         """Update pieces on the device `where`: by a kernel for each, or in batches of at most its `piece_numel`."""
-        layout, now = unit.spec.trainable, self._plan.passes(unit.spec)[turn]
+        layout, now = unit.spec.trainable, self._plan.passes.of(unit.spec)[turn]
         if self._fused is not None and where.tile_numel and not unit.spec.matrices:
             for piece in pieces:
                 run_kernel(self._fused, now.kept, hyper, where, piece)
@@ -456,7 +456,7 @@ class Updater:
         Returns:
             (start, stop) in the shard, and the numbers of the norm groups on whose ranks the range is equal.
         """
-        layout, equal = unit.spec.trainable, self._plan.equal_over
+        layout, equal = unit.spec.trainable, self._plan.beside.equal_over
         if all(self._counts.trains) and not equal:
             return [(0, layout.S, ())]
         first, last = layout.shard(self._rank)

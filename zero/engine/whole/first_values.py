@@ -127,17 +127,19 @@ def by_range(whole: Callable[[str], Tensor]) -> Values:
 def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     """Return a unit with this rank's tensors allocated and zero."""
     compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
-    resident = Buffer(spec.full_numel, compute, device) if plan.is_resident(spec) else None
+    resident = Buffer(spec.full_numel, compute, device) if plan.facts.is_resident(spec) else None
     shards: list[Tensor | None] = [None, None, None]
     if resident is not None:
         resident.version = 0
         shards = [flat.of(resident.flat)[slice(*flat.stored.shard(rank))] for flat in spec.flats]
-    elif not plan.params_offloaded:
-        shards = [device.zeros(plan.kept_numel(flat), plan.stored_dtype(flat.kind)) for flat in spec.flats]
-    keeps_grad = spec.trainable.slots and not plan.grads_offloaded
-    grad = device.zeros(plan.grad_numel(spec), plan.grad_dtype) if keeps_grad else None
+    elif not plan.facts.params_offloaded:
+        shards = [device.zeros(plan.sizes.kept_numel(flat), plan.facts.stored_dtype(flat.kind)) for flat in spec.flats]
+    keeps_grad = spec.trainable.slots and not plan.facts.grads_offloaded
+    grad = device.zeros(plan.sizes.grad_numel(spec), plan.facts.grad_dtype) if keeps_grad else None
     secondary = [
-        store.in_place(Page(spec.index, PageKind.SECONDARY, number)) if plan.secondary_numel(flat.stored) else None
+        store.in_place(Page(spec.index, PageKind.SECONDARY, number))
+        if plan.sizes.secondary_numel(flat.stored)
+        else None
         for number, flat in enumerate(spec.flats)
     ]
     shard_S, frozen_S, codes_S = shards

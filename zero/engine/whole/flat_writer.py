@@ -118,25 +118,25 @@ class _Sink:
 def _sinks(plan: Plan, store: Store, unit: UnitState, kind: str, layout: Layout) -> list[_Sink]:
     """Return the sinks that write values of one kind to this rank's memory and pages."""
     shard, full = layout.shard(plan.rank), (0, layout.P)
-    updated = full if plan.full_update else shard
+    updated = full if plan.facts.full_update else shard
     wanted: list[tuple[tuple[int, int], Callable[[int, Tensor], None]]] = []
     flat = next((flat for flat in unit.spec.flats if flat.kind == kind), None)
     if flat is None:
         wanted.append((updated, _to_pages(store, unit.index, kind, plan.optimizer.form(kind).page_of)))
-    elif plan.params_offloaded:
-        narrow = partial(rounded, dtype=plan.stored_dtype(flat.kind))
+    elif plan.facts.params_offloaded:
+        narrow = partial(rounded, dtype=plan.facts.stored_dtype(flat.kind))
         wanted.append((shard, _to_pages(store, unit.index, kind, narrow)))
     elif unit.resident is not None:
-        wanted.append((full, _to_memory(flat.of(unit.resident.flat), plan.page_numel)))
+        wanted.append((full, _to_memory(flat.of(unit.resident.flat), plan.pages.page_numel)))
     else:
         kept = unit.shards[unit.spec.flats.index(flat)]
         assert kept is not None
-        wanted.append((full if kept.numel() == layout.P else shard, _to_memory(kept, plan.page_numel)))
+        wanted.append((full if kept.numel() == layout.P else shard, _to_memory(kept, plan.pages.page_numel)))
     master = plan.precision.master
     if kind == PageKind.PARAM and master.kind is not None:
         wanted.append((updated, _to_pages(store, unit.index, master.kind, master.page_of)))
     dtype = torch.uint8 if kind == PageKind.CODES else torch.float32
-    return [_Sink(*extent, plan.page_numel, keep, plan.world.compute.host, dtype) for extent, keep in wanted]
+    return [_Sink(*extent, plan.pages.page_numel, keep, plan.world.compute.host, dtype) for extent, keep in wanted]
 
 
 def _to_memory(flat: Tensor, page_numel: int) -> Callable[[int, Tensor], None]:

@@ -363,7 +363,7 @@ def _name(state: State, name: str | Tensor, kind: str) -> str:
 def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
     if name in (slot.name for unit in state.plan.units for slot in unit.frozen_slots):
         return f"{name} is frozen: it has no {kind}"
-    aliases = state.plan.splitting.aliases()
+    aliases = state.plan.facts.splitting.aliases()
     if name in aliases:
         return f"{name} is a matrix of Muon: it has no {kind}"
     for full_name, names in aliases.items():
@@ -396,7 +396,7 @@ def _gradient(state: State, unit: UnitState) -> Tensor:
     """Return the part of a unit's gradient that this rank updates: a sum over ranks and microbatches."""
     plan = state.plan
     if not _has_gradient(state, unit):  # like a parameter that was not used
-        return torch.zeros(plan.update_numel(unit.spec), dtype=plan.grad_dtype, device=plan.world.device)
+        return torch.zeros(plan.sizes.update_numel(unit.spec), dtype=plan.facts.grad_dtype, device=plan.world.device)
     return summed_gradient(state.runtime, unit)
 
 
@@ -455,9 +455,9 @@ def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) 
     """
     parts, plan, layout = state.runtime, state.plan, unit.spec.trainable
     divisor = _divisor(state)
-    first, last = (0, layout.P) if plan.full_update else layout.shard(plan.rank)
+    first, last = (0, layout.P) if plan.facts.full_update else layout.shard(plan.rank)
     grad = parts.gradients.open(unit, fresh=False)
-    updated = grad if plan.full_update else unit.own_grad_S(plan.rank)
+    updated = grad if plan.facts.full_update else unit.own_grad_S(plan.rank)
     for slot, a, b, place in layout.pieces(first, last):
         if slot.name in edits:
             held, wanted = updated[place : place + b - a], edits[slot.name].view(-1)[a:b]

@@ -30,7 +30,7 @@ def measured(state: State) -> dict[str, dict[str, int]]:
     held["device"]["buffers"] += _distinct_bytes([*plan.model.buffers()])
     held["host"]["arena"] += store.slots_bytes
     in_memory_bytes = 0
-    for page in plan.store_pages():
+    for page in plan.pages.store_pages():
         view = store.in_place(page)
         if view is not None:
             in_memory_bytes += view.nbytes

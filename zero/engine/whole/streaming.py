@@ -202,12 +202,12 @@ def _changes(runtime: Runtime, unit: UnitState) -> Iterator[tuple[Tensor, Tensor
     """
     plan, what = runtime.plan, f"changes of {unit.spec.name}"
     now_S, kept_S = _shard(runtime, unit), runtime.streamed.shards[unit.index]
-    numel = -(-PIECE_NUMEL // plan.sharers)
+    numel = -(-PIECE_NUMEL // plan.facts.sharers)
     starts = range(0, now_S.numel(), numel)
     pieces = [_Piece(start, now_S[start : start + numel], kept_S[start : start + numel]) for start in starts]
     none = now_S.new_zeros((), dtype=torch.int64)  # a rank may have no pieces
     counts = torch.stack([none, *(piece.differs().count_nonzero() for piece in pieces)])
-    counts = plan.world.exchange(plan.world.on_host(counts), what=what)[: plan.sharers, 1:]
+    counts = plan.world.exchange(plan.world.on_host(counts), what=what)[: plan.facts.sharers, 1:]
     for piece, numbers in zip(pieces, counts.T.tolist(), strict=True):
         if any(numbers):
             yield _gathered(runtime, unit, piece, numbers)
@@ -243,7 +243,7 @@ def _gathered(runtime: Runtime, unit: UnitState, piece: _Piece, numbers: list[in
 
 def _all(runtime: Runtime, mine: Tensor, what: str) -> Tensor:
     """Return the tensors of all ranks that share a state, (ranks, n). Collective."""
-    full = mine.new_empty(runtime.plan.sharers, mine.numel())
+    full = mine.new_empty(runtime.plan.facts.sharers, mine.numel())
     runtime.routes.gather(mine, full.view(-1), what=what).wait()
     return full
 

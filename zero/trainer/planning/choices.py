@@ -62,7 +62,7 @@ class Choice:
         if self.config.offload.compute == "host":
             offload = *offload, "offload.compute=host"
         batch = f"batch.micro={micro}", f"batch.accumulate={accumulate}"
-        return f"zero.stage={self.plan.stage.level}", *offload, *batch
+        return f"zero.stage={self.plan.facts.stage.level}", *offload, *batch
 
 
 def bytes_by_tier(plan: Plan) -> dict[str, int]:
@@ -110,7 +110,7 @@ def best(candidates: Sequence[Choice]) -> Choice | None:
         return None
     fastest_s = min(choice.seconds for choice in fitting)
     alike = [choice for choice in fitting if choice.seconds <= fastest_s * (1 + ALIKE)]
-    return min(alike, key=lambda choice: (choice.moved_bytes, choice.memory_bytes, choice.plan.stage.level))
+    return min(alike, key=lambda choice: (choice.moved_bytes, choice.memory_bytes, choice.plan.facts.stage.level))
 
 
 def nearest(candidates: Sequence[Choice]) -> Choice:

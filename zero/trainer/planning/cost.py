@@ -90,8 +90,10 @@ class Ahead(NamedTuple):
 
     @staticmethod
     def of(plan: Plan) -> "Ahead":
-        pages = max(sum(map(plan.update_numel, plan.units)) / plan.page_numel, 1)
-        return Ahead(min(plan.staging_slots * plan.staged_pages / pages, 1), min(plan.read_ahead_slots / pages, 1))
+        pages = max(sum(map(plan.sizes.update_numel, plan.units)) / plan.pages.page_numel, 1)
+        return Ahead(
+            min(plan.slots.staging * plan.slots.staged_pages / pages, 1), min(plan.slots.read_ahead / pages, 1)
+        )
 
 
 def step_seconds(
@@ -105,7 +107,7 @@ def step_seconds(
         tokens: factor of the tokens of each microbatch, to see what more or fewer would take.
     """
     moved, ahead = traffic(plan), ahead or Ahead.of(plan)
-    written_bytes = 2 * plan.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
+    written_bytes = 2 * plan.facts.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
     forward_s = compute_seconds(forward, rates) * tokens
     # gradients are copied into flat tensors
     backward_s = compute_seconds(backward, rates) * tokens + written_bytes / rates.memory_bytes
@@ -229,7 +231,7 @@ def scaled(rates: Rates, times: Mapping[str, float]) -> Rates:
 
 def _update_seconds(plan: Plan, offloaded_numel: int, rates: Rates) -> tuple[dict[str, float], float]:
     """Return the seconds of updates beside the first forward, by part of the machine, and of those beside nothing."""
-    numel, products_s = sum(plan.update_numel(unit) for unit in plan.units), plan.muon_flops / rates.flops
+    numel, products_s = sum(plan.sizes.update_numel(unit) for unit in plan.units), plan.sizes.muon_flops / rates.flops
     if plan.world.compute.shares_memory or plan.offload.compute != "host":
         return {}, numel / rates.update_numel + products_s
     return {

@@ -100,4 +100,4 @@ def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:
 def _state_of(plan: Plan) -> tuple[object, ...]:
     """Return the placement of everything but activations, and the buffers it uses, to compare plans."""
     placed = plan.placement
-    return placed.param, placed.grad, dict(placed.optimizer), plan.secondary, plan.arena_slots
+    return placed.param, placed.grad, dict(placed.optimizer), plan.facts.secondary, plan.slots.arena

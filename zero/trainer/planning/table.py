@@ -245,7 +245,7 @@ def _summary(candidates: Sequence[Choice], machine: Machine) -> Iterator[str]:
     yield f"  {'room of a rank':<16}" + "".join(f"{size_text(room[tier] or 0):>11}" for tier in tiers)
     for choice in candidates:
         mark = "*" if choice is winner else " "
-        yield f"{mark} {choice.plan.stage.level:<6}{choice.preset:<10}{_cells(choice, tiers)}"
+        yield f"{mark} {choice.plan.facts.stage.level:<6}{choice.preset:<10}{_cells(choice, tiers)}"
     shown_above = None if winner else nearest(candidates).refusal
     for refusal in dict.fromkeys(choice.refusal for choice in candidates if choice.refusal and not choice.lacks):
         if refusal != shown_above:
@@ -265,7 +265,7 @@ def _details(candidates: Sequence[Choice]) -> Iterator[str]:
     for preset in dict.fromkeys(choice.preset for choice in candidates):
         plans = [choice.plan for choice in candidates if choice.preset == preset]
         bytes_of = [plan.bytes for plan in plans]
-        stages = "".join(f"{f'stage {plan.stage.level}':>13}" for plan in plans)
+        stages = "".join(f"{f'stage {plan.facts.stage.level}':>13}" for plan in plans)
         yield f"{f'offload={preset}':<28}{stages}"
         for tier in TIERS:
             for kind in KINDS:

@@ -179,6 +179,115 @@ def test_a_kept_result_does_not_change_the_random_numbers_that_follow(operator, 
     assert selective[1] == (keep[1] if operator in PRODUCTS and not p else remat[1])
 
 
+# -- nested sites ------------------------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    """An innermost unit with dropout, which counts its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop, self.forwards = nn.Linear(10, 10), nn.Dropout(0.5), 0
+
+    def forward(self, x):
+        self.forwards += 1
+        return self.drop(torch.tanh(self.linear(x)))
+
+
+class Around(nn.Module):
+    """Two innermost units, with dropout and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.drop = Inner(), Inner(), nn.Dropout(0.25)
+        self.gain = nn.Parameter(torch.ones(10))
+
+    def forward(self, x):
+        return self.drop(self.second(self.first(x)) * self.gain)
+
+
+class Positions(nn.Module):
+    """A root with a parameter of its own."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.positions, self.blocks = nn.Parameter(torch.ones(10)), nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x):
+        x = x + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def nested_step(world, activations, block, units):
+    plan = zero.Plan(
+        Positions(block), optimizer=zero.sgd(0.1), world=world, activations=activations, units=units, accumulate=2
+    )
+
+    def fill(name, tensor):
+        tensor.uniform_(-1, 1, generator=torch.Generator().manual_seed(len(name)))
+
+    state = zero.init(plan, zero.open_store(plan), weights=fill)
+    step, inner = zero.Step(state), [module for module in plan.model.modules() if isinstance(module, Inner)]
+    plan.model.train(world.size == 1)  # ranks that are threads share the generator
+    x = torch.randn(3, 10, generator=torch.Generator().manual_seed(world.rank))
+    torch.manual_seed(5)
+    for _ in range(2):
+        step.microbatch()
+        step.backward(plan.model(x).square().mean())
+    grads, pool = zero.full_state_dict(step, "grad"), state.runtime.gatherer.pool
+    state.runtime.store.close()
+    forwards, overflowed = [module.forwards for module in inner], 0 if pool is None else pool.overflowed
+    return grads, torch.rand(1), forwards, plan.bytes["device"]["gathered units"], overflowed
+
+
+NESTED = [(Inner, None), (Around, ["Around", "Inner"]), (Around, ["Positions", "Around", "Inner", "Linear"])]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("activations", ["remat", "selective", {"blocks.[02]*": "selective", "*": "remat"}])
+@pytest.mark.parametrize(("block", "units"), NESTED)
+def test_nested_units_are_recomputed_once_with_the_gradients_and_buffers_of_kept_ones(block, units, activations, size):
+    """Dropout is in units and around them. Where `Linear` is a unit, only that is recomputed, and no Inner."""
+    for kept, recomputed in zip(
+        run_ranks(size, nested_step, "keep", block, units),
+        run_ranks(size, nested_step, activations, block, units),
+        strict=True,
+    ):
+        assert kept[0].keys() == recomputed[0].keys()
+        for name, grad in kept[0].items():
+            assert grad.any()
+            assert torch.equal(recomputed[0][name], grad), name
+        assert kept[1] == recomputed[1] or size > 1
+        assert {*kept[2]} == {2}
+        assert {*recomputed[2]} == {2 if "Linear" in (units or ()) else 4}
+        assert kept[3] == recomputed[3]
+        assert kept[4] == recomputed[4] == 0
+
+
+def test_a_module_around_units_keeps_its_activations():
+    plan = zero.Plan(
+        Positions(Around),
+        optimizer=zero.sgd(0.1),
+        world=SoloWorld(),
+        units=["Around", "Inner"],
+        activations={"(root)": "remat", "blocks.0": "offload", "blocks.1*": "selective", "*second": "remat"},
+    )
+    assert plan.activations == {
+        "(root)": "keep",
+        "blocks.0": "offload",
+        "blocks.0.first": "keep",
+        "blocks.0.second": "remat",
+        "blocks.1": "keep",
+        "blocks.1.first": "selective",
+        "blocks.1.second": "selective",
+        "blocks.2": "keep",
+        "blocks.2.first": "keep",
+        "blocks.2.second": "remat",
+    }
+
+
 # -- modes of the user -------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import zero
 from tests.common.small import Setting
 from tests.conftest import LONG_S
 from zero.distributed.world import SoloWorld
+from zero.engine.full import digest
 from zero.engine.recompute import PRODUCTS
 from zero.testing import run_ranks
 
@@ -319,6 +321,12 @@ class Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class NoMode(nullcontext):
+    """No mode: the values that a mode must not change."""
+
+    operators = frozenset()
+
+
 class Outer(nn.Module):
     """A site around two others."""
 
@@ -380,6 +388,75 @@ def test_a_mode_of_the_user_sees_the_operators_of_the_model_and_none_of_the_engi
     for seen in run_ranks(size, foreign_operators, mode, policy, preset, 0.5):
         assert {op for op in seen - allowed if getattr(op, "__name__", "") not in METADATA} == set()
         assert seen
+
+
+def read_and_written(world, mode, stage, preset, root):
+    """The values that each function of the engine outside of a step returns, and the operators that a mode sees."""
+    plan = (
+        Setting(stage=stage, offload=(("preset", preset),), precision="bf16", prefetch=1)
+        .but(units=("Outer", "Linear"))
+        .plan(world, lambda: nn.Sequential(Outer(), Outer()))
+    )
+    seen, values, batch, edit = mode(), {}, torch.ones(2, 8, dtype=torch.bfloat16), torch.full((8,), 0.5)
+
+    def fill(name, tensor):
+        tensor.fill_(0.1)
+
+    def note(part, named):
+        values.update({f"{part} {number} {name}": value for number, (name, value) in enumerate(named)})
+
+    with seen:
+        state = zero.init(plan, zero.open_store(plan), weights=fill)
+    step = zero.make_step(plan, lambda model, x: loss_of(model, x).float())
+    for number in range(2):
+        state, _ = step(state, [batch])
+        with seen:
+            world.barrier()
+            note("stream", zero.stream_weights(state, keep=True))
+            for kind in ("param", "compute", "mu"):
+                note(kind, zero.full_state_dict(state, kind).items())
+            zero.set_full(state, "0.gain", edit)
+            with zero.gathered(state, ["1.gain"], modify=True) as full:
+                note("gathered", full.items())
+                full["1.gain"] = edit
+            values[f"one {number}"] = zero.get_full(state, "1.gain")
+            for name, indices, changed, _ in zero.stream_weights(state, changed_since=number + 1):
+                note("patch", [(f"{name} at", indices), (name, changed)])
+            note("state dict", state.model.state_dict().items())
+            values[f"digest {number}"] = digest(state)
+            folder = zero.save(state, f"{root}-{number}")
+            state = zero.load(state, zero.open_checkpoint(world, folder))
+            values[f"loaded {number}"] = digest(state)
+    under_way = zero.Step(state)
+    under_way.microbatch()
+    under_way.backward(loss_of(state.model, batch).float())
+    with seen:
+        note("grad", zero.full_state_dict(under_way, "grad").items())
+        zero.set_full(under_way, "0.gain", edit, kind="grad")
+        values["one gradient"] = zero.get_full(under_way, "0.gain", kind="grad")
+    state, _ = under_way.finish()
+    with seen:
+        state.close()
+    note("closed", plan.model.state_dict().items())
+    return seen.operators, values
+
+
+@pytest.mark.parametrize("mode", [Seen, Called])
+@pytest.mark.parametrize(
+    ("size", "stage", "preset"), [(1, 3, "infinity"), (2, 1, "none"), (2, 3, "none"), (2, 3, "cpu")]
+)
+def test_a_mode_of_the_user_neither_sees_nor_changes_reads_edits_saves_and_loads(mode, size, stage, preset, tmp_path):
+    plain = run_ranks(size, read_and_written, NoMode, stage, preset, tmp_path / "plain")
+    model = Outer()
+    with mode() as of_torch:
+        model.state_dict()
+    for (seen, values), (_, expected) in zip(
+        run_ranks(size, read_and_written, mode, stage, preset, tmp_path / "seen"), plain, strict=True
+    ):
+        assert {op for op in seen - of_torch.operators if getattr(op, "__name__", "") not in METADATA} == set()
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(value, values[name]) if isinstance(value, torch.Tensor) else value == values[name], name
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), Outer])

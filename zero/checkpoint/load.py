@@ -46,6 +46,7 @@ from zero.engine.state import State
 from zero.engine.takeover import buffers_of
 from zero.engine.unit import UnitSpec
 from zero.errors import CheckpointError, ConfigError
+from zero.platform.modes import unobserved
 from zero.progress import Progress, reported, silent
 from zero.store import PageKind
 
@@ -53,6 +54,7 @@ Key = tuple[str, str]
 """(name, kind) of a tensor."""
 
 
+@unobserved()
 def load(
     state: State,
     checkpoint: Checkpoint,

@@ -18,6 +18,7 @@ from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.platform.handle import Handle
+from zero.platform.modes import unobserved
 from zero.platform.timeline import Tape
 from zero.store import PrefetchStore
 
@@ -85,6 +86,7 @@ class Runtime:
     streamed: Streamed = field(default_factory=Streamed)
     lineage: Lineage = field(default_factory=Lineage)
 
+    @unobserved()
     def gather_changed(self) -> None:
         """Start to gather all resident units that have changed. Collective.
 
@@ -94,6 +96,7 @@ class Runtime:
         with self.gatherer.use:
             self.gatherer.residency.complete()
 
+    @unobserved()
     def make_updates(self) -> None:
         """Apply all deferred updates, and wait for the device. Collective."""
         self.gather_changed()

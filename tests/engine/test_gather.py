@@ -793,9 +793,11 @@ def test_the_planned_buffers_are_enough_for_a_gpt(prefetch, activations):
 PLAIN_LOOKING = ["root owns", "nested by class", "tied", "shared part", "unused", "lora", "mostly frozen"]
 
 
+@pytest.mark.parametrize("activations", ["keep", "remat"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in PLAIN_LOOKING], ids=lambda case: case.name)
-def test_the_planned_buffers_are_enough_for_nested_tied_and_frozen_units(case):
-    for rank in sharded(case.build(), case.loss, units=case.units, prefetch=PLAIN_LOOKING.index(case.name) % 3):
+def test_the_planned_buffers_are_enough_for_nested_tied_and_frozen_units(case, activations):
+    prefetch = PLAIN_LOOKING.index(case.name) % 3
+    for rank in sharded(case.build(), case.loss, units=case.units, prefetch=prefetch, activations=activations):
         assert rank.overflowed == [0] * STEPS
         assert rank.renewed == [0] * STEPS
 

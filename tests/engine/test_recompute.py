@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.common.small import Setting
 from tests.conftest import LONG_S
 from zero.distributed.world import SoloWorld
 from zero.engine.forward.recompute import PRODUCTS
+from zero.engine.whole.full import digest
 from zero.testing import run_ranks
 
 aten = torch.ops.aten
@@ -179,6 +181,115 @@ def test_a_kept_result_does_not_change_the_random_numbers_that_follow(operator, 
     assert selective[1] == (keep[1] if operator in PRODUCTS and not p else remat[1])
 
 
+# -- nested sites ------------------------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    """An innermost unit with dropout, which counts its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop, self.forwards = nn.Linear(10, 10), nn.Dropout(0.5), 0
+
+    def forward(self, x):
+        self.forwards += 1
+        return self.drop(torch.tanh(self.linear(x)))
+
+
+class Around(nn.Module):
+    """Two innermost units, with dropout and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.drop = Inner(), Inner(), nn.Dropout(0.25)
+        self.gain = nn.Parameter(torch.ones(10))
+
+    def forward(self, x):
+        return self.drop(self.second(self.first(x)) * self.gain)
+
+
+class Positions(nn.Module):
+    """A root with a parameter of its own."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.positions, self.blocks = nn.Parameter(torch.ones(10)), nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x):
+        x = x + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def nested_step(world, activations, block, units):
+    plan = zero.Plan(
+        Positions(block), optimizer=zero.sgd(0.1), world=world, activations=activations, units=units, accumulate=2
+    )
+
+    def fill(name, tensor):
+        tensor.uniform_(-1, 1, generator=torch.Generator().manual_seed(len(name)))
+
+    state = zero.init(plan, zero.open_store(plan), weights=fill)
+    step, inner = zero.Step(state), [module for module in plan.model.modules() if isinstance(module, Inner)]
+    plan.model.train(world.size == 1)  # ranks that are threads share the generator
+    x = torch.randn(3, 10, generator=torch.Generator().manual_seed(world.rank))
+    torch.manual_seed(5)
+    for _ in range(2):
+        step.microbatch()
+        step.backward(plan.model(x).square().mean())
+    grads, pool = zero.full_state_dict(step, "grad"), state.runtime.gatherer.pool
+    state.runtime.store.close()
+    forwards, overflowed = [module.forwards for module in inner], 0 if pool is None else pool.overflowed
+    return grads, torch.rand(1), forwards, plan.bytes["device"]["gathered units"], overflowed
+
+
+NESTED = [(Inner, None), (Around, ["Around", "Inner"]), (Around, ["Positions", "Around", "Inner", "Linear"])]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("activations", ["remat", "selective", {"blocks.[02]*": "selective", "*": "remat"}])
+@pytest.mark.parametrize(("block", "units"), NESTED)
+def test_nested_units_are_recomputed_once_with_the_gradients_and_buffers_of_kept_ones(block, units, activations, size):
+    """Dropout is in units and around them. Where `Linear` is a unit, only that is recomputed, and no Inner."""
+    for kept, recomputed in zip(
+        run_ranks(size, nested_step, "keep", block, units),
+        run_ranks(size, nested_step, activations, block, units),
+        strict=True,
+    ):
+        assert kept[0].keys() == recomputed[0].keys()
+        for name, grad in kept[0].items():
+            assert grad.any()
+            assert torch.equal(recomputed[0][name], grad), name
+        assert kept[1] == recomputed[1] or size > 1
+        assert {*kept[2]} == {2}
+        assert {*recomputed[2]} == {2 if "Linear" in (units or ()) else 4}
+        assert kept[3] == recomputed[3]
+        assert kept[4] == recomputed[4] == 0
+
+
+def test_a_module_around_units_keeps_its_activations():
+    plan = zero.Plan(
+        Positions(Around),
+        optimizer=zero.sgd(0.1),
+        world=SoloWorld(),
+        units=["Around", "Inner"],
+        activations={"(root)": "remat", "blocks.0": "offload", "blocks.1*": "selective", "*second": "remat"},
+    )
+    assert plan.activations == {
+        "(root)": "keep",
+        "blocks.0": "offload",
+        "blocks.0.first": "keep",
+        "blocks.0.second": "remat",
+        "blocks.1": "keep",
+        "blocks.1.first": "selective",
+        "blocks.1.second": "selective",
+        "blocks.2": "keep",
+        "blocks.2.first": "keep",
+        "blocks.2.second": "remat",
+    }
+
+
 # -- modes of the user -------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +319,12 @@ class Called(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.operators.add(func)
         return func(*args, **(kwargs or {}))
+
+
+class NoMode(nullcontext):
+    """No mode: the values that a mode must not change."""
+
+    operators = frozenset()
 
 
 class Outer(nn.Module):
@@ -271,6 +388,75 @@ def test_a_mode_of_the_user_sees_the_operators_of_the_model_and_none_of_the_engi
     for seen in run_ranks(size, foreign_operators, mode, policy, preset, 0.5):
         assert {op for op in seen - allowed if getattr(op, "__name__", "") not in METADATA} == set()
         assert seen
+
+
+def read_and_written(world, mode, stage, preset, root):
+    """The values that each function of the engine outside of a step returns, and the operators that a mode sees."""
+    plan = (
+        Setting(stage=stage, offload=(("preset", preset),), precision="bf16", prefetch=1)
+        .but(units=("Outer", "Linear"))
+        .plan(world, lambda: nn.Sequential(Outer(), Outer()))
+    )
+    seen, values, batch, edit = mode(), {}, torch.ones(2, 8, dtype=torch.bfloat16), torch.full((8,), 0.5)
+
+    def fill(name, tensor):
+        tensor.fill_(0.1)
+
+    def note(part, named):
+        values.update({f"{part} {number} {name}": value for number, (name, value) in enumerate(named)})
+
+    with seen:
+        state = zero.init(plan, zero.open_store(plan), weights=fill)
+    step = zero.make_step(plan, lambda model, x: loss_of(model, x).float())
+    for number in range(2):
+        state, _ = step(state, [batch])
+        with seen:
+            world.barrier()
+            note("stream", zero.stream_weights(state, keep=True))
+            for kind in ("param", "compute", "mu"):
+                note(kind, zero.full_state_dict(state, kind).items())
+            zero.set_full(state, "0.gain", edit)
+            with zero.gathered(state, ["1.gain"], modify=True) as full:
+                note("gathered", full.items())
+                full["1.gain"] = edit
+            values[f"one {number}"] = zero.get_full(state, "1.gain")
+            for name, indices, changed, _ in zero.stream_weights(state, changed_since=number + 1):
+                note("patch", [(f"{name} at", indices), (name, changed)])
+            note("state dict", state.model.state_dict().items())
+            values[f"digest {number}"] = digest(state)
+            folder = zero.save(state, f"{root}-{number}")
+            state = zero.load(state, zero.open_checkpoint(world, folder))
+            values[f"loaded {number}"] = digest(state)
+    under_way = zero.Step(state)
+    under_way.microbatch()
+    under_way.backward(loss_of(state.model, batch).float())
+    with seen:
+        note("grad", zero.full_state_dict(under_way, "grad").items())
+        zero.set_full(under_way, "0.gain", edit, kind="grad")
+        values["one gradient"] = zero.get_full(under_way, "0.gain", kind="grad")
+    state, _ = under_way.finish()
+    with seen:
+        state.close()
+    note("closed", plan.model.state_dict().items())
+    return seen.operators, values
+
+
+@pytest.mark.parametrize("mode", [Seen, Called])
+@pytest.mark.parametrize(
+    ("size", "stage", "preset"), [(1, 3, "infinity"), (2, 1, "none"), (2, 3, "none"), (2, 3, "cpu")]
+)
+def test_a_mode_of_the_user_neither_sees_nor_changes_reads_edits_saves_and_loads(mode, size, stage, preset, tmp_path):
+    plain = run_ranks(size, read_and_written, NoMode, stage, preset, tmp_path / "plain")
+    model = Outer()
+    with mode() as of_torch:
+        model.state_dict()
+    for (seen, values), (_, expected) in zip(
+        run_ranks(size, read_and_written, mode, stage, preset, tmp_path / "seen"), plain, strict=True
+    ):
+        assert {op for op in seen - of_torch.operators if getattr(op, "__name__", "") not in METADATA} == set()
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(value, values[name]) if isinstance(value, torch.Tensor) else value == values[name], name
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), Outer])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zero
 from zero.engine.model.on_meta import is_meta
-from zero.engine.model.split import depth_of, split
+from zero.engine.model.split import split
 from zero.engine.model.takeover import Takeover
 from zero.engine.model.unit import Splitting
 from zero.errors import OutsideUnitError, PlanError
@@ -172,12 +172,23 @@ def test_depth_counts_what_is_gathered_beside_one_unit():
     assert split(deep(), world_size=1).depth == 0
     assert split(Root(), world_size=1).depth == 1
     assert split(Root(), world_size=1, class_names=["Block", "Linear"]).depth == 1  # a block owns nothing itself
-    nested = split(Root(), world_size=1)
-    assert depth_of(nested.units, nested.sites, ["blocks.0"]) == 1
-    assert depth_of(nested.units, nested.sites, ["(root)"]) == 2, "all are held while the root is recomputed"
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     assert split(tied, world_size=1).depth == 1
+
+
+def test_depth_counts_every_place_of_a_module():
+    """The second place is in a module with a parameter of its own."""
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.gain, self.inner = nn.Parameter(torch.zeros(1)), inner
+
+    shared = nn.Linear(3, 3)
+    splitting = split(nn.Sequential(shared, Around(shared)), world_size=1, class_names=["Linear", "Around"])
+    assert [(site.path, site.contains_sites) for site in splitting.sites] == [("0", False), ("1", True)]
+    assert splitting.depth == 1
 
 
 @pytest.mark.parametrize(

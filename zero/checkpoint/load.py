@@ -42,6 +42,7 @@ from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.whole import FlatWriter, full_values
 from zero.errors import CheckpointError, ConfigError
+from zero.platform.modes import unobserved
 from zero.progress import Progress, reported, silent
 from zero.store import PageKind
 
@@ -49,6 +50,7 @@ Key = tuple[str, str]
 """(name, kind) of a tensor."""
 
 
+@unobserved()
 def load(
     state: State,
     checkpoint: Checkpoint,

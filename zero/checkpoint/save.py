@@ -49,6 +49,7 @@ from zero.errors import CheckpointError, if_it_fails, with_class
 from zero.platform.device import PASSED, Arena
 from zero.platform.files import memory_of, naming
 from zero.platform.handle import Then
+from zero.platform.modes import unobserved
 from zero.platform.threads import Beside
 from zero.progress import Progress, silent
 
@@ -143,6 +144,7 @@ class Saving:
         CheckpointError: the folder could not be made, or a checkpoint cannot store the dtype of a buffer.
     """
 
+    @unobserved()
     def __init__(
         self,
         state: State,

@@ -33,6 +33,7 @@ from zero.engine.state import State
 from zero.engine.whole import FlatWriter, full_state_dict, full_values, gathered
 from zero.errors import CheckpointError, ConfigError
 from zero.platform.files import appearing, naming
+from zero.platform.modes import unobserved
 
 log = logging.getLogger("zero")
 
@@ -170,6 +171,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         parameters = self.module.named_parameters(remove_duplicate=False) if is_excluded else ()
         return {name for name, parameter in parameters if not parameter.requires_grad}
 
+    @unobserved()
     def _whole(self, part: str, dtype: torch.dtype, left_out: Collection[str]) -> dict[str, Tensor] | None:
         state, is_first, full = self.state, self.global_rank == 0, dict[str, Tensor]()
         for name, value in full_values(state, part, left_out):  # on every rank, because it is collective

@@ -50,6 +50,7 @@ from zero.distributed.rendezvous import check_environment, env_int
 from zero.errors import ConfigError, HandshakeError, LayoutError, WorldError
 from zero.platform.cuda import claim_device, compute_device
 from zero.platform.handle import Done, Handle as Handle, Then
+from zero.platform.modes import unobserved
 
 
 class Collectives(NamedTuple):
@@ -422,6 +423,7 @@ class World(contextlib.AbstractContextManager["World"]):
         _check(op, tensor, tensor.numel(), tensor.dtype, flat=False)
         return self._broadcast(tensor.view(-1), source, op)
 
+    @unobserved()
     def barrier(self, what: str = "") -> None:
         """Return when the hosts of all ranks have called `barrier`; device streams are not waited for.
 
@@ -433,6 +435,7 @@ class World(contextlib.AbstractContextManager["World"]):
         full_P = torch.empty(self.size, dtype=torch.uint8, device="cpu")
         self._gather(token_S, full_P, _label("barrier", what)).wait()
 
+    @unobserved()
     def agree(self, fields: Mapping[str, str], what: str = "settings") -> None:
         """Check that every rank has the same `fields`. If so, that takes one gather of 64 bytes per rank.
 
@@ -447,6 +450,7 @@ class World(contextlib.AbstractContextManager["World"]):
             different = field_difference([json.loads(text) for text in self.gather_texts(text, what)])
             raise HandshakeError(f"the ranks have different {what}: {different}")
 
+    @unobserved()
     def share(self, text: str, source: int = 0) -> str:
         """Return the `text` of rank `source`, on every rank.
 
@@ -459,6 +463,7 @@ class World(contextlib.AbstractContextManager["World"]):
         self.broadcast(body, source, what="a text").wait()  # not a gather, whose size would grow with the ranks
         return _as_text(body)
 
+    @unobserved()
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Return every rank's `text`, on every rank."""
         numels = torch.empty(self.size, dtype=torch.int64, device="cpu")

@@ -11,6 +11,7 @@ from zero.engine.memory import load
 from zero.engine.model import UnitSpec
 from zero.engine.runtime import Runtime
 from zero.engine.unit_state import UnitState
+from zero.platform.modes import unobserved_items
 from zero.store import Page, PageKind
 
 
@@ -20,6 +21,7 @@ def full_parameters(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
     return full_tensors(runtime, "param", names, partial(full_flat, runtime))
 
 
+@unobserved_items
 def full_tensors(
     runtime: Runtime, kind: str, names: Collection[str], flat_of: Callable[[UnitState, Layout, str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:

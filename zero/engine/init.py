@@ -38,6 +38,7 @@ from zero.engine.visit_order import CollectiveLog
 from zero.engine.whole import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.errors import ConfigError, StoreError, if_it_fails
 from zero.platform.device import Arena, give_back_memory
+from zero.platform.modes import unobserved
 from zero.platform.run_files import folders_of, free_by_file_system, in_memory
 from zero.platform.timeline import Tape
 from zero.progress import Progress, reported, silent
@@ -74,8 +75,8 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     """
     check_type(plan, Plan, "zero.open_store", "store = zero.open_store(plan)")
     specs, device = plan.pages.store_pages(), plan.world.compute
-    where, host = device.device, torch.device("cpu")
-    with ExitStack() as undo:  # closes what was opened if a later line raises
+    where = device.device
+    with ExitStack() as undo, unobserved():  # closes what was opened if a later line raises
         memory = _adjoining(where, {page: spec.nbytes for page, spec in specs.items() if plan.tier(page) == "device"})
         stores: dict[str, Store] = {"device": MemoryStore(where, lambda _: next(memory))}
         on_host_bytes = sum(spec.block_bytes for page, spec in specs.items() if plan.tier(page) == "host")
@@ -91,7 +92,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
         else:
             arena = Arena(plan.arena_bytes + on_host_bytes, device, pin=plan.offload.pin)
             undo.callback(arena.close)
-            stores["host"] = MemoryStore(host, arena.take, copy=device.copy)
+            stores["host"] = MemoryStore(torch.device("cpu"), arena.take, copy=device.copy)
         threads = thread_count(plan.offload)
         store = PrefetchStore(
             Tiers(stores, plan.tier, release=arena.close),
@@ -175,6 +176,7 @@ def _rooms(folders: Sequence[Path], nbytes: int, ranks: int) -> list[int]:
     return [(shares if enough else rooms)[folder] for folder in folders]
 
 
+@unobserved()
 def init(
     plan: Plan,
     store: PrefetchStore | None = None,

@@ -16,6 +16,7 @@ from zero.engine.unit_state import UnitState
 from zero.engine.update import Gradients, Updater
 from zero.engine.visit_order import CollectiveLog
 from zero.platform.handle import Handle
+from zero.platform.modes import unobserved
 from zero.platform.timeline import Tape
 from zero.store import PrefetchStore
 
@@ -83,6 +84,7 @@ class Runtime:
     streamed: Streamed = field(default_factory=Streamed)
     lineage: Lineage = field(default_factory=Lineage)
 
+    @unobserved()
     def gather_changed(self) -> None:
         """Start to gather all resident units that have changed. Collective.
 
@@ -92,6 +94,7 @@ class Runtime:
         with self.gatherer.use:
             self.gatherer.residency.complete()
 
+    @unobserved()
     def make_updates(self) -> None:
         """Apply all deferred updates, and wait for the device. Collective."""
         self.gather_changed()

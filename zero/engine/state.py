@@ -20,6 +20,7 @@ from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.errors import MachineError, StaleStateError, WorldError, one_line
 from zero.platform.device import free_host_bytes
+from zero.platform.modes import unobserved
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +119,13 @@ class State:
         runtime = self.machinery_
         if runtime.takeover.is_over:
             return
-        runtime.await_copies()
-        values, reason = self._values()
-        for unit in runtime.units:
-            unit.resident = unit.shard_S = unit.frozen_S = unit.codes_S = unit.grad = None
-        runtime.store.close()
-        runtime.takeover.release(values)
+        with unobserved():
+            runtime.await_copies()
+            values, reason = self._values()
+            for unit in runtime.units:
+                unit.resident = unit.shard_S = unit.frozen_S = unit.codes_S = unit.grad = None
+            runtime.store.close()
+            runtime.takeover.release(values)
         if values is None:
             error, text = sys.exception(), f"the model keeps no values: {reason}. Load a checkpoint, or plan it again."
             if error is None:

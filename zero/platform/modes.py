@@ -4,12 +4,18 @@ A mode that counts, records or replaces operators is meant for the user's model.
 would be counted, or be replaced: selective checkpointing takes it for an operator of the model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from itertools import islice
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.overrides import _pop_mode as _pop_function_mode, _push_mode as _push_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class DeviceMode(TorchDispatchMode):
@@ -34,6 +40,25 @@ def unobserved() -> Iterator[None]:
         _exchange(dispatching)
         while functions:
             _push_function_mode(functions.pop())
+
+
+def unobserved_items(function: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Decorate a generator function of the engine: it makes each item under `unobserved`, and its reader runs outside.
+
+    `unobserved` itself would end before the first item is made.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        items = function(*args, **kwargs)
+        while True:
+            with unobserved():
+                made = [*islice(items, 1)]  # a list, because `items` ends without an item
+            if not made:
+                return
+            yield made.pop()
+
+    return run
 
 
 def _exchange(modes: Sequence[TorchDispatchMode]) -> None:

@@ -86,7 +86,8 @@ class Zero(Section):
         "keep",
         "activations of a unit: keep, remat (computed again in backward), selective (computed again, except results of "
         "matrix products and of attention without dropout), offload (kept in host memory), or auto: keep what fits; or "
-        "a list of patterns of units' names, each with one of these: the first that fits counts",
+        "a list of patterns of units' names, each with one of these: the first that fits counts; a module around other "
+        "units recomputes nothing of its own",
         trades="remat keeps one activation per unit and computes a third more; offload moves those of 1 MiB and more",
         example="remat",
     )

@@ -6,7 +6,7 @@ from zero.engine.model.module_tree import ModuleTree
 from zero.engine.model.on_meta import Unmade, absent, empty, is_meta, lacks_values
 from zero.engine.model.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.model.recorded_values import RecordedValues, reached
-from zero.engine.model.split import APART, depth_of, embedding_ids, split
+from zero.engine.model.split import APART, embedding_ids, split
 from zero.engine.model.takeover import (
     NOTHING,
     Body,
@@ -51,7 +51,6 @@ __all__ = [
     "coded",
     "coded_names",
     "codes_in",
-    "depth_of",
     "described",
     "embedding_ids",
     "empty",

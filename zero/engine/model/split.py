@@ -36,6 +36,10 @@ SHARED, APART = "(vectors)", " matrices"
 matrices beside a unit of other parameters of its site."""
 
 
+_Chain = tuple[str, ...]
+"""Paths of nested sites, the outermost first. A module at several places of the model is in several chains."""
+
+
 class _Visited(NamedTuple):
     """A parameter that `_walk` has visited, with its full name and the path of its unit's site.
 
@@ -76,7 +80,7 @@ def split(
     """
     check_model(model)
     roots = _roots(model, class_names or (AUTO,))
-    visited, needs, owners = _walk(model, roots)
+    visited, needs, owners, chains = _walk(model, roots)
     if not visited:
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
     lookups = _lookups(model, visited)
@@ -105,6 +109,7 @@ def split(
         for number, slot in enumerate(slots)
     }
     shared = {unit.index for unit in units if unit.shared}
+    containing = {path for chain in chains for path in chain[:-1]}
     sites = tuple(
         Site(
             path,
@@ -114,11 +119,12 @@ def split(
                     key=lambda bound: bound.unit in shared,
                 )
             ),
+            contains_sites=path in containing,
         )
         for path, wanted in needs.items()
     )
     places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
-    return Splitting(units, sites, places, depth_of(units, sites))
+    return Splitting(units, sites, places, _depth(sites, chains, shared))
 
 
 def _unit(
@@ -215,21 +221,25 @@ def _merged(visited: Iterable[_Visited], lookups: set[str], bucket_numel: int) -
 
 def _walk(
     model: nn.Module, roots: set[int]
-) -> tuple[dict[int, _Visited], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]]]:
+) -> tuple[dict[int, _Visited], dict[str, dict[str, int]], list[tuple[str, list[tuple[str, int]]]], set[_Chain]]:
     """Visit every module; tied parameters are recognized by identity.
 
     Returns:
-        (parameter's id -> its record, site's path -> local name -> parameter's id, path and parameters of each owner).
+        (parameter's id -> its record, site's path -> local name -> parameter's id, path and parameters of each owner,
+        chains of sites).
     """
     visited: dict[int, _Visited] = {}
     needs: dict[str, dict[str, int]] = {}
     owners: list[tuple[str, list[tuple[str, int]]]] = []
     sites: dict[int, str] = {}  # by module id: a module at two places is one site
     bound: set[tuple[str, int]] = set()  # (site, module id): a module with two names in a site gets one binding
+    chains: set[_Chain] = {("",)}
 
-    def visit(module: nn.Module, path: str, site: str, local: str) -> None:
-        if id(module) in roots and path != site:
-            site, local = sites.setdefault(id(module), path), ""
+    def visit(module: nn.Module, path: str, chain: _Chain, local: str) -> None:
+        if id(module) in roots and path != chain[-1]:
+            chain, local = (*chain, sites.setdefault(id(module), path)), ""
+            chains.add(chain)
+        site = chain[-1]
         parameters = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
         for name, parameter in parameters:
             shape = tuple(local_part(parameter).shape)
@@ -241,31 +251,21 @@ def _walk(
             owners.append((path, [(name, id(parameter)) for name, parameter in parameters]))
         for name, child in module._modules.items():
             if child is not None:
-                visit(child, f"{path}.{name}".lstrip("."), site, f"{local}{name}.")
+                visit(child, f"{path}.{name}".lstrip("."), chain, f"{local}{name}.")
 
-    visit(model, "", "", "")
-    return visited, needs, owners
+    visit(model, "", ("",), "")
+    with_parameters = {tuple(path for path in chain if path in needs) for chain in chains}
+    return visited, needs, owners, with_parameters
 
 
-def depth_of(units: Sequence[UnitSpec], sites: Sequence[Site], recomputed: Collection[str] = ()) -> int:
+def _depth(sites: Sequence[Site], chains: Iterable[_Chain], shared: set[int]) -> int:
     """Return `Splitting.depth`.
 
     Args:
-        recomputed: the names of sites whose forward runs again in backward. All units inside such a site stay gathered
-            from there until their gradients have arrived.
+        shared: the index of the shared unit, if there is one.
     """
-    shared = {unit.index for unit in units if unit.shared}
-    units_of = {site.path: set(site.units) - shared for site in sites}
-
-    def together(site: Site) -> set[int]:
-        names = site.path.split(".")
-        paths = {"", *(".".join(names[:count]) for count in range(1, len(names) + 1))}
-        if site.name in recomputed:
-            inside = f"{site.path}." if site.path else ""
-            paths.update(path for path in units_of if path.startswith(inside))
-        return {unit for path in paths for unit in units_of.get(path, ())}
-
-    return max((len(together(site)) for site in sites), default=1) - 1
+    units_of = {site.path: {*site.units} - shared for site in sites}
+    return max(len({unit for path in chain for unit in units_of[path]}) for chain in chains) - 1
 
 
 def _roots(model: nn.Module, class_names: Sequence[str]) -> set[int]:

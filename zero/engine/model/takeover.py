@@ -23,6 +23,7 @@ from zero.engine.model.padded_encoder import watch_encoders
 from zero.engine.model.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer, version_of
 from zero.engine.model.unit import Site, Splitting
 from zero.errors import ConfigError, PlanError, StaleStateError, if_it_fails
+from zero.platform.modes import unobserved
 
 BATCH_NORM = nn.BatchNorm1d.forward
 """The forward that torch's batch norms of all dimensions share; buffers of subclasses that override it keep dtypes."""
@@ -262,6 +263,7 @@ class NoCopy:
         )
 
 
+@unobserved()
 def _full_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """Replace detached placeholders in a state dict by full values on the CPU, in the dtype of compute.
 

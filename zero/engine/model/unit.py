@@ -127,10 +127,14 @@ class Binding:
 
 @dataclass(frozen=True)
 class Site:
-    """A module, at `path` in the model, whose forward needs `units`; they are gathered in that order."""
+    """A module, at `path` in the model, whose forward needs `units`; they are gathered in that order.
+
+    `contains_sites` says whether modules inside of it are sites too.
+    """
 
     path: str
     bindings: tuple[Binding, ...]
+    contains_sites: bool
 
     @property
     def name(self) -> str:
@@ -167,7 +171,7 @@ class Splitting:
     """The units, sites and owners of a model.
 
     `depth` is the largest number of units in use at the same time, the shared one not counted, minus one. It exceeds 0
-    if sites are nested, or a site needs several units. A recomputed site needs those of all sites inside it.
+    if sites are nested, or a site needs several units.
     """
 
     units: tuple[UnitSpec, ...]

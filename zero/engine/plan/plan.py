@@ -27,11 +27,11 @@ from zero.distributed.world import World
 from zero.engine.model import (
     APART,
     Backend,
+    Site,
     Splitting,
     UnitSpec,
     check_backend,
     coded_names,
-    depth_of,
     refuse_taken,
     split,
 )
@@ -84,7 +84,8 @@ class Plan:
         activations: "keep"; "remat" to recompute each unit's activations in backward; "selective" to recompute all but
             the results of matrix products and of attention without dropout; or "offload" to keep them in host memory.
             Or a mapping from patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the first
-            pattern that matches a unit counts, and a unit without a match keeps its activations.
+            pattern that matches a unit counts, and a unit without a match keeps its activations. A module that contains
+            other units keeps its own instead of recomputing them, so nothing is recomputed twice.
         compile: True, the name of a backend, or a mapping of arguments of `torch.compile` (backend, mode, dynamic,
             fullgraph), to run each unit's forward through it.
         update: "lazy" applies each unit's update just before its next gather, which hides it; "serial" applies all
@@ -190,8 +191,6 @@ class Plan:
             codec=precision.frozen,
         )
         self.activations = activations_of(splitting, policies)
-        recomputed = [name for name, policy in self.activations.items() if policy in RECOMPUTED]
-        splitting = replace(splitting, depth=depth_of(splitting.units, splitting.sites, recomputed))
         optimizer.check_groups(splitting.shapes())
         check_muon(splitting, optimizer, placed)
         self.beside = Beside(groups, placed, replicated_names(splitting, placed, groups, replicated))
@@ -346,15 +345,20 @@ class Plan:
 def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> dict[str, Activations]:
     """Return the activation policy of each site, by its name.
 
+    A site that contains others keeps its activations where the policy would recompute them: its recomputation would run
+    the sites inside once more, and would hold all of their units at the same time.
+
     Raises:
         PlanError: a pattern matches no site.
     """
-    names = [site.name for site in splitting.sites]
-    _check_patterns("zero.activations", by_pattern, names)
-    return {
-        name: next((word for pattern, word in by_pattern.items() if fnmatchcase(name, pattern)), "keep")
-        for name in names
-    }
+    _check_patterns("zero.activations", by_pattern, [site.name for site in splitting.sites])
+
+    def policy(site: Site) -> Activations:
+        matching = (word for pattern, word in by_pattern.items() if fnmatchcase(site.name, pattern))
+        word: Activations = next(matching, "keep")
+        return "keep" if site.contains_sites and word in RECOMPUTED else word
+
+    return {site.name: policy(site) for site in splitting.sites}
 
 
 def _matching(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:

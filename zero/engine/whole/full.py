@@ -33,6 +33,7 @@ from zero.engine.unit_state import UnitState
 from zero.engine.whole.flat_writer import FlatWriter
 from zero.errors import ConfigError, StaleStateError, WorldError, if_it_fails
 from zero.platform.files import memory_of
+from zero.platform.modes import unobserved
 
 
 class Source(Protocol):
@@ -106,6 +107,7 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
     return dict(_values(state, kind, {name}))[name]
 
 
+@unobserved()
 def digest(state: State) -> str:
     """Return the SHA-256 of parameters, moments, buffers, step and loss scale. Collective.
 
@@ -172,6 +174,7 @@ def gathered(
     full = dict(_values(state, kind, wanted))
     before = {name: _Seen.of(tensor) for name, tensor in full.items()}
 
+    @unobserved()
     def write() -> None:
         if state.spent_:
             raise StaleStateError(
@@ -229,6 +232,7 @@ class _Seen(NamedTuple):
     finite: bool
 
     @classmethod
+    @unobserved()
     def of(cls, tensor: Tensor) -> "_Seen":
         tensor = tensor.detach().to("cpu", torch.float32)
         return cls(tensor.shape, _print(tensor), bool(tensor.isfinite().all()))
@@ -400,6 +404,7 @@ def _gradient(state: State, unit: UnitState) -> Tensor:
     return summed_gradient(state.runtime, unit)
 
 
+@unobserved()
 def _has_gradient(state: State, unit: UnitState) -> bool:
     """Reduce all gradients that have arrived so far; return whether `unit` has one. Collective.
 

@@ -24,6 +24,7 @@ from zero.engine.state import State
 from zero.engine.unit_state import UnitState
 from zero.engine.whole.full import Source, state_of
 from zero.errors import ConfigError
+from zero.platform.modes import unobserved_items
 
 INT32_MAX = 2**31 - 1
 
@@ -122,6 +123,7 @@ def _check_kept(kept: int | None, changed_since: int) -> None:
         raise ConfigError(f"changed_since={changed_since}: {has}. Stream all weights once with keep=True.")
 
 
+@unobserved_items
 def _weights(state: State, device: torch.device, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
     kept = state.runtime.streamed
     if keep:
@@ -150,6 +152,7 @@ def _shard(runtime: Runtime, unit: UnitState) -> Tensor:
     return own_shard(runtime, unit)
 
 
+@unobserved_items
 def _patches(state: State, changed_since: int, device: torch.device) -> Iterator[Patch]:
     kept = state.runtime.streamed
     _check_kept(kept.step, changed_since)  # again: another iterator may have replaced it

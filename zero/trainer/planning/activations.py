@@ -44,14 +44,14 @@ class Activations:
         model: built under `zero.empty()`, or on any device.
 
     Attributes:
-        site_names: names of the model's sites, in the order of forward.
+        site_names: names of the model's sites that can be recomputed, in the order of forward.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
         self._config, self._model = config, model
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
-        self.site_names = [site.name for site in self._splitting.sites]
+        self.site_names = [site.name for site in self._splitting.sites if not site.contains_sites]
         self._compute = build_precision(config).compute
         sequence = config.zero.sequence
         self._group = PaperGroup(sequence, local_size=sequence, device="cpu")

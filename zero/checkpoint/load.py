@@ -35,9 +35,10 @@ from zero.checkpoint.save import gather_reports
 from zero.core.codec import CODECS
 from zero.core.layout import Slot
 from zero.core.suggest import some
+from zero.engine.arguments import check_type, type_text
 from zero.engine.full_flat import own_codes
 from zero.engine.model import UnitSpec, buffers_of, checked, coded
-from zero.engine.plan import Plan, check_type, type_text
+from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.whole import FlatWriter, full_values

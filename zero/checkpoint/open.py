@@ -42,7 +42,7 @@ from zero.core.codec import CODECS
 from zero.core.loss_scale import LossScale
 from zero.core.suggest import some
 from zero.distributed.world import World
-from zero.engine.plan import check_folder, check_type
+from zero.engine.arguments import check_folder, check_type
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
 from zero.platform.safetensors_files import offsets

@@ -41,8 +41,8 @@ from zero.checkpoint.shard import ShardWriter
 from zero.core.loss_scale import LossScale
 from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
+from zero.engine.arguments import check_folder, check_type
 from zero.engine.model import buffers_of
-from zero.engine.plan import check_folder, check_type
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.errors import CheckpointError, if_it_fails, with_class

@@ -16,20 +16,13 @@ from zero.core import checks
 from zero.core.setting_types import RECOMPUTED
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
+from zero.engine.arguments import check_type, type_text
 from zero.engine.backward import Reducer
 from zero.engine.checksums import Checksums
 from zero.engine.forward import Fetch, Gatherer, Residency, bind_placeholders, gathering, lending, reading
 from zero.engine.memory import InPlace, OnHost
 from zero.engine.model import ModuleTree, Takeover, codes_in
-from zero.engine.plan import (
-    Plan,
-    check_type,
-    refuse_equal_parts,
-    settings_of,
-    settings_of_groups,
-    thread_count,
-    type_text,
-)
+from zero.engine.plan import Plan, refuse_equal_parts, settings_of, settings_of_groups, thread_count
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.unit_state import UnitState

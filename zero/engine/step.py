@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from zero.core import checks
 from zero.core.optim import Hyper
-from zero.engine.plan import (
-    Plan,
+from zero.engine.arguments import (
     check_function,
     check_loss,
     check_loss_fn,
@@ -29,6 +28,7 @@ from zero.engine.plan import (
     numbers_by_name,
     type_text,
 )
+from zero.engine.plan import Plan
 from zero.engine.replay import Replay, check_replay
 from zero.engine.runtime import Runtime
 from zero.engine.state import State

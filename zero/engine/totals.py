@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero.distributed.world import World
-from zero.engine.plan import NOTHING_TRAINS
+from zero.engine.arguments import NOTHING_TRAINS
 from zero.engine.runtime import Runtime
 from zero.errors import ConfigError, WorldError
 

@@ -17,7 +17,8 @@ from zero.checkpoint.publish import own_root
 from zero.checkpoint.save import by_rank_0
 from zero.core import suggest
 from zero.core.secret import refuse_secrets
-from zero.engine.plan import Plan, check_folder, check_type, numbers_by_name, type_text
+from zero.engine.arguments import check_folder, check_type, numbers_by_name, type_text
+from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.engine.whole import measured

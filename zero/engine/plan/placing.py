@@ -10,12 +10,13 @@ from itertools import product
 from typing import NamedTuple
 
 from zero.core.offload import Offload
-from zero.core.placement import Placement, Room, Tier, budget_bytes, place
+from zero.core.placement import Placement, Room, Tier, budget_bytes, place, usable_bytes, usable_host_bytes
 from zero.core.sizes import MiB, round_up
 from zero.engine.plan.facts import Facts
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.sizes import Sizes
 from zero.errors import ConfigError
+from zero.platform.device import free_host_bytes
 from zero.store import PageKind
 
 LEAST_PAGE_BYTES, MOST_PAGE_BYTES, MANY_PAGES = 4 * MiB, 64 * MiB, 1024
@@ -136,6 +137,20 @@ def auto_page_bytes(facts: Facts, offload: Offload, room: Room) -> int:
     return page_bytes
 
 
+def free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
+    """Return the bytes that this rank may use on each tier, from the free memory now.
+
+    All ranks use the readings of rank 0 if tiers or page sizes depend on them, or if `shared`.
+    """
+    world, device = facts.world, facts.world.compute
+    device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes())
+    host_bytes = usable_host_bytes(offload, free_host_bytes(), device_is_host=facts.device_is_host)
+    mine = f"{device_bytes} {host_bytes // world.whole.local_size}"
+    if shared or "auto" in offload.kinds or has_many_pages(facts, offload):
+        mine = world.share(mine)
+    return Room(*map(int, mine.split()))
+
+
 def place_pages(
     table: PageTable,
     offload: Offload,
@@ -156,16 +171,7 @@ def place_pages(
     Raises:
         DoesNotFit: the state does not fit even with the fewest slots.
     """
-    optimizer_tier = lowest_tiers(offload)[0]
-    groups = [
-        (unit.index, number)
-        for unit in table.facts.units
-        for number, _ in enumerate(table.cut(table.sizes.update_numel(unit)))
-    ]
-    sizes: Counter[tuple[int, int]] = Counter()
-    for page, spec in table.store_pages().items():
-        if table.is_updated(page):
-            sizes[page.unit, page.number] += table.bytes_on(spec, optimizer_tier)
+    groups = _group_bytes(table, offload)
     device_bytes = budget_bytes(offload.device_budget, room.device)
     pages_each = max(map(table.updated_pages, table.facts.units), default=0)
     staged_pages = max(1, min(STAGED_BYTES // max(table.slot_bytes, 1), pages_each))
@@ -174,7 +180,7 @@ def place_pages(
     placed = partial(
         place,
         offload,
-        [(*group, sizes[group]) for group in groups],
+        groups,
         param_bytes=table.param_bytes(),
         grad_bytes=table.most_grad_bytes(),
         activation_bytes=activation_bytes,
@@ -220,6 +226,17 @@ def place_pages(
         )
     assert error is not None
     raise error
+
+
+def _group_bytes(table: PageTable, offload: Offload) -> list[tuple[int, int, int]]:
+    """Return the unit, the number and the bytes of each group of pages of the optimizer's state."""
+    tier = lowest_tiers(offload)[0]
+    sizes: Counter[tuple[int, int]] = Counter()
+    for page, spec in table.store_pages().items():
+        if table.is_updated(page):
+            sizes[page.unit, page.number] += table.bytes_on(spec, tier)
+    counts = {unit.index: len(table.cut(table.sizes.update_numel(unit))) for unit in table.facts.units}
+    return [(unit, number, sizes[unit, number]) for unit, count in counts.items() for number in range(count)]
 
 
 def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iterator[tuple[int, int]]:

@@ -6,11 +6,10 @@ will allocate.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,41 +17,40 @@ from torch import Tensor, nn
 from zero.core import checks
 from zero.core.offload import Offload
 from zero.core.optim import Transform
-from zero.core.placement import Room, Tier, usable_bytes, usable_host_bytes
+from zero.core.placement import Room, Tier
 from zero.core.precision import Precision
-from zero.core.setting_types import RECOMPUTED, Activations
+from zero.core.setting_types import Activations
 from zero.core.stage import Stage
-from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.engine.model import (
-    APART,
     Backend,
-    Site,
-    Splitting,
     UnitSpec,
-    check_backend,
     coded_names,
-    refuse_taken,
     split,
 )
-from zero.engine.plan.arguments import type_text
 from zero.engine.plan.beside import Beside, check_muon, placements, replicated_names, worlds_beside
 from zero.engine.plan.facts import Facts, Reduction, Scope, facts_of, sharers
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.passes import Passes
 from zero.engine.plan.placing import (
     auto_page_bytes,
-    has_many_pages,
+    free_room,
     lowest_tiers,
     place_pages,
 )
 from zero.engine.plan.plan_text import table_text
+from zero.engine.plan.settings import (
+    Update,
+    activations_of,
+    check_settings,
+    class_names,
+    kept_units,
+    policies_of,
+    refuse_strangers,
+)
 from zero.engine.plan.sizes import Sizes
 from zero.errors import ConfigError, PlanError
-from zero.platform.device import free_host_bytes
 from zero.store import Page, PageKind
-
-Update = Literal["lazy", "serial"]
 
 KINDS = (
     *("parameters", "gathered units", "secondary shards", "gradients", "gradient flats", "node sums"),
@@ -155,22 +153,13 @@ class Plan:
         activation_bytes: int = 0,
         host_activation_bytes: int = 0,
     ) -> None:
-        _refuse_strangers(model, optimizer, world)
-        for name, count, least, of in (
-            ("zero.prefetch", prefetch, 0, "units"),
-            ("zero.bucket", bucket, 0, "bytes"),
-            ("batch.accumulate", accumulate, 1, "microbatches"),
-            ("activation_bytes", activation_bytes, 0, "bytes"),
-            ("host_activation_bytes", host_activation_bytes, 0, "bytes"),
-        ):
-            checks.whole(name, count, least, of, PlanError)
-        checks.boolean("zero.check_writes", check_writes, PlanError)
-        keep, policies = checks.patterns("zero.keep", keep, PlanError), _policies(activations, compile)
-        for name, word, known in (
-            *(("update", update, Update), ("gather", gather, Literal["auto", "world", "node"])),
-            *(("reduce", reduce, Literal["auto", "exact", "native", "node"]), ("shard", shard, Scope)),
-        ):
-            checks.one_of(f"zero.{name}", word, get_args(known), PlanError)
+        refuse_strangers(model, optimizer, world)
+        check_settings(
+            check_writes=check_writes, update=update, gather=gather, reduce=reduce, shard=shard, prefetch=prefetch,
+            bucket=bucket, accumulate=accumulate, activation_bytes=activation_bytes,
+            host_activation_bytes=host_activation_bytes,
+        )  # fmt: skip
+        keep, policies = checks.patterns("zero.keep", keep, PlanError), policies_of(activations, compile)
         self.model, self.bucket, self.compile, self.check_writes = model, bucket, compile, check_writes
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
         stage = stage if isinstance(stage, Stage) else Stage(stage)
@@ -184,7 +173,7 @@ class Plan:
         splitting = split(
             model,
             world_size=sharers(world, shard),
-            class_names=_names(units),
+            class_names=class_names(units),
             optimizer=optimizer,
             bucket_numel=bucket // precision.compute.itemsize,
             coded=coded_names(model, precision),
@@ -203,7 +192,7 @@ class Plan:
             optimizer=optimizer,
             accumulate=accumulate,
             prefetch=prefetch,
-            kept_units=_matching(splitting, keep) | {unit.index for unit in splitting.units if unit.shared},
+            kept_units=kept_units(splitting, keep),
             param_tier=param_tier,
             grad_tier=grad_tier,
             gather=gather,
@@ -215,7 +204,7 @@ class Plan:
     def _place(self, facts: Facts, room: Room | None, *, may_drop_secondary: bool) -> None:
         """Set the size of pages, their table, their placement and the slots, for `room` or the memory that is free."""
         shared = may_drop_secondary and facts.keeps_secondary
-        room = _free_room(facts, self.offload, shared=shared) if room is None else room
+        room = free_room(facts, self.offload, shared=shared) if room is None else room
         page_bytes = self.offload.page_bytes or auto_page_bytes(facts, self.offload, room)
         self.offload = self.offload.model_copy(update={"page_bytes": page_bytes})
         place = partial(
@@ -340,104 +329,6 @@ class Plan:
             f"{self.numel:,} parameters in {len(self.units)} units"
         )
         return f"{heading}\n{table_text(self.bytes)}"
-
-
-def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> dict[str, Activations]:
-    """Return the activation policy of each site, by its name.
-
-    A site that contains others keeps its activations where the policy would recompute them: its recomputation would run
-    the sites inside once more, and would hold all of their units at the same time.
-
-    Raises:
-        PlanError: a pattern matches no site.
-    """
-    _check_patterns("zero.activations", by_pattern, [site.name for site in splitting.sites])
-
-    def policy(site: Site) -> Activations:
-        matching = (word for pattern, word in by_pattern.items() if fnmatchcase(site.name, pattern))
-        word: Activations = next(matching, "keep")
-        return "keep" if site.contains_sites and word in RECOMPUTED else word
-
-    return {site.name: policy(site) for site in splitting.sites}
-
-
-def _matching(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:
-    """Return the indices of the units whose name matches one of the patterns.
-
-    Raises:
-        PlanError: a pattern matches no unit.
-    """
-    names = {unit.index: unit.name.removesuffix(APART) for unit in splitting.units}
-    _check_patterns("zero.keep", patterns, [*dict.fromkeys(names.values())])
-    return frozenset(index for index, name in names.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
-
-
-def _check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise PlanError(f"{key}: no unit is named {pattern}. There are {some(names)}.")
-
-
-def _policies(activations: Activations | Mapping[str, Activations], compile: Backend) -> Mapping[str, Activations]:
-    """Return the policies of activations by patterns of names, checked."""
-    check_backend(compile)
-    policies = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
-    checks.patterns("zero.activations", [*policies], PlanError)
-    for word in policies.values():
-        checks.one_of("zero.activations", word, get_args(Activations), PlanError)
-    if compile and "selective" in policies.values():
-        raise PlanError("zero.activations=selective does not see products in compiled code. Set zero.compile=false.")
-    return policies
-
-
-def _free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
-    """Return the bytes that this rank may use on each tier, from the free memory now.
-
-    All ranks use the readings of rank 0 if tiers or page sizes depend on them, or if `shared`.
-    """
-    world, device = facts.world, facts.world.compute
-    device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes())
-    host_bytes = usable_host_bytes(offload, free_host_bytes(), device_is_host=facts.device_is_host)
-    mine = f"{device_bytes} {host_bytes // world.whole.local_size}"
-    if shared or "auto" in offload.kinds or has_many_pages(facts, offload):
-        mine = world.share(mine)
-    return Room(*map(int, mine.split()))
-
-
-def _refuse_strangers(model: object, optimizer: object, world: object) -> None:
-    """Raise PlanError unless the arguments are a module that no state has taken over, a Transform and a World."""
-    for key, value, kind, instead in (
-        ("model", model, nn.Module, "Pass a torch.nn.Module."),
-        (
-            "optimizer",
-            optimizer,
-            Transform,
-            "Make one with zero.adamw(lr), or pass torch's optimizer to zero.initialize.",
-        ),
-        ("world", world, World, "Make one with zero.World.from_env()."),
-    ):
-        if not isinstance(value, kind):
-            raise PlanError(f"{key} is {type_text(value)}. {instead}")
-    assert isinstance(model, nn.Module)
-    refuse_taken(model)
-    if type(model).__name__ == "OptimizedModule":  # compared by name to avoid importing torch's compiler
-        raise PlanError(
-            "model was compiled by torch.compile. Pass the model itself and zero.Plan(compile=True), which compiles "
-            "each unit."
-        )
-
-
-def _names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
-    if units is None:
-        return None
-    if isinstance(units, type):
-        raise PlanError(f"zero.units={units.__name__} is one class. Pass a list: [{units.__name__}].")
-    names = (
-        units
-        if isinstance(units, str) or not isinstance(units, Iterable)
-        else [unit.__name__ if isinstance(unit, type) else unit for unit in units]
-    )
-    return [*checks.patterns("zero.units", names, PlanError)]
 
 
 def _nbytes(tensor: Tensor) -> int:

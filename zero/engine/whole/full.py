@@ -25,9 +25,9 @@ from torch import Tensor
 from zero.core.layout import Layout, Slot
 from zero.core.master import rounded
 from zero.core.suggest import meant, some
+from zero.engine.arguments import check_type
 from zero.engine.full_flat import full_flat, full_tensors, gather_flat, layouts_of, summed_gradient
 from zero.engine.model import ParameterPlaceholder, buffers_of
-from zero.engine.plan import check_type
 from zero.engine.state import State
 from zero.engine.unit_state import UnitState
 from zero.engine.whole.flat_writer import FlatWriter

@@ -1,0 +1,131 @@
+"""Checks of a plan's settings, and what their patterns select."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from torch import nn
+
+from zero.core import checks
+from zero.core.optim import Transform
+from zero.core.setting_types import RECOMPUTED, Activations
+from zero.core.suggest import some
+from zero.distributed.world import World
+from zero.engine.arguments import type_text
+from zero.engine.model import APART, Backend, Site, Splitting, check_backend, refuse_taken
+from zero.engine.plan.facts import Scope
+from zero.errors import PlanError
+
+Update = Literal["lazy", "serial"]
+
+NUMBERS = {
+    "prefetch": ("zero.prefetch", 0, "units"),
+    "bucket": ("zero.bucket", 0, "bytes"),
+    "accumulate": ("batch.accumulate", 1, "microbatches"),
+    "activation_bytes": ("activation_bytes", 0, "bytes"),
+    "host_activation_bytes": ("host_activation_bytes", 0, "bytes"),
+}
+"""Settings that are whole numbers: their names in messages, their least values and what they count."""
+
+
+def refuse_strangers(model: object, optimizer: object, world: object) -> None:
+    """Raise PlanError unless the arguments are a module that no state has taken over, a Transform and a World."""
+    for key, value, kind, instead in (
+        ("model", model, nn.Module, "Pass a torch.nn.Module."),
+        (
+            "optimizer",
+            optimizer,
+            Transform,
+            "Make one with zero.adamw(lr), or pass torch's optimizer to zero.initialize.",
+        ),
+        ("world", world, World, "Make one with zero.World.from_env()."),
+    ):
+        if not isinstance(value, kind):
+            raise PlanError(f"{key} is {type_text(value)}. {instead}")
+    assert isinstance(model, nn.Module)
+    refuse_taken(model)
+    if type(model).__name__ == "OptimizedModule":  # compared by name to avoid importing torch's compiler
+        raise PlanError(
+            "model was compiled by torch.compile. Pass the model itself and zero.Plan(compile=True), which compiles "
+            "each unit."
+        )
+
+
+def check_settings(*, check_writes: bool, update: str, gather: str, reduce: str, shard: str, **numbers: int) -> None:
+    """Raise PlanError unless these settings of a plan have values that are known.
+
+    Args:
+        numbers: prefetch, bucket, accumulate, activation_bytes, host_activation_bytes.
+    """
+    for name, number in numbers.items():
+        key, least, of = NUMBERS[name]
+        checks.whole(key, number, least, of, PlanError)
+    checks.boolean("zero.check_writes", check_writes, PlanError)
+    for name, word, known in (
+        *(("update", update, Update), ("gather", gather, Literal["auto", "world", "node"])),
+        *(("reduce", reduce, Literal["auto", "exact", "native", "node"]), ("shard", shard, Scope)),
+    ):
+        checks.one_of(f"zero.{name}", word, get_args(known), PlanError)
+
+
+def policies_of(activations: Activations | Mapping[str, Activations], compile: Backend) -> Mapping[str, Activations]:
+    """Return the policies of activations by patterns of names, checked."""
+    check_backend(compile)
+    policies = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
+    checks.patterns("zero.activations", [*policies], PlanError)
+    for word in policies.values():
+        checks.one_of("zero.activations", word, get_args(Activations), PlanError)
+    if compile and "selective" in policies.values():
+        raise PlanError("zero.activations=selective does not see products in compiled code. Set zero.compile=false.")
+    return policies
+
+
+def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> dict[str, Activations]:
+    """Return the activation policy of each site, by its name.
+
+    A site that contains others keeps its activations where the policy would recompute them: its recomputation would run
+    the sites inside once more, and would hold all of their units at the same time.
+
+    Raises:
+        PlanError: a pattern matches no site.
+    """
+    _check_patterns("zero.activations", by_pattern, [site.name for site in splitting.sites])
+
+    def policy(site: Site) -> Activations:
+        matching = (word for pattern, word in by_pattern.items() if fnmatchcase(site.name, pattern))
+        word: Activations = next(matching, "keep")
+        return "keep" if site.contains_sites and word in RECOMPUTED else word
+
+    return {site.name: policy(site) for site in splitting.sites}
+
+
+def kept_units(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:
+    """Return the indices of the units that stay gathered: those whose name matches a pattern, and the shared one.
+
+    Raises:
+        PlanError: a pattern matches no unit.
+    """
+    names = {unit.index: unit.name.removesuffix(APART) for unit in splitting.units}
+    _check_patterns("zero.keep", patterns, [*dict.fromkeys(names.values())])
+    kept = {index for index, name in names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return frozenset(kept | {unit.index for unit in splitting.units if unit.shared})
+
+
+def class_names(units: Sequence[str | type[nn.Module]] | None) -> list[str] | None:
+    """Return the names of the classes of sites; None for the default."""
+    if units is None:
+        return None
+    if isinstance(units, type):
+        raise PlanError(f"zero.units={units.__name__} is one class. Pass a list: [{units.__name__}].")
+    names = (
+        units
+        if isinstance(units, str) or not isinstance(units, Iterable)
+        else [unit.__name__ if isinstance(unit, type) else unit for unit in units]
+    )
+    return [*checks.patterns("zero.units", names, PlanError)]
+
+
+def _check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise PlanError(f"{key}: no unit is named {pattern}. There are {some(names)}.")

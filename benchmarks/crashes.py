@@ -55,13 +55,14 @@ def config_of(offload: Path) -> Any:
 def place_of(site: str) -> tuple[type, str]:
     """Return the (class, method) of a site."""
     from zero.checkpoint.disk import Disk
-    from zero.engine.forward.gather import Gatherer
+    from zero.engine.backward import BackwardPass
+    from zero.engine.forward import SiteRunner
     from zero.store import PrefetchStore
     from zero.engine.update.update import Updater
 
     places: dict[str, tuple[type, str]] = {
-        "forward": (Gatherer, "run"),
-        "backward": (Gatherer, "deliver"),
+        "forward": (SiteRunner, "run"),
+        "backward": (BackwardPass, "deliver"),
         "update": (Updater, "_update_offloaded"),
         "paging": (PrefetchStore, "_copy"),
         "save": (Disk, "pwrite"),

@@ -123,6 +123,12 @@ def test_every_folder_is_in_the_wheel():
     assert set(packages) == folders | {"zero.application"}, "see packages in pyproject.toml"
 
 
+def test_every_mutant_names_one_place_in_the_code():
+    mutants = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
+    counts = {name: (ROOT / mutant["file"]).read_text().count(mutant["old"]) for name, mutant in mutants.items()}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
 def test_train_py_can_be_read_aloud():
     lines = (ROOT / "train.py").read_text().splitlines()
     assert len(lines) <= 100

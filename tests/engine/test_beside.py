@@ -92,7 +92,7 @@ def trained(_: zero.World, kind: str, settings: dict[str, dict[str, Any]]) -> di
                 state, metrics = step(state, [rows_of(number, number_of(kind, world))])
                 every.append((metrics.loss, metrics.grad_norm))
             results[name] = digest(state), every, zero.full_state_dict(state)
-            pool = state.runtime.gatherer.pool
+            pool = state.runtime.residency.pool
             assert pool is None or not pool.renewed, "a saved tensor kept the memory of a gathered buffer"
             state.close()
     return results

@@ -708,7 +708,7 @@ def sharded(
             **settings,
         )
         state = zero.init(plan, zero.open_store(plan), weights=values)
-        pool = state.runtime.gatherer.pool
+        pool = state.runtime.residency.pool
 
         def watched(model: nn.Module, batch: Any) -> Tensor:
             loss = loss_fn(model, batch)
@@ -817,7 +817,7 @@ def overflowing(world: zero.World, models: list[nn.Module], case: Case) -> int:
     step = zero.make_step(plan, lambda model, b: case.loss(model, b._replace(x=b.x.bfloat16())).float())
     for number in range(STEPS):
         state, _ = step(state, [batch_of(number, world.rank)])
-    return state.runtime.gatherer.pool.overflowed
+    return state.runtime.residency.pool.overflowed
 
 
 def test_a_buffer_beside_the_planned_ones_is_freed_after_its_last_use():
@@ -866,10 +866,10 @@ def test_a_mostly_frozen_model_does_not_grow():
             state, _ = step(state, [batch_of(number, world.rank)])
             if number in (19, 119):
                 meet.wait(30)  # not world.barrier: its own tensors would be counted
-                gatherer = state.runtime.gatherer
-                visits = sum(len(order._seen) + len(order._expected) for order in gatherer.residency._orders.values())
+                residency = state.runtime.residency
+                visits = sum(len(order._seen) + len(order._expected) for order in residency._orders.values())
                 alive = live_tensors() if world.rank == 0 else (0, 0)
-                seen.append((*alive, gatherer.pool.allocated_bytes, visits))
+                seen.append((*alive, residency.pool.allocated_bytes, visits))
                 meet.wait(30)
         return seen
 
@@ -1227,7 +1227,7 @@ def test_a_step_that_raised_on_every_rank_leaves_the_state_as_it_was(build, stag
                     step(state, batch)
             else:
                 state, _ = step(state, batch)
-        assert state.runtime.gatherer.pool is None or state.runtime.gatherer.pool.pinned == 0
+        assert state.runtime.residency.pool is None or state.runtime.residency.pool.pinned == 0
         return zero.full_state_dict(state)
 
     broken, whole = (run_ranks(2, rank_main, numbers) for numbers in ((0, 1, 2), (0, 2)))

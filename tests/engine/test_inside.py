@@ -199,7 +199,7 @@ def test_an_exception_in_a_recomputation_leaves_the_state_as_it_was(stage, reent
         for layer in state.model.layers:
             layer.calls = 2
         state, _ = step(state, [batch_of(0, world.rank)])
-        pool = state.runtime.gatherer.pool
+        pool = state.runtime.residency.pool
         assert pool is None or pool.pinned == 0
         return zero.full_state_dict(state)
 
@@ -372,7 +372,7 @@ def test_a_model_trains_through_another_one_that_is_frozen_and_sharded(stage, in
         for number in range(3):
             state, metrics = step(state, [batch_of(number, world.rank)])
             losses.append(metrics.loss)
-            assert pins(frozen.runtime.gatherer.pool) == 0
+            assert pins(frozen.runtime.residency.pool) == 0
         return losses, zero.full_state_dict(state), zero.full_state_dict(frozen)
 
     def quiet(batch: Batch) -> Tensor:
@@ -471,8 +471,8 @@ def test_an_activation_that_was_overwritten_on_its_way_is_refused_as_torch_does(
 
 def test_on_a_cpu_offloaded_activations_are_kept_where_they_are():
     state = state_of(Chain(), SoloWorld(), activations="offload")
-    assert state.runtime.gatherer.activations.allocated_bytes == 0
-    assert not state.runtime.gatherer.activations.offloads
+    assert state.runtime.sites.activations.allocated_bytes == 0
+    assert not state.runtime.sites.activations.offloads
 
 
 # -- compilation -------------------------------------------------------------------------------------------------------

@@ -599,7 +599,7 @@ def test_a_step_that_breaks_off_leaves_no_secondary_shard_that_holds_something_e
     def broken_off(world: zero.World, between: tuple[str, str]) -> tuple[str, int]:
         setting = Setting(between=between, offload=OFFLOADED_PARAMS.get(offload, ()), prefetch=2, accumulate=2)
         state, step = setting.start(world)
-        residency = state.runtime.gatherer.residency
+        residency = state.runtime.residency
         fetch, broken = residency._fetch, 0
         for number in range(3):
             batches = [small_batch(2 * number, 6), small_batch(2 * number + 1, 6)]
@@ -631,7 +631,7 @@ def test_a_gather_that_never_began_leaves_no_secondary_shard():
 
     def left_out(world: zero.World, gather: str) -> list[torch.Tensor]:
         state, _ = Setting(between=(gather, "exact"), offload=OFFLOADS["infinity"]).start(world)
-        residency, units = state.runtime.gatherer.residency, state.runtime.units
+        residency, units = state.runtime.residency, state.runtime.units
         assert residency.pool is not None
         for buffer in residency.pool.buffers:
             buffer.pins += 1

@@ -139,7 +139,7 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
             ahead=(0, 32 * KiB, None)[number % 3],
             threads=1 + number % 3,
         )
-        pages = run_ranks(1, lambda world, setting=setting: setting.plan(world, wide).store_pages().keys())[0]
+        pages = run_ranks(1, lambda world, setting=setting: setting.plan(world, wide).pages.store_pages().keys())[0]
         assert max(page.number for page in pages) >= 6
         assert run_ranks(size, train_offloaded, setting, 4, None, wide) == expected, setting
 
@@ -314,7 +314,7 @@ def test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again(d
     """The interrupt arrives after reads have started and before any wait for them."""
     setting = Setting(offload=(("preset", "infinity"),), page_bytes=4 * KiB)
     state, step = setting.start(SoloWorld(), wide, small_loss)
-    store, residency = state.runtime.store, state.runtime.gatherer.residency
+    store, residency = state.runtime.store, state.runtime.residency
     asked, drain, fetch = threading.Event(), store.drain, residency._fetch
     read = NvmeStore.read
 
@@ -472,8 +472,8 @@ def test_an_offloaded_plan_is_true(size, offload, precision):
             held = home.allocated_bytes + sum(unit.grad.nbytes for unit in home._open)
             assert held == told["device"]["gradient buffers"]
             assert home.overflowed == 0
-        if parts.gatherer.pool is not None:
-            assert parts.gatherer.pool.allocated_bytes == told["device"]["gathered units"]
+        if parts.residency.pool is not None:
+            assert parts.residency.pool.allocated_bytes == told["device"]["gathered units"]
         assert sum(slot.nbytes for slot in parts.store._slots) == told.get("host", {}).get("arena", 0)
         return True
 
@@ -679,7 +679,7 @@ def test_no_buffer_is_allocated_beyond_the_plan_where_one_unit_is_much_larger(st
             state, step = zero.init(plan, store), zero.make_step(plan, lambda model, x: model(x).square().mean())
             for _ in range(3):
                 state, _ = step(state, [torch.ones(2, 8)] * accumulate)
-            pool = state.runtime.gatherer.pool
+            pool = state.runtime.residency.pool
             return state.runtime.gradients.overflowed, pool.overflowed if pool is not None else 0
 
     assert run_ranks(2, rank_main) == [(0, 0)] * 2

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from zero.engine.gather.visit_order import CollectiveLog, VisitOrder
 from zero.engine.memory.pool import Buffer, Pool
-from zero.engine.visit_order import CollectiveLog, VisitOrder
 from zero.platform.device import Device
 
 CPU = Device(torch.device("cpu"))

@@ -238,7 +238,7 @@ def nested_step(world, activations, block, units):
     for _ in range(2):
         step.microbatch()
         step.backward(plan.model(x).square().mean())
-    grads, pool = zero.full_state_dict(step, "grad"), state.runtime.gatherer.pool
+    grads, pool = zero.full_state_dict(step, "grad"), state.runtime.residency.pool
     state.runtime.store.close()
     forwards, overflowed = [module.forwards for module in inner], 0 if pool is None else pool.overflowed
     return grads, torch.rand(1), forwards, plan.bytes["device"]["gathered units"], overflowed

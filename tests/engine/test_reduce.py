@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.simulation import simulated_gpu
-from zero.engine.forward.gather import Gatherer
+from zero.engine.backward import BackwardPass
 from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError, StaleStateError
 from zero.platform.handle import Handle
@@ -194,9 +194,9 @@ def test_a_stack_that_is_looped_over_needs_no_more_memory(loops, update):
             state, _ = step(state, [batch_of(number, world.rank, 0, loops=loops)])
         parts, planned = state.runtime, state.plan.bytes["device"]
         assert parts.reducer.allocated_bytes == planned["gradient flats"]
-        if parts.gatherer.pool is not None:
-            assert parts.gatherer.pool.overflowed == 0
-            assert parts.gatherer.pool.allocated_bytes == planned["gathered units"]
+        if parts.residency.pool is not None:
+            assert parts.residency.pool.overflowed == 0
+            assert parts.residency.pool.allocated_bytes == planned["gathered units"]
         return digest(state)
 
     found = {one for stage in range(4) for one in run_ranks(2, rank_main, stage)}
@@ -282,7 +282,7 @@ def test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_arrives_and_is_never_settled_is_not_left_out(monkeypatch, stage):
     state, step = start(zero.World.from_env(), stage=stage)
-    monkeypatch.setattr(Gatherer, "_close", lambda self, unit: unit.step.calls.clear())
+    monkeypatch.setattr(BackwardPass, "_close", lambda self, unit: unit.step.calls.clear())
     with pytest.raises(AssertionError, match="have arrived and were never reduced"):
         step(state, [batch_of(0, 0, 0)])
 

@@ -198,7 +198,7 @@ def train_gpt(world, setting, steps=3):
         tokens = torch.randint(0, 50, (2 * world.size, 17), generator=torch.Generator().manual_seed(number))
         state, metrics = step(state, slice_of(tokens, world, 1))
         told.append(metrics)
-    pool = state.runtime.gatherer.pool
+    pool = state.runtime.residency.pool
     leaks = (pool.overflowed, pool.pinned) if pool is not None else (0, 0)
     return digest(state), told, leaks
 

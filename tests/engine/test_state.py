@@ -125,7 +125,7 @@ def stumble(world, setting, where):
     else:
         between = digest(state)
     state, metrics = step(state, fragile_batch(world, 2, setting.accumulate))
-    pool = state.runtime.gatherer.pool
+    pool = state.runtime.residency.pool
     assert pool is None or (pool.overflowed, pool.pinned) == (0, 0)
     return between, digest(state), metrics
 
@@ -381,7 +381,7 @@ def held_bytes(world, setting):
         "parameters": storages(
             [unit.resident.flat] if unit.resident is not None else [unit.shard_S, unit.frozen_S] for unit in parts.units
         ),
-        "gathered units": parts.gatherer.pool.allocated_bytes if parts.gatherer.pool is not None else 0,
+        "gathered units": parts.residency.pool.allocated_bytes if parts.residency.pool is not None else 0,
         "gradients": storages([unit.grad] for unit in parts.units if unit.grad is not None),
         "gradient flats": storages([flat.whole] for flat in parts.reducer._flats._all),
         **pages,
@@ -531,7 +531,7 @@ def after_interrupt(world, setting, use, line, folder):
             if interrupt.place:
                 state, result = USES[use](state, folder, step)
             state = step_once(state, step, 3)
-            pool = state.runtime.gatherer.pool
+            pool = state.runtime.residency.pool
             assert pool is None or (pool.overflowed, pool.pinned) == (0, 0)
             return interrupt, (result, digest(state))
         except StaleStateError as error:

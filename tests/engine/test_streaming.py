@@ -81,7 +81,7 @@ def stream_often(world, setting):
         assert {tensor.dtype for tensor in streamed.values()} == {state.plan.precision.compute}
         assert bits_of(received.items()) == bits_of(streamed.items())
         assert not [*zero.stream_weights(state, changed_since=state.step)], "nothing has changed since"
-    residency = state.runtime.gatherer.residency
+    residency = state.runtime.residency
     assert residency.pool is None or not residency.pool.overflowed, "one unit at a time"
     state.runtime.store.close()
     return numbers

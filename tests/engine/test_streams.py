@@ -421,7 +421,7 @@ def train_twice(world: zero.World, path: Path, **given) -> str:
 def train_interrupted(world: zero.World, path: Path, **given) -> str:
     """A gather breaks off after its copies were enqueued, and the step is made again."""
     state, step = start(world, path, **given)
-    residency, dtype = state.runtime.gatherer.residency, state.plan.precision.compute
+    residency, dtype = state.runtime.residency, state.plan.precision.compute
     fetch = residency._fetch
     for number in range(STEPS):
         calls = itertools.count()
@@ -444,7 +444,7 @@ def train_interrupted(world: zero.World, path: Path, **given) -> str:
 def train_and_look_again(world: zero.World, path: Path, **given) -> str:
     """A forward after a step breaks off when its first unit is requested, and is made again."""
     state, step = start(world, path, **given)
-    residency, forward = state.runtime.gatherer.residency, zero.make_forward(state.plan, loss)
+    residency, forward = state.runtime.residency, zero.make_forward(state.plan, loss)
     fetch = residency._fetch
 
     def breaks_off(*_):
@@ -725,14 +725,14 @@ NEEDED: dict[str, dict[str, str]] = {
     "distributed/routes.py:_TwoHalves.wait handle.wait": {"collective": "two nodes"},
     "distributed/world.py:World.all_reduce.add arrival.wait": {"collective": "a loop of one's own"},
     "distributed/world.py:World._reduced.add arrival.wait": {"collective": "stage 0"},
-    "engine/forward/fetch.py:_expanding.expand handle.wait": {
+    "engine/gather/fetch.py:_expanding.expand handle.wait": {
         "collective": "codes",
         "ticket": "codes, infinity, alone",
     },
-    "engine/forward/fetch.py:Later.wait handle.wait": {"collective": "cpu, state on a disk"},
-    "engine/forward/fetch.py:Later.wait self._ready.wait": {"wait": "cpu, state on a disk, alone"},
-    "engine/forward/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"ticket": "cpu, state on a disk"},
-    "engine/forward/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
+    "engine/gather/fetch.py:Later.wait handle.wait": {"collective": "cpu, state on a disk"},
+    "engine/gather/fetch.py:Later.wait self._ready.wait": {"wait": "cpu, state on a disk, alone"},
+    "engine/gather/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"ticket": "cpu, state on a disk"},
+    "engine/gather/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
     "engine/whole/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
     "engine/whole/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
     "engine/full_flat.py:summed_gradient unit.step.left.wait": {"wait": "a loop of one's own at stage 1"},
@@ -765,7 +765,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/replay.py:Replay._copy self._store.read().wait": {"ticket": "made twice, infinity"},
     "engine/replay.py:Replay._sums self._device.join": {"join": "made twice, cpu"},
     "engine/replay.py:Replay.watched self._device.join": {"join": "made twice, cpu"},
-    "engine/forward/residency.py:Residency._start self._device.aside": {"aside": "stage 1"},
+    "engine/gather/residency.py:Residency._start self._device.aside": {"aside": "stage 1"},
     "engine/runtime.py:Runtime.await_copies self.copying[-1].wait": {"ticket": "saved behind at stage 1"},
     "engine/runtime.py:Runtime.finish_step self.store.drain": {"drain": "serial"},
     "engine/runtime.py:Runtime.make_updates self.plan.world.compute.join": {"join": "saved, cpu"},

@@ -46,10 +46,10 @@ def test_a_simulated_gpu_sends_those_of_the_units_that_are_named():
     def run(world, policies):
         setting = Setting(activations=policies, page_bytes=4 * KiB)
         state, step = setting.start(world)
-        state.runtime.gatherer.activations._least_bytes = 0
+        state.runtime.sites.activations._least_bytes = 0
         for number in range(2):
             state, _ = step(state, slice_of(small_batch(number, 6), world, 1))
-        return digest(state), state.runtime.gatherer.activations.allocated_bytes
+        return digest(state), state.runtime.sites.activations.allocated_bytes
 
     with simulated_gpu():
         kept, some, every = (
@@ -142,7 +142,7 @@ def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
         for _ in range(2):
             before = world.compute.copied.nbytes
             state, _ = step(state, [tokens])
-        return state.runtime.gatherer.activations.allocated_bytes, world.compute.copied.nbytes - before
+        return state.runtime.sites.activations.allocated_bytes, world.compute.copied.nbytes - before
 
     with simulated_gpu():
         assert run_ranks(1, run) == [(counted.host_bytes, 2 * counted.host_bytes)]

@@ -38,12 +38,13 @@ class Hang(NamedTuple):
 
     def method(self) -> tuple[type, str]:
         from zero.checkpoint.disk import Disk
-        from zero.engine.forward.gather import Gatherer
+        from zero.engine.backward import BackwardPass
+        from zero.engine.forward import SiteRunner
         from zero.engine.update.update import Updater
 
         methods: dict[str, tuple[type, str]] = {
-            "forward": (Gatherer, "run"),
-            "backward": (Gatherer, "deliver"),
+            "forward": (SiteRunner, "run"),
+            "backward": (BackwardPass, "deliver"),
             "update": (Updater, "_update_offloaded"),
             "save": (Disk, "pwrite"),
         }

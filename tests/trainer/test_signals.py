@@ -23,7 +23,8 @@ import train
 from tests.conftest import LONG_S
 from zero.checkpoint.disk import Disk
 from zero.checkpoint.shard import ShardReader
-from zero.engine.forward.gather import Gatherer
+from zero.engine.backward import BackwardPass
+from zero.engine.forward import SiteRunner
 from zero.engine.update.update import Updater
 from zero.errors import Preempted
 from zero.store import PrefetchStore
@@ -35,8 +36,8 @@ from zero.trainer.launch.request import no_further_sigint, signals_waiting
 from zero.trainer.loop import Run
 
 SITES: dict[str, tuple[type, str]] = {
-    "forward": (Gatherer, "run"),
-    "backward": (Gatherer, "deliver"),
+    "forward": (SiteRunner, "run"),
+    "backward": (BackwardPass, "deliver"),
     "update": (Updater, "_update_offloaded"),
     "paging": (PrefetchStore, "_copy"),
     "save": (Disk, "pwrite"),

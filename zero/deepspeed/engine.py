@@ -75,9 +75,9 @@ class Engine(EngineCheckpoints):
         optimizer.engine = self
         self._call = state.model._call_impl
         self._give_back = _take_over(state.model, weakref.ref(self))
-        state.runtime.gatherer.entering = partial(_enter, weakref.ref(self))
+        state.runtime.sites.entering = partial(_enter, weakref.ref(self))
         self._grads = Grads(self)
-        state.runtime.gatherer.arriving = self._grads.arriving
+        state.runtime.backward.arriving = self._grads.arriving
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Engine(EngineCheckpoints):
         if self.trains_now:
             self._begin_microbatch()
         elif self._step is None:
-            state.runtime.gatherer.begin()
+            state.runtime.sites.begin()
         if self._casts_inputs:
             args, kwargs = self._cast((args, kwargs))
         with if_it_fails(self._abort):
@@ -297,7 +297,7 @@ class Engine(EngineCheckpoints):
         """
         if self._closing.detach() is None:
             return
-        if self._in_microbatch and self._state.runtime.gatherer.arrived:
+        if self._in_microbatch and self._state.runtime.backward.arrived:
             self._warn_once("engine.destroy(): gradients that arrived after the last engine.step() are dropped")
         self._abort()
         if self._passed is not None:

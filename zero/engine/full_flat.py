@@ -61,7 +61,7 @@ def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> T
         return gather_flat(runtime, unit, form.values_of(kept), kind).to("cpu", torch.float32)
     if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
         return gather_flat(runtime, unit, _master(runtime, unit), "master").cpu()
-    full = runtime.gatherer.residency.materialise(unit)
+    full = runtime.residency.materialise(unit)
     flat = next(flat for flat in unit.spec.flats if flat.values is layout)
     return flat.of(full).to("cpu", torch.float32, copy=True)
 

@@ -17,9 +17,10 @@ from zero.core.setting_types import RECOMPUTED
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type, type_text
-from zero.engine.backward import Reducer
+from zero.engine.backward import BackwardPass, Reducer
 from zero.engine.checksums import Checksums
-from zero.engine.forward import Fetch, Gatherer, Residency, bind_placeholders, gathering, lending, reading
+from zero.engine.forward import SiteRunner
+from zero.engine.gather import CollectiveLog, Fetch, Residency, gathering, lending, reading
 from zero.engine.memory import InPlace, OnHost
 from zero.engine.model import ModuleTree, Takeover, codes_in
 from zero.engine.plan import Plan, refuse_equal_parts, settings_of, settings_of_groups, thread_count
@@ -27,7 +28,6 @@ from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Gradients, PagedGradients, Updater
-from zero.engine.visit_order import CollectiveLog
 from zero.engine.whole import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.errors import ConfigError, StoreError, if_it_fails
 from zero.platform.device import Arena, give_back_memory
@@ -272,10 +272,11 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
     first = residency.complete
     reducer = Reducer(plan, routes, units, gradients, updater, first=first, log=log, tape=tape, checksums=checksums)
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
-    gatherer = Gatherer(plan, units, residency, reducer, activations, tape, checksums)
-    bind_placeholders(plan.model, plan.facts.splitting.sites, gatherer)
-    takeover.attach(gatherer.runner)
-    parts = store, units, routes, gatherer, gradients, reducer, updater, log, tape, checksums
+    backward = BackwardPass(plan.accumulate, units, residency, reducer, tape)
+    sites = SiteRunner(plan, units, residency, backward, activations, tape, checksums)
+    sites.bind(plan.model, plan.facts.splitting.sites)
+    takeover.attach(sites.runner)
+    parts = store, units, routes, residency, reducer, backward, sites, gradients, updater, log, tape, checksums
     return Runtime(plan, takeover, ModuleTree(plan.model), *parts)
 
 

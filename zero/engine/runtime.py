@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from zero.distributed.routes import Routes
-from zero.engine.backward import Reducer
+from zero.engine.backward import BackwardPass, Reducer
 from zero.engine.checksums import Checksums
-from zero.engine.forward import Gatherer
+from zero.engine.forward import SiteRunner
+from zero.engine.gather import CollectiveLog, Residency
 from zero.engine.model import ModuleTree, Takeover
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Gradients, Updater
-from zero.engine.visit_order import CollectiveLog
 from zero.platform.handle import Handle
 from zero.platform.modes import unobserved
 from zero.platform.timeline import Tape
@@ -72,9 +72,11 @@ class Runtime:
     store: PrefetchStore
     units: tuple[UnitState, ...]
     routes: Routes
-    gatherer: Gatherer
-    gradients: Gradients
+    residency: Residency
     reducer: Reducer
+    backward: BackwardPass
+    sites: SiteRunner
+    gradients: Gradients
     updater: Updater
     log: CollectiveLog
     tape: Tape
@@ -91,8 +93,8 @@ class Runtime:
         Afterwards all ranks have started the same gathers. Before, a rank may be ahead of others, because it ran
         forwards that they did not run.
         """
-        with self.gatherer.use:
-            self.gatherer.residency.complete()
+        with self.sites.use:
+            self.residency.complete()
 
     @unobserved()
     def make_updates(self) -> None:
@@ -100,7 +102,7 @@ class Runtime:
         self.gather_changed()
         for unit in self.units:
             self.updater.apply_deferred(unit)
-        self.gatherer.residency.land()
+        self.residency.land()
         self.plan.world.compute.join()  # `apply_deferred` returns when the update is launched
 
     def finish_step(self) -> None:

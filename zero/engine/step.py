@@ -97,7 +97,7 @@ class Step:
         self._losses: list[list[Tensor]] = []
         self._aux: dict[str, list[Tensor]] = {}
         self._runtime.log.clear()
-        self._runtime.gatherer.clear()
+        self._runtime.backward.clear()
         with unobserved():
             self._runtime.reducer.begin_step()
             self._runtime.updater.begin()
@@ -105,13 +105,13 @@ class Step:
 
     def microbatch(self) -> None:
         """Begin the next microbatch; a step normally has `plan.accumulate` of them."""
-        with self._runtime.gatherer.use:
+        with self._runtime.sites.use:
             self.read_groups()  # first: it may raise, and then no microbatch has begun
             self._end_microbatch()
             self.microbatches += 1
             self._in_microbatch = True
             self._losses.append([])
-            self._runtime.gatherer.begin()
+            self._runtime.sites.begin()
             with unobserved():
                 self._runtime.reducer.begin_microbatch(last=self.microbatches == self._plan.accumulate)
             self._at("forward")
@@ -120,7 +120,7 @@ class Step:
         """Read from the optimizer which parameter groups train in the next forwards."""
         groups = self._hyper().groups
         self._runtime.updater.train(groups)
-        self._runtime.gatherer.frozen_groups = frozenset(n for n, group in enumerate(groups) if not group.trains)
+        self._runtime.sites.frozen_groups = frozenset(n for n, group in enumerate(groups) if not group.trains)
 
     def backward(self, loss: Tensor, aux: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         """Run backward from a loss, with the loss scale in fp16; several losses of a microbatch add up.
@@ -133,7 +133,7 @@ class Step:
         Raises:
             ConfigError: `loss` is not a scalar tensor, a value of `aux` is not one number, or no microbatch has begun.
         """
-        with self._runtime.gatherer.use:
+        with self._runtime.sites.use:
             check_loss(loss, "step.backward({})")
             self._check_begun()
             numbers_by_name(aux or {})  # checked before backward, and read after it: backward may write into them
@@ -159,13 +159,13 @@ class Step:
             return loss
         scaled = loss.view_as(loss) if already else loss * scale
         if scaled.requires_grad:
-            scaled.register_hook(self._runtime.gatherer.scaled)
+            scaled.register_hook(self._runtime.backward.scaled)
         return scaled
 
     @property
     def has_gradients(self) -> bool:
         """Whether a gradient has arrived in this step."""
-        return self._runtime.gatherer.arrived
+        return self._runtime.backward.arrived
 
     @property
     def has_loss(self) -> bool:
@@ -195,12 +195,12 @@ class Step:
 
         Forwards that have run may still be followed by their backward.
         """
-        with self._runtime.gatherer.use:
-            self._dropped = self._dropped or self._runtime.gatherer.arrived
+        with self._runtime.sites.use:
+            self._dropped = self._dropped or self._runtime.backward.arrived
             self._runtime.reducer.forget()
             self._losses, self._aux = [[] for _ in self._losses], {}
             self._runtime.log.clear()
-            self._runtime.gatherer.clear()
+            self._runtime.backward.clear()
 
     @unobserved()
     def abandon(self) -> None:
@@ -208,7 +208,7 @@ class Step:
         runtime = self._runtime
         _drain(runtime.store)
         self._plan.world.compute.join()  # side streams must not write into memory that is allocated again
-        runtime.gatherer.reset()
+        runtime.sites.reset()
         runtime.reducer.reset()
 
     def finish(self, flag: float = 0.0) -> tuple[State, Metrics]:
@@ -227,7 +227,7 @@ class Step:
                 backward without the loss scale; or the model has gained, lost or exchanged a parameter.
             WorldError: the ranks ran different units, or in another order.
         """
-        with self._runtime.gatherer.use:
+        with self._runtime.sites.use:
             return self._decided(self._totals(flag))
 
     @unobserved()
@@ -286,15 +286,15 @@ class Step:
     def _end_microbatch(self) -> None:
         if self._in_microbatch:
             self._in_microbatch = False
-            self._runtime.gatherer.end()
+            self._runtime.sites.end()
             if self._plan.facts.params_offloaded:
                 self._plan.world.compute.give_back_memory()
 
     def _gradient_status(self) -> GradientStatus:
-        gatherer = self._runtime.gatherer
-        if gatherer.unscaled and self.state.scale.scale != 1.0:
+        backward = self._runtime.backward
+        if backward.unscaled and self.state.scale.scale != 1.0:
             return GradientStatus.UNSCALED
-        return GradientStatus.ARRIVED if gatherer.arrived or self._dropped else GradientStatus.NONE
+        return GradientStatus.ARRIVED if backward.arrived or self._dropped else GradientStatus.NONE
 
     def _hyper(self) -> Hyper:
         state, plan = self.state, self._plan
@@ -321,7 +321,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper, replay: Replay | None) -> Non
     them: these updates read numbers that `Updater.decide` frees, and the gathers read shards that this update writes.
     """
     runtime.await_copies()
-    runtime.gatherer.residency.land()
+    runtime.residency.land()
     for unit in runtime.units:
         unit.await_grad_readers()
     hyper = runtime.updater.decide(hyper)
@@ -409,7 +409,7 @@ def make_step(
         check_type(state, State, "a step", "state, metrics = step(state, [batch])")
         _same_plan(plan, state)
         check_microbatches(microbatches, plan.accumulate)
-        with state.runtime.gatherer.use:
+        with state.runtime.sites.use:
             if replay and (state.tried + 1) % replay == 0:
                 return _made_twice(state, partial(run, microbatches), flag)
             under_way = Step(state)
@@ -442,13 +442,13 @@ def make_forward(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
         check_type(state, State, "a forward", "forward(state, batch)")
         _same_plan(plan, state)
         model = state.model
-        gatherer = state.runtime.gatherer
-        with gatherer.use:
+        runtime = state.runtime
+        with runtime.sites.use:
             modes = [(module, module.training) for module in model.modules()]
             try:
                 model.eval()
-                with torch.no_grad(), if_it_fails(gatherer.residency.reset):
-                    gatherer.begin()
+                with torch.no_grad(), if_it_fails(runtime.residency.reset):
+                    runtime.sites.begin()
                     return fn(model, *args, **kwargs)
             finally:
                 for module, training in modes:

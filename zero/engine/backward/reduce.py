@@ -50,12 +50,12 @@ from torch import Tensor
 from zero.distributed.routes import Routes, partial_numel
 from zero.distributed.world import Handle
 from zero.engine.checksums import Checksums
+from zero.engine.gather import CollectiveLog
 from zero.engine.memory import Scratch, ScratchPool
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.engine.unit_step import Phase, UnitStep
 from zero.engine.update import Gradients, Updater
-from zero.engine.visit_order import CollectiveLog
 from zero.errors import WorldError
 from zero.platform.device import PASSED
 from zero.platform.timeline import Tape

@@ -29,16 +29,22 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, gatherer: Any, unit: UnitState, slots: Sequence[int], flat: Tensor, counted: bool
+        ctx: Any, anchor: Tensor, backward_pass: Any, unit: UnitState, slots: Sequence[int], flat: Tensor, counted: bool
     ) -> tuple[Tensor, ...]:
         """Return the trainable parameters `slots` as views of `flat`.
 
         Args:
             anchor: an empty tensor with `requires_grad`, because autograd records only calls with such an input.
-            counted: passed on to `Gatherer.returned`.
+            counted: passed on to `BackwardPass.returned`.
         """
         ctx.set_materialize_grads(False)
-        ctx.gatherer, ctx.unit, ctx.slots, ctx.counted, ctx.version = gatherer, unit, slots, counted, unit.version
+        ctx.backward_pass, ctx.unit, ctx.slots, ctx.counted, ctx.version = (
+            backward_pass,
+            unit,
+            slots,
+            counted,
+            unit.version,
+        )
         return tuple(unit.spec.trainable.slots[slot].of(flat) for slot in slots)
 
     @staticmethod
@@ -47,8 +53,8 @@ class Gather(torch.autograd.Function):
         small = {slot: grad for slot, grad in given if grad is not None}  # `Arrive` passes none on
         if small:
             check_same_parameters([(ctx.unit, ctx.version)])
-            ctx.gatherer.deliver(ctx.unit, small)
-        ctx.gatherer.returned(ctx.unit, counted=ctx.counted)
+            ctx.backward_pass.deliver(ctx.unit, small)
+        ctx.backward_pass.returned(ctx.unit, counted=ctx.counted)
         return None, None, None, None, None, None
 
 
@@ -56,16 +62,16 @@ class Arrive(torch.autograd.Function):
     """The identity function on a large parameter; its backward delivers the parameter's complete gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, gatherer: Any, unit: UnitState, slot: int) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, backward_pass: Any, unit: UnitState, slot: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.gatherer, ctx.unit, ctx.slot, ctx.version = gatherer, unit, slot, unit.version
+        ctx.backward_pass, ctx.unit, ctx.slot, ctx.version = backward_pass, unit, slot, unit.version
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if grads[0] is not None:
             check_same_parameters([(ctx.unit, ctx.version)])
-            ctx.gatherer.deliver(ctx.unit, {ctx.slot: grads[0]})
+            ctx.backward_pass.deliver(ctx.unit, {ctx.slot: grads[0]})
         return None, None, None, None
 
 

@@ -1,7 +1,7 @@
 """Activation checkpointing of a unit (remat): recompute its forward in backward instead of keeping its activations.
 
 The parameters are passed to torch's `checkpoint` as arguments, because it saves its arguments through the surrounding
-saved-tensor hooks. These are the gatherer's hooks, which save a position instead of a gathered parameter.
+saved-tensor hooks. These are the hooks of `packing`, which save a position instead of a gathered parameter.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", for selective recomputation.

@@ -412,7 +412,7 @@ def _has_gradient(state: State, unit: UnitState) -> bool:
         StaleStateError: no unit has a gradient.
     """
     parts = state.runtime
-    parts.gatherer.reduce_arrived()
+    parts.backward.reduce_arrived()
     if not parts.reducer.sum_so_far() or all(other.step.squares is None for other in parts.units):
         raise StaleStateError(
             "there is no gradient: gradients exist only between backward and the end of the step. Take the step in "

@@ -20,7 +20,7 @@ def measured(state: State) -> dict[str, dict[str, int]]:
         resident = [] if unit.resident is None else [unit.resident.flat]
         held[plan.placement.param]["parameters"] += _distinct_bytes([*resident, *unit.shards])
         held[plan.placement.grad]["gradients"] += _distinct_bytes([unit.grad])
-    pool = parts.gatherer.pool
+    pool = parts.residency.pool
     held["device"]["gathered units"] += 0 if pool is None else pool.allocated_bytes
     held["device"]["gradient flats"] += parts.reducer.allocated_bytes
     held["device"]["node sums"] += parts.reducer.partial_bytes

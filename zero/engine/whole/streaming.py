@@ -142,7 +142,7 @@ def _weights(state: State, device: torch.device, *, keep: bool) -> Iterator[tupl
 @torch.no_grad()
 def _full(state: State, unit: UnitState, flat: Flat, slot: Slot) -> Tensor:
     """Return a view of one full parameter; its unit is gathered again if the reader has used the model meanwhile."""
-    return slot.of(flat.of(state.runtime.gatherer.residency.materialise(unit)))
+    return slot.of(flat.of(state.runtime.residency.materialise(unit)))
 
 
 def _shard(runtime: Runtime, unit: UnitState) -> Tensor:

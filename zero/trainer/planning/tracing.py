@@ -132,7 +132,7 @@ def trace(
     host = _Host([*values.values()])
 
     def call(site: Site, body: Body, args: Any, kwargs: Any) -> Any:
-        """Run a site on meta tensors in the same way as `Gatherer.run` does."""
+        """Run a site on meta tensors in the same way as `SiteRunner.run` does."""
         held = {
             f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
             for bound in site.bindings

@@ -19,12 +19,12 @@ from functools import partial
 from torch import Tensor
 
 from zero.engine.checksums import Checksums
-from zero.engine.forward.fetch import Fetch, Later
+from zero.engine.gather.fetch import Fetch, Later
+from zero.engine.gather.visit_order import CollectiveLog, VisitOrder
 from zero.engine.memory import Buffer, Pool
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
-from zero.engine.visit_order import CollectiveLog, VisitOrder
 from zero.errors import if_it_fails
 from zero.platform.handle import Handle
 from zero.platform.timeline import Tape
@@ -39,7 +39,7 @@ class Residency:
             run while the unit is gathered, because `fetch` reads each page after its update. Else a unit is gathered
             ahead only if its update does not wait for the store's threads. An update of Muon that does begins when the
             present unit's work is launched.
-        fetch: starts to fill a buffer with a unit, see `zero.engine.forward.fetch`.
+        fetch: starts to fill a buffer with a unit, see `zero.engine.gather.fetch`.
         advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
         log: records every collective, to compare ranks.
         tape: records gathers in the timeline.

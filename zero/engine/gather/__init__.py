@@ -1,0 +1,7 @@
+"""Gathers: all-gather units into buffers just before their use, the next ones ahead of time."""
+
+from zero.engine.gather.fetch import Fetch, gathering, lending, reading
+from zero.engine.gather.residency import Residency
+from zero.engine.gather.visit_order import CollectiveLog
+
+__all__ = ["CollectiveLog", "Fetch", "Residency", "gathering", "lending", "reading"]

@@ -329,7 +329,7 @@ def in_slots(flipper):
 
 def in_waiting_gradients(flipper):
     """The norm is computed: the gradient of a unit flips where it waits for its update, on the device or in a page."""
-    runtime, decide = flipper.runtime, flipper.runtime.updater.decide
+    runtime, decide = flipper.runtime, flipper.runtime.updater.numbers.decide
 
     def decided(hyper):
         for unit in runtime.units:
@@ -339,7 +339,7 @@ def in_waiting_gradients(flipper):
                 flipper.happen(unit, partial(lambda memory: memory, memory))
         return decide(hyper)
 
-    runtime.updater.decide = decided
+    runtime.updater.numbers.decide = decided
 
 
 def in_pages(flipper):

@@ -10,6 +10,7 @@ from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, 
 from tests.simulation import simulated_gpu
 from zero.core.placement import DoesNotFit
 from zero.engine.unit_state import UnitState
+from zero.engine.update.pieces import Pieces
 from zero.engine.update.update import Updater
 from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import StaleStateError
@@ -83,7 +84,7 @@ def broken_off(world: zero.World, call: int) -> dict[str, float] | None:
     """
     plan = PLAIN.but(offload=(("preset", "cpu"),)).plan(world, wide)
     state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, small_loss)
-    update, calls = Updater._update_pieces, 0
+    update, calls = Pieces.update, 0
 
     def breaking(*args: Any) -> None:
         nonlocal calls
@@ -93,7 +94,7 @@ def broken_off(world: zero.World, call: int) -> dict[str, float] | None:
         update(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updater, "_update_pieces", breaking)
+        patch.setattr(Pieces, "update", breaking)
         for number in range(4):
             batches = slice_of(small_batch(number, 6 * world.size), world, 1)
             try:

@@ -796,12 +796,12 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "engine/update/orthogonalize.py:Orthogonalizer.run self._world.reshard().wait": {"collective": "muon at stage 1"},
     "engine/update/update.py:Updater._launch_staged self._device.aside": {"aside": "muon, cpu"},
-    "engine/update/update.py:Updater._update_matrices self._read.wait": {"wait": "muon, one looked at"},
-    "engine/update/update.py:Updater._update_matrices ticket.wait": {"ticket": "muon, nvme"},
-    "engine/update/update.py:Updater._update_matrices unit.grad_ready.wait": {
+    "engine/update/orthogonalize.py:MatrixPasses.run self._read.wait": {"wait": "muon, one looked at"},
+    "engine/update/orthogonalize.py:MatrixPasses.run ticket.wait": {"ticket": "muon, nvme"},
+    "engine/update/orthogonalize.py:MatrixPasses.run unit.grad_ready.wait": {
         "wait": "muon, matrices only, updated by the host"
     },
-    "engine/update/update.py:Updater._update_matrices unit.updated.wait": {"wait": "muon, cpu"},
+    "engine/update/update.py:Updater._launch_pass unit.updated.wait": {"wait": "muon, cpu"},
     "engine/update/update.py:Updater._update_on_streams unit.updated.wait": {"wait": "cpu at stage 1"},
     "engine/update/update.py:Updater.apply_deferred ticket.wait": {"ticket": "nvme at stage 1"},
     "engine/update/update.py:Updater.schedule_update self._device.aside": {"aside": "cpu"},

@@ -25,7 +25,7 @@ from zero.core.placement import Room, budget_bytes
 from zero.core.sizes import GiB
 from zero.distributed import process_group
 from zero.distributed.world import ProcessWorld
-from zero.engine.update.update import Updater
+from zero.engine.update.pieces import Pieces
 from zero.errors import HandshakeError, MachineError
 from zero.platform import cuda
 from zero.platform.cuda import Cuda, compute_device
@@ -241,7 +241,7 @@ def test_freed_memory_of_the_host_stays_with_a_process_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(("budget", "most"), [(None, 0.9), (0.5, 0.5), (1.0, 1.0)])
 def test_what_is_placed_by_itself_leaves_some_of_the_hosts_memory(budget, most, monkeypatch, tmp_path):
-    for module in (zero.engine.plan.plan, machine):
+    for module in (zero.engine.plan.placing, machine):
         monkeypatch.setattr(module, "free_host_bytes", lambda: 8 * GiB)
     with simulated_gpu(4 * GiB):
         world = zero.World.from_env(device="cpu")
@@ -261,13 +261,13 @@ def test_what_is_placed_by_itself_leaves_some_of_the_hosts_memory(budget, most, 
 
 def test_what_the_host_updates_beside_a_gpu_is_the_same_on_every_tier_off_it(monkeypatch):
     """As the README says it. The CPU's kernel is made to give other bits than what stands for the GPU's."""
-    update = Updater._update_pieces
+    update = Pieces.update
 
     def with_other_bits(self, unit, hyper, where, pieces, *how):
         changed = [one._replace(grad_K=one.grad_K * (1 + 2**-8)) for one in pieces] if where.shares_memory else pieces
         update(self, unit, hyper, where, changed, *how)
 
-    monkeypatch.setattr(Updater, "_update_pieces", with_other_bits)
+    monkeypatch.setattr(Pieces, "update", with_other_bits)
     plain = Setting(precision="bf16", accumulate=2, page_bytes=4096)
     asked = [(), (("preset", "cpu"),), (("preset", "nvme"),), (("preset", "infinity"),)]
     with simulated_gpu():

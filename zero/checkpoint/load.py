@@ -143,7 +143,10 @@ def _rested(state: State, numbers: Numbers, kept: set[Key]) -> dict[str, int]:
 
     Where that number is larger than the checkpoint's step, the steps without an update are negative.
     """
-    before, counted = state.runtime.updater.rested, {*state.plan.optimizer.moments} - {*state.plan.optimizer.copies}
+    before, counted = (
+        state.runtime.updater.numbers.counts.rested,
+        {*state.plan.optimizer.moments} - {*state.plan.optimizer.copies},
+    )
     names = {name for name, kind in kept if kind in counted}
     return numbers.rested | {name: numbers.step - state.step + before.get(name, 0) for name in names}
 

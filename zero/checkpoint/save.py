@@ -167,7 +167,9 @@ class Saving:
         self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
         self._world.at(f"step {state.tried}, save")
         dynamic, ties = plan.precision.scale.static is None, tied_names(plan.model)
-        numbers = facts_of(state.step, state.scale, dynamic=dynamic, ties=ties, rested=state.runtime.updater.rested)
+        numbers = facts_of(
+            state.step, state.scale, dynamic=dynamic, ties=ties, rested=state.runtime.updater.numbers.counts.rested
+        )
         coded = {slot.name: list(slot.shape) for unit in plan.units for slot in unit.expanded.slots}
         self._manifest = Manifest(
             format=FORMAT,

@@ -267,7 +267,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
         travels=plan.precision.reduce,
     )
     advance = partial(routes.advance, sums=False)
-    updater = Updater(plan, store, units, gradients, tape, advance)
+    updater = Updater(plan, store, units, tape, advance)
     residency = Residency(plan, units, updater, _fetch(plan, routes, store), advance, log, tape, checksums)
     first = residency.complete
     reducer = Reducer(plan, routes, units, gradients, updater, first=first, log=log, tape=tape, checksums=checksums)

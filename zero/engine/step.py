@@ -119,7 +119,7 @@ class Step:
     def read_groups(self) -> None:
         """Read from the optimizer which parameter groups train in the next forwards."""
         groups = self._hyper().groups
-        self._runtime.updater.train(groups)
+        self._runtime.updater.numbers.train(groups)
         self._runtime.sites.frozen_groups = frozenset(n for n, group in enumerate(groups) if not group.trains)
 
     def backward(self, loss: Tensor, aux: Mapping[str, Any] | None = None, **keywords: Any) -> None:
@@ -324,7 +324,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper, replay: Replay | None) -> Non
     runtime.residency.land()
     for unit in runtime.units:
         unit.await_grad_readers()
-    hyper = runtime.updater.decide(hyper)
+    hyper = runtime.updater.numbers.decide(hyper)
     for unit in runtime.units:
         if not unit.spec.trainable.slots:
             continue

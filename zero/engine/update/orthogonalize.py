@@ -5,13 +5,17 @@ rest of them, travel to the rank that has their middle, and back, in bf16. If ea
 travels, and each rank works on all matrices. The batches, and so the bits, are the same.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from zero.core.muon import orthogonalize
 from zero.distributed.routes import within_node
 from zero.engine.model import UnitSpec
-from zero.engine.plan import Plan
+from zero.engine.plan import Part, Plan
+from zero.engine.unit_state import UnitState
+from zero.store import Ticket
 
 
 class Orthogonalizer:
@@ -56,3 +60,40 @@ class Orthogonalizer:
             if first <= batch.start < first + flat.numel():
                 matrices = flat[batch.start - first : batch.stop - first]
                 orthogonalize(matrices.view(batch.number, batch.rows, batch.columns), self._scratch)
+
+
+class MatrixPasses:
+    """The two passes of the update of a unit with matrices, with the exchange of directions between them.
+
+    Args:
+        advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
+    """
+
+    def __init__(self, plan: Plan, advance: Callable[[], None]) -> None:
+        self._device, self._advance = plan.world.compute, advance
+        self._orthogonalizer = Orthogonalizer(plan)
+        self.directions, self.allocated_bytes = self._orthogonalizer.directions, self._orthogonalizer.allocated_bytes
+        self._readers, self._read = list[Ticket](), self._device.mark()  # of the directions of the last unit
+
+    def run(self, unit: UnitState, launch: Callable[[Sequence[Part]], list[Ticket]]) -> list[Ticket]:
+        """Launch both passes for the current stream. Collective.
+
+        The host waits for the momentum that the store's threads update; then they get the parameters.
+
+        Args:
+            launch: launches a pass over some parts, and returns the tickets of what the store's threads do of it.
+
+        Returns:
+            The tickets of the second pass.
+        """
+        unit.grad_ready.wait()
+        self._read.wait()
+        self._advance()  # because this rank waits for others, which may wait for those gathers
+        for turn in range(2):
+            for ticket in self._readers:  # of the directions of the unit before, or writers of this one's
+                ticket.wait()
+            if turn == 1:
+                self._orthogonalizer.run(unit.spec)
+            self._readers = launch([part for part in unit.parts if part.turn == turn])
+        self._read = self._device.mark()
+        return self._readers

@@ -468,5 +468,5 @@ def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) 
             held, wanted = updated[place : place + b - a], edits[slot.name].view(-1)[a:b]
             now = held.to("cpu", torch.float32)
             held.copy_(torch.where(wanted == now / divisor, now, wanted * divisor))
-    parts.updater.measure(unit)  # the norm must be of the written gradient
+    parts.updater.numbers.measure(unit)  # the norm must be of the written gradient
     parts.gradients.park(unit)

@@ -25,8 +25,8 @@ def measured(state: State) -> dict[str, dict[str, int]]:
     held["device"]["gradient flats"] += parts.reducer.allocated_bytes
     held["device"]["node sums"] += parts.reducer.partial_bytes
     held["device"]["gradient buffers"] += parts.gradients.allocated_bytes
-    held["device"]["staging"] += parts.updater.staging_bytes
-    held["device"]["matrices"] += parts.updater.matrix_bytes
+    held["device"]["staging"] += parts.updater.staging.allocated_bytes
+    held["device"]["matrices"] += parts.updater.matrices.allocated_bytes
     held["device"]["buffers"] += _distinct_bytes([*plan.model.buffers()])
     held["host"]["arena"] += store.slots_bytes
     in_memory_bytes = 0

@@ -158,6 +158,17 @@ def test_a_store_knows_keys_and_bytes():
     assert not [pair for pair in pairs if not pair[1].startswith(below)], "a store does not know what its pages mean"
 
 
+def test_a_report_is_made_from_the_files_of_runs_alone():
+    graph = {name_of(path): zero_imports(path) for path in FILES}
+    needed, waiting = set(), [name for name in graph if name.startswith("tracker.report")]
+    while waiting:
+        if (name := waiting.pop()) not in needed:
+            needed.add(name)
+            waiting += graph.get(name, [])
+    rooms = {name.split(".")[0] for name in needed}
+    assert rooms <= {"errors", "progress", "core", "platform", "tracker"}, "a report needs neither engine nor ranks"
+
+
 def test_the_code_of_a_step_asks_for_facts_and_for_no_stage_or_tier():
     planning = {"engine." + name for name in ("facts", "page_table", "placing", "plan", "init", "measured", "traffic")}
     asks = re.compile(r"\bstage\.(?:moments|gradients|parameters)\b|\b(?:param|grad)_tier\b|\.placement\b")

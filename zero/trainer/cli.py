@@ -23,6 +23,7 @@ from zero.platform.installed import as_called
 from zero.platform.run_files import hold, making
 from zero.tracker.report import sweep
 from zero.tracker.report.folder import mapping, read_run
+from zero.tracker.report.jobs import counts
 from zero.trainer import job, launch
 from zero.trainer.answers import answer, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
@@ -308,7 +309,7 @@ def _print_sweep(folder: Path) -> sweep.Sweep:
     """Write the report of a sweep, print its table and the path of its page, and return it."""
     written = sweep.write(folder)
     table = sweep.plain(written, shutil.get_terminal_size((sweep.ANY_COLUMNS, 24)).columns)
-    print(f"\n{table}\n\n{sweep.counts(written.jobs)}: {written.page}")
+    print(f"\n{table}\n\n{counts(written.jobs)}: {written.page}")
     if any(folder.glob("*/wandb/offline-run-*")):
         print(f"to send the runs to W&B: wandb sync {os.path.relpath(folder)}/*/wandb/offline-run-*")
     return written

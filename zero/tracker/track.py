@@ -220,7 +220,7 @@ class Track:
         """
         self._drop_recording()
         self._runtime.finish_step()
-        with self._meter.paused():
+        with self._meter.interval.paused():
             yield
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -294,7 +294,7 @@ class Track:
     def _begin_recording(self) -> None:
         """Start to record one step, with the loop's own work before it. The next `__call__` ends the recording."""
         self._recording = ExitStack()
-        self._recording.enter_context(self._meter.untimed())
+        self._recording.enter_context(self._meter.interval.untimed())
         if self._world.rank == 0:
             self._timeline = self._recording.enter_context(self._tape.record(yields=True))
 

@@ -140,7 +140,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if number != self._recorded:
             yield
             return
-        with self._meter.untimed():
+        with self._meter.interval.untimed():
             if self._world.rank != 0:
                 yield
             else:
@@ -177,10 +177,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         validating = not self._stopping and self._is_validated(number)
         if saving or validating:  # otherwise their time would include the updates of this step
             self._state.runtime.finish_step()
-        with self._meter.standing():
+        with self._meter.interval.standing():
             self._saver.publish_if_written(metrics.rank_flags)
         if saving:
-            with self._meter.paused():
+            with self._meter.interval.paused():
                 self._saver.save(self._state)
         if validating:
             self._validate()
@@ -248,7 +248,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return number == self._last or (every > 0 and number % every == 0)
 
     def _validate(self) -> None:
-        with self._meter.paused():
+        with self._meter.interval.paused():
             of_chunk = partial(self._cross_entropy, self._state)
             how = {"rows": self._config.val.rows, "sequence": self._config.zero.sequence}
             show = self._tracker.progress

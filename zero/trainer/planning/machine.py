@@ -14,8 +14,8 @@ from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device, free_host_bytes
+from zero.platform.gpu_peaks import PEAKS, Peak, peak_of
 from zero.platform.handle import Done
-from zero.platform.peak_flops import PEAKS, Peak, peak_of
 from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
 

@@ -679,7 +679,7 @@ OTHERS = {
     "zero/distributed/failure.py": "waits for a process",
     "zero/trainer/launch/ranks.py": "waits for a process",
     "zero/trainer/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
-    "zero/tracker/meter.py": "the same",
+    "zero/tracker/interval.py": "the same",
     "zero/tracker/track.py": "the same",
     "zero/distributed/process_group.py:ProcessGroup.open_part": "before NCCL splits a communicator",
     "zero/distributed/world.py:World._timed": "passes waits on",

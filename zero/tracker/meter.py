@@ -127,6 +127,11 @@ class Meter:
         return nan if self.last is None else self.last.loss
 
     @property
+    def steps_since_row(self) -> int:
+        """Number of steps that no row has yet."""
+        return self.steps - self._logged[0]
+
+    @property
     def so_far(self) -> Earlier:
         """Best losses and seconds so far, for a later start that resumes the run from here."""
         return self._earlier._replace(seconds=self._earlier.seconds + self.interval.seconds)

@@ -42,9 +42,10 @@ def train(config: Config, folder: Path) -> "Summary":
     import zero
     from zero.engine.replay import check_replay
     from zero.tracker import open_tracker
-    from zero.trainer.loop import Run, out_of_memory_explained, resumed
+    from zero.trainer.loop import Run
+    from zero.trainer.out_of_memory import out_of_memory_explained
     from zero.trainer.planning import Activations, plan_of_run, resolve_auto
-    from zero.trainer.saver import find
+    from zero.trainer.resume import find, resumed
     from zero.trainer.task import build_task
 
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler

@@ -48,7 +48,8 @@ from zero.testing import run_processes, run_ranks
 from zero.testing.thread_world import ThreadWorld
 from zero.tracker import Tracker
 from zero.trainer.config import Config
-from zero.trainer.saver import Saver, open_named
+from zero.trainer.resume import open_named
+from zero.trainer.saver import Saver
 
 PRESETS = ("none", "cpu", "nvme", "infinity", "auto")
 CELLS = [

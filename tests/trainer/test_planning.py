@@ -33,9 +33,9 @@ from zero.testing import run_ranks
 from zero.tracker import Tracker
 from zero.trainer import planning
 from zero.trainer.config import Config, read
-from zero.trainer.loop import out_of_memory
 from zero.trainer.models import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
+from zero.trainer.out_of_memory import out_of_memory
 from zero.trainer.planning import (
     Activations,
     Machine,

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str], train: "Train") -> int:
 
 def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
     """Return the end of the message about an interrupted run: the command that continues it, or advice on saving."""
-    from zero.trainer.saver import last_saved
+    from zero.trainer.starts import last_saved
 
     if folder is None or (config := read_run(folder).config).get("mode") == "eval":
         return ""

@@ -1,128 +1,183 @@
-"""Differences between the settings of a run and those of the run that saved its checkpoint.
+"""The start of a run: which checkpoint it continues from, and the state and figures in it.
 
-A different model or different optimizer moments raise an error that names the settings to add. Other differences that
-change the result are printed.
+A run that is restarted after a failure continues from its own newest checkpoint, or else from the checkpoint that it
+started from. A file in the run's folder records every start and every published checkpoint, see `starts.py`. A new run
+in a folder with checkpoints must continue from the newest of them, otherwise it raises an error. So the newest
+checkpoint is always the latest of a single history.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from zero.checkpoint import Checkpoint
-from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
-from zero.core import suggest
-from zero.core.schema import flat
-from zero.engine.plan import Plan
+from zero.checkpoint import Checkpoint, Root, load, open_at, open_first, open_latest
+from zero.checkpoint.save import by_rank_0
+from zero.distributed.world import World
+from zero.engine.state import State
 from zero.errors import CheckpointError
-from zero.trainer.config import Config, kinds
-
-MATTERS = ("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision.", "debug.overfit")
-"""Settings and sections that change the result of training."""
-
-MATTERS_TO_A_LOSS = ("seed", "data.", "precision.", "val.rows", "val.weights")
-"""Settings and sections that change the result of mode=eval."""
-
-AS_DECLARED = {"gpt": "gpt_nano"}
-"""Name of a section's class -> the option file with the defaults of that class, if the two names differ."""
+from zero.platform.step_folders import FOLDER, is_step, last_save_s
+from zero.progress import Progress
+from zero.tracker import Tracker
+from zero.tracker.earlier import Earlier, earlier
+from zero.tracker.report.folder import mapping
+from zero.trainer.config import Config
+from zero.trainer.refusals import refuse_other_model, refuse_other_moments
+from zero.trainer.starts import clean, root_of, suspects
 
 
-def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if the checkpoint is of a model with other settings.
+def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restarts: int = 0) -> Checkpoint | None:
+    """Return the checkpoint that the run in `folder` continues from; None for a fresh start. Collective.
+
+    Args:
+        tracker: shows rejected checkpoints, the chosen one, and the progress of its verification.
+        restarts: how often this run was started again after a failure.
 
     Raises:
-        CheckpointError: settings of the model differ, and `checkpoint.partial` is empty. The message names them.
+        CheckpointError: no checkpoint exists although `resume` names one, or all are damaged, or the folder has
+            checkpoints that are newer than those that this run would save.
     """
-    theirs = _saved(checkpoint.facts).get("model")
-    ours = config.plain()["model"]
-    if not isinstance(theirs, Mapping) or config.checkpoint.partial:
-        return
-    if other := _as_saved("model", ours, theirs):
-        data = _saved(checkpoint.facts).get("data")
-        if config.mode == "eval" and isinstance(data, Mapping):
-            other += _as_saved("data", config.plain()["data"], data)
+    root = root_of(config, folder).absolute()
+    trains = config.mode == "train"
+    lines = by_rank_0(world, lambda: clean(root, folder, restarts)) if trains else []
+    if lines:
+        checkpoint, rejected = _again(config, world, root, lines, tracker.progress)
+    elif config.resume == "none":
+        checkpoint, rejected = None, []
+    elif config.resume == "latest":
+        checkpoint, rejected = _newest(config, world, folder, tracker.progress)
+    else:
+        checkpoint, rejected = open_at(world, Path(config.resume), tracker.progress)
+    if trains and not lines:
+        by_rank_0(world, lambda: _refuse_newer(root, checkpoint, rejected))
+    if checkpoint is not None:
+        return _chosen(checkpoint, rejected, tracker.note, "resuming from" if trains else "evaluating")
+    if config.mode == "eval":
+        raise CheckpointError("mode=eval resume=latest: there is no checkpoint. Give resume=PATH of a step or a run.")
+    if config.resume == "latest":
+        tracker.note("resume=latest: there is no checkpoint, so this run starts at step 1")
+    return None
+
+
+def open_named(path: Path, world: World, note: Callable[[str], None]) -> Checkpoint:
+    """Open a checkpoint as `open_at` does; calls `note` with a line for each rejected checkpoint and the chosen one."""
+    return _chosen(*open_at(world, path), note, "reading")
+
+
+def _chosen(checkpoint: Checkpoint, rejected: Sequence[str], note: Callable[[str], None], verb: str) -> Checkpoint:
+    for line in rejected:
+        note(f"rejected {line}")
+    note(f"{verb} {checkpoint.folder}")
+    if not checkpoint.manifest.finite:
+        note(f"warning: {checkpoint.folder} holds values that are NaN or infinite")
+    return checkpoint
+
+
+def _newest(config: Config, world: World, folder: Path, progress: Progress) -> tuple[Checkpoint | None, list[str]]:
+    for root in by_rank_0(world, lambda: [str(path) for path in _newest_roots(config, folder)]):
+        checkpoint, rejected = open_latest(world, root, progress=progress)
+        if checkpoint is not None:
+            return checkpoint, rejected
+    return None, []
+
+
+def _newest_roots(config: Config, folder: Path) -> list[Path]:
+    """Return the folders that `resume=latest` searches, the one with the latest save first.
+
+    They are this run's own folder of checkpoints, if it has any or `checkpoint.dir` is set; otherwise those of the runs
+    beside this one.
+    """
+    root = root_of(config, folder)
+    if config.checkpoint.dir is not None or last_save_s(root) > 0:
+        return [root]
+    saves = {root: last_save_s(root) for root in _roots_beside(folder.absolute())}
+    return sorted((root for root in saves if saves[root] > 0), key=lambda root: saves[root], reverse=True)
+
+
+def _roots_beside(folder: Path) -> list[Path]:
+    """Return the checkpoint folders of runs in runs/<date>/<time>/ and runs/<date>/<time>/<number>/.
+
+    The list is empty if this run is not in such a folder.
+    """
+    dates = [date for date in folder.parents[:2] if _is_date(date)]
+    days = [day for date in dates for day in date.parent.glob("*") if _is_date(day)]
+    return sorted({root for day in days for pattern in ("*", "*/*") for root in day.glob(f"{pattern}/{FOLDER}")})
+
+
+def _is_date(path: Path) -> bool:
+    return re.fullmatch(r"\d{4}-\d{2}-\d{2}", path.name) is not None
+
+
+def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[str]) -> None:
+    """Raise CheckpointError if `root` has newer checkpoints than `checkpoint`, unless they were rejected as damaged."""
+    step = -1 if checkpoint is None else checkpoint.step
+    rejected_here = bool(rejected) and checkpoint is not None and checkpoint.folder.parent.absolute() == root
+    newer = [path for number, path in Root(root).folders().items() if number > step]
+    if newer and not rejected_here:
+        begins = "without a checkpoint" if checkpoint is None else f"from step {step}"
         raise CheckpointError(
-            f"{checkpoint.folder} was saved with another model. Add {' '.join(other)}, or list in checkpoint.partial "
-            "the tensors that are not loaded."
+            f"{newer[-1]}: exists, but this run starts {begins}, so a later resume=latest would load "
+            "this old checkpoint. Set another checkpoint.dir, or resume=latest."
         )
 
 
-def refuse_other_moments(config: Config, plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a parameter that trains in both has other moments in the checkpoint than in the plan.
+def _again(
+    config: Config, world: World, root: Path, lines: Sequence[Mapping[str, Any]], progress: Progress
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint to continue from after a failure, and a line about each rejected one.
+
+    The first valid one is chosen of: this run's own checkpoints, the newest first; the checkpoint that the run started
+    from; older checkpoints beside that one, unless `resume` names a step. Every checkpoint in `root` that is newer than
+    the start is the run's own, see `_refuse_newer`.
+    """
+    began = lines[0]["from"]
+    step = -1 if began is None else lines[0]["step"]
+    suspected = suspects(lines)
+    named = config.resume not in ("none", "latest") and is_step(Path(config.resume))
+    if named:
+        suspected.pop(Path(began), None)  # the user has named this checkpoint, so no other may be used
+
+    def candidates() -> list[str]:
+        folders = [path for number, path in reversed(Root(root).folders().items()) if number > step]
+        if began is not None:
+            beside = {} if named else Root(Path(began).parent).folders()
+            folders += [Path(began), *(path for number, path in reversed(beside.items()) if number < step)]
+        return [str(folder) for folder in folders]
+
+    folders = [Path(folder) for folder in by_rank_0(world, candidates)]
+    return open_first(world, folders, suspect=suspected, progress=progress)
+
+
+def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker: Tracker) -> State:
+    """Return the state loaded from the checkpoint, or `state` if there is no checkpoint. Collective.
 
     Raises:
-        CheckpointError: moments differ, and `checkpoint.partial` is empty. The message names the settings to add.
+        ConfigError, CheckpointError: the checkpoint is of another model or optimizer, or it is damaged.
     """
-    saved = {(entry.name, entry.kind) for entry in checkpoint.manifest.entries}
-    both = [
-        (unit, slot.name) for unit in plan.units for slot in unit.trainable.slots if (slot.name, PARAMETER) in saved
-    ]
-    names, here = {name for _, name in both}, {(name, kind) for unit, name in both for kind in unit.moments}
-    there = {(name, kind) for name, kind in saved if name in names and kind not in {*WEIGHTS, BUFFER}}
-    lacking = {key for key in here - there if key[1] not in plan.optimizer.copies}
-    beyond, ours, theirs = there - here, config.plain()["optim"], _saved(checkpoint.facts).get("optim")
-    if config.checkpoint.partial or not (lacking or beyond):
-        return
-    problems = [f"lacks {_words(lacking, there)}, which optim={ours['name']} keeps"] * bool(lacking)
-    problems += [f"has {_words(beyond, here)}, which optim={ours['name']} does not keep"] * bool(beyond)
-    overrides = _as_saved("optim", ours, theirs) if isinstance(theirs, Mapping) else []
-    ways = [" ".join(overrides)] * bool(overrides)
-    patterns = [*_patterns(lacking, there), *_patterns(beyond, here)]
-    listed = f"=[{','.join(patterns)}]" if len(patterns) <= suggest.SHOWN else " with each of these"
-    ways.append(f"checkpoint.partial{listed} to load the rest")
-    raise CheckpointError(f"{checkpoint.folder} {' and '.join(problems)}. Add {', or '.join(ways)}.")
+    if checkpoint is None:
+        return state
+    trains = config.mode == "train"
+    refuse_other_model(config, checkpoint)
+    if trains:
+        refuse_other_moments(config, state.plan, checkpoint)
+    return load(
+        state,
+        checkpoint,
+        partial=config.checkpoint.partial,
+        convert=config.checkpoint.convert,
+        moments=trains,
+        weights=config.val.weights,
+        note=tracker.note,
+        progress=tracker.progress,
+    )
 
 
-def _patterns(keys: set[tuple[str, str]], others: set[tuple[str, str]]) -> list[str]:
-    """Return patterns of `checkpoint.partial` that match moments, (name, kind), and none of `others`."""
-    shared = {kind for _, kind in others}
-    whole = {f"{kind}/*" for _, kind in keys if kind not in shared}
-    return sorted(whole | {f"{kind}/{name}" for name, kind in keys if kind in shared})
+def behind(checkpoint: Checkpoint, folder: Path) -> list[Earlier]:
+    """Return the best losses and the seconds of the steps before a checkpoint, from three sources.
 
-
-def _words(keys: set[tuple[str, str]], others: set[tuple[str, str]]) -> str:
-    """Return the kinds of moments; one that `others` have of other parameters with the parameters' names."""
-    return suggest.some([pattern.removesuffix("/*") for pattern in _patterns(keys, others)])
-
-
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about different data, and about different settings that change the result.
-
-    Args:
-        there: facts of the checkpoint that the run continues from.
-        here: facts that this run saves in its checkpoints.
+    The sources are the checkpoint, the run that saved it, and the run in `folder`. The checkpoint alone does not have
+    the last validation loss, because a run saves before it validates. The seconds of the run that saved it are left
+    out, because that run may have continued.
     """
-    was, now = there.get("data"), here.get("data")
-    if was is not None and was != now:
-        yield f"warning: the digest of the data is {now}, and was {was} in the run that saved the checkpoint"
-    theirs, ours = _saved(there), _saved(here)
-    if not (theirs and ours):
-        return
-    mattering = MATTERS_TO_A_LOSS if ours.get("mode") == "eval" else MATTERS
-    before, after = flat(theirs), flat(ours)
-    changed = [
-        f"{key.removesuffix('.name')}={suggest.shown(value)} (was {suggest.shown(before[key])})"
-        for key, value in after.items()
-        if key.startswith(mattering) and key != "data.cache" and key in before and before[key] != value
-    ]
-    if changed:
-        yield f"settings that differ from those of the run that saved the checkpoint: {', '.join(changed)}"
-
-
-def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = facts.get("config")
-    return config if isinstance(config, Mapping) else {}
-
-
-def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the settings to type so that a section is the same as in the checkpoint."""
-    name, theirs = str(theirs.get("name")), flat(theirs)
-    if name == ours["name"]:
-        chosen, expected = [], flat(ours)
-    else:
-        known = kinds(section).get(name)
-        chosen = [f"{section}={AS_DECLARED.get(name, name)}"]
-        expected = {} if known is None else flat(known.model_construct().model_dump(mode="json"))
-    return chosen + [
-        suggest.typed(f"{section}.{key}={suggest.word(theirs[key])}")
-        for key in expected
-        if key != "name" and key in theirs and theirs[key] != expected[key]
-    ]
+    there = earlier(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)
+    return [Earlier.of(mapping(checkpoint.facts.get("so far"))), there, earlier(folder, checkpoint.step)]

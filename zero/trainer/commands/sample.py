@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
     from zero.trainer.config import read
     from zero.trainer.evaluate import printable
     from zero.trainer.models import generate
-    from zero.trainer.saver import open_named
+    from zero.trainer.resume import open_named
     from zero.trainer.task import build_task
 
     try:

@@ -42,11 +42,11 @@ def train(config: Config, folder: Path) -> "Summary":
     import zero
     from zero.engine.replay import check_replay
     from zero.tracker import open_tracker
-    from zero.trainer.loop import Run
-    from zero.trainer.out_of_memory import out_of_memory_explained
     from zero.trainer.planning import Activations, plan_of_run, resolve_auto
-    from zero.trainer.resume import find, resumed
-    from zero.trainer.task import build_task
+    from zero.trainer.run.loop import Run
+    from zero.trainer.run.out_of_memory import out_of_memory_explained
+    from zero.trainer.run.resume import find, resumed
+    from zero.trainer.run.task import build_task
 
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)

@@ -71,7 +71,7 @@ def predict(words: list[str]) -> None:
     from zero.trainer.planning import Activations, Machine, choices
     from zero.trainer.planning.choices import largest
     from zero.trainer.planning.probes import measured
-    from zero.trainer.task import build_task
+    from zero.trainer.run.task import build_task
 
     config = read(settings_in(compose(words)))
     launch_settings = config.launch

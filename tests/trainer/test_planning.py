@@ -35,7 +35,6 @@ from zero.trainer import planning
 from zero.trainer.config import Config, read
 from zero.trainer.models import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
-from zero.trainer.out_of_memory import out_of_memory
 from zero.trainer.planning import (
     Activations,
     Machine,
@@ -52,7 +51,8 @@ from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.rates import assumed
 from zero.trainer.planning.shapes import result_of
 from zero.trainer.planning.tracing import Product, Work
-from zero.trainer.task import build_task
+from zero.trainer.run.out_of_memory import out_of_memory
+from zero.trainer.run.task import build_task
 
 TINY = {"width": 64, "layers": 2, "heads": 4, "seq": 64}
 GiB, TiB = 2**30, 2**40

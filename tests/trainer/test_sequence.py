@@ -27,12 +27,12 @@ from zero.testing import run_processes, run_ranks  # noqa: E402
 from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import open_data  # noqa: E402
 from zero.trainer.data.windows import slice_of  # noqa: E402
-from zero.trainer.evaluate import validation_loss  # noqa: E402
 from zero.trainer.planning import Activations, Machine, PaperWorld, choices, plan_text  # noqa: E402
 from zero.trainer.planning.cost import compute_seconds  # noqa: E402
 from zero.trainer.planning.rates import assumed  # noqa: E402
 from zero.trainer.planning.tracing import Work  # noqa: E402
-from zero.trainer.task import build_task  # noqa: E402
+from zero.trainer.run.evaluate import validation_loss  # noqa: E402
+from zero.trainer.run.task import build_task  # noqa: E402
 
 STEPS, ROWS, SEQ, RANKS, LR = 3, 8, 16, 4, 1e-2
 LLAMA = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

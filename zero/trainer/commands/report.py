@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero.trainer.answers import command_line
+from zero.trainer.text_output import command_line
 
 
 def main(words: Sequence[str]) -> int:

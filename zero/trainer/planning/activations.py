@@ -14,10 +14,10 @@ from zero.engine.split import split
 from zero.sequence import SharedRows
 from zero.settings.build import build_precision
 from zero.trainer.config import Config
-from zero.trainer.evaluate import CHUNK_TOKENS
 from zero.trainer.planning.machine import PaperGroup
 from zero.trainer.planning.tracing import META, Traced, trace
-from zero.trainer.task import loss_of
+from zero.trainer.run.evaluate import CHUNK_TOKENS
+from zero.trainer.run.task import loss_of
 
 HEAP: Mapping[str, float] = {"keep": 1.5, "remat": 2.5}
 """Growth of a process's heap on a CPU per byte of activations, by `zero.activations`. It is above 1, because freed

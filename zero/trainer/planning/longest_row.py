@@ -7,7 +7,7 @@ from zero.trainer.config import Config
 from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import Choice, bytes_by_tier
 from zero.trainer.planning.machine import Machine
-from zero.trainer.task import build_task
+from zero.trainer.run.task import build_task
 
 ROUND_TOKENS = 64
 """Rows are rounded down to this many tokens for each rank that shares them."""

@@ -41,7 +41,7 @@ from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import with_disk_or_without
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
-from zero.trainer.task import build_task
+from zero.trainer.run.task import build_task
 
 COLUMNS = 80
 """Width of wrapped sentences, in characters. Commands to copy stay on one line."""

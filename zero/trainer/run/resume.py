@@ -22,8 +22,8 @@ from zero.tracker import Tracker
 from zero.tracker.earlier import Earlier, earlier
 from zero.tracker.report.folder import mapping
 from zero.trainer.config import Config
-from zero.trainer.refusals import refuse_other_model, refuse_other_moments
-from zero.trainer.starts import clean, root_of, suspects
+from zero.trainer.run.refusals import refuse_other_model, refuse_other_moments
+from zero.trainer.run.starts import clean, root_of, suspects
 
 
 def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restarts: int = 0) -> Checkpoint | None:

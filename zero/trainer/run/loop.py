@@ -22,12 +22,12 @@ from zero.tracker.meter import Meter, Summary
 from zero.tracker.run_record import RECORDED, RunRecord
 from zero.trainer.config import Config
 from zero.trainer.data.windows import Data, slice_of
-from zero.trainer.evaluate import sample_text, validation_loss
 from zero.trainer.launch import describe, preempted
 from zero.trainer.planning import against_measured, measured
-from zero.trainer.resume import behind
-from zero.trainer.saver import STOP_REQUESTED, Saver
-from zero.trainer.task import Task
+from zero.trainer.run.evaluate import sample_text, validation_loss
+from zero.trainer.run.resume import behind
+from zero.trainer.run.saver import STOP_REQUESTED, Saver
+from zero.trainer.run.task import Task
 
 MOST_SKIPPED = 50
 """Number of steps skipped in a row after which a run ends with an error. A loss scale falls from its usual first

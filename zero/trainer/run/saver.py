@@ -22,8 +22,8 @@ from zero.platform.device import free_host_bytes
 from zero.platform.step_folders import step_of
 from zero.tracker import Tracker
 from zero.trainer.config import Config
-from zero.trainer.refusals import differences
-from zero.trainer.starts import record_saved, record_start, root_of
+from zero.trainer.run.refusals import differences
+from zero.trainer.run.starts import record_saved, record_start, root_of
 
 MARGIN_BYTES = 2**28
 """Host memory left free beside a copy of the state, for writing the copy and for training."""

@@ -52,7 +52,7 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
     from zero.trainer.config import read
     from zero.trainer.models import GPT, loss
     from zero.trainer.planning import resolve_auto
-    from zero.trainer.planning.activations import Activations
+    from zero.trainer.planning.traces.activations import Activations
 
     def settings(activations: str, budget: int | str = "auto") -> Any:
         sizes = {"width": options.width, "layers": options.layers, "heads": options.width // 64, "seq": options.seq}

@@ -22,12 +22,12 @@ from zero.settings.build import build_plan
 from zero.testing import run_ranks, simulated_gpu
 from zero.trainer.models import GPT, loss
 from zero.trainer.planning import plan_text
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.resolve_activations import CPU_LIBRARIES_BYTES
 from zero.trainer.planning.resolve_auto import _choose_activations
-from zero.trainer.planning.tracing import META, trace
+from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.tracing import META, trace
 
 MIXED = {"blocks.0": "remat", "blocks.1": "offload", "blocks.2": "selective", "blocks.*": "keep"}
 DEEP = {"width": 128, "layers": 8, "heads": 4, "seq": 128}

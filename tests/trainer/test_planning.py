@@ -49,8 +49,8 @@ from zero.trainer.planning import (
 from zero.trainer.planning.choices import batches, best, plan_of_run, with_setting
 from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.rates import assumed
-from zero.trainer.planning.shapes import result_of
-from zero.trainer.planning.tracing import Product, Work
+from zero.trainer.planning.traces.operators import Product, Work
+from zero.trainer.planning.traces.shapes import result_of
 from zero.trainer.run.out_of_memory import out_of_memory
 from zero.trainer.run.task import build_task
 

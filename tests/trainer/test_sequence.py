@@ -30,7 +30,7 @@ from zero.trainer.data.windows import slice_of  # noqa: E402
 from zero.trainer.planning import Activations, Machine, PaperWorld, choices, plan_text  # noqa: E402
 from zero.trainer.planning.cost import compute_seconds  # noqa: E402
 from zero.trainer.planning.rates import assumed  # noqa: E402
-from zero.trainer.planning.tracing import Work  # noqa: E402
+from zero.trainer.planning.traces.operators import Work  # noqa: E402
 from zero.trainer.run.evaluate import validation_loss  # noqa: E402
 from zero.trainer.run.task import build_task  # noqa: E402
 

@@ -25,7 +25,7 @@ from zero.trainer.planning.choices import plan_choice
 from zero.trainer.planning.cost import Ahead, Rates, break_even, limits, step_seconds
 from zero.trainer.planning.machine import PaperWorld
 from zero.trainer.planning.rates import assumed, with_drives
-from zero.trainer.planning.tracing import Work
+from zero.trainer.planning.traces.operators import Work
 
 FREE = Rates(
     flops=1.0,

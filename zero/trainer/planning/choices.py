@@ -16,10 +16,10 @@ from zero.progress import Progress, reported, silent
 from zero.settings.build import build_plan
 from zero.settings.step_sections import Batch
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.cost import ALIKE, Rates, step_seconds
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.tracing import Traced
+from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.tracing import Traced
 
 STAGES = tuple(Stage(level) for level in range(4))
 

@@ -4,9 +4,9 @@ from torch import nn
 
 from zero.core.placement import budget_bytes
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import Choice, bytes_by_tier
 from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.traces.activations import Activations
 from zero.trainer.run.task import build_task
 
 ROUND_TOKENS = 64

@@ -18,10 +18,10 @@ from zero.core.sizes import MiB
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.traces.activations import Activations
 
 CPU_LIBRARIES_BYTES = 16 * MiB
 """Memory left free for matrix products, code and threads of a process on a CPU, which no plan counts: 5 to 8 MB in

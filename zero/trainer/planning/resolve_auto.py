@@ -19,7 +19,6 @@ from zero.errors import ConfigError
 from zero.progress import Progress
 from zero.tracker import Tracker
 from zero.trainer.config import Config, read
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import (
     STAGES,
     Choice,
@@ -36,6 +35,7 @@ from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import between_ranks, measured, with_disk_or_without
 from zero.trainer.planning.rates import assumed
 from zero.trainer.planning.resolve_activations import resolve_activations
+from zero.trainer.planning.traces.activations import Activations
 
 
 class Resolved(NamedTuple):

@@ -13,7 +13,6 @@ from zero.core.sizes import size_text
 from zero.engine.plan import KINDS, Plan
 from zero.errors import ConfigError
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import (
     Choice,
     best,
@@ -41,6 +40,7 @@ from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import with_disk_or_without
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
+from zero.trainer.planning.traces.activations import Activations
 from zero.trainer.run.task import build_task
 
 COLUMNS = 80

@@ -15,7 +15,7 @@ from zero.sequence import SharedRows
 from zero.settings.build import build_precision
 from zero.trainer.config import Config
 from zero.trainer.planning.machine import PaperGroup
-from zero.trainer.planning.tracing import META, Traced, trace
+from zero.trainer.planning.traces.tracing import META, Traced, trace
 from zero.trainer.run.evaluate import CHUNK_TOKENS
 from zero.trainer.run.task import loss_of
 

@@ -129,8 +129,8 @@ def test_arithmetic_touches_nothing_outside():
     [
         (r"hydra|omegaconf", {"trainer.compose"}, "one file talks to Hydra"),
         (r"rich", {"platform.rich"}, "importing it draws from the user's generator, and one file undoes that"),
-        (r"wandb", {"tracker.wandb"}, "one file talks to W&B"),
-        (r"tensorboard|torch\.utils\.tensorboard", {"tracker.tensorboard"}, "one file talks to TensorBoard"),
+        (r"wandb", {"tracker.views.wandb"}, "one file talks to W&B"),
+        (r"tensorboard|torch\.utils\.tensorboard", {"tracker.views.tensorboard"}, "one file talks to TensorBoard"),
         (
             r"torch\.distributed(?!\.checkpoint)",
             {

@@ -339,13 +339,13 @@ class Recording(TorchDispatchMode):
 )
 def test_every_rule_says_what_the_operator_does(kind, compute, monkeypatch):
     """The same model computed on the CPU and traced on meta: the same operators, shapes, strides and dtypes."""
-    from zero.trainer.planning import tracing
+    from zero.trainer.planning.traces import operators, tracing
 
     seen = {}
     for where in ("cpu", "meta"):
         recorded = Recording()
         monkeypatch.setattr(tracing, "META", torch.device(where))
-        monkeypatch.setattr(tracing, "result_of", lambda func, args, kwargs, to=recorded: to(func, args, kwargs))
+        monkeypatch.setattr(operators, "result_of", lambda func, args, kwargs, to=recorded: to(func, args, kwargs))
         monkeypatch.setattr(
             Recording,
             "__call__",

@@ -19,7 +19,7 @@ from zero.platform.gpu_peaks import peak_flops
 from zero.store import Traffic
 from zero.tracker.earlier import Earlier
 from zero.tracker.interval import Interval, figures
-from zero.tracker.view import NO_CHART, ROW
+from zero.tracker.views.view import NO_CHART, ROW
 
 LIFE_BYTES = 600e12
 """Bytes that may be written to a typical 1 TB drive by its rated endurance (TBW)."""

@@ -22,13 +22,13 @@ from zero.platform.files import naming
 from zero.platform.timeline import Timeline
 from zero.tracker import Tracker, open_tracker
 from zero.tracker.earlier import earlier
-from zero.tracker.jsonl import FINISHED, unused_folder
 from zero.tracker.meter import Meter
 from zero.tracker.report import run as report
 from zero.tracker.run_record import NOTHING, RunRecord, Unit
 from zero.tracker.settings import TrackerSettings
 from zero.tracker.step_recorder import StepRecorder
 from zero.tracker.track_arguments import plain_settings, speed_unit, tracker_settings
+from zero.tracker.views.jsonl import FINISHED, unused_folder
 
 
 def track(

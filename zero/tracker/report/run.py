@@ -35,7 +35,7 @@ from zero.tracker.report.page import (
 from zero.tracker.report.plan import per_step, plan_section
 from zero.tracker.report.scale import count, finite, loss, number, percent, seconds, size
 from zero.tracker.report.svg import escape
-from zero.tracker.view import ROW
+from zero.tracker.views.view import ROW
 
 COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "teal", "update": "purple"}
 """Colours of the rows of a timeline; other rows, such as page out, are rose."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zero.tracker.console import minutes
+from zero.tracker.views.console import minutes
 
 HUGE, TINY = 1e300, 1e-300
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from zero.platform.installed import install
 from zero.tracker.settings import Wandb
-from zero.tracker.wandb import has_key, mode_of
+from zero.tracker.views.wandb import has_key, mode_of
 from zero.trainer.config import Config
 from zero.trainer.doctor.host import Check, Host, judge
 

@@ -17,9 +17,9 @@ from zero.engine.state import State
 from zero.engine.step import Metrics, make_forward, record
 from zero.errors import NumericsError, Preempted
 from zero.tracker import Tracker
-from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
 from zero.tracker.meter import Meter, Summary
 from zero.tracker.run_record import RECORDED, RunRecord
+from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
 from zero.trainer.config import Config
 from zero.trainer.data.windows import Data, slice_of
 from zero.trainer.launch import describe, preempted
@@ -62,12 +62,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
         plan, store = state.plan, state.runtime.store
         before = {} if checkpoint is None else checkpoint.facts
         self._world = plan.world
-        self._rows, self._micro, self._accumulate = config.batch.numbers()
         self._last = min(config.steps, config.debug.stop_at or config.steps)
         self._meter = Meter(
             self._world,
             plan,
-            tokens_per_step=self._rows * config.model.seq,
+            tokens_per_step=config.batch.numbers()[0] * config.model.seq,
             traffic=lambda: store.traffic,
             steps=0 if checkpoint is None else checkpoint.step,
             tokens=before.get("tokens", 0),
@@ -126,9 +125,10 @@ class Run(contextlib.AbstractContextManager["Run"]):
         """
         sequence = self._config.zero.sequence
         group, place = divmod(self._world.rank, sequence)
-        count = self._accumulate * self._micro
+        _, micro, accumulate = self._config.batch.numbers()
+        count = accumulate * micro
         batch = self._data.batch(1 if self._config.debug.overfit else number, group * count, (group + 1) * count)
-        return slice_of(batch, place, sequence).to(self._world.device).split(self._micro)
+        return slice_of(batch, place, sequence).to(self._world.device).split(micro)
 
     @contextlib.contextmanager
     def recorded(self, number: int) -> Iterator[None]:

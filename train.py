@@ -60,11 +60,11 @@ def train(config: Config, folder: Path) -> "Summary":
         world.agree({**flat(config), "digest of the data": data.digest})
 
         activations = Activations(config, task.model)  # traced once, for what is auto and for the plan
-        config, predicted_s = resolve_auto(config, task.model, world, tracker, activations)
+        config, predicted_s = resolve_auto(config, activations, world, tracker)
         if world.rank == 0:
             write_config(config, folder)
         check_replay(config.debug.replay, world, "debug.replay")
-        plan = plan_of_run(config, task.model, world, activations)
+        plan = plan_of_run(config, world, activations)
         tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}\nfolder {folder}")
 
         restarts = launch.restart_count()

@@ -252,13 +252,13 @@ def test_the_longest_row_that_is_printed_fits_and_a_longer_one_does_not(sequence
     for length, expected in ((tokens, True), (round(1.1 * tokens) // 64 * 64, False)):
         zero_ = {"sequence": sequence, "activations": least}
         longer = read({**words, "model": {**LONG, "seq": length}, "zero": zero_})
-        candidates = choices(longer, Machine.described(longer), *_model_and_rates(longer))
+        candidates = choices(longer, Machine.described(longer), *_traces_and_rates(longer))
         assert any(choice.fits for choice in candidates if choice.preset == "none") == expected
 
 
-def _model_and_rates(config):
+def _traces_and_rates(config):
     machine = Machine.described(config)
-    return build_task(config, machine.world).model, assumed(config, machine)
+    return Activations(config, build_task(config, machine.world).model), assumed(config, machine)
 
 
 def test_exchanges_are_predicted_to_take_time():

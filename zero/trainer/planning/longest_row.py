@@ -19,9 +19,7 @@ CLOSE = 0.03
 """Relative difference between two lengths at which the search ends."""
 
 
-def longest_row(
-    choice: Choice, config: Config, machine: Machine, model: nn.Module, activations: Activations
-) -> tuple[int, bool]:
+def longest_row(choice: Choice, config: Config, machine: Machine, activations: Activations) -> tuple[int, bool]:
     """Return the tokens of the longest row that fits alone in a microbatch, and whether the model has no longer ones.
 
     Bytes are almost linear in tokens, so the next length to trace is taken from a line through the last two.
@@ -29,8 +27,9 @@ def longest_row(
     Args:
         choice: a choice that fits. Its state stays where it is.
         config: the settings that rows are traced with.
-        activations: the traces of `model`, the model with the rows of `config`.
+        activations: the traces of the model with the rows of `config`.
     """
+    model = activations.model
     room_bytes = _room_bytes(choice, config, machine) + _buffer_bytes(model)
     step, most = ROUND_TOKENS * config.zero.sequence, _longest_of(model)
     before, tokens, longest = (0, 0), config.model.seq, 0
@@ -64,7 +63,7 @@ def _room_bytes(choice: Choice, config: Config, machine: Machine) -> int:
 
 def _bytes_of(config: Config, tokens: int, machine: Machine) -> int:
     """Return the bytes that grow with a row, for one of `tokens` tokens: activations, and tables of positions."""
-    longer = config.model_copy(update={"model": config.model.model_copy(update={"seq": tokens})})
+    longer = config.changed("model", seq=tokens)
     model = build_task(longer, machine.world).model
     return Activations(longer, model).bytes(1, machine.device) + _buffer_bytes(model)
 

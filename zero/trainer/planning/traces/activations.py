@@ -44,11 +44,12 @@ class Activations:
         model: built under `zero.empty()`, or on any device.
 
     Attributes:
+        model: the model that is traced.
         site_names: names of the model's sites, in the order of forward.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
-        self._config, self._model = config, model
+        self._config, self.model = config, model
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
         self.site_names = [site.name for site in self._splitting.sites]
@@ -129,9 +130,9 @@ class Activations:
         key = rows, seq, policies, backward
         if key not in self._traced:
             self._traced[key] = trace(
-                self._model,
+                self.model,
                 self._splitting,
-                loss_of(self._config, self._model, self._shared_rows),
+                loss_of(self._config, self.model, self._shared_rows),
                 torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META),
                 compute=self._compute,
                 policies=activations_of(self._splitting, dict(policies)),

@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from zero.core.placement import budget_bytes
 from zero.trainer.config import Config
 from zero.trainer.planning.choices import Choice, bytes_by_tier
 from zero.trainer.planning.machine import Machine
@@ -53,12 +52,10 @@ def longest_row(choice: Choice, config: Config, machine: Machine, activations: A
 
 def _room_bytes(choice: Choice, config: Config, machine: Machine) -> int:
     """Return the bytes that activations may take on the device of a rank, or in host memory if the CPU computes."""
-    offload, room = config.offload, machine.room
-    if machine.device == "cuda":
-        has_bytes, tier = budget_bytes(offload.device_budget, room.device), "device"
-    else:
-        has_bytes, tier = budget_bytes(offload.host_budget, room.host), "host"
-    return has_bytes - bytes_by_tier(choice.plan)[tier] + choice.plan.activation_bytes
+    state_bytes = (
+        bytes_by_tier(choice.plan)["device" if machine.device == "cuda" else "host"] - choice.plan.activation_bytes
+    )
+    return machine.limit_bytes(config.offload) - state_bytes
 
 
 def _bytes_of(config: Config, tokens: int, machine: Machine) -> int:

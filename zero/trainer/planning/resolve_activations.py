@@ -92,7 +92,7 @@ def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:
     if machine.device != "cpu":
         return True
     needs_bytes = plan.placement.bytes["device"] + plan.placement.bytes["host"]
-    return needs_bytes + CPU_LIBRARIES_BYTES <= budget_bytes(config.offload.host_budget, machine.room.host)
+    return needs_bytes + CPU_LIBRARIES_BYTES <= machine.limit_bytes(config.offload)
 
 
 def _state_of(plan: Plan) -> tuple[object, ...]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zero.core.offload import PRESETS
-from zero.core.placement import budget_bytes
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.distributed.world import World
@@ -171,11 +170,8 @@ def _batch_reasons(winner: Choice, config: Config, machine: Machine) -> list[str
     rows, micro, accumulate = winner.config.batch.numbers()
     if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
         return []
-    room, offload = machine.room, winner.config.offload
-    on_gpu = machine.device == "cuda"
-    limit_bytes = budget_bytes(*((offload.device_budget, room.device) if on_gpu else (offload.host_budget, room.host)))
-    activations = size_text(winner.plan.activation_bytes)
+    activations, limit = winner.plan.activation_bytes, machine.limit_bytes(winner.config.offload)
     return [
         f"auto: batch.micro={micro} batch.accumulate={accumulate}: the largest microbatch of {rows} rows a step that "
-        f"fits. Its activations take {activations} of the {size_text(limit_bytes)} that a rank may take"
+        f"fits. Its activations take {size_text(activations)} of the {size_text(limit)} that a rank may take"
     ]

@@ -126,7 +126,7 @@ def test_what_updates_move_while_a_step_is_over_is_that_steps(monkeypatch):
     meter = meter_of(zero.World.from_env(), traffic)
     now_s[0] += 2.0
     meter.count(METRICS)
-    with meter.interval.standing():
+    with meter.interval.clock_stopped():
         traffic.add(write_bytes=500, wait_s=3.0)
         now_s[0] += 7.0
     row = meter.row(validated=False)

@@ -58,7 +58,7 @@ class Interval:
         """
         return self._left_out(torch.ones_like(WAITS))
 
-    def standing(self) -> AbstractContextManager[None]:
+    def clock_stopped(self) -> AbstractContextManager[None]:
         """Return a context manager whose time does not count in the steps.
 
         Its traffic counts, because it is caused by updates of the last step.
@@ -68,7 +68,7 @@ class Interval:
     @contextmanager
     def untimed(self) -> Iterator[None]:
         """Context manager for a recorded step, on all ranks. Its time does not count, because recording slows it."""
-        with self.standing():
+        with self.clock_stopped():
             yield
         self._untimed += 1
 

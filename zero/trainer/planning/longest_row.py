@@ -52,10 +52,8 @@ def longest_row(choice: Choice, config: Config, machine: Machine, activations: A
 
 def _room_bytes(choice: Choice, config: Config, machine: Machine) -> int:
     """Return the bytes that activations may take on the device of a rank, or in host memory if the CPU computes."""
-    state_bytes = (
-        bytes_by_tier(choice.plan)["device" if machine.device == "cuda" else "host"] - choice.plan.activation_bytes
-    )
-    return machine.limit_bytes(config.offload) - state_bytes
+    held_bytes = bytes_by_tier(choice.plan)["device" if machine.device == "cuda" else "host"]
+    return machine.limit_bytes(config.offload) - held_bytes + choice.plan.activation_bytes
 
 
 def _bytes_of(config: Config, tokens: int, machine: Machine) -> int:

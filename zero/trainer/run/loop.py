@@ -174,7 +174,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         validating = not self._stopping and self._is_validated(number)
         if saving or validating:  # otherwise their time would include the updates of this step
             self._state.runtime.finish_step()
-        with self._meter.interval.standing():
+        with self._meter.interval.clock_stopped():
             self._saver.publish_if_written(metrics.rank_flags)
         if saving:
             with self._meter.interval.paused():

@@ -42,10 +42,11 @@ def train(config: Config, folder: Path) -> "Summary":
     import zero
     from zero.engine.replay import check_replay
     from zero.tracker import open_tracker
-    from zero.trainer.loop import Run, out_of_memory_explained, resumed
     from zero.trainer.planning import Activations, plan_of_run, resolve_auto
-    from zero.trainer.saver import find
-    from zero.trainer.task import build_task
+    from zero.trainer.run.loop import Run
+    from zero.trainer.run.out_of_memory import out_of_memory_explained
+    from zero.trainer.run.resume import find, resumed
+    from zero.trainer.run.task import build_task
 
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(config.deterministic)
@@ -59,11 +60,11 @@ def train(config: Config, folder: Path) -> "Summary":
         world.agree({**flat(config), "digest of the data": data.digest})
 
         activations = Activations(config, task.model)  # traced once, for what is auto and for the plan
-        config, predicted_s = resolve_auto(config, task.model, world, tracker, activations)
+        config, predicted_s = resolve_auto(config, activations, world, tracker)
         if world.rank == 0:
             write_config(config, folder)
         check_replay(config.debug.replay, world, "debug.replay")
-        plan = plan_of_run(config, task.model, world, activations)
+        plan = plan_of_run(config, world, activations)
         tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}\nfolder {folder}")
 
         restarts = launch.restart_count()

@@ -52,7 +52,7 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
     from zero.trainer.config import read
     from zero.trainer.models import GPT, loss
     from zero.trainer.planning import resolve_auto
-    from zero.trainer.planning.activations import Activations
+    from zero.trainer.planning.traces.activations import Activations
 
     def settings(activations: str, budget: int | str = "auto") -> Any:
         sizes = {"width": options.width, "layers": options.layers, "heads": options.width // 64, "seq": options.seq}
@@ -75,7 +75,8 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
         model = GPT(settings("keep").model)
     least, greatest = (sum(planned(settings(word)).bytes["device"].values()) for word in ("remat", "keep"))
     budget_bytes = int(least + options.one * (greatest - least))
-    config, _ = resolve_auto(settings("auto", budget_bytes), model, world, Tracker())
+    auto = settings("auto", budget_bytes)
+    config, _ = resolve_auto(auto, Activations(auto, model), world, Tracker())
     plan = planned(config)
     tokens = torch.randint(0, 256, (options.rows, options.seq + 1), generator=torch.Generator().manual_seed(0))
     _warm(tokens)

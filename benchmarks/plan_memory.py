@@ -49,7 +49,7 @@ def train_with_preset(options: argparse.Namespace, preset: str) -> None:
     from zero.trainer.models import GPT, loss
     from zero.trainer.models.gpt_config import GPTConfig
     from zero.trainer.planning import against_measured, measured, trace
-    from zero.trainer.planning.activations import HEAP
+    from zero.trainer.planning.traces.activations import HEAP
     from zero.engine.model.split import split
 
     sizes = GPTConfig(width=options.width, layers=options.layers, heads=options.width // 64, seq=options.seq)

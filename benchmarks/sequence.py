@@ -51,7 +51,7 @@ def train(world: Any, options: argparse.Namespace) -> tuple[int, int, float, flo
     from zero.platform.device import host_peak_bytes
     from zero.settings.build import build_plan
     from zero.trainer.data.windows import slice_of
-    from zero.trainer.task import build_task
+    from zero.trainer.run.task import build_task
 
     config = settings(options, world.size).on(world.size)
     task = build_task(config, world)
@@ -83,7 +83,7 @@ def main() -> int:
     os.environ |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS["lean"]), strict=True))  # of the ranks, forked later
     from zero.testing import run_processes
     from zero.trainer.planning import Activations, PaperWorld
-    from zero.trainer.task import build_task
+    from zero.trainer.run.task import build_task
 
     print(f"{'ranks':>5} {'planned':>12} {'live':>12} {'of one':>7} {'process':>12} {'of one':>7} {'step, s':>8}  loss")
     first: tuple[int, int] | None = None

@@ -71,21 +71,20 @@ def predict(words: list[str]) -> None:
     from zero.trainer.planning import Activations, Machine, choices
     from zero.trainer.planning.choices import largest
     from zero.trainer.planning.probes import measured
-    from zero.trainer.task import build_task
+    from zero.trainer.run.task import build_task
 
     config = read(settings_in(compose(words)))
     launch_settings = config.launch
     ranks = 1 if launch_settings.ranks == "auto" else launch_settings.ranks
     with launch.set_up(launch.Processes(Path(), launch_settings.threads, launch_settings.malloc), ranks=ranks):
-        machine, model = Machine.described(config), build_task(config).model
-        activations = Activations(config, model)
+        machine = Machine.described(config)
+        activations = Activations(config, build_task(config).model)
         begin_s = time.perf_counter()
         rates = measured(config, machine, largest(config, machine, activations), disk="nvme" in config.offload.kinds)
         probe_s = time.perf_counter() - begin_s
         assert config.zero.stage != "auto"
         (choice,) = choices(
-            config, machine, model, rates,
-            stages=[Stage(config.zero.stage)], presets=["config"], activations=activations,
+            config, machine, activations, rates, stages=[Stage(config.zero.stage)], presets=["config"],
         )  # fmt: skip
     print(json.dumps({"step_s": choice.seconds, "probe_s": probe_s, "rates": rates.source}))
 

@@ -167,7 +167,7 @@ def large_plan(setting: "Setting") -> "zero.Plan":
 def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
     """Return the columns of the large model's plan."""
     from zero.trainer.planning.cost import Ahead, Rates, step_seconds
-    from zero.trainer.planning.tracing import Work
+    from zero.trainer.planning.traces.operators import Work
 
     gpu, ahead = GPUS[setting.gpu], Ahead.of(plan)
     # an update reads and writes parameter, rest of the master and moments, and reads the gradient, as the norm does

@@ -154,8 +154,8 @@ def test_arithmetic_touches_nothing_outside():
     [
         (r"hydra|omegaconf", {"trainer.compose"}, "one file talks to Hydra"),
         (r"rich", {"platform.rich"}, "importing it draws from the user's generator, and one file undoes that"),
-        (r"wandb", {"tracker.wandb"}, "one file talks to W&B"),
-        (r"tensorboard|torch\.utils\.tensorboard", {"tracker.tensorboard"}, "one file talks to TensorBoard"),
+        (r"wandb", {"tracker.views.wandb"}, "one file talks to W&B"),
+        (r"tensorboard|torch\.utils\.tensorboard", {"tracker.views.tensorboard"}, "one file talks to TensorBoard"),
         (
             r"torch\.distributed(?!\.checkpoint)",
             {
@@ -181,6 +181,17 @@ def test_a_store_knows_keys_and_bytes():
     below = ("store", "errors", "progress", "core.sizes", "platform.files", "platform.handle", "platform.threads")
     pairs = [(name_of(path), other) for path in FILES if room_of(path) == "store" for other in zero_imports(path)]
     assert not [pair for pair in pairs if not pair[1].startswith(below)], "a store does not know what its pages mean"
+
+
+def test_a_report_is_made_from_the_files_of_runs_alone():
+    graph = {name_of(path): zero_imports(path) for path in FILES}
+    needed, waiting = set(), [name for name in graph if name.startswith("tracker.report")]
+    while waiting:
+        if (name := waiting.pop()) not in needed:
+            needed.add(name)
+            waiting += graph.get(name, [])
+    rooms = {name.split(".")[0] for name in needed}
+    assert rooms <= {"errors", "progress", "core", "platform", "tracker"}, "a report needs neither engine nor ranks"
 
 
 def test_the_code_of_a_step_asks_for_facts_and_for_no_stage_or_tier():

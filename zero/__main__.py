@@ -21,8 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     first = words[0] if words else ""
     if first in COMMANDS:
-        from zero.trainer.answers import for_a_reader
         from zero.trainer.launch import signals_waiting
+        from zero.trainer.text_output import for_a_reader
 
         try:
             with for_a_reader():

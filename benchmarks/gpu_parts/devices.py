@@ -68,7 +68,7 @@ class Gpu:
         }
 
     def peak_flops(self, dtype: str) -> float | None:
-        from zero.platform.peak_flops import peak_flops
+        from zero.platform.gpu_peaks import peak_flops
 
         return peak_flops(self.name, dtype)
 

@@ -15,7 +15,7 @@ from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.planning.cost import step_seconds
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import measured
-from zero.trainer.planning.tracing import Traced
+from zero.trainer.planning.traces.tracing import Traced
 
 
 def train_largest(

@@ -14,7 +14,7 @@ from gpu_parts.devices import Gpu
 from gpu_parts.sizes import Sizes
 from zero.engine.model.split import split
 from zero.trainer.models import GPT, GPTConfig, loss
-from zero.trainer.planning.tracing import Traced, trace
+from zero.trainer.planning.traces.tracing import Traced, trace
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 

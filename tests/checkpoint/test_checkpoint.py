@@ -48,7 +48,8 @@ from zero.testing import run_processes, run_ranks
 from zero.testing.thread_world import ThreadWorld
 from zero.tracker import Tracker
 from zero.trainer.config import Config
-from zero.trainer.saver import Saver, open_named
+from zero.trainer.run.resume import open_named
+from zero.trainer.run.saver import Saver
 
 PRESETS = ("none", "cpu", "nvme", "infinity", "auto")
 CELLS = [
@@ -666,7 +667,7 @@ def test_a_copy_that_leaves_no_room_is_not_made(tmp_path: Path, monkeypatch):
         for beside, written_behind in ((2**28 + 1, True), (2**28 - 1, False)):
             saver = saver_of(world, state.plan, tmp_path / "root", **{"async": True})
             needs = snapshot_bytes(state, saver.root)
-            monkeypatch.setattr("zero.trainer.saver.free_host_bytes", lambda: needs + beside)  # noqa: B023
+            monkeypatch.setattr("zero.trainer.run.saver.free_host_bytes", lambda: needs + beside)  # noqa: B023
             assert saver._fits_beside(state) == written_behind
 
 

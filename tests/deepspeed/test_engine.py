@@ -1048,7 +1048,7 @@ def test_wandb_knows_a_run_that_goes_on_in_another_folder(tmp_path: Path, monkey
     opened: list[str] = []
     shown = SimpleNamespace(log=lambda row: None, saved=lambda *_: None, close=lambda *_: None)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr("zero.tracker.wandb.WandbRun", lambda *_, run_id, say: opened.append(run_id) or shown)
+    monkeypatch.setattr("zero.tracker.views.wandb.WandbRun", lambda *_, run_id, say: opened.append(run_id) or shown)
     for number, load in enumerate([None, {}, {"load_module_only": True}]):
         with engine_of(wandb={"enabled": True}, arguments={"folder": tmp_path / f"{number}"}) as engine:
             if load is not None:

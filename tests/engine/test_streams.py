@@ -679,8 +679,8 @@ OTHERS = {
     "zero/platform/timeline.py": "passes waits on",
     "zero/distributed/failure.py": "waits for a process",
     "zero/trainer/launch/ranks.py": "waits for a process",
-    "zero/trainer/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
-    "zero/tracker/meter.py": "the same",
+    "zero/trainer/run/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",
+    "zero/tracker/interval.py": "the same",
     "zero/tracker/track.py": "the same",
     "zero/distributed/process_group.py:ProcessGroup.open_part": "before NCCL splits a communicator",
     "zero/distributed/world.py:World._timed": "passes waits on",
@@ -697,8 +697,8 @@ OTHERS = {
     ),
     **dict.fromkeys(
         (
-            "zero/trainer/saver.py",
-            "zero/trainer/loop.py",
+            "zero/trainer/run/saver.py",
+            "zero/trainer/run/loop.py",
             "zero/checkpoint/save.py:Saving._finish",
             "zero/checkpoint/save.py:save",
             "zero/formats/imports.py",

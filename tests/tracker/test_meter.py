@@ -9,11 +9,12 @@ import torch
 
 import zero
 from zero.core.precision import Precision
-from zero.platform.peak_flops import PEAKS, peak_flops
+from zero.platform.gpu_peaks import PEAKS, peak_flops
 from zero.store import Traffic
 from zero.testing import run_ranks
 from zero.tracker import ROW, meter as meters
-from zero.tracker.meter import TIMES, TOTALS, Meter, endurance, figures
+from zero.tracker.interval import TOTALS, figures
+from zero.tracker.meter import TIMES, Meter, endurance
 from zero.trainer.models.gpt_config import GPTConfig
 
 
@@ -34,7 +35,7 @@ METRICS = SimpleNamespace(loss=2.0, grad_norm=1.0, lr=0.1, loss_scale=1.0, skipp
 
 
 def meter_of(world, traffic, flops_per_token=None, peak_flops=None, **tiers):
-    plan = SimpleNamespace(numel=100, trains=False, bytes={"device": {"parameters": 400}, **tiers})
+    plan = SimpleNamespace(numel=100, facts=SimpleNamespace(trains=False), bytes={"device": {"parameters": 400}, **tiers})
     return Meter(
         world, plan, tokens_per_step=64, traffic=traffic, flops_per_token=flops_per_token, peak_flops=peak_flops
     )
@@ -95,7 +96,7 @@ def test_a_speed_is_of_the_tokens_that_the_steps_had():
 
 def test_the_first_row_after_a_start_says_of_how_many_steps_it_is():
     """A run that goes on from step 25 has its first row at step 30."""
-    plan = SimpleNamespace(numel=100, trains=False, bytes={})
+    plan = SimpleNamespace(numel=100, facts=SimpleNamespace(trains=False), bytes={})
     meter = Meter(zero.World.from_env(), plan, tokens_per_step=64, traffic=Counted(), steps=25)
     counted = []
     for step in range(26, 41):
@@ -111,7 +112,7 @@ def test_what_a_pause_moves_is_not_a_steps_but_wears_the_drive():
     meter = meter_of(zero.World.from_env(), traffic)
     meter.count(METRICS)
     traffic.add(read_bytes=10)
-    with meter.paused():
+    with meter.interval.paused():
         traffic.add(read_bytes=1000, write_bytes=500, wait_s=3.0)
     row = meter.row(validated=True)
     assert (row["offload/read_bytes"], row["offload/write_bytes"], row["offload/wait_s"]) == (10, 0, 0)
@@ -121,11 +122,11 @@ def test_what_a_pause_moves_is_not_a_steps_but_wears_the_drive():
 def test_what_updates_move_while_a_step_is_over_is_that_steps(monkeypatch):
     """They go on beside what ranks do between two steps, whose time is nobody's."""
     now_s, traffic = [0.0], Counted()
-    monkeypatch.setattr("zero.tracker.meter.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("zero.tracker.interval.time.perf_counter", lambda: now_s[0])
     meter = meter_of(zero.World.from_env(), traffic)
     now_s[0] += 2.0
     meter.count(METRICS)
-    with meter.standing():
+    with meter.interval.clock_stopped():
         traffic.add(write_bytes=500, wait_s=3.0)
         now_s[0] += 7.0
     row = meter.row(validated=False)
@@ -135,7 +136,7 @@ def test_what_updates_move_while_a_step_is_over_is_that_steps(monkeypatch):
 def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
     """Of three steps one lasts 50 s: the row's speed is that of the others, and alone it has none."""
     now_s, traffic = [0.0], Counted()
-    monkeypatch.setattr("zero.tracker.meter.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("zero.tracker.interval.time.perf_counter", lambda: now_s[0])
     meter = meter_of(zero.World.from_env(), traffic)
 
     def step(seconds, waited):
@@ -144,7 +145,7 @@ def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
         meter.count(METRICS)
 
     step(1.0, 0.25)
-    with meter.untimed():
+    with meter.interval.untimed():
         step(50.0, 40.0)
     step(1.0, 0.75)
     row = meter.row(validated=False)
@@ -152,7 +153,7 @@ def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
     assert (row["speed/stall_fraction"], row["offload/wait_s"], row["speed/hidden_fraction"]) == (0.5, 0.5, 0.5)
     assert (row["offload/read_bytes"], row["offload/bytes_per_param"]) == (30, 0.1)
 
-    with meter.untimed():
+    with meter.interval.untimed():
         step(50.0, 40.0)
     row = meter.row(validated=False)
     assert tuple(row) == ROW
@@ -265,7 +266,7 @@ def test_mfu_is_the_share_of_what_all_devices_can_do():
 
 def test_the_speed_of_a_run_is_the_median_without_the_start(monkeypatch):
     clock = iter([0.0, 100.0, 101.0, 103.0, 104.0, 104.0])
-    monkeypatch.setattr("zero.tracker.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("zero.tracker.interval.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter = meter_of(zero.World.from_env(), Counted())
     speeds = []
     for _ in range(4):
@@ -277,7 +278,7 @@ def test_the_speed_of_a_run_is_the_median_without_the_start(monkeypatch):
 
 def test_waiting_adds_up_over_a_run(monkeypatch):
     clock = iter([0.0, 10.0, 20.0, 20.0])
-    monkeypatch.setattr("zero.tracker.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("zero.tracker.interval.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     traffic = Counted()
     meter = meter_of(zero.World.from_env(), traffic)
     for wait_s in (1.0, 2.5):

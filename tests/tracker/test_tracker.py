@@ -19,7 +19,7 @@ from zero.tracker import (
     write_failure,
     write_summary,
 )
-from zero.tracker.console import fit, words
+from zero.tracker.views.console import fit, words
 from zero.trainer.config import read
 
 FIRST = dict.fromkeys(ROW) | {

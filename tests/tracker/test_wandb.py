@@ -27,8 +27,8 @@ from tests.common.wandb_sweeps import Sweeps, serving
 from tests.conftest import LONG_S
 from zero.errors import ConfigError, NumericsError, Preempted
 from zero.tracker import ROW, Lines, Tracker, open_tracker
-from zero.tracker.behind import Behind
-from zero.tracker.wandb import has_key, mode_of, name_and_group, run_id_of
+from zero.tracker.views.behind import Behind
+from zero.tracker.views.wandb import has_key, mode_of, name_and_group, run_id_of
 from zero.trainer import launch
 from zero.trainer.config import read
 
@@ -412,8 +412,8 @@ from functools import partial
 from pathlib import Path
 import psutil
 from zero.trainer.config import read
-from zero.tracker.behind import Behind
-from zero.tracker.wandb import WandbRun, abandon
+from zero.tracker.views.behind import Behind
+from zero.tracker.views.wandb import WandbRun, abandon
 
 config, folder = read({"tracker": {"name": "wandb", "mode": "offline"}}), Path(sys.argv[1])
 say = lambda text: None

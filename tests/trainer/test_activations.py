@@ -23,12 +23,12 @@ from zero.settings.build import build_plan
 from zero.testing import run_ranks
 from zero.trainer.models import GPT, loss
 from zero.trainer.planning import plan_text
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.resolve_activations import CPU_LIBRARIES_BYTES
 from zero.trainer.planning.resolve_auto import _choose_activations
-from zero.trainer.planning.tracing import META, trace
+from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.tracing import META, trace
 
 MIXED = {"blocks.0": "remat", "blocks.1": "offload", "blocks.2": "selective", "blocks.*": "keep"}
 DEEP = {"width": 128, "layers": 8, "heads": 4, "seq": 128}
@@ -204,7 +204,7 @@ def test_no_other_way_to_treat_units_makes_fewer_again_whatever_device_and_host_
         for again in range(count + 1 - sent):
             listed = [f"{name}:offload" for name in counted.site_names[:sent]]
             listed += [f"{name}:remat" for name in counted.site_names[sent : sent + again]]
-            plan = planned(with_activations(settings, listed or "keep"), model, gpu(1).world, NO_LIMIT, counted)
+            plan = planned(with_activations(settings, listed or "keep"), gpu(1).world, NO_LIMIT, counted)
             needs[sent, again] = plan.placement.bytes["device"], plan.placement.bytes["host"]
     least, most = needs[0, count][0], needs[0, 0][0]
     host_bytes = needs[count, 0][1]
@@ -246,13 +246,10 @@ def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
     told = []
     for share in (-0.05, 0, 0.25, 0.5, 1):  # at first the state does not fit, even so
         machine = gpu(1, device=need["remat"] + int(share * (need["keep"] - need["remat"])))
-        planned(with_activations(settings, "keep"), model, machine.world, machine.room, counted)  # it leaves room
-        least = planned(with_activations(settings, "remat"), model, machine.world, machine.room, counted)
+        planned(with_activations(settings, "keep"), machine.world, machine.room, counted)  # it leaves room
+        least = planned(with_activations(settings, "remat"), machine.world, machine.room, counted)
         chosen, _ = _settled(settings, machine, model, counted)
-        assert (
-            planned(chosen, model, machine.world, machine.room, counted).placement.optimizer
-            == least.placement.optimizer
-        )
+        assert planned(chosen, machine.world, machine.room, counted).placement.optimizer == least.placement.optimizer
         words = Counter({"remat": len(names)} if chosen.zero.activations == "remat" else _words(chosen))
         told.append(words["remat"])
         if share >= 0:
@@ -294,8 +291,7 @@ def test_on_a_cpu_what_is_kept_leaves_its_libraries_room():
     names, world = counted.site_names, cpu(NO_LIMIT.host).world
     kept = [[*(f"{name}:remat" for name in names[:count])] or "keep" for count in range(len(names) + 1)]
     needs = [
-        sum(planned(with_activations(settings, one), model, world, NO_LIMIT, counted).bytes["device"].values())
-        for one in kept
+        sum(planned(with_activations(settings, one), world, NO_LIMIT, counted).bytes["device"].values()) for one in kept
     ]
     told = []
     for share in (0, 2, 4, 6, 8):
@@ -352,7 +348,7 @@ def cpu(host_bytes: int) -> Machine:
 
 def _settled(settings, machine, model, counted=None):
     """What auto becomes, and why."""
-    return _choose_activations(settings, machine, model, counted or Activations(settings, model), lambda *_: None)[:2]
+    return _choose_activations(settings, machine, counted or Activations(settings, model), lambda *_: None)[:2]
 
 
 def _words(settings):

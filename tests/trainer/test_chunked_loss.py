@@ -13,7 +13,7 @@ from zero.engine.whole.full import full_state_dict
 from zero.testing import run_ranks
 from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig, hf, loss
-from zero.trainer.task import build_task
+from zero.trainer.run.task import build_task
 
 transformers = pytest.importorskip("transformers")
 

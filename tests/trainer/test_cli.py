@@ -223,7 +223,7 @@ def test_a_run_that_fails_closes_its_store_too(here, monkeypatch, capsys):
     def broken(*args, **settings):
         raise OSError(5, "the data went away")
 
-    monkeypatch.setattr("zero.trainer.loop.validation_loss", broken)
+    monkeypatch.setattr("zero.trainer.run.loop.validation_loss", broken)
     before = open_files(here), live_threads()
     assert train.main([*TINY, "sample.tokens=0", "launch.malloc=default", "offload=infinity"]) == 1
     assert "the data went away" in capsys.readouterr().err
@@ -310,8 +310,8 @@ def test_ctrl_c_before_anything_was_saved_says_what_would_have(here, monkeypatch
 
 
 def test_endless_skips_end_a_run_with_a_row_that_shows_them(here, monkeypatch, capsys):
-    import zero.trainer.loop as training
-    import zero.trainer.task as task
+    import zero.trainer.run.loop as training
+    import zero.trainer.run.task as task
 
     monkeypatch.setattr(training, "MOST_SKIPPED", 3)
     loss_of = task.loss_of
@@ -573,6 +573,6 @@ def test_ctrl_c_is_one_line_and_exit_code_130(here):
 )
 def test_the_recorded_step_follows_another_one(val, save, recorded):
     """After a validation all units of a toy are whole, and its timeline would show no gather."""
-    from zero.trainer.loop import step_to_record
+    from zero.trainer.run.loop import step_to_record
 
     assert step_to_record(3, 50, lambda number: number % val == 0 or number % save == 0) == recorded

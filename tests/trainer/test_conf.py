@@ -11,10 +11,11 @@ from zero.core.offload import PRESETS, Offload
 from zero.errors import ConfigError
 from zero.settings import optimizers as optim
 from zero.settings.build import build_optimizer, build_plan, build_precision
-from zero.trainer.compose import CONF, compose, settings_in
+from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import Config, keys, kinds, read
 from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
+from zero.trainer.option_files import CONF
 
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
 NEEDS = {

@@ -22,9 +22,10 @@ from tests.conftest import LONG_S  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.progress import silent  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
-from zero.trainer import checks, loop  # noqa: E402
+from zero.trainer import checks  # noqa: E402
 from zero.trainer.data import HFTextConfig, check_data, open_data, tokenised  # noqa: E402
 from zero.trainer.data.tokenizer import Tokenizer  # noqa: E402
+from zero.trainer.run import loop  # noqa: E402
 
 SEQ, END = 8, "<|end|>"
 WORDS = ["one two three four", "five six seven", "eight nine ten", "eleven twelve"]

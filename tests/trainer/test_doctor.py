@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from zero.trainer import doctor
+from zero.platform.run_files import mount_of
 from zero.trainer.config import read
-from zero.trainer.doctor import Check, Host, checks, exit_code, mount_of, report, within
+from zero.trainer.doctor import Check, Host, checks, disks, exit_code, report
+from zero.trainer.doctor.software import pins, within
 
 GiB = 2**30
 CPUINFO = "model name\t: A processor\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
@@ -48,7 +49,7 @@ class Made(Host):
 
 @pytest.fixture(autouse=True)
 def _a_quick_disk_and_no_account(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "probe", lambda *args, **how: 2e9)
+    monkeypatch.setattr(disks, "probe", lambda *args, **how: 2e9)
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -188,7 +189,7 @@ def test_the_current_folder_must_do_only_if_something_goes_there(tmp_path, monke
 
 @pytest.mark.parametrize(("speed", "state", "said"), [(0.1e9, "warn", "0.10 GB/s"), (3e9, "ok", "3.00 GB/s")])
 def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
-    monkeypatch.setattr(doctor, "probe", lambda *args, **how: speed)
+    monkeypatch.setattr(disks, "probe", lambda *args, **how: speed)
     found = found_on(tmp_path)["disk rate"]
     assert (found.state, said in found.finding) == (state, True)
 
@@ -199,7 +200,7 @@ def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
 )
 def test_threads_are_doubled_until_the_rate_of_each_disk_stops_growing(tmp_path, monkeypatch, threads, state, advice):
     rates, asked = {4: 2e9, 8: 3.9e9, 16: 6e9, 32: 6.5e9}, []
-    monkeypatch.setattr(doctor, "probe", lambda folder, *, threads: asked.append(threads) or rates[threads])
+    monkeypatch.setattr(disks, "probe", lambda folder, *, threads: asked.append(threads) or rates[threads])
     config = {"offload": {"path": [str(tmp_path), "."], "threads": threads}}
     check = found_on(tmp_path, config=config)["disk rate"]
     assert (check.state, check.advice.partition(",")[0]) == (state, advice)
@@ -220,12 +221,12 @@ def test_a_version_inside_its_pin(version, pin, fits):
 
 
 def test_pins_are_those_of_the_project():
-    pins = doctor.pins()
-    assert pins["python"] == ">=3.11"
-    assert pins["torch"] == ">=2.11"
-    assert {"hydra-core", "wandb", "pydantic", "psutil"} <= set(pins)
-    assert "deepspeed" not in pins
-    assert all(re.fullmatch(r"([<>=!]+[\d.]+,?)*", pin) for pin in pins.values())
+    needed = pins()
+    assert needed["python"] == ">=3.11"
+    assert needed["torch"] == ">=2.11"
+    assert {"hydra-core", "wandb", "pydantic", "psutil"} <= set(needed)
+    assert "deepspeed" not in needed
+    assert all(re.fullmatch(r"([<>=!]+[\d.]+,?)*", pin) for pin in needed.values())
 
 
 def test_the_key_for_wandb_is_never_shown(tmp_path, monkeypatch):

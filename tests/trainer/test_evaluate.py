@@ -5,7 +5,7 @@ import pytest
 from zero.testing import run_ranks
 from zero.trainer.data import open_data
 from zero.trainer.data.source import SyntheticConfig
-from zero.trainer.evaluate import CHUNK_TOKENS, validation_loss
+from zero.trainer.run.evaluate import CHUNK_TOKENS, validation_loss
 
 SEQ = 700  # two rows to a chunk
 

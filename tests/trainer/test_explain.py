@@ -14,9 +14,10 @@ from tests.conftest import LONG_S
 from zero.core.schema import walk
 from zero.core.setting_types import Reads, words
 from zero.errors import ConfigError
-from zero.trainer.compose import CONF, compose, settings_in
+from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import Config, keys, read
 from zero.trainer.explain import FIRST, WIDTH, entries, explain, overview, sections
+from zero.trainer.option_files import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSER = OverridesParser.create()

@@ -81,7 +81,7 @@ def train_and_hang(plain: dict[str, Any], folder: Path) -> None:
 
 def arm(hang: Hang, folder: Path) -> None:
     """When both ranks are there one of them stops, and the other has lost its patience."""
-    from zero.trainer.loop import Run
+    from zero.trainer.run.loop import Run
 
     owner, name = hang.method()
     real, open_world, microbatches = getattr(owner, name), zero.World.from_env, Run.microbatches

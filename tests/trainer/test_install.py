@@ -95,7 +95,7 @@ def test_the_wheel_has_the_options_pages_and_types_of_the_repository(wheel: Path
         *(f"zero/application/{path.relative_to(ROOT)}" for path in data),
         "zero/py.typed",
         "zero/tracker/report/style.css",
-        "zero/trainer/other_words.yaml",
+        "zero/trainer/foreign_settings.yaml",
     }
     assert {f"zero/{path.relative_to(ROOT / 'zero')}" for path in (ROOT / "zero").rglob("*.py")} < set(names)
 

@@ -29,7 +29,7 @@ from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import open_data  # noqa: E402
 from zero.trainer.models import hf  # noqa: E402
 from zero.trainer.models.lora import targets  # noqa: E402
-from zero.trainer.task import build_task  # noqa: E402
+from zero.trainer.run.task import build_task  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks
 

@@ -19,10 +19,10 @@ from tests.common.command_lines import refusal_of
 from zero.core.schema import flat
 from zero.core.suggest import typed
 from zero.trainer import job
-from zero.trainer.compose import CONF, groups
 from zero.trainer.config import Config, keys
 from zero.trainer.explain import entries
-from zero.trainer.other_words import answer, other_words
+from zero.trainer.foreign_settings import foreign_message, foreign_settings
+from zero.trainer.option_files import CONF, groups
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("messages.txt")
@@ -110,24 +110,24 @@ def value_for(settings: str) -> str:
     return EXAMPLES.get(key, "true")
 
 
-@pytest.mark.parametrize(("word", "settings"), other_words()["type"].items())
+@pytest.mark.parametrize(("word", "settings"), foreign_settings()["type"].items())
 def test_a_word_of_another_program_is_answered_with_settings_that_are_accepted(here, word, settings):
     whole = word if "=" in word else f"{word}={value_for(settings)}"
     said = refusal_of([whole])
-    assert said == answer(whole)
+    assert said == foreign_message(whole)
     suggested = re.search(r"\. Did you mean (.+)\?$", said)[1]
     assert refusal_once(*shlex.split(suggested)) == ""
     if "=" not in word:
-        assert answer(f"trainer.{word.replace('_', '-')}={value_for(settings)}")
+        assert foreign_message(f"trainer.{word.replace('_', '-')}={value_for(settings)}")
 
 
-@pytest.mark.parametrize(("word", "reason"), other_words()["reason"].items())
+@pytest.mark.parametrize(("word", "reason"), foreign_settings()["reason"].items())
 def test_a_word_with_nothing_to_type_is_answered_with_the_reason(here, word, reason):
     assert refusal_of([f"{word}=8"]) == f"{word} is not a setting. {reason}"
 
 
 def test_no_word_of_another_program_is_ours():
-    words = [*other_words()["type"], *other_words()["reason"]]
+    words = [*foreign_settings()["type"], *foreign_settings()["reason"]]
     assert len(words) == len(set(words)) <= 120
     sections = {key.rpartition(".")[0] for key in keys()} | groups()
     assert not set(words) & {*keys(), *sections, *flat(Config().plain())}

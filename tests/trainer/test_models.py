@@ -15,7 +15,7 @@ from zero.errors import ConfigError
 from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig, generate, loss
 from zero.trainer.models.gpt import Rotary
-from zero.trainer.task import build_task
+from zero.trainer.run.task import build_task
 
 SIZES = {"vocab": 61, "width": 48, "layers": 2, "heads": 3, "seq": 24}
 KINDS = [

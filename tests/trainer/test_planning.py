@@ -34,7 +34,6 @@ from zero.testing import run_ranks
 from zero.tracker import Tracker
 from zero.trainer import planning
 from zero.trainer.config import Config, read
-from zero.trainer.loop import out_of_memory
 from zero.trainer.models import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
 from zero.trainer.planning import (
@@ -51,9 +50,10 @@ from zero.trainer.planning import (
 from zero.trainer.planning.choices import batches, best, plan_of_run, with_setting
 from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.rates import assumed
-from zero.trainer.planning.shapes import result_of
-from zero.trainer.planning.tracing import Product, Work
-from zero.trainer.task import build_task
+from zero.trainer.planning.traces.operators import Product, Work
+from zero.trainer.planning.traces.shapes import result_of
+from zero.trainer.run.out_of_memory import out_of_memory
+from zero.trainer.run.task import build_task
 
 TINY = {"width": 64, "layers": 2, "heads": 4, "seq": 64}
 GiB, TiB = 2**30, 2**40
@@ -217,15 +217,15 @@ def test_what_is_needed_fits_and_one_byte_less_does_not(preset, tier, tmp_path):
     model, rates = model_of(settings), assumed(settings, gpu(1))
     settings = settings.model_copy(update={"batch": settings.batch.model_copy(update={"micro": 8})})
     machine = gpu(1, device=1, host=1, disk=1)
-    (refused,) = choices(settings, machine, model, rates, stages=[Stage(3)], presets=[preset])
+    (refused,) = choices(settings, machine, Activations(settings, model), rates, stages=[Stage(3)], presets=[preset])
     needs = {name: sum(kinds.values()) for name, kinds in refused.plan.bytes.items()}
     exact = gpu(1, *(needs.get(name, 0) for name in ("device", "host", "nvme")))
-    (fits,) = choices(settings, exact, model, rates, stages=[Stage(3)], presets=[preset])
+    (fits,) = choices(settings, exact, Activations(settings, model), rates, stages=[Stage(3)], presets=[preset])
     assert fits.fits
     assert fits.plan.bytes == refused.plan.bytes
     field = {"device": "device_bytes", "host": "host_bytes", "nvme": "disk_bytes"}[tier]
     less = replace(exact, **{field: needs[tier] - 1})
-    (short,) = choices(settings, less, model, rates, stages=[Stage(3)], presets=[preset])
+    (short,) = choices(settings, less, Activations(settings, model), rates, stages=[Stage(3)], presets=[preset])
     assert not short.fits
     assert short.lacks == {tier: 1}
     key = {"device": "zero.activations=remat", "host": "offload", "nvme": "offload.path"}[tier]
@@ -244,7 +244,7 @@ def test_activations_count_and_a_refusal_says_how_much_and_what_to_do():
     assert tier_bytes(plan, "device") + nbytes > 6 * 2**20 > tier_bytes(plan, "device")
     match = rf"{re.escape(size_text(nbytes))} of activations.*batch\.micro"
     with pytest.raises(DoesNotFit, match=match) as refused:
-        plan_of_run(settings, model, world, counted)
+        plan_of_run(settings, world, counted)
     assert "offload.host_budget=6.0 MiB" in str(refused.value)
 
 
@@ -270,7 +270,9 @@ def test_what_is_advised_can_be_done_and_takes_less(mode, ranks, stage):
     for device_bytes, expected in ((nbytes + 4 * KiB, [*moves, *resorts]), (KiB, ["use a machine with more memory"])):
         machine = gpu(ranks, device_bytes)
         rates = assumed(settings, machine)
-        (refused,) = choices(settings, machine, model, rates, stages=[Stage(stage)], presets=["config"])
+        (refused,) = choices(
+            settings, machine, Activations(settings, model), rates, stages=[Stage(stage)], presets=["config"]
+        )
         assert refused.refusal.split(". ")[-1].removesuffix(".").lower().split(", or ") == expected
 
 
@@ -303,7 +305,9 @@ def test_remat_is_advised_where_it_is_not_set_and_would_take_less(activations, r
     assert (recomputed < kept) == helps
     assert recomputed <= kept
     machine = gpu(1, device=KiB) if device == "cuda" else Machine(1, 1, "cpu", 0, KiB, KiB, paper=True)
-    (refused,) = choices(settings, machine, model, assumed(settings, machine), stages=[Stage(3)], presets=["none"])
+    (refused,) = choices(
+        settings, machine, Activations(settings, model), assumed(settings, machine), stages=[Stage(3)], presets=["none"]
+    )
     assert ("zero.activations=remat" in refused.refusal) == (helps and activations == "keep")
     fewer, shorter = (counted.bytes(*least, seq=seq) for least, seq in (((1, device), None), ((rows, device), 32)))
     now = recomputed if activations == "remat" else kept
@@ -340,13 +344,13 @@ class Recording(TorchDispatchMode):
 )
 def test_every_rule_says_what_the_operator_does(kind, compute, monkeypatch):
     """The same model computed on the CPU and traced on meta: the same operators, shapes, strides and dtypes."""
-    from zero.trainer.planning import tracing
+    from zero.trainer.planning.traces import operators, tracing
 
     seen = {}
     for where in ("cpu", "meta"):
         recorded = Recording()
         monkeypatch.setattr(tracing, "META", torch.device(where))
-        monkeypatch.setattr(tracing, "result_of", lambda func, args, kwargs, to=recorded: to(func, args, kwargs))
+        monkeypatch.setattr(operators, "result_of", lambda func, args, kwargs, to=recorded: to(func, args, kwargs))
         monkeypatch.setattr(
             Recording,
             "__call__",
@@ -516,7 +520,7 @@ def nvme_plan(update: str = "lazy") -> zero.Plan:
 def test_a_serial_step_lasts_as_the_law_says():
     """C + O; what a lazy one lasts is tested in `test_step_seconds`."""
     plans = {update: nvme_plan(update) for update in ("lazy", "serial")}
-    pages = plans["lazy"].pages.store_pages()
+    pages = plans["lazy"].store_pages()
     on_disk_bytes = sum(spec.nbytes for page, spec in pages.items() if plans["lazy"].tier(page) == "nvme")
     offload_s = on_disk_bytes / ROUND.disk_read_bytes  # written at the same time and rate
     for forward_s, backward_s in ((offload_s / 2, offload_s), (2 * offload_s, 3 * offload_s)):
@@ -570,7 +574,7 @@ def gathered_numel(plan: zero.Plan, passes: int) -> list[int]:
 def test_the_best_choice_is_the_fastest_that_fits_and_of_those_alike_what_moves_and_takes_least():
     settings = config(precision={"compute": "bf16"}, batch={"global": 32})
     model, machine = model_of(settings), gpu(4)
-    found = choices(settings, machine, model, assumed(settings, machine))
+    found = choices(settings, machine, Activations(settings, model), assumed(settings, machine))
     assert [(one.plan.facts.stage.level, one.preset) for one in found[:3]] == [(0, "none"), (0, "cpu"), (0, "nvme")]
     assert len(found) == 13
     assert all(one.fits for one in found)
@@ -588,7 +592,7 @@ def test_where_everything_is_as_fast_the_star_is_where_the_concepts_page_says(ra
     unbound = replace(
         ROUND, copy_in_bytes=1e18, copy_out_bytes=1e18, disk_read_bytes=1e18, disk_write_bytes=1e18, link_bytes=1e18
     )
-    winner = best(choices(settings, gpu(ranks), model_of(settings), unbound))
+    winner = best(choices(settings, gpu(ranks), Activations(settings, model_of(settings)), unbound))
     assert winner is not None
     assert (winner.plan.facts.stage.level, winner.preset) == (level, "none")
 
@@ -636,7 +640,10 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
     expected = next(accumulate for accumulate in (1, 2, 3, 4, 6, 8, 12, 16, 24, 48) if fits(accumulate))
     notes = []
     settled = run_ranks(
-        size, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
+        size,
+        lambda world: resolve_auto(
+            settings, Activations(settings, model_of_rank(world, settings)), world, telling(notes.append)
+        ),
     )
     for one, step_s in settled:
         assert step_s is None, "nothing was compared, so no rate was measured"
@@ -661,7 +668,9 @@ def test_settle_changes_nothing_where_nothing_is_auto():
 
 def test_a_default_run_that_fits_keeps_its_batch_whole():
     settings = config()
-    settled, _ = resolve_auto(settings, model_of(settings), zero.World.from_env(device="cpu"), telling(pytest.fail))
+    settled, _ = resolve_auto(
+        settings, Activations(settings, model_of(settings)), zero.World.from_env(device="cpu"), telling(pytest.fail)
+    )
     assert settled == settings.on(1)
     assert settled.batch.numbers() == (8, 8, 1)
 
@@ -670,14 +679,19 @@ def test_where_nothing_fits_every_rank_says_what_is_needed_and_which_key_to_chan
     for stage in (3, "auto"):
         settings = config(zero_={"stage": stage}, offload={"host_budget": "1MiB"})
         with pytest.raises(ConfigError, match=r"offload\.host_budget=1\.0 MiB: a rank needs at least \d.*Raise"):
-            run_ranks(2, lambda world, s=settings: resolve_auto(s, model_of_rank(world, s), world, Tracker()))
+            run_ranks(
+                2, lambda world, s=settings: resolve_auto(s, Activations(s, model_of_rank(world, s)), world, Tracker())
+            )
 
 
 def test_a_stage_of_auto_becomes_the_best_one_and_says_why(tmp_path):
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path)})
     notes = []
     settled = run_ranks(
-        2, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
+        2,
+        lambda world: resolve_auto(
+            settings, Activations(settings, model_of_rank(world, settings)), world, telling(notes.append)
+        ),
     )
     assert settled[0] == settled[1]
     chosen, step_s = settled[0]
@@ -701,7 +715,9 @@ def test_a_run_on_several_nodes_measures_what_is_between_its_ranks(size, nodes, 
     notes = []
     run_ranks(
         size,
-        lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append)),
+        lambda world: resolve_auto(
+            settings, Activations(settings, model_of_rank(world, settings)), world, telling(notes.append)
+        ),
         nodes=nodes,
     )
     [told] = {note for note in notes if "rates" in note}
@@ -716,7 +732,7 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     shown = []
     settled, _ = resolve_auto(
         settings,
-        model_of(settings),
+        Activations(settings, model_of(settings)),
         zero.World.from_env(device="cpu"),
         telling(notes.append, lambda *told: shown.append(told)),
     )
@@ -842,7 +858,10 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(tmp_path):
     settings = config(zero_={"stage": "auto"}, offload={"path": str(tmp_path / "missing"), **kinds})
     notes = []
     settled = run_ranks(
-        2, lambda world: resolve_auto(settings, model_of_rank(world, settings), world, telling(notes.append))
+        2,
+        lambda world: resolve_auto(
+            settings, Activations(settings, model_of_rank(world, settings)), world, telling(notes.append)
+        ),
     )
     assert all("nvme" not in one.config.offload.kinds for one in settled)
     assert "nothing can be offloaded to a disk here" in notes[0]

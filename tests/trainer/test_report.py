@@ -21,9 +21,10 @@ from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.platform.files import Files
 from zero.platform.timeline import Span as Traced, Timeline
-from zero.tracker.report import chart, page, run, scale
+from zero.tracker.report import chart, origin, page, run, scale
 from zero.tracker.report.chart import Bar, Panel, Part, Row, Series, Span
 from zero.tracker.report.folder import read_run
+from zero.tracker.report.plan import KINDS, TIME, compared, per_step
 from zero.trainer import checks, cli, job
 from zero.trainer.config import Config
 
@@ -381,10 +382,10 @@ def test_files_that_are_no_text_still_make_a_page(tmp_path, metrics, summary, co
 def test_settings_are_compared_with_the_defaults():
     default = {"a": 1, "b": {"c": 2, "d": "auto", "e": None}, "gone": 5}
     config = {"a": 1, "b": {"c": 3, "d": 16, "e": None}, "new": True}
-    assert run.differences(config, default) == [
+    assert origin.differences(config, default) == [
         ("b.c", 3, 2), ("new", True, None), ("gone", None, 5), ("b.d", 16, "auto"),
     ]  # fmt: skip
-    assert run.differences(Config().plain(), Config().plain()) == []
+    assert origin.differences(Config().plain(), Config().plain()) == []
 
 
 def test_plan_and_measurement_stand_side_by_side(tmp_path):
@@ -406,7 +407,7 @@ def test_plan_and_measurement_stand_side_by_side(tmp_path):
 def test_the_peak_of_a_device_is_beside_all_that_a_step_was_planned_with(tmp_path):
     plan = {"device": {"parameters": 10, "activations": 30}}
     summary = {"plan_bytes": plan, "measured_bytes": {"device": {"parameters": 10}}, "device_peak_bytes": 50}
-    rows = run.compared(read_run(write_folder(tmp_path, summary=summary)))
+    rows = compared(read_run(write_folder(tmp_path, summary=summary)))
     assert rows == [
         ("device", "parameters", 10, 10),
         ("device", "activations", 30, None),
@@ -426,13 +427,13 @@ def test_what_a_step_moves_is_the_median_of_the_rows_for_one_rank(tmp_path):
     rows = [row(step, **dict(zip(names, figures, strict=True))) for step, figures in moved]
     summary = {"ranks": 2, "plan_step_bytes": {"disk": 60, "copy": 25, "link": 3, "wire": 2}}
     found = read_run(write_folder(tmp_path, rows=rows, summary=summary))
-    assert run.compared(found) == [
+    assert compared(found) == [
         ("a step", "to and from the disk", 60, 30),
         ("a step", "between host and GPU", 25, 50),
         ("a step", "from other ranks", 3, 6),
         ("a step", "from other nodes", 2, 1),
     ]
-    assert run.compared(found._replace(rows=[])) == []
+    assert compared(found._replace(rows=[])) == []
 
 
 @pytest.mark.parametrize("before", [[], [(10, 10), (20, 10)]], ids=["another folder", "the same folder"])
@@ -441,7 +442,7 @@ def test_what_a_step_moves_is_known_of_the_first_row_after_a_resume(before, tmp_
     moved = [(*place, 100 * place[1]) for place in [*before, (30, 5), (40, 10)]]
     rows = [row(step, **{"speed/steps": count, "offload/read_bytes": nbytes}) for step, count, nbytes in moved]
     found = read_run(write_folder(tmp_path, rows=rows))
-    assert run._per_step(found, "offload/read_bytes") == [(step, 100) for step, *_ in moved]
+    assert per_step(found, "offload/read_bytes") == [(step, 100) for step, *_ in moved]
 
 
 def test_a_predicted_step_stands_beside_the_measured_one(tmp_path):
@@ -541,7 +542,7 @@ def test_a_real_run_is_told_as_it_was(finished):
 
 def test_a_real_run_holds_and_moves_what_was_planned(finished):
     told = read_run(finished)
-    rows = {(one.where, one.what): one for one in run.compared(told)}
+    rows = {(one.where, one.what): one for one in compared(told)}
     assert {where for where, _ in rows} == {"device", "host", "nvme", "a step"}
     for (_, what), one in rows.items():
         if what == "activations":
@@ -558,8 +559,8 @@ def test_a_real_run_holds_and_moves_what_was_planned(finished):
 def test_a_run_that_chose_its_stage_says_what_it_predicted(tmp_path):
     run_in(tmp_path, "zero.stage=auto")
     told = read_run(tmp_path)
-    (one,) = (one for one in run.compared(told) if one.what == run.TIME)
-    assert one == ("a step", run.TIME, told.summary["plan_step_s"], told.typical("speed/step_s"))
+    (one,) = (one for one in compared(told) if one.what == TIME)
+    assert one == ("a step", TIME, told.summary["plan_step_s"], told.typical("speed/step_s"))
     assert one.planned > 0
     assert one.measured > 0
 
@@ -569,9 +570,9 @@ SCHEMES = [(DARK, "rgb(16, 20, 24)"), (LIGHT, "rgb(246, 247, 248)")]
 
 def charts_of_many_words() -> str:
     """Charts whose labels and legends are as long as they get."""
-    kinds = [*run.KINDS]
+    kinds = [*KINDS]
     series = [Series(name, [(1, 700 << 20), (2_000_000, 1 << 20)]) for name in ("waiting for the store", "whole step")]
-    bars = [Bar("device, plan", [Part(kind, 1000 << 20, *run.KINDS[kind]) for kind in kinds])]
+    bars = [Bar("device, plan", [Part(kind, 1000 << 20, *KINDS[kind]) for kind in kinds])]
     bars.append(Bar("measured", [Part(kinds[0], 1000 << 30, "blue")]))
     panels = [Panel(f"panel {number}", [(1, 1e-7), (2, 1.234e-6)], note="12.3456") for number in range(7)]
     drawn = [

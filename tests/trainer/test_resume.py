@@ -20,7 +20,8 @@ from zero.errors import CheckpointError, MachineError
 from zero.testing import forked_ranks
 from zero.tracker import Tracker
 from zero.trainer.config import Config
-from zero.trainer.saver import find, record_start
+from zero.trainer.run.resume import find
+from zero.trainer.run.starts import record_start
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["debug=tiny", "sample.tokens=0", "val.every=0", "tracker.console=none", "offload.page=4KiB"]

@@ -18,7 +18,7 @@ from zero.errors import CheckpointError
 from zero.settings.build import build_optimizer
 from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import Config, read
-from zero.trainer.resume import differences, refuse_other_model, refuse_other_moments
+from zero.trainer.run.refusals import differences, refuse_other_model, refuse_other_moments
 
 
 @cache

@@ -27,12 +27,12 @@ from zero.testing import run_processes, run_ranks  # noqa: E402
 from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import open_data  # noqa: E402
 from zero.trainer.data.windows import slice_of  # noqa: E402
-from zero.trainer.evaluate import validation_loss  # noqa: E402
 from zero.trainer.planning import Activations, Machine, PaperWorld, choices, plan_text  # noqa: E402
 from zero.trainer.planning.cost import compute_seconds  # noqa: E402
 from zero.trainer.planning.rates import assumed  # noqa: E402
-from zero.trainer.planning.tracing import Work  # noqa: E402
-from zero.trainer.task import build_task  # noqa: E402
+from zero.trainer.planning.traces.operators import Work  # noqa: E402
+from zero.trainer.run.evaluate import validation_loss  # noqa: E402
+from zero.trainer.run.task import build_task  # noqa: E402
 
 STEPS, ROWS, SEQ, RANKS, LR = 3, 8, 16, 4, 1e-2
 LLAMA = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -252,13 +252,13 @@ def test_the_longest_row_that_is_printed_fits_and_a_longer_one_does_not(sequence
     for length, expected in ((tokens, True), (round(1.1 * tokens) // 64 * 64, False)):
         zero_ = {"sequence": sequence, "activations": least}
         longer = read({**words, "model": {**LONG, "seq": length}, "zero": zero_})
-        candidates = choices(longer, Machine.described(longer), *_model_and_rates(longer))
+        candidates = choices(longer, Machine.described(longer), *_traces_and_rates(longer))
         assert any(choice.fits for choice in candidates if choice.preset == "none") == expected
 
 
-def _model_and_rates(config):
+def _traces_and_rates(config):
     machine = Machine.described(config)
-    return build_task(config, machine.world).model, assumed(config, machine)
+    return Activations(config, build_task(config, machine.world).model), assumed(config, machine)
 
 
 def test_exchanges_are_predicted_to_take_time():

@@ -29,11 +29,12 @@ from zero.engine.update.update import Updater
 from zero.errors import Preempted
 from zero.store import PrefetchStore
 from zero.testing import forked_ranks
-from zero.trainer import checks, cli, job, loop
-from zero.trainer.evaluate import sample_text
+from zero.trainer import checks, cli, job
 from zero.trainer.launch import Interrupted
 from zero.trainer.launch.request import no_further_sigint, signals_waiting
-from zero.trainer.loop import Run
+from zero.trainer.run import loop
+from zero.trainer.run.evaluate import sample_text
+from zero.trainer.run.loop import Run
 
 SITES: dict[str, tuple[type, str]] = {
     "forward": (SiteRunner, "run"),
@@ -219,7 +220,7 @@ def interrupted(here: Path, module: str, *words: object, in_a_rank: bool = False
         ("the only rank", "torch.fx"),
         ("the parent", "torch._C"),
         ("a rank", "torch.distributed.rpc"),
-        ("a rank", "zero.trainer.loop"),
+        ("a rank", "zero.trainer.run.loop"),
     ],
 )
 def test_ctrl_c_while_something_is_imported_ends_the_run_with_its_line(here: Path, whose: str, module: str) -> None:

@@ -26,7 +26,7 @@ from zero.trainer.planning.choices import plan_choice
 from zero.trainer.planning.cost import Ahead, Rates, break_even, limits, step_seconds
 from zero.trainer.planning.machine import PaperWorld
 from zero.trainer.planning.rates import assumed, with_drives
-from zero.trainer.planning.tracing import Work
+from zero.trainer.planning.traces.operators import Work
 
 FREE = Rates(
     flops=1.0,
@@ -261,11 +261,11 @@ def test_auto_updates_where_a_step_is_shorter(fast, compute, monkeypatch):
     rates = replace(FREE, flops=1e15, attention_flops=1e15, copy_in_bytes=1e6, host_update_numel=1e4)
     rates = replace(rates, **{fast: 1e12})
     counted = Activations(settings, model)
-    choice = plan_choice(settings, "config", machine, model, rates, counted)
+    choice = plan_choice(settings, "config", machine, counted, rates)
     fixed = {
         where: plan_choice(
             settings.model_copy(update={"offload": settings.offload.model_copy(update={"compute": where})}),
-            "config", machine, model, rates, counted,
+            "config", machine, counted, rates,
         ).seconds
         for where in ("device", "host")
     }  # fmt: skip
@@ -277,7 +277,7 @@ def test_auto_updates_where_a_step_is_shorter(fast, compute, monkeypatch):
 def test_auto_is_the_device_where_nothing_is_offloaded():
     settings = config(offload={"compute": "auto", "ahead": 0})
     model, machine = model_of(settings), gpu(1)
-    choice = plan_choice(settings, "config", machine, model, assumed(settings, machine), Activations(settings, model))
+    choice = plan_choice(settings, "config", machine, Activations(settings, model), assumed(settings, machine))
     assert choice.config.offload.compute == "device"
 
 
@@ -290,7 +290,9 @@ def test_a_run_takes_the_processor_that_its_measured_rates_favour(fast, compute,
         sys.modules[resolve_auto.__module__], "measured", lambda *_, **__: replace(rates, **{fast: 1e12})
     )
     with simulated_gpu():
-        [resolved] = run_ranks(1, lambda world: resolve_auto(settings, model_of(settings), world, Tracker()))
+        [resolved] = run_ranks(
+            1, lambda world: resolve_auto(settings, Activations(settings, model_of(settings)), world, Tracker())
+        )
     assert resolved.config.offload.compute == compute
     assert resolved.step_s > 0
 
@@ -298,7 +300,9 @@ def test_a_run_takes_the_processor_that_its_measured_rates_favour(fast, compute,
 def test_a_run_on_a_cpu_measures_nothing_to_choose_its_processor(monkeypatch):
     monkeypatch.setattr(sys.modules[resolve_auto.__module__], "measured", lambda *_, **__: pytest.fail("measured"))
     settings = config(batch={"global": 1}, offload={"compute": "auto", "ahead": 0})
-    resolved = resolve_auto(settings, model_of(settings), zero.World.from_env(device="cpu"), Tracker())
+    resolved = resolve_auto(
+        settings, Activations(settings, model_of(settings)), zero.World.from_env(device="cpu"), Tracker()
+    )
     assert (resolved.config.offload.compute, resolved.step_s) == ("device", None)
 
 

@@ -23,6 +23,7 @@ from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.platform.files import Files
 from zero.tracker.report import sweep
+from zero.tracker.report.jobs import differing, jobs_in
 from zero.trainer import cli, job as processes
 from zero.trainer.config import keys
 
@@ -110,14 +111,14 @@ def test_jobs_are_found_by_what_they_leave(tmp_path):
     assert [one.name for one in found.jobs] == ["a/9", "a/10", "b/lr=0.1 #1", "c/d"]
     assert found.failed[0].cause == "rank 0 failed (log: c/d/ranks/0.log)"
     assert 'href="b/lr%3D0.1%20%231/report.html"' in (tmp_path / "sweep.html").read_text()
-    assert sweep.jobs_in(tmp_path / "a" / "9") == [], "a run is no sweep"
+    assert jobs_in(tmp_path / "a" / "9") == [], "a run is no sweep"
 
 
 def test_only_what_differs_has_a_column(tmp_path):
     job(tmp_path, 0, "a=1", "b=1", "c=1", **finished())
-    assert sweep.differing(sweep.write(tmp_path).jobs) == ["a", "b", "c"], "of one job everything"
+    assert differing(sweep.write(tmp_path).jobs) == ["a", "b", "c"], "of one job everything"
     job(tmp_path, 1, "a=1", "b=2", "c=1", "d=x", **finished())
-    assert sweep.differing(sweep.write(tmp_path).jobs) == ["b", "d"]
+    assert differing(sweep.write(tmp_path).jobs) == ["b", "d"]
     assert [key for key in table(tmp_path)[0] if len(key) == 1] == ["b", "d"]
     assert [row["d"] for row in table(tmp_path)] == ["", "x"]
 

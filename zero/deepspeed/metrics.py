@@ -31,8 +31,8 @@ from zero.settings import Settings
 from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
 from zero.tracker.earlier import earlier
-from zero.tracker.jsonl import unused_folder
 from zero.tracker.meter import Meter
+from zero.tracker.views.jsonl import unused_folder
 
 log = logging.getLogger("zero")
 

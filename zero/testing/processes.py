@@ -32,7 +32,7 @@ START_S = 90.0
 """Maximum seconds for the start of all processes, which import their modules, on a busy machine."""
 
 PRELOADED = (
-    "zero.trainer.loop",
+    "zero.trainer.run.loop",
     "zero.trainer.planning",
     "zero.tracker.report.run",
     "rich.console",

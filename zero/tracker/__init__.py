@@ -14,13 +14,18 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TextIO
 
-from zero.tracker import wandb
-from zero.tracker.behind import Behind
-from zero.tracker.console import Bar, Lines
-from zero.tracker.jsonl import RUNNING as RUNNING, Jsonl, write_failure as write_failure, write_summary as write_summary
 from zero.tracker.settings import TrackerSettings, Wandb
-from zero.tracker.tensorboard import TensorBoardRun
-from zero.tracker.view import ROW as ROW, Row, View
+from zero.tracker.views import wandb
+from zero.tracker.views.behind import Behind
+from zero.tracker.views.console import Bar, Lines
+from zero.tracker.views.jsonl import (
+    RUNNING as RUNNING,
+    Jsonl,
+    write_failure as write_failure,
+    write_summary as write_summary,
+)
+from zero.tracker.views.tensorboard import TensorBoardRun
+from zero.tracker.views.view import ROW as ROW, Row, View
 
 Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str | None]]
 """Function that opens a view, with the arguments of `Tracker.begin`. Returns the view and W&B's run id or None."""

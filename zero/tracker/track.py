@@ -1,13 +1,11 @@
 """`zero.track`: metrics, console output, charts, timeline and report for a user's own training loop."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from math import inf
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Literal, SupportsFloat
+from types import TracebackType
+from typing import Any
 
 import torch
 import yaml
@@ -15,32 +13,22 @@ from torch import Tensor
 
 from zero.checkpoint.publish import own_root
 from zero.checkpoint.save import by_rank_0
-from zero.core import suggest
-from zero.core.secret import refuse_secrets
 from zero.engine.arguments import check_folder, check_type, numbers_by_name, type_text
-from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.engine.whole import measured
-from zero.errors import ConfigError, MachineError, one_line, with_class
+from zero.errors import ConfigError, one_line, with_class
 from zero.platform.files import naming
 from zero.platform.timeline import Timeline
-from zero.tracker import RUNNING, Tracker, open_tracker, write_failure, write_summary
+from zero.tracker import Tracker, open_tracker
 from zero.tracker.earlier import earlier
-from zero.tracker.jsonl import FINISHED, unused_folder
 from zero.tracker.meter import Meter
 from zero.tracker.report import run as report
-from zero.tracker.report.folder import OWN_LOOP
-from zero.tracker.settings import Jsonl, TrackerSettings, Wandb
-
-NAMES = ("jsonl", "wandb", "tensorboard")
-
-RECORDED = 3
-"""The first step that may be recorded for the timeline, because earlier steps still learn the order of the units."""
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-Unit = Literal["samples", "tokens", ""]
+from zero.tracker.run_record import NOTHING, RunRecord, Unit
+from zero.tracker.settings import TrackerSettings
+from zero.tracker.step_recorder import StepRecorder
+from zero.tracker.track_arguments import plain_settings, speed_unit, tracker_settings
+from zero.tracker.views.jsonl import FINISHED, unused_folder
 
 
 def track(
@@ -93,42 +81,12 @@ def track(
     """
     check_type(state, State, "zero.track", "with zero.track(state, folder) as track:")
     check_folder(folder, "zero.track", "with zero.track(state, folder) as track:")
-    settings = _settings(tracker, every)
-    if samples is not None and tokens is not None:
-        raise ConfigError("samples and tokens are two units of one speed. Pass only one of them.")
-    unit: Unit = "samples" if samples is not None else "tokens" if tokens is not None else ""
-    count = samples if tokens is None else tokens
-    for name, value in ((unit, count), ("steps", steps)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name}={value!r}: must be a whole number from 1")
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"config is {type_text(config)}, not a mapping. Write config=vars(args), or pass a dict.")
-    if flops is not None and not unit:
-        raise ConfigError("flops is for one sample or one token. Pass samples or tokens, too.")
-    if flops is not None and not (isinstance(flops, SupportsFloat) and 0 < float(flops) < inf):
-        raise ConfigError(f"flops={flops!r}: must be a number above 0")
-    if taken := {"mode", OWN_LOOP} & set(config):
-        raise ConfigError(f"config has {taken.pop()}, which zero writes to config.yaml. Give it another name.")
-    refuse_secrets(config, os.environ)
-    per_step = (count or 0) * state.plan.world.size
-    facts = _facts(state.plan) | ({unit: per_step} if unit else {}) | ({"steps": steps} if steps else {})
-    try:
-        plain = {"mode": "train", OWN_LOOP: facts, **json.loads(json.dumps(dict(config), default=str))}
-    except TypeError as error:
-        raise ConfigError(f"config cannot be written as settings: {one_line(error)}") from None
-    store = state.runtime.store
-    meter = Meter(
-        state.plan.world,
-        state.plan,
-        tokens_per_step=per_step,
-        traffic=lambda: store.traffic,
-        steps=state.tried,
-        tokens=state.tried * per_step,
-        skipped=state.skipped,
-        flops_per_token=None if flops is None else float(flops),
-    )
+    settings = tracker_settings(tracker, every)
+    unit, count = speed_unit(samples, tokens, steps, config, flops)
+    per_step = count * state.plan.world.size
+    plain = plain_settings(config, state.plan, {unit: per_step, "steps": steps})
     own = own_root(Path(folder), state.plan.world).path
-    return Track(state, own, settings, meter, unit, steps=steps, config=plain, records=timeline)
+    return Track(state, own, settings, unit, per_step, flops, steps=steps, config=plain, records=timeline)
 
 
 class Track:
@@ -145,21 +103,29 @@ class Track:
         state: State,
         folder: Path,
         settings: TrackerSettings,
-        meter: Meter,
         unit: Unit,
+        per_step: int,
+        flops: float | None,
         *,
         steps: int | None,
         config: Mapping[str, Any],
         records: bool,
     ) -> None:
-        self._state, self._settings, self._meter, self._unit = state, settings, meter, unit
-        self._runtime, self._tape = state.runtime, state.runtime.tape
-        self._world, self.folder = state.plan.world, folder
-        self._steps, self._config, self._records = steps, config, records
-        self._begun_at = self._logged_at = meter.steps
-        self._recording: ExitStack | None = None
-        self._timeline = Timeline()
-        self._aux: Mapping[str, float] = NOTHING
+        self._state, self._runtime, self._world, self.folder = state, state.runtime, state.plan.world, folder
+        self._settings, self._unit, self._steps, self._config = settings, unit, steps, config
+        store = self._runtime.store
+        self._meter = Meter(
+            self._world,
+            state.plan,
+            tokens_per_step=per_step,
+            traffic=lambda: store.traffic,
+            steps=state.tried,
+            tokens=state.tried * per_step,
+            skipped=state.skipped,
+            flops_per_token=None if flops is None else float(flops),
+        )
+        self._begun_at = self._meter.steps
+        self._recorder = StepRecorder(self._world, self._runtime.tape, self._meter.interval, wanted=records)
         self._checkpoint: Path | None = None
         self._tracker = Tracker()
         self._is_open = False
@@ -174,6 +140,7 @@ class Track:
         facts = {"plan_bytes": plan.bytes, "ranks": self._world.size, "parameters_numel": plan.numel}
         self._tracker.begin(self._config, facts | {"torch": str(torch.__version__)})
         self._tracker.note(f"folder {self.folder}")
+        self._record = RunRecord(folder, self._meter, self._tracker, lambda: self._checkpoint, unit=self._unit)
         self._is_open = True
         return self
 
@@ -203,13 +170,12 @@ class Track:
         self._check_open("track")
         self._check_next(state.tried)
         numbers = numbers_by_name(val, "of an evaluation")
-        self._end_recording()
-        self._state, self._aux = state, metrics.aux
+        self._recorder.end(self._write_timeline)
+        self._state = state
         self._meter.count(metrics)
         if numbers or self._meter.steps % self._settings.every == 0:
             self._log(self._mean(numbers))
-        if self._records and self._meter.steps >= self._begun_at + RECORDED - 1:
-            self._begin_recording()
+        self._recorder.begin(self._meter.steps - self._begun_at)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -218,9 +184,9 @@ class Track:
         Collective: every rank enters it. Deferred updates of the last step are applied on entry, so that their time
         counts in that step.
         """
-        self._drop_recording()
+        self._recorder.drop()
         self._runtime.finish_step()
-        with self._meter.paused():
+        with self._meter.interval.paused():
             yield
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -248,7 +214,7 @@ class Track:
         self._is_open = False
         with ExitStack() as at_last:  # closes the views even if this block raises
             at_last.push(lambda _, failed, __: self._tracker.__exit__(error_type, failed or error, trace))
-            self._drop_recording()
+            self._recorder.drop()
             if error is None:
                 self._end()
             else:
@@ -272,13 +238,10 @@ class Track:
     def _log(self, val: Mapping[str, float]) -> None:
         if "loss" in val:
             self._meter.validated(val["loss"])
-        row = counted_in(self._unit, self._meter.row(validated="loss" in val))
-        row |= {key: value for name, value in self._aux.items() if (key := f"train/{name}") not in row}
-        row |= {f"val/{name}": value for name, value in val.items()}
-        self._logged_at = self._meter.steps
-        if self._world.rank == 0:
-            write_summary(self.folder, self._summary(RUNNING))  # in case the run is killed
-        self._tracker.log(row)
+        aux = {} if self._meter.last is None else self._meter.last.aux
+        further = {f"train/{name}": value for name, value in aux.items()}
+        further |= {f"val/{name}": value for name, value in val.items()}
+        self._record.log(validated="loss" in val, further=further)
 
     def _mean(self, numbers: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the mean of each number over ranks, by name. Collective; all ranks must have the same names."""
@@ -289,42 +252,9 @@ class Track:
         self._world.all_reduce(sums, what=f"evaluation: {', '.join(names)}").wait()
         return dict(zip(names, (sums / self._world.size).tolist(), strict=True))
 
-    # -- one step in detail --------------------------------------------------------------------------------------------
-
-    def _begin_recording(self) -> None:
-        """Start to record one step, with the loop's own work before it. The next `__call__` ends the recording."""
-        self._recording = ExitStack()
-        self._recording.enter_context(self._meter.untimed())
-        if self._world.rank == 0:
-            self._timeline = self._recording.enter_context(self._tape.record(yields=True))
-
-    def _end_recording(self) -> None:
-        if self._recording is None:
-            return
-        self._recording.close()
-        self._recording = None
-        written = self._world.rank == 0 and self._write_timeline()
-        self._records = not self._world.share("written" * written)  # ranks wait for the file here, not in a step
-
-    def _write_timeline(self) -> bool:
-        """Write trace.json. Return False if a recording of the user's replaced this one, which is then empty."""
-        if not self._timeline.spans:
-            return False
-        try:
-            self._timeline.write(self.folder / "trace.json")
-        except MachineError as error:  # the run goes on without a timeline
-            self._tracker.note(f"warning: no trace: {error}")
-        return True
-
-    def _drop_recording(self) -> None:
-        """Discard the current recording, because it would hold more than one step.
-
-        The exception keeps `Meter.untimed` from counting an untimed step.
-        """
-        if self._recording is not None:
-            error = InterruptedError()
-            self._recording.__exit__(type(error), error, None)
-            self._recording = None
+    def _write_timeline(self, timeline: Timeline) -> None:
+        with self._record.writing_trace():
+            timeline.write(self.folder / "trace.json")
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -336,64 +266,19 @@ class Track:
             (folder / "config.yaml").write_text(settings, encoding="utf-8")
         return str(folder)
 
-    def _summary(self, exit_reason: str) -> dict[str, Any]:
-        return counted_in(self._unit, self._meter.summary("", exit_reason, self._checkpoint)._asdict())
-
     def _end(self) -> None:
         """Write the row of the last steps, and the final files of a run that ended without an exception. Collective."""
-        if self._meter.steps > self._logged_at:
+        if self._meter.steps_since_row:
             self._log({})
-        summary = self._summary(FINISHED)
         if self._world.rank == 0:
-            held = {} if self._state.spent_ else measured(self._state)
-            write_summary(self.folder, summary | {"measured_bytes": held})
-            try:
-                self._tracker.report(report.write(self.folder))
-                self._tracker.note(f"report {self.folder / 'report.html'}")
-            except Exception as error:  # a failed report is no failed run
-                self._tracker.note(f"warning: no report: {one_line(error)}")
-        self._tracker.finish(summary)
+            self._record.further["measured_bytes"] = {} if self._state.spent_ else measured(self._state)
+        summary = self._record.write(FINISHED)
+        self._record.write_report(one_line)
+        self._tracker.finish(self._record.counted(summary))
 
     def _fail(self, error: BaseException) -> None:
         """Write the final files of a run that failed. Not collective, because other ranks may have ended already."""
+        self._record.write_failure("stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else with_class(error))
         if self._world.rank == 0:
-            with suppress(MachineError):  # the disk may have failed
-                reason = "stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else with_class(error)
-                write_failure(self.folder, self._summary(reason))
             with suppress(Exception):
                 report.write(self.folder)
-
-
-def counted_in(unit: Unit, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures of a `Meter` with `unit` in place of "tokens" in their keys; without a unit, drop these keys."""
-    return {key.replace("tokens", unit): value for key, value in figures.items() if unit or "tokens" not in key}
-
-
-def _facts(plan: Plan) -> dict[str, Any]:
-    """Return the facts of a plan for the report, W&B and TensorBoard."""
-    tiers = {state: getattr(plan.offload, state) for state in ("optimizer", "param", "grad")}
-    return {
-        "stage": plan.facts.stage.level,
-        "precision": str(plan.precision.compute).removeprefix("torch."),
-        "offload": tiers if any(tier != "none" for tier in tiers.values()) else "none",
-        "optimizer": plan.optimizer.name,
-        "accumulate": plan.accumulate,
-        "ranks": plan.world.size,
-    }
-
-
-def _settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> TrackerSettings:
-    """Return the arguments `tracker` and `every` of `track` as the section `tracker` of a run's settings."""
-    if isinstance(tracker, Mapping):
-        typed = {"every": every, **tracker}
-        if typed.get("name") == "tensorboard":
-            typed |= {"name": "jsonl", "tensorboard": True}
-        return Wandb(**typed) if typed.get("name") == "wandb" else Jsonl(**typed)
-    if not isinstance(tracker, Iterable):
-        raise ConfigError(f"tracker is {type_text(tracker)}. Pass one or several of {', '.join(NAMES)}, or settings.")
-    names = [tracker] if isinstance(tracker, str) else list(tracker)
-    for name in names:
-        if name not in NAMES:
-            raise ConfigError(f"tracker={name} does not exist. {suggest.nearest(str(name), NAMES)}")
-    section = Wandb if "wandb" in names else Jsonl
-    return section(every=every, tensorboard="tensorboard" in names)

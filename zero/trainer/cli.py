@@ -23,11 +23,10 @@ from zero.platform.installed import as_called
 from zero.platform.run_files import hold, making
 from zero.tracker.report import sweep
 from zero.tracker.report.folder import mapping, read_run
+from zero.tracker.report.jobs import counts
 from zero.trainer import job, launch
-from zero.trainer.answers import answer, for_a_reader, show
 from zero.trainer.checks import RUNS_NOTHING, notes_on, parse_config
 from zero.trainer.compose import (
-    CONF,
     HYDRA_VERSION,
     at_home,
     compose,
@@ -44,6 +43,8 @@ from zero.trainer.compose import (
 from zero.trainer.config import Config, read
 from zero.trainer.explain import overview
 from zero.trainer.launch.request import no_further_sigint
+from zero.trainer.option_files import CONF
+from zero.trainer.text_output import for_a_reader, print_mode, show
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str], train: "Train") -> int:
 
 def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
     """Return the end of the message about an interrupted run: the command that continues it, or advice on saving."""
-    from zero.trainer.saver import last_saved
+    from zero.trainer.run.starts import last_saved
 
     if folder is None or (config := read_run(folder).config).get("mode") == "eval":
         return ""
@@ -143,7 +144,7 @@ def _with_hydra(arguments: Sequence[str], train: "Train") -> int:
             _start_hydra(arguments, options.overrides, lambda _: None)
         return 0
     if runs[0][0].mode in RUNS_NOTHING:
-        return max(answer(config, words, CONF) for config, words in runs)
+        return max(print_mode(config, words, CONF) for config, words in runs)
     return _run_jobs(arguments, options, train, folder)
 
 
@@ -308,7 +309,7 @@ def _print_sweep(folder: Path) -> sweep.Sweep:
     """Write the report of a sweep, print its table and the path of its page, and return it."""
     written = sweep.write(folder)
     table = sweep.plain(written, shutil.get_terminal_size((sweep.ANY_COLUMNS, 24)).columns)
-    print(f"\n{table}\n\n{sweep.counts(written.jobs)}: {written.page}")
+    print(f"\n{table}\n\n{counts(written.jobs)}: {written.page}")
     if any(folder.glob("*/wandb/offline-run-*")):
         print(f"to send the runs to W&B: wandb sync {os.path.relpath(folder)}/*/wandb/offline-run-*")
     return written

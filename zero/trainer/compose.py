@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from zero.platform.installed import TOP, install, require
+from zero.platform.installed import install, require
 
 try:
     import hydra
@@ -39,20 +39,15 @@ from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import SettingError, one_line
 from zero.platform.run_files import hold, making
+from zero.trainer.complaints import complaint, of_another_option, unknown
 from zero.trainer.config import Config, is_section, keys, keys_of, kinds
-from zero.trainer.explain import entries, options_with
-from zero.trainer.other_words import answer
-
-CONF = TOP / "conf"
-"""The folder of option files."""
+from zero.trainer.foreign_settings import foreign_message
+from zero.trainer.option_files import CONF, PRESETS, folders_of
 
 _VERSION_BASE: Mapping[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 """The argument `version_base` for Hydra 1.3, which warns if it is missing. Hydra 1.4 warns if it is given."""
 
 HYDRA_VERSION = hydra.__version__
-
-PRESETS = ("experiment", "debug")
-"""Option groups whose files set keys of other sections."""
 
 _HOME = re.compile(r"(?<=[=\[,])~[^\],]*")
 
@@ -88,14 +83,6 @@ def _option(group: str, name: str | None) -> Mapping[str, Any]:
     return ConfigStore.instance().load(f"{group}/{name}.yaml").node
 
 
-def groups() -> set[str]:
-    return {path.name for path in CONF.iterdir() if path.is_dir()}
-
-
-def _options_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    return sorted({path.stem for folder in (CONF, *folders) for path in (folder / group).glob("*.yaml")})
-
-
 def compose(words: Sequence[str]) -> Any:
     """Return the configuration that Hydra composes from `words`, with Hydra's own settings under `hydra`.
 
@@ -105,8 +92,19 @@ def compose(words: Sequence[str]) -> Any:
     _store_options()
     overrides = _parsed(words)
     searched = [override.value() for override in overrides if override.key_or_group == "hydra.searchpath"]
-    folders = [folder for places in searched for folder in _folders_of(places)]
-    if messages := list(filter(None, (_complaint(override, folders) for override in overrides))):
+    folders = [folder for places in searched for folder in folders_of(places)]
+    messages = [
+        complaint(
+            str(override.input_line),
+            override.key_or_group,
+            override.value(),
+            folders,
+            is_sweep=override.is_sweep_override(),
+            is_delete=override.is_delete(),
+        )
+        for override in overrides
+    ]
+    if messages := list(filter(None, messages)):
         raise SettingError(" ".join(messages))
     GlobalHydra.instance().clear()
     try:
@@ -118,30 +116,8 @@ def compose(words: Sequence[str]) -> Any:
             raise SettingError(f"{plugin} is not installed. Type {install('sweep')}.") from None
         key = str(getattr(error.__cause__, "full_key", None))
         if key in keys() or is_section(key):
-            raise SettingError(_of_another_option(key)) from None
-        raise SettingError(_unknown(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)) from None
-
-
-def _folders_of(places: Any) -> list[Path]:
-    """Return the folders in `hydra.searchpath`.
-
-    Raises:
-        SettingError: it is not a list, a folder does not exist, or one of its options has the name of an option of
-            conf/.
-    """
-    if not isinstance(places, list):
-        raise SettingError(
-            f"hydra.searchpath={suggest.shown(places)}: must be a list, such as 'hydra.searchpath=[own]'."
-        )
-    folders = [Path(str(place).removeprefix("file://")) for place in places if not str(place).startswith("pkg://")]
-    for folder in folders:
-        if not folder.is_dir():
-            raise SettingError(f"hydra.searchpath: {folder} is not a folder.")
-        twins = (folder / path.relative_to(CONF) for path in sorted(CONF.glob("*/*.yaml")))
-        if twin := next((path for path in twins if path.exists()), None):
-            option = f"{twin.parent.name}={twin.stem}"
-            raise SettingError(f"{twin}: {option} is an option of conf/. Give the file another name.")
-    return folders
+            raise SettingError(of_another_option(key)) from None
+        raise SettingError(unknown(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)) from None
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
@@ -152,63 +128,8 @@ def _parsed(words: Sequence[str]) -> list[Override]:
             overrides.append(parser.parse_override(word))
         except HydraException:
             advice = "Write key=value, and quote what the shell or Hydra would interpret."
-            raise SettingError(answer(word) or f"{suggest.shown(word)} cannot be read. {advice}") from None
+            raise SettingError(foreign_message(word) or f"{suggest.shown(word)} cannot be read. {advice}") from None
     return overrides
-
-
-def _complaint(override: Override, folders: Sequence[Path]) -> str:
-    """Return the error message for an override that cannot be composed, such as an unknown setting; "" if it can."""
-    word, key, value = str(override.input_line), override.key_or_group, override.value()
-    if key.startswith("hydra") or key == "ds_config":
-        return ""
-    if override.is_sweep_override():
-        return f"{word} is a list of runs. Add -m to run them one after another."
-    if message := answer(word):
-        return message
-    options = _options_of(key, folders)
-    if options and override.is_delete() and key not in PRESETS:
-        return f"{word}: a run needs one option of {key}. Choose from {', '.join(options)}."
-    if options and isinstance(value, list):
-        return f"{word}: a run has one option of {key}. Add -m for a run with each: {key}={','.join(map(str, value))}"
-    if options and value is not None and str(value) not in options:
-        missing = f"{key}={suggest.shown(value)} does not exist. {suggest.nearest(str(value), options)}"
-        return _of_a_path(key, str(value)) or missing
-    if options or key in keys() or is_section(key):
-        return ""
-    having = [group for group in sorted(groups()) if "." not in key and str(value) in _options_of(group)]
-    if hint := suggest.meant(key, having):  # gpt_7b shows that modle=gpt_7b means model, not mode
-        return f"{key} is not a setting{hint}"
-    return _unknown(key, word.partition("=")[2])
-
-
-def _unknown(key: str, value: str) -> str:
-    """Return the error message for an unknown key, with the most similar key and the option that this key needs."""
-    by_key = {entry.key: entry for entry in entries()}
-    likely = by_key.get(suggest.likely_key(key, list(by_key)))
-    if likely and not likely.example.startswith(f"{likely.key}="):  # the default option lacks the key
-        settings = [likely.example.split()[0], suggest.typed(f"{likely.key}={value}")]
-        return f"{key} is not a setting. Did you mean {' '.join(settings)}?"
-    message = suggest.unknown(key, list(by_key))
-    return f"{message} mode=explain lists all." if message.endswith("setting.") else message
-
-
-def _of_a_path(group: str, value: str) -> str:
-    """Return the error message for a path given as the option of a group; "" for a value that is not a path.
-
-    The message lists the keys of the group that take a path.
-    """
-    if "/" not in value and not Path(value).exists():
-        return ""
-    takes = [entry.key for entry in entries() if entry.group == group and entry.takes.startswith("a path")]
-    is_path = f"{group}={suggest.shown(value)} is a path, not an option of {group}"
-    return f"{is_path}. Keys that take a path: {', '.join(takes)}." if takes else ""
-
-
-def _of_another_option(key: str) -> str:
-    """Return the error message for a key that the chosen option of its group does not have."""
-    group = key.split(".")[0]
-    having = suggest.alternatives(options_with(key, CONF))
-    return f"{key} is a setting of {group}={having} only. Choose such an option, or leave it out."
 
 
 def settings_in(composed: Any) -> dict[str, Any]:
@@ -242,7 +163,7 @@ def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[
     for key in sorted(typed & set(keys())):  # a preset or a `+` may have added keys that the option lacks
         section, name = (*key.split("."), "")[:2]
         if kinds(section) and name not in keys_of(section, settings[section]):
-            raise SettingError(_of_another_option(key))
+            raise SettingError(of_another_option(key))
     for group in PRESETS:
         for section, names in _option(group, choices.get(group)).items():
             known = keys_of(section, settings[section]) if isinstance(names, Mapping) and section in settings else ()

@@ -19,7 +19,7 @@ from zero.core import schema, suggest
 from zero.core.setting_types import words
 from zero.errors import ConfigError
 from zero.trainer.config import Config
-from zero.trainer.other_words import other_words
+from zero.trainer.foreign_settings import foreign_settings
 
 WIDTH, CELL = 100, 28
 """Largest width of a line, and of a cell to which its column is adapted, in characters."""
@@ -122,7 +122,7 @@ def explain(name: str | None, conf: Path) -> str:
     inside = [entry for entry in by_key.values() if entry.key.startswith(f"{name}.")]
     if inside:
         return _rows_of(inside)
-    other = other_words()["type"].get(name, "").partition("=")[0]
+    other = foreign_settings()["type"].get(name, "").partition("=")[0]
     likely = suggest.likely_key(name, [*by_name, *by_key]) or other
     hint = f"Did you mean {likely}?" if likely else "mode=explain lists the sections."
     raise ConfigError(f"explain.key={name} is not a setting or a section. {hint}")

@@ -41,7 +41,7 @@ def run(train: "Train", config: Config, folder: Path, *, apart: bool = False) ->
         Preempted: a signal asked the run to stop, and it has saved.
         CheckpointError: a signal asked the run to stop, and it could not save.
     """
-    from zero.tracker.jsonl import STOPPED
+    from zero.tracker.views.jsonl import STOPPED
 
     ranks, restarts = launch.count_ranks(config.launch.ranks, config.launch.device), config.launch.max_restarts
     config.on(ranks)  # raises ConfigError if the batch does not divide over the ranks

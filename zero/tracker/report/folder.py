@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from zero.platform.timeline import Span, from_trace
-from zero.tracker.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
 from zero.tracker.report.scale import finite
+from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
 
 OWN_LOOP = "loop"
 """The section of config.yaml in which `zero.track` describes a run; runs of train.py do not have it."""

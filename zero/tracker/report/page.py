@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from zero.tracker.report.chart import escape
 from zero.tracker.report.scale import UNKNOWN
+from zero.tracker.report.svg import escape
 
 NOTHING: Mapping[int, str] = {}
+PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}
+"""The mood of the label of each status; see `pill`."""
+
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 
 

@@ -9,20 +9,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import zero.tracker.report.chart as chart
-from zero.core import suggest
 from zero.core.schema import flat
-from zero.platform.installed import as_called
 from zero.platform.run_files import publish
 from zero.platform.timeline import ROWS, Span, Timeline, shares
-from zero.tracker.report.chart import Bar, Part, Series
-from zero.tracker.report.folder import OWN_LOOP, Run, mapping, read_run, typical
+from zero.tracker.report.chart import Series
+from zero.tracker.report.folder import Run, read_run
+from zero.tracker.report.origin import origin_section, settings_section
 from zero.tracker.report.page import (
+    PILLS,
     Fact,
     Html,
-    code,
     facts,
     figure,
     links,
@@ -33,22 +32,10 @@ from zero.tracker.report.page import (
     table,
     verbatim,
 )
-from zero.tracker.report.scale import UNKNOWN, finite, number, seconds, size
-from zero.tracker.view import ROW
-
-KINDS = {
-    "parameters": ("blue", 1.0),
-    "gathered units": ("blue", 0.55),
-    "gradients": ("amber", 1.0),
-    "gradient flats": ("amber", 0.62),
-    "gradient buffers": ("amber", 0.35),
-    "master": ("purple", 1.0),
-    "moments": ("purple", 0.6),
-    "buffers": ("slate", 1.0),
-    "activations": ("green", 1.0),
-    "arena": ("teal", 1.0),
-}
-"""Colour and opacity of each kind of tensor in charts of a plan's memory; other kinds are slate."""
+from zero.tracker.report.plan import per_step, plan_section
+from zero.tracker.report.scale import count, finite, loss, number, percent, seconds, size
+from zero.tracker.report.svg import escape
+from zero.tracker.views.view import ROW
 
 COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "teal", "update": "purple"}
 """Colours of the rows of a timeline; other rows, such as page out, are rose."""
@@ -57,23 +44,7 @@ THIRD: Mapping[str, Any] = {"width": 368.0}
 LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
 """Sizes of a chart beside two others (THIRD), and of a chart that is stacked with others (LOW)."""
 
-TIERS = ("device", "host", "nvme")
-
-BETWEEN = "between steps"
-"""The label of a tier's bytes between two steps: the sum of all kinds except activations."""
-
-TIME = "time"
-
-MOVES = (
-    ("disk", "to and from the disk", ("offload/read_bytes", "offload/write_bytes")),
-    ("copy", "between host and GPU", ("offload/copy_bytes",)),
-    ("link", "from other ranks", ("comm/gather_bytes", "comm/reduce_bytes")),
-    ("wire", "from other nodes", ("comm/wire_bytes",)),
-)
-"""Transfers of a step: their field in `engine.plan.Load`, their label on the page, and their keys in a row."""
-
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
-PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}
 
 
 def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
@@ -92,8 +63,8 @@ def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
     """Return the text of report.html; `defaults` as for `write`."""
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
-    settings = partial(_settings, defaults=defaults or {})
-    parts = (_headline, _plan, _learning, _sample, _speed, _offload, _step, _origin, settings, _footer)
+    settings = partial(settings_section, defaults=defaults or {})
+    parts = (_headline, plan_section, _learning, _sample, _speed, _offload, _step, origin_section, settings, _footer)
     return page(
         title,
         kicker=" · ".join([*_summary(run), "/".join(run.folder.absolute().parts[-2:])]),
@@ -107,7 +78,7 @@ def _summary(run: Run) -> list[str]:
     settings, ranks = flat(run.config), finite(run.summary.get("ranks"))
     numel = finite(run.summary.get("parameters_numel"))
     return [
-        *([f"{_count(numel)} parameters"] if numel else []),
+        *([f"{count(numel)} parameters"] if numel else []),
         *([f"stage {stage}"] if (stage := settings.get("zero.stage", run.loop.get("stage"))) is not None else []),
         *([str(compute)] if (compute := settings.get("precision.compute", run.loop.get("precision"))) else []),
         *([f"{ranks:.0f} rank{'s' * (ranks != 1)}"] if ranks else []),
@@ -123,167 +94,18 @@ def _headline(run: Run) -> Html:
     done = run.final(run.unit, run.unit)
     of_steps = f"of {number(of, 9)}" * (of is not None) + (f", {skipped:.0f} skipped" if skipped else "")
     shown = [
-        Fact("Validation loss", _loss(run.final("val_loss", "val/loss")), f"best {_loss(best)}" if best else ""),
-        Fact("Training loss", _loss(run.final("train_loss", "train/loss")), "of the last step"),
+        Fact("Validation loss", loss(run.final("val_loss", "val/loss")), f"best {loss(best)}" if best else ""),
+        Fact("Training loss", loss(run.final("train_loss", "train/loss")), "of the last step"),
         Fact("Steps", number(steps, 9), of_steps),
-        Fact("Time", seconds(run.summary.get("seconds")), f"{_count(done)} {run.unit}" if done else ""),
+        Fact("Time", seconds(run.summary.get("seconds")), f"{count(done)} {run.unit}" if done else ""),
         Fact(f"{run.unit.capitalize()} per second", number(run.typical(f"speed/{run.unit}_per_s")), "median"),
         Fact("Step", seconds(run.typical("speed/step_s")), "median"),
-        Fact("MFU", _percent(run.typical("speed/mfu")), "median"),
+        Fact("MFU", percent(run.typical("speed/mfu")), "median"),
         *([Fact("Device peak", size(device), "allocated")] if device else []),
         Fact("Host peak", size(host), "whole process"),
     ]
     heading = "How it ended" if run.status != "running" else "So far"
     return section(heading, *([] if run.status == "finished" else [reason]), facts(shown))
-
-
-# Commands to repeat and to resume the run, its settings, and the plan compared with measurements
-
-
-def _origin(run: Run) -> Html:
-    """Return a section with the commands that repeat and resume the run, its versions, seed and data."""
-    versions, saved = mapping(run.summary.get("versions")), str(run.summary.get("checkpoint") or "")
-    data, digest = mapping(run.config.get("data")).get("name"), str(run.summary.get("data_digest") or "")
-    facts: dict[str, str] = {}
-    if run.overrides is not None:
-        ranks = finite(run.summary.get("ranks")) or 1
-        words = dict.fromkeys(run.overrides)
-        if ranks > 1 and not any(word.startswith("launch.ranks=") for word in words):
-            words[f"launch.ranks={ranks:.0f}"] = None  # torchrun or the default may have chosen them
-        steps = finite(run.config.get("steps"))
-        longer = {"steps": round(2 * steps)} if run.status == "finished" and steps else {}
-        facts["command"] = code(as_called(suggest.command(words)))
-        facts["checkpoint"] = code(saved) if saved else "none was saved. checkpoint.every=100 saves every 100 steps"
-        if saved:
-            facts["to go on"] = code(as_called(suggest.command(words, **longer, resume=saved)))
-    elif saved:
-        facts["checkpoint"] = code(saved)
-    facts |= {"versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number)}
-    facts |= {"seed": _value(run.config["seed"]) if "seed" in run.config else ""}
-    facts |= {"data": f"{data}, digest {digest[:12]}" if data and digest else ""}
-    return section("This run", table([], [(name, text) for name, text in facts.items() if text]))
-
-
-def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, value, default) of each setting that differs from its default; defaults of auto come last.
-
-    A key that is missing in one of the two mappings counts as None there.
-    """
-    values, defaults = flat(config), flat(default)
-    keys = dict.fromkeys([*values, *defaults])
-    rows = [(key, values.get(key), defaults.get(key)) for key in keys if values.get(key) != defaults.get(key)]
-    return sorted(rows, key=lambda row: row[2] == "auto")
-
-
-def _settings(run: Run, defaults: Mapping[str, Any]) -> Html:
-    if not run.config:
-        return Html()
-    known = {key: value for key, value in defaults.items() if key in run.config}  # other defaults do not apply
-    if not known or OWN_LOOP in run.config:
-        return section(
-            "Settings", table(["key", "this run"], [(code(a), code(_value(b))) for a, b in flat(run.config).items()])
-        )
-    rows = [
-        (code(key), code(_value(value)), code(_value(default)))
-        for key, value, default in differences(run.config, known)
-    ]
-    if not rows:
-        return section("Settings", verbatim("all settings are the defaults"))
-    return section(
-        "Settings that differ from the defaults",
-        table(["key", "this run", "default"], rows),
-        note="Where the default is auto, the value is what the run resolved it to.",
-    )
-
-
-def _value(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class Compared(NamedTuple):
-    """A planned and a measured value of one rank, in bytes, or in seconds if `what` is `TIME`; None: unknown."""
-
-    where: str
-    what: str
-    planned: float | None
-    measured: float | None
-
-
-def compared(run: Run) -> list[Compared]:
-    """Compare plan and measurement: bytes held in each tier between two steps, and bytes moved and time of a step."""
-    planned, measured = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
-    peak = run.final("device_peak_bytes", "memory/device_peak_bytes")
-    rows: list[Compared] = []
-    for tier, kinds in planned.items():
-        held = measured.get(tier, {})
-        shown = [name for name in dict.fromkeys([*KINDS, *kinds]) if kinds.get(name) or held.get(name)]
-        between, held_bytes = sum(kinds.values()) - kinds.get("activations", 0), sum(held.values()) if held else None
-        if len(shown) == 1:
-            rows.append(Compared(tier, shown[0], kinds.get(shown[0], 0), held_bytes))
-        else:
-            rows += [Compared(tier, name, kinds.get(name, 0), held.get(name)) for name in shown]
-            rows.append(Compared(tier, BETWEEN, between, held_bytes))
-        if tier == "device" and peak:
-            rows.append(Compared(tier, "peak in a step", sum(kinds.values()), peak))
-    moves, ranks = mapping(run.summary.get("plan_step_bytes")), finite(run.summary.get("ranks")) or 1
-    for load, what, keys in MOVES:
-        moved = [typical(_per_step(run, key)) for key in keys]
-        known = [nbytes / ranks for nbytes in moved if nbytes is not None]
-        if (nbytes := finite(moves.get(load))) and known:
-            rows.append(Compared("a step", what, nbytes, sum(known)))
-    if (predicted_s := finite(run.summary.get("plan_step_s"))) and (step_s := run.typical("speed/step_s")):
-        rows.append(Compared("a step", TIME, predicted_s, step_s))
-    return rows
-
-
-def _plan(run: Run) -> Html:
-    planned, measured = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
-    if not planned:
-        return Html()
-    bars = []
-    for tier, kinds in planned.items():
-        bars.append(Bar(f"{tier}, plan" if measured.get(tier) else tier, _parts(kinds)))
-        bars += [Bar("measured", _parts(measured[tier]))] if measured.get(tier) else []
-    rows = compared(run)
-    places = ["", *(row.where for row in rows)]  # `where` of the row before
-    idle = " A time is predicted for a machine that does nothing else." * any(row.what == TIME for row in rows)
-    return section(
-        "Plan and measurement",
-        side_by_side(
-            figure(chart.bars(bars, title="bytes of one rank", order=list(KINDS)), "Bytes of one rank"),
-            table(
-                ["", "", "plan", "measured", "ratio"],
-                [_cells(row, first=row.where != before) for before, row in zip(places, rows, strict=False)],
-                numbers=(2, 3, 4),
-                marked={place: "total" for place, row in enumerate(rows) if row.what == BETWEEN},
-            ),
-        ),
-        note="Of one rank. Measured is what its tensors and its store hold between two steps, and the median of what a "
-        "step moves. The host peak above is of the whole process: the interpreter, torch and whatever the allocator "
-        "keeps are in it." + idle,
-    )
-
-
-def _cells(row: Compared, *, first: bool) -> tuple[str, ...]:
-    """Return the cells of a row of the table; only the first row of each `where` shows it."""
-    ratio = UNKNOWN if row.measured is None or not row.planned else f"{row.measured / row.planned:.3f}"
-    write = seconds if row.what == TIME else size
-    return row.where * first, row.what, write(row.planned), write(row.measured), ratio
-
-
-def _by_tier(run: Run, key: str) -> dict[str, dict[str, float]]:
-    """Return the bytes under `key` of the summary as tier -> kind of tensor -> bytes, without empty tiers."""
-    tiers = {tier: _bytes(kinds) for tier, kinds in mapping(run.summary.get(key)).items()}
-    return {tier: tiers[tier] for tier in [*TIERS, *tiers] if sum(tiers.get(tier, {}).values()) > 0}
-
-
-def _bytes(kinds: object) -> dict[str, float]:
-    return {name: count for name, raw in mapping(kinds).items() if (count := finite(raw)) is not None and count >= 0}
-
-
-def _parts(kinds: Mapping[str, float]) -> list[Part]:
-    shown = [name for name in dict.fromkeys([*KINDS, *kinds]) if name in kinds]
-    return [Part(name, kinds[name], *KINDS.get(name, ("slate", 0.7))) for name in shown]
 
 
 # Losses, a sample of text, speed and memory
@@ -390,11 +212,11 @@ def _offload(run: Run) -> Html:
     ways = ("read", "read", "teal"), ("written", "write", "rose")
     moved, rates = (
         [Series(name, points(f"offload/{key}_{unit}"), colour) for name, key, colour in ways]
-        for unit, points in (("bytes", partial(_per_step, run)), ("gbps", run.points))
+        for unit, points in (("bytes", partial(per_step, run)), ("gbps", run.points))
     )
     written = finite(run.summary.get("offload_written_bytes"))
     shown = [
-        Fact("Hidden", _percent(run.typical("speed/hidden_fraction")), "of the transfers' time; median"),
+        Fact("Hidden", percent(run.typical("speed/hidden_fraction")), "of the transfers' time; median"),
         Fact("Waiting", seconds(run.typical("offload/wait_s")), "per step, slowest rank; median"),
         Fact("Moved", f"{number(run.typical('offload/bytes_per_param'), 3)} B", "per parameter and step; median"),
         *([Fact("Written", size(written), "by all ranks")] if written else []),
@@ -408,13 +230,6 @@ def _offload(run: Run) -> Html:
         ),
         note=str(run.summary.get("endurance") or ""),
     )
-
-
-def _per_step(run: Run, key: str) -> list[tuple[object, object]]:
-    """Return (step, value of `key` per step) of each row: its value divided by its number of steps."""
-    counts = [max(1.0, finite(count) or 1.0) for _, count in run.points("speed/steps")]
-    values = zip(run.points(key), counts, strict=True)
-    return [(step, None if (value := finite(raw)) is None else value / count) for (step, raw), count in values]
 
 
 def _chart(caption: str, series: Sequence[Series], note: str = "", *, title: str = "", **axes: Any) -> Html:
@@ -455,35 +270,13 @@ def _shares(spans: list[Span]) -> list[tuple[str, ...]]:
     step_s = Timeline(spans).step_s
     rows: list[tuple[str, ...]] = []
     for name, share in shares(spans).items():
-        part = _percent(share.exposed_s / step_s if step_s else None)
+        part = percent(share.exposed_s / step_s if step_s else None)
         times = ("", "", "") if name == "compute" else (seconds(share.hidden_s), seconds(share.exposed_s), part)
         count = sum(span.row == name for span in spans)
         rows += [(name, number(count, 9), seconds(share.busy_s), *times)] if count else []
     return rows
 
 
-# Numbers as text
-
-
-def _loss(value: object) -> str:
-    shown = finite(value)
-    return UNKNOWN if shown is None else f"{shown:.4f}" if abs(shown) < 1e6 else number(shown)
-
-
-def _count(value: object) -> str:
-    """Format a count; from a million on with three digits and a unit, such as 1.24 B."""
-    shown = finite(value)
-    if shown is None or shown < 1e6:
-        return number(shown, 7)
-    unit, name = next((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if shown >= unit)
-    return f"{number(shown / unit, 3)} {name}"
-
-
-def _percent(value: object) -> str:
-    shown = finite(value)
-    return UNKNOWN if shown is None else f"{100 * shown:.{int(abs(shown) < 0.1)}f} %"
-
-
 def _footer(run: Run) -> Html:
-    unread = f"<p>{chart.escape('; '.join(run.unread))}.</p>" if run.unread else ""
+    unread = f"<p>{escape('; '.join(run.unread))}.</p>" if run.unread else ""
     return Html(f"<footer>{unread}<p>{links(run.folder, FILES)}</p></footer>")

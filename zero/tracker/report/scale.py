@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zero.tracker.console import minutes
+from zero.tracker.views.console import minutes
 
 HUGE, TINY = 1e300, 1e-300
 
@@ -154,6 +154,27 @@ def seconds(value: object) -> str:
         return minutes(shown)
     unit, name = duration_unit(shown) if shown else (1.0, "s")
     return f"{number(shown / unit, 3)} {name}"
+
+
+def loss(value: object) -> str:
+    """Format a loss with four decimals, such as 2.3456."""
+    shown = finite(value)
+    return UNKNOWN if shown is None else f"{shown:.4f}" if abs(shown) < 1e6 else number(shown)
+
+
+def count(value: object) -> str:
+    """Format a count; from a million on with three digits and a unit, such as 1.24 B."""
+    shown = finite(value)
+    if shown is None or shown < 1e6:
+        return number(shown, 7)
+    unit, name = next((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if shown >= unit)
+    return f"{number(shown / unit, 3)} {name}"
+
+
+def percent(value: object) -> str:
+    """Format a fraction as a percentage, below a tenth with one decimal."""
+    shown = finite(value)
+    return UNKNOWN if shown is None else f"{100 * shown:.{int(abs(shown) < 0.1)}f} %"
 
 
 def _range(values: Iterable[object]) -> tuple[float, float]:

@@ -32,8 +32,8 @@ from zero.core.setting_types import bytes_of
 from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
 from zero.formats.exports import FORMATS
-from zero.trainer.answers import command_line
 from zero.trainer.models.hf_config import LoRAConfig
+from zero.trainer.text_output import command_line
 
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from zero.errors import ZeroError
 from zero.formats import Choice, import_checkpoint, progress_bar, read_source
 from zero.formats.imports import FORMATS
-from zero.trainer.answers import command_line
+from zero.trainer.text_output import command_line
 
 
 def tie(text: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero.trainer.answers import command_line
+from zero.trainer.text_output import command_line
 
 
 def main(words: Sequence[str]) -> int:
@@ -19,9 +19,10 @@ def main(words: Sequence[str]) -> int:
         print(f"{folder} is not a folder. Give the folder of a run, such as runs/DATE/TIME.", file=sys.stderr)
         return 2
     from zero.tracker.report import run, sweep
+    from zero.tracker.report.jobs import jobs_in
     from zero.trainer.config import Config
 
-    jobs = sweep.jobs_in(folder)
+    jobs = jobs_in(folder)
     for run_folder in jobs or [folder]:
         print(run.write(run_folder, Config().plain()))
     if jobs:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.platform.installed import as_called
-from zero.trainer.answers import command_line
 from zero.trainer.launch import signals_waiting
+from zero.trainer.text_output import command_line
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -82,10 +82,10 @@ def main(words: Sequence[str]) -> int:
     from zero.errors import CheckpointError, ZeroError
     from zero.settings.build import build_plan
     from zero.trainer.config import read
-    from zero.trainer.evaluate import printable
     from zero.trainer.models import generate
-    from zero.trainer.saver import open_named
-    from zero.trainer.task import build_task
+    from zero.trainer.run.evaluate import printable
+    from zero.trainer.run.resume import open_named
+    from zero.trainer.run.task import build_task
 
     try:
         world = zero.World.from_env()

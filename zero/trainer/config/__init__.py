@@ -147,14 +147,17 @@ class Config(Settings):
         """The number of different tokens in the data."""
         return self.source().vocab
 
+    def changed(self, section: str, **values: Any) -> Self:
+        """Return these settings with other values in a section. They are not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     def on(self, ranks: int) -> Self:
         """Return these settings with `launch.ranks` set to `ranks`, and the batch as numbers.
 
         Raises:
             ConfigError: the batch does not divide over `ranks`.
         """
-        launch = self.launch.model_copy(update={"ranks": ranks})
-        return super().on(ranks).model_copy(update={"launch": launch})
+        return super().on(ranks).changed("launch", ranks=ranks)
 
     def batch_on(self, ranks: int) -> Batch:
         """Return the batch with every "auto" replaced by its number; ranks of a group share rows.

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -121,6 +122,21 @@ def environ(changes: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def write_to_log(text: str) -> None:
+    """Write to stderr without the buffer of sys.stderr.
+
+    If a full disk rejects the text now, the buffer would keep it and print it on the terminal later.
+    """
+    sys.stderr.flush()
+    os.write(2, text.encode(errors="replace"))
+
+
+def log_traceback() -> None:
+    """Write the traceback of the current exception to stderr, as far as the disk allows."""
+    with suppress(OSError):  # the disk may be what failed
+        write_to_log(traceback.format_exc())
 
 
 def cores() -> int:

@@ -1,8 +1,6 @@
 """Start and restart of a run's ranks on this machine, and the choice of the rank that failed first.
 
-`launch` starts child processes. `inside` runs the only rank in this process. `joined` runs a rank in this process,
-which torchrun started. Child processes and ranks of torchrun write their output to `ranks/<rank>.log`, except that the
-stdout of rank 0 stays on the terminal.
+Each child process writes its output to `ranks/<rank>.log`, except that the stdout of rank 0 stays on the terminal.
 
 The child that ends first is not always the cause: it may have lost its connection to the rank that failed. So a failing
 rank leaves a note with the time, and after a failure the parent waits half a second for other ranks to end. The cause
@@ -12,40 +10,34 @@ here depends on models: `entry` is any function that can be pickled.
 
 import ctypes
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.distributed.failure import Notes
-from zero.errors import ConfigError, DeadlineError, MachineError, RankFailedError, if_it_fails
+from zero.errors import DeadlineError, MachineError, RankFailedError
 from zero.platform.run_files import writing
 from zero.platform.threads import repeating
 from zero.trainer.launch.board import Board
 from zero.trainer.launch.ending import MEMORY_ADVICE, Interrupted
-from zero.trainer.launch.process import Processes, environ, environment, redirect, redirected, set_up
+from zero.trainer.launch.process import Processes, environ, environment, log_traceback, redirect, write_to_log
 from zero.trainer.launch.request import (
     FATAL_SIGNALS,
     STOP_SIGNALS,
     RankRequest,
     Request,
     blocked,
-    import_torch,
     signals_waiting,
     stacks_of_ranks,
-    stacks_on_request,
 )
 
 if TYPE_CHECKING:
@@ -55,163 +47,9 @@ FINAL = (2, 3, 4, 6, 75)
 """Exit codes after which ranks are not restarted: errors of settings, environment, checkpoints and numbers, which
 would occur again, and a requested stop."""
 
-VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-"""Environment variables of a rank, which torchrun sets."""
-
 _NOTE_S = 0.5  # seconds to wait after a failure, because the cause may be a rank that ends a little later
 _LATE_S = 2.0  # seconds by which the parent waits longer than a rank, because the rank's message is more precise
 _PR_SET_PDEATHSIG = 1  # as prctl.h numbers it
-
-
-def restart_count() -> int:
-    """Return how often the ranks of this run were started again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
-    """Return the number of ranks; "auto" means torchrun's number, or one per GPU, or 1 on a CPU.
-
-    Imports torch only on a machine that has a GPU driver.
-
-    Raises:
-        ConfigError: torchrun has started another number of ranks; or the environment says that there are other
-            processes, but not how to reach them.
-    """
-    if under_torchrun():
-        started = int(os.environ["WORLD_SIZE"])
-        if ranks not in ("auto", started):
-            raise ConfigError(
-                f"launch.ranks={ranks} contradicts torchrun, which has started {started} ranks. Leave it out."
-            )
-        return started
-    _check_alone(ranks)
-    if ranks != "auto":
-        return ranks
-    if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
-        return 1
-    with signals_waiting():
-        import torch
-
-    return max(1, torch.cuda.device_count())
-
-
-def under_torchrun() -> bool:
-    """Return whether torchrun started this process, or a command that sets its variables for each of several ranks.
-
-    RANK alone does not show this, because some clusters set it to the number of the node.
-    """
-    if "LOCAL_RANK" not in os.environ:
-        return False
-    by_another = os.environ.keys() >= VARIABLES and os.environ["WORLD_SIZE"] != "1"
-    return "TORCHELASTIC_RUN_ID" in os.environ or by_another
-
-
-def _check_alone(ranks: int | Literal["auto"]) -> None:
-    """Raise ConfigError if this process is one of several that would each make a run, or join one by half."""
-    size, tasks = os.environ.get("WORLD_SIZE", "1"), os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if size != "1" and ranks in ("auto", 1):
-        missing = ", ".join(sorted(VARIABLES - os.environ.keys()))
-        raise ConfigError(f"WORLD_SIZE={size}: set without {missing}. Start the ranks with torchrun, or unset it.")
-    if tasks != "1" and ranks == "auto":
-        raise ConfigError(
-            f"launch.ranks=auto: srun has started {tasks} tasks, and each would be a run of its own. Start torchrun in "
-            "one task per node, or type launch.ranks=1."
-        )
-
-
-def tell_torchrun(text: str) -> bool:
-    """Write `text` to the error file that torchrun has set for this rank; returns whether it has set one."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        error = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": error}))
-    return bool(path)
-
-
-def inside(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
-    """Call `entry(*args)` as the only rank, in this process, so that a debugger works. Its errors are raised unchanged.
-
-    Raises:
-        Interrupted: `entry` did not return in time after a request to stop, or a signal in `FATAL_SIGNALS` arrived.
-    """
-    with ExitStack() as stack:
-        is_main = threading.current_thread() is threading.main_thread()  # others cannot set signal handlers
-        if is_main:
-            stack.enter_context(Request(processes.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))
-        import_torch()
-        stack.enter_context(set_up(processes))
-        log = stack.enter_context(_log(processes.folder, f"rank 0 of 1, process {os.getpid()}"))
-        if is_main:
-            stack.enter_context(stacks_on_request(log))
-        try:
-            return entry(*args)
-        except Exception:
-            with suppress(OSError):  # the disk may be what failed
-                traceback.print_exc(file=log)
-            raise
-
-
-def joined(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
-    """Call `entry(*args)` as a rank in this process, which torchrun started. Its errors are raised unchanged.
-
-    With `threads="auto"` the ranks of a node share its cores, unless torchrun has set OMP_NUM_THREADS. torchrun sends
-    SIGTERM to all ranks when it is stopped itself, and also when a rank has failed. In the second case the connection
-    to the failed rank breaks, and the error names that rank.
-
-    Raises:
-        Interrupted: `entry` did not return in time after a request to stop, or SIGINT arrived.
-    """
-    rank = int(os.environ["RANK"])
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    log = processes.folder / f"{rank}.log"
-    with ExitStack() as stack:
-        stack.enter_context(set_up(processes, local_size if local_size > 1 else None))
-        stack.enter_context(Request(processes.grace_s).handling(*STOP_SIGNALS, signal.SIGINT))
-        with writing(log):
-            processes.folder.mkdir(parents=True, exist_ok=True)
-            again = restart_count()
-            stack.enter_context(redirected(log, stdout=rank > 0, further=again > 0))
-            of = f"of {os.environ['WORLD_SIZE']} on {socket.gethostname()}"
-            _write_to_log(f"rank {rank} {of}, process {os.getpid()}{f', restart {again}' if again else ''}\n")
-        stack.enter_context(stacks_on_request(2))
-        if not faulthandler.is_enabled():
-            faulthandler.enable()
-            stack.callback(faulthandler.disable)
-        with if_it_fails(_log_traceback):
-            return entry(*args)
-
-
-@contextmanager
-def _log(folder: Path, first: str) -> Iterator[TextIO]:
-    """Open 0.log for a rank whose output stays on the terminal, and write `first` into it.
-
-    An OSError on closing is ignored, so that a full disk does not hide the run's own error.
-    """
-    path = folder / "0.log"
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        log = path.open("w")
-    try:
-        with writing(path):
-            print(first, file=log, flush=True)
-        yield log
-    finally:
-        with suppress(OSError):
-            log.close()
-
-
-def _write_to_log(text: str) -> None:
-    """Write to stderr without the buffer of sys.stderr.
-
-    If a full disk rejects the text now, the buffer would keep it and print it on the terminal later.
-    """
-    sys.stderr.flush()
-    os.write(2, text.encode(errors="replace"))
-
-
-def _log_traceback() -> None:
-    with suppress(OSError):  # the disk may be what failed
-        _write_to_log(traceback.format_exc())
 
 
 class _Job(NamedTuple):
@@ -387,7 +225,7 @@ def _rank(job: _Job, rank: int, attempt: int, sender: Connection) -> None:
     try:
         with writing(log):
             redirect(log, stdout=rank > 0, further=attempt > 0)
-            _write_to_log(f"rank {rank} of {job.ranks}, process {os.getpid()}{again}\n")
+            write_to_log(f"rank {rank} of {job.ranks}, process {os.getpid()}{again}\n")
     except MachineError as error:
         raise SystemExit(job.board.leave_note(rank, error)) from None
     faulthandler.enable()
@@ -397,7 +235,7 @@ def _rank(job: _Job, rank: int, attempt: int, sender: Connection) -> None:
         result = job.entry(*job.args)
     except BaseException as error:
         sys.last_value = error  # for `Note.of_ending`: in Python 3.14 a child's finalizers do not see it otherwise
-        _log_traceback()
+        log_traceback()
         if isinstance(error, DeadlineError):
             faulthandler.dump_traceback()
         raise SystemExit(job.board.leave_note(rank, error)) from None

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from zero.core.offload import PRESETS
 from zero.core.placement import NO_LIMIT, DoesNotFit, Room, budget_bytes
 from zero.core.stage import Stage
@@ -15,10 +13,10 @@ from zero.progress import Progress, reported, silent
 from zero.settings.build import build_plan
 from zero.settings.step_sections import Batch
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.cost import ALIKE, Rates, step_seconds
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.tracing import Traced
+from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.tracing import Traced
 
 STAGES = tuple(Stage(level) for level in range(4))
 
@@ -76,12 +74,11 @@ def bytes_by_tier(plan: Plan) -> dict[str, int]:
 def choices(
     config: Config,
     machine: Machine,
-    model: nn.Module,
+    activations: Activations,
     rates: Rates,
     *,
     stages: Sequence[Stage] = STAGES,
     presets: Sequence[str] = ("none", "cpu", "nvme", "infinity"),
-    activations: Activations | None = None,
     progress: Progress = silent,
 ) -> list[Choice]:
     """Plan every stage with every offload preset, each with the largest microbatch that fits.
@@ -89,14 +86,13 @@ def choices(
     Args:
         config: settings of the run. `zero.stage` is ignored. Presets replace the offload settings, except "config",
             which keeps them.
-        activations: the traces of this model, if they exist already.
+        activations: the traces of the model.
         progress: called with the number of settings planned so far.
     """
-    activations = activations or Activations(config, model)
     settings = ((with_setting(config, stage, preset), preset) for stage in stages for preset in presets)
     possible = [(setting, preset) for setting, preset in settings if setting is not None]
     listed = reported(possible, "settings to choose from", progress)
-    return [plan_choice(setting, preset, machine, model, rates, activations) for setting, preset in listed]
+    return [plan_choice(setting, preset, machine, activations, rates) for setting, preset in listed]
 
 
 def best(candidates: Sequence[Choice]) -> Choice | None:
@@ -118,26 +114,24 @@ def nearest(candidates: Sequence[Choice]) -> Choice:
     return min(candidates, key=lambda choice: sum(choice.lacks.values()))
 
 
-def plan_choice(
-    config: Config, preset: str, machine: Machine, model: nn.Module, rates: Rates, activations: Activations
-) -> Choice:
+def plan_choice(config: Config, preset: str, machine: Machine, activations: Activations, rates: Rates) -> Choice:
     """Return the choice for these settings with the largest microbatch that fits, or with the smallest if none does.
 
     With `offload.compute=auto` the host updates all offloaded state if that is predicted to be faster, else the device.
     """
     if config.offload.compute == "auto":
         on_device, on_host = (
-            plan_choice(with_compute(config, compute), preset, machine, model, rates, activations)
+            plan_choice(with_compute(config, compute), preset, machine, activations, rates)
             for compute in ("device", "host")
         )
         is_faster = on_host.seconds * (1 + ALIKE) < on_device.seconds
         return on_host if on_host.fits and (is_faster or not on_device.fits) else on_device
     refusal, lacks = None, dict[str, int]()
-    solved, plan = _largest_that_fits(config, machine, model, activations)
+    solved, plan = _largest_that_fits(config, machine, activations)
     rows = solved.batch.numbers()[1]
     if isinstance(plan, ConfigError):
         refusal = str(_advised(plan, activations.resolved(solved), rows, machine.device))
-        plan = _unlimited(solved, machine, model, activations)
+        plan = _unlimited(solved, machine, activations)
         lacks = _lacks(plan, solved, machine)
     traced = activations.of(rows, machine.device)
     seconds = step_seconds(plan, rates, traced.forward, traced.backward)
@@ -146,9 +140,7 @@ def plan_choice(
     return Choice(solved, preset, plan, refusal, lacks, seconds, moved_bytes)
 
 
-def _largest_that_fits(
-    config: Config, machine: Machine, model: nn.Module, activations: Activations
-) -> tuple[Config, Plan | ConfigError]:
+def _largest_that_fits(config: Config, machine: Machine, activations: Activations) -> tuple[Config, Plan | ConfigError]:
     """Return the settings with the largest microbatch that fits and their plan, or with the smallest and its error.
 
     A plan of a large model takes a quarter of a second. So the smallest microbatch is tried second: if it does not fit,
@@ -161,7 +153,7 @@ def _largest_that_fits(
     def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
         solved = config.model_copy(update={"batch": batch})
         try:
-            return solved, planned(solved, model, machine.world, machine.room, activations)
+            return solved, planned(solved, machine.world, machine.room, activations)
         except ConfigError as refused:
             return solved, refused
 
@@ -183,38 +175,38 @@ def largest(config: Config, machine: Machine, activations: Activations) -> Trace
 def with_activations(config: Config, activations: str | Sequence[str]) -> Config:
     """Return the same settings with another `zero.activations`."""
     value = activations if isinstance(activations, str) else tuple(activations)
-    return config.model_copy(update={"zero": config.zero.model_copy(update={"activations": value})})
+    return config.changed("zero", activations=value)
 
 
 def with_compute(config: Config, compute: str) -> Config:
     """Return the same settings with another `offload.compute`."""
-    return config.model_copy(update={"offload": config.offload.model_copy(update={"compute": compute})})
+    return config.changed("offload", compute=compute)
 
 
-def planned(config: Config, model: nn.Module, world: World, room: Room | None, activations: Activations) -> Plan:
+def planned(config: Config, world: World, room: Room | None, activations: Activations) -> Plan:
     """Return the plan of these settings.
 
     Args:
         config: settings of the run; the batch is solved for the ranks of `world` if it is not yet.
         room: free bytes of one rank on each tier; None: the bytes that are free on this machine now.
-        activations: the traces of this model, also from other settings of `zero.activations`.
+        activations: the traces of the model, also from other settings of `zero.activations`.
 
     Raises:
         DoesNotFit: see `Plan`.
     """
     rows = config.batch_on(world.size).numbers()[1]
     counts = activations.resolved(config).planned(rows, world.compute.kind)
-    return build_plan(config, model, world, room=room, check_writes=config.debug.check_writes, **counts)
+    return build_plan(config, activations.model, world, room=room, check_writes=config.debug.check_writes, **counts)
 
 
-def plan_of_run(config: Config, model: nn.Module, world: World, activations: Activations) -> Plan:
+def plan_of_run(config: Config, world: World, activations: Activations) -> Plan:
     """Return the plan of a run for the memory that is free on this machine now. The settings have no auto left.
 
     Raises:
         DoesNotFit: the message includes settings that would lower the activations.
     """
     try:
-        return planned(config, model, world, None, activations)
+        return planned(config, world, None, activations)
     except DoesNotFit as error:
         raise _advised(error, activations.resolved(config), config.batch.numbers()[1], world.compute.kind) from None
 
@@ -243,24 +235,21 @@ def batches(config: Config, ranks: int) -> Iterator[Batch]:
 
 def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
     """Return the settings with another stage and offload preset; None if these two contradict each other."""
-    offload = config.offload
     if preset != "config":
-        offload = offload.model_copy(update=dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True)))
+        config = config.changed("offload", **dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True)))
     try:
-        offload.at(parameters_sharded=stage.parameters)
+        config.offload.at(parameters_sharded=stage.parameters)
     except ConfigError:
         return None
-    zero = config.zero.model_copy(update={"stage": stage.level})
-    return config.model_copy(update={"zero": zero, "offload": offload})
+    return config.changed("zero", stage=stage.level)
 
 
-def _unlimited(config: Config, machine: Machine, model: nn.Module, activations: Activations) -> Plan:
+def _unlimited(config: Config, machine: Machine, activations: Activations) -> Plan:
     """Return a plan without memory limits, but with the fewest page slots, as a plan has when memory is short."""
     free: dict[str, int | None] = {"device_budget": None, "host_budget": None}
     if config.offload.ahead is None:
         free["ahead"] = 0
-    config = config.model_copy(update={"offload": config.offload.model_copy(update=free)})
-    return planned(config, model, machine.world, NO_LIMIT, activations)
+    return planned(config.changed("offload", **free), machine.world, NO_LIMIT, activations)
 
 
 def _lacks(plan: Plan, config: Config, machine: Machine) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from zero.engine.plan import Load, Plan, traffic
 from zero.tracker.report.scale import duration_unit
-from zero.trainer.planning.tracing import Work
+from zero.trainer.planning.traces.operators import Work
 
 ALIKE = 0.02
 """Relative difference below which two predicted times count as equal."""

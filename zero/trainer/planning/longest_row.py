@@ -2,12 +2,11 @@
 
 from torch import nn
 
-from zero.core.placement import budget_bytes
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import Choice, bytes_by_tier
 from zero.trainer.planning.machine import Machine
-from zero.trainer.task import build_task
+from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.run.task import build_task
 
 ROUND_TOKENS = 64
 """Rows are rounded down to this many tokens for each rank that shares them."""
@@ -19,9 +18,7 @@ CLOSE = 0.03
 """Relative difference between two lengths at which the search ends."""
 
 
-def longest_row(
-    choice: Choice, config: Config, machine: Machine, model: nn.Module, activations: Activations
-) -> tuple[int, bool]:
+def longest_row(choice: Choice, config: Config, machine: Machine, activations: Activations) -> tuple[int, bool]:
     """Return the tokens of the longest row that fits alone in a microbatch, and whether the model has no longer ones.
 
     Bytes are almost linear in tokens, so the next length to trace is taken from a line through the last two.
@@ -29,8 +26,9 @@ def longest_row(
     Args:
         choice: a choice that fits. Its state stays where it is.
         config: the settings that rows are traced with.
-        activations: the traces of `model`, the model with the rows of `config`.
+        activations: the traces of the model with the rows of `config`.
     """
+    model = activations.model
     room_bytes = _room_bytes(choice, config, machine) + _buffer_bytes(model)
     step, most = ROUND_TOKENS * config.zero.sequence, _longest_of(model)
     before, tokens, longest = (0, 0), config.model.seq, 0
@@ -54,17 +52,13 @@ def longest_row(
 
 def _room_bytes(choice: Choice, config: Config, machine: Machine) -> int:
     """Return the bytes that activations may take on the device of a rank, or in host memory if the CPU computes."""
-    offload, room = config.offload, machine.room
-    if machine.device == "cuda":
-        has_bytes, tier = budget_bytes(offload.device_budget, room.device), "device"
-    else:
-        has_bytes, tier = budget_bytes(offload.host_budget, room.host), "host"
-    return has_bytes - bytes_by_tier(choice.plan)[tier] + choice.plan.activation_bytes
+    held_bytes = bytes_by_tier(choice.plan)["device" if machine.device == "cuda" else "host"]
+    return machine.limit_bytes(config.offload) - held_bytes + choice.plan.activation_bytes
 
 
 def _bytes_of(config: Config, tokens: int, machine: Machine) -> int:
     """Return the bytes that grow with a row, for one of `tokens` tokens: activations, and tables of positions."""
-    longer = config.model_copy(update={"model": config.model.model_copy(update={"seq": tokens})})
+    longer = config.changed("model", seq=tokens)
     model = build_task(longer, machine.world).model
     return Activations(longer, model).bytes(1, machine.device) + _buffer_bytes(model)
 

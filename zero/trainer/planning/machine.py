@@ -7,15 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zero.core.placement import Room, usable_bytes, usable_host_bytes
+from zero.core.offload import Offload
+from zero.core.placement import Room, budget_bytes, usable_bytes, usable_host_bytes
 from zero.core.sizes import GiB, size_text
 from zero.core.suggest import meant
 from zero.distributed.world import Handle, World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device, free_host_bytes
+from zero.platform.gpu_peaks import PEAKS, Peak, peak_of
 from zero.platform.handle import Done
-from zero.platform.peak_flops import PEAKS, Peak, peak_of
 from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
 
@@ -121,6 +122,12 @@ class Machine:
     def room(self) -> Room:
         """Memory and disk of one rank: its share of the node's."""
         return Room(self.device_bytes, self.host_bytes // self.ranks_per_node, self.disk_bytes // self.ranks_per_node)
+
+    def limit_bytes(self, offload: Offload) -> int:
+        """Return the bytes that a rank may take where it computes: on its device, or in host memory on a CPU."""
+        if self.device == "cuda":
+            return budget_bytes(offload.device_budget, self.room.device)
+        return budget_bytes(offload.host_budget, self.room.host)
 
     @property
     def world(self) -> PaperWorld:

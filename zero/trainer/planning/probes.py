@@ -30,7 +30,8 @@ from zero.trainer.config import Config
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed
-from zero.trainer.planning.tracing import Product, Traced
+from zero.trainer.planning.traces.operators import Product
+from zero.trainer.planning.traces.tracing import Traced
 
 PROBE_FLOPS: Mapping[str, float] = {"cpu": 1e8, "cuda": 1e12}
 """Largest number of operations of a matrix product that is timed, for each thread of a CPU or for a GPU: about a

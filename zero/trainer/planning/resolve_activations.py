@@ -11,17 +11,15 @@ state leaves free.
 from bisect import bisect_left
 from collections.abc import Callable
 
-from torch import nn
-
 from zero.core.placement import budget_bytes
 from zero.core.sizes import MiB
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.traces.activations import Activations
 
 CPU_LIBRARIES_BYTES = 16 * MiB
 """Memory left free for matrix products, code and threads of a process on a CPU, which no plan counts: 5 to 8 MB in
@@ -29,20 +27,20 @@ CPU_LIBRARIES_BYTES = 16 * MiB
 
 
 def resolve_activations(
-    config: Config, machine: Machine, model: nn.Module, activations: Activations, rates: Callable[[], Rates]
+    config: Config, machine: Machine, activations: Activations, rates: Callable[[], Rates]
 ) -> tuple[Config, str]:
     """Return the settings with an activation policy for each unit, and a sentence about them.
 
     Args:
         config: settings that fit with every unit recomputed; the batch is in numbers.
-        activations: the traces of this model.
+        activations: the traces of the model.
         rates: called only if some units cannot keep their activations.
 
     Raises:
         ConfigError: `config` does not fit after all.
     """
     names = activations.site_names
-    least = planned(config, model, machine.world, machine.room, activations)
+    least = planned(config, machine.world, machine.room, activations)
 
     def of(count: int, sent: int) -> Config:
         """Return the settings where the first `sent` of `count` units offload, and the rest of these are recomputed."""
@@ -51,7 +49,7 @@ def resolve_activations(
 
     def fits(count: int, sent: int) -> bool:
         try:
-            plan = planned(of(count, sent), model, machine.world, machine.room, activations)
+            plan = planned(of(count, sent), machine.world, machine.room, activations)
         except ConfigError:
             return False
         return _state_of(plan) == _state_of(least) and _leaves_room(plan, config, machine)
@@ -94,7 +92,7 @@ def _leaves_room(plan: Plan, config: Config, machine: Machine) -> bool:
     if machine.device != "cpu":
         return True
     needs_bytes = plan.placement.bytes["device"] + plan.placement.bytes["host"]
-    return needs_bytes + CPU_LIBRARIES_BYTES <= budget_bytes(config.offload.host_budget, machine.room.host)
+    return needs_bytes + CPU_LIBRARIES_BYTES <= machine.limit_bytes(config.offload)
 
 
 def _state_of(plan: Plan) -> tuple[object, ...]:

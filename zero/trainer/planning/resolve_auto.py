@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from zero.core.offload import PRESETS
-from zero.core.placement import budget_bytes
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
 from zero.distributed.world import World
@@ -19,7 +16,6 @@ from zero.errors import ConfigError
 from zero.progress import Progress
 from zero.tracker import Tracker
 from zero.trainer.config import Config, read
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import (
     STAGES,
     Choice,
@@ -36,6 +32,7 @@ from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import between_ranks, measured, with_disk_or_without
 from zero.trainer.planning.rates import assumed
 from zero.trainer.planning.resolve_activations import resolve_activations
+from zero.trainer.planning.traces.activations import Activations
 
 
 class Resolved(NamedTuple):
@@ -49,9 +46,7 @@ class Resolved(NamedTuple):
     step_s: float | None
 
 
-def resolve_auto(
-    config: Config, model: nn.Module, world: World, tracker: Tracker, activations: Activations | None = None
-) -> Resolved:
+def resolve_auto(config: Config, activations: Activations | None, world: World, tracker: Tracker) -> Resolved:
     """Return the settings with stage, offload, batch and activations resolved. Collective, unless nothing is auto.
 
     A batch that fits in one microbatch is one microbatch. If `zero.stage` is a number, `offload=auto` stays: the plan
@@ -59,9 +54,8 @@ def resolve_auto(
 
     Args:
         config: settings before `config.on(world.size)`, which would fix the microbatch.
-        model: built under `zero.empty()`.
+        activations: the traces of the model; None only if nothing is auto.
         tracker: shows the choices and their reasons, and on rank 0 the progress of probes and comparisons.
-        activations: the traces of this model, if they exist already.
 
     Raises:
         ConfigError: on every rank: nothing fits. The message has the numbers and the setting to change.
@@ -77,10 +71,10 @@ def resolve_auto(
     message: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            counted = activations or Activations(config, model)
+            assert activations is not None
             choose = _choose_activations if config.zero.activations == "auto" else _choose
-            chosen, reasons, rates = choose(config, machine, model, counted, tracker.progress)
-            step_s = None if rates is None else _predicted(chosen, machine, model, counted, rates)
+            chosen, reasons, rates = choose(config, machine, activations, tracker.progress)
+            step_s = None if rates is None else _predicted(chosen, machine, activations, rates)
             message = {"config": chosen.plain(), "reasons": reasons, "step_s": step_s}
         except ConfigError as error:
             message = {"refusal": str(error)}
@@ -93,7 +87,7 @@ def resolve_auto(
 
 
 def _choose_activations(
-    config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
+    config: Config, machine: Machine, activations: Activations, progress: Progress
 ) -> tuple[Config, list[str], Rates | None]:
     """Choose all other settings as if every unit were recomputed; then keep the activations of as many units as fit.
 
@@ -104,7 +98,7 @@ def _choose_activations(
         ConfigError: nothing fits even if every unit is recomputed.
     """
     least = with_activations(config, "remat")
-    chosen, reasons, compared_by = _choose(least, machine, model, activations.resolved(least), progress)
+    chosen, reasons, compared_by = _choose(least, machine, activations.resolved(least), progress)
 
     def rates() -> Rates:
         if compared_by is not None:
@@ -114,20 +108,20 @@ def _choose_activations(
         kept = activations.resolved(with_activations(chosen, "keep"))
         return measured(chosen, machine, largest(chosen, machine, kept), disk=False, progress=progress)
 
-    settled, reason = resolve_activations(chosen, machine, model, activations, rates)
+    settled, reason = resolve_activations(chosen, machine, activations, rates)
     return settled, [*reasons, f"auto: zero.activations: {reason}"], compared_by
 
 
-def _predicted(config: Config, machine: Machine, model: nn.Module, activations: Activations, rates: Rates) -> float:
+def _predicted(config: Config, machine: Machine, activations: Activations, rates: Rates) -> float:
     """Return the predicted seconds of a step with these settings, whose batch is in numbers."""
     rows = config.batch_on(machine.ranks).numbers()[1]
-    plan = planned(config, model, machine.world, machine.room, activations)
+    plan = planned(config, machine.world, machine.room, activations)
     traced = activations.resolved(config).of(rows, machine.device)
     return step_seconds(plan, rates, traced.forward, traced.backward)
 
 
 def _choose(
-    config: Config, machine: Machine, model: nn.Module, activations: Activations, progress: Progress
+    config: Config, machine: Machine, activations: Activations, progress: Progress
 ) -> tuple[Config, list[str], Rates | None]:
     """Return the best settings, the reasons (a line each), and the rates that settings were compared by, or None."""
     level = config.zero.stage
@@ -143,11 +137,10 @@ def _choose(
     candidates = choices(
         config,
         machine,
-        model,
+        activations,
         rates or assumed(config, machine),
         stages=STAGES if level == "auto" else (Stage(level),),
         presets=presets,
-        activations=activations,
         progress=progress,
     )
     winner = best(candidates)
@@ -177,11 +170,8 @@ def _batch_reasons(winner: Choice, config: Config, machine: Machine) -> list[str
     rows, micro, accumulate = winner.config.batch.numbers()
     if config.batch.micro != "auto" or config.batch.accumulate != "auto" or accumulate == 1:
         return []
-    room, offload = machine.room, winner.config.offload
-    on_gpu = machine.device == "cuda"
-    limit_bytes = budget_bytes(*((offload.device_budget, room.device) if on_gpu else (offload.host_budget, room.host)))
-    activations = size_text(winner.plan.activation_bytes)
+    activations, limit = winner.plan.activation_bytes, machine.limit_bytes(winner.config.offload)
     return [
         f"auto: batch.micro={micro} batch.accumulate={accumulate}: the largest microbatch of {rows} rows a step that "
-        f"fits. Its activations take {activations} of the {size_text(limit_bytes)} that a rank may take"
+        f"fits. Its activations take {size_text(activations)} of the {size_text(limit)} that a rank may take"
     ]

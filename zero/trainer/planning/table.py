@@ -5,15 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 
-from torch import nn
-
 from zero.core import suggest
 from zero.core.placement import TIERS
 from zero.core.sizes import size_text
 from zero.engine.plan import KINDS, Plan
 from zero.errors import ConfigError
 from zero.trainer.config import Config
-from zero.trainer.planning.activations import Activations
 from zero.trainer.planning.choices import (
     Choice,
     best,
@@ -41,7 +38,8 @@ from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import with_disk_or_without
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
-from zero.trainer.task import build_task
+from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.run.task import build_task
 
 COLUMNS = 80
 """Width of wrapped sentences, in characters. Commands to copy stay on one line."""
@@ -68,27 +66,25 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     auto = config.zero.activations == "auto"
     if auto:
         config = with_activations(config, "remat")
-    model = build_task(config, machine.world).model
-    activations = Activations(config, model)
+    activations = Activations(config, build_task(config, machine.world).model)
     if machine.paper:
         rates = assumed(config, machine)
     else:
         machine, rates, without = with_disk_or_without(config, machine, largest(config, machine, activations))
         notes += without
     rates = with_drives(rates, config, 1 if machine.paper else len(config.offload.paths))
-    candidates = choices(config, machine, model, rates, activations=activations)
+    candidates = choices(config, machine, activations, rates)
     winner = best(candidates)
     if auto:
         notes += ["zero.activations=auto: the table assumes remat for every unit, as a run does to choose all else"]
     if auto and winner is not None:
-        config_of_run, sentence = resolve_activations(winner.config, machine, model, activations, lambda: rates)
-        counted = activations.resolved(config_of_run)
-        winner = plan_choice(config_of_run, winner.preset, machine, model, rates, counted)
+        config_of_run, sentence = resolve_activations(winner.config, machine, activations, lambda: rates)
+        winner = plan_choice(config_of_run, winner.preset, machine, activations.resolved(config_of_run), rates)
         notes[-1] += f". The answer assumes {sentence}"
     lines = [
         *_answer(winner, candidates, machine, overrides),
-        *(_limits(winner, machine, model, rates, activations) if winner else ()),
-        *(_longest(winner, config, machine, model, activations) if winner else _longest_alone(config, machine, rates)),
+        *(_limits(winner, machine, activations, rates) if winner else ()),
+        *(_longest(winner, config, machine, activations) if winner else _longest_alone(config, machine, rates)),
         "",
         *_sentence(
             f"{candidates[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
@@ -136,7 +132,7 @@ def _with_rows(config: Config, ranks: int) -> tuple[Config, list[str]]:
     if rows == "auto" or rows >= ranks:
         return config, []
     note = f"batch.global={rows} is less than a row for each rank: planned with batch.global={ranks}"
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_": ranks})}), [note]
+    return config.changed("batch", global_=ranks), [note]
 
 
 def _answer(
@@ -166,9 +162,7 @@ def _answer(
         yield f"  python train.py launch.ranks={machine.ranks} {' '.join(keys)}"
 
 
-def _limits(
-    choice: Choice, machine: Machine, model: nn.Module, rates: Rates, activations: Activations
-) -> Iterator[str]:
+def _limits(choice: Choice, machine: Machine, activations: Activations, rates: Rates) -> Iterator[str]:
     """Yield the parts of the machine that limit the step, the tokens from which none but compute does, and settings
     that would raise the tokens per second.
     """
@@ -194,16 +188,16 @@ def _limits(
 
     def gain(config: Config) -> float:
         try:
-            plan = planned(config, model, machine.world, machine.room, activations)
+            plan = planned(config, machine.world, machine.room, activations)
         except ConfigError:
             return 0.0
         return choice.seconds / seconds(plan, rates)
 
-    moments = config.optim.model_copy(update={"moments": "bf16"}) if config.optim.moments == "fp32" else config.optim
+    small = config.changed("optim", moments="bf16") if config.optim.moments == "fp32" else config
     faster = scaled(rates, dict.fromkeys(DISK_RATES, 1 + 1 / drives))
     gains = {
         "twice the tokens in a microbatch": 2 * choice.seconds / seconds(choice.plan, rates, 2.0),
-        "optim.moments=bf16": gain(config.model_copy(update={"optim": moments})),
+        "optim.moments=bf16": gain(small),
         "offload.compute=host": gain(with_compute(config, "host")),
         "another drive": choice.seconds / seconds(choice.plan, faster),
     }
@@ -211,23 +205,19 @@ def _limits(
         yield from _sentence(f"times the tokens/s: {', '.join(worth)}")
 
 
-def _longest(
-    winner: Choice, config: Config, machine: Machine, model: nn.Module, activations: Activations
-) -> Iterator[str]:
+def _longest(winner: Choice, config: Config, machine: Machine, activations: Activations) -> Iterator[str]:
     """Yield the longest row that fits alone in a microbatch."""
-    tokens, is_limit = longest_row(winner, config, machine, model, activations)
+    tokens, is_limit = longest_row(winner, config, machine, activations)
     shared = f", shared by {config.zero.sequence} ranks" * (config.zero.sequence > 1)
     yield from _sentence(f"longest row that fits: {tokens:,} tokens{shared}{', as many as the model has' * is_limit}")
 
 
 def _longest_alone(config: Config, machine: Machine, rates: Rates) -> Iterator[str]:
     """Yield the longest row that fits, if rows of the settings do not, but short ones do."""
-    short = {"model": config.model.model_copy(update={"seq": ROUND_TOKENS * config.zero.sequence})}
-    config = config.model_copy(update=short)
-    model = build_task(config, machine.world).model
-    activations = Activations(config, model)
-    if winner := best(choices(config, machine, model, rates, activations=activations)):
-        yield from _longest(winner, config, machine, model, activations)
+    config = config.changed("model", seq=ROUND_TOKENS * config.zero.sequence)
+    activations = Activations(config, build_task(config, machine.world).model)
+    if winner := best(choices(config, machine, activations, rates)):
+        yield from _longest(winner, config, machine, activations)
 
 
 def _digits(value: float) -> int:

@@ -23,7 +23,7 @@ import psutil
 
 from zero.core.secret import hidden
 from zero.tracker.settings import Wandb
-from zero.tracker.view import SECTIONS, Charts, Row, View
+from zero.tracker.views.view import SECTIONS, Charts, Row, View
 
 IN_ROWS_OR_CONFIG = frozenset(
     (

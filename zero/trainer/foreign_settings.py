@@ -1,4 +1,4 @@
-"""Error messages for settings of other programs, such as DeepSpeed and Lightning, from other_words.yaml."""
+"""Error messages for settings of other programs, such as DeepSpeed and Lightning, from foreign_settings.yaml."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,16 +13,16 @@ _OFF = ("false", "no", "off", "none", "0")
 
 
 @cache
-def other_words() -> Mapping[str, Mapping[str, str]]:
-    """Return the tables of other_words.yaml: `type` has the settings to type for a word, `reason` why none exist."""
+def foreign_settings() -> Mapping[str, Mapping[str, str]]:
+    """Return the tables of the YAML file: `type` has the settings to type for a word, `reason` why none exist."""
     words: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     return words
 
 
-def answer(word: str) -> str:
+def foreign_message(word: str) -> str:
     """Return the error message for a setting of another program; "" for other words of a command line."""
     key, _, value = word.lstrip("+").partition("=")
-    table = {**other_words()["type"], **other_words()["reason"]}
+    table = {**foreign_settings()["type"], **foreign_settings()["reason"]}
     section, _, name = key.lower().replace("-", "_").rpartition(".")
     if word.lower() in table and "=" in word:
         name, wrong = word.lower(), f"{suggest.shown(word)} does not exist"
@@ -35,7 +35,7 @@ def answer(word: str) -> str:
     else:
         return ""
     text = table[name]
-    if name in other_words()["reason"]:
+    if name in foreign_settings()["reason"]:
         return f"{wrong}. {text}"
     if "{}" not in text and value.lower() in _OFF:
         return f"{wrong}. Leave it out."

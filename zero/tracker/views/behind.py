@@ -6,7 +6,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zero.platform.threads import Beside
-from zero.tracker.view import Row, View
+from zero.tracker.views.view import Row, View
 
 MOST_WAITING = 1000
 """Largest number of calls that may be queued for a view; beyond it the next call raises TimeoutError."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from zero.platform.rich import Console, Group, Live, ProgressBar, RenderableType, Table, Text
-from zero.tracker.view import ROW, Row, View
+from zero.tracker.views.view import ROW, Row, View
 
 PIPE_COLUMNS = 120
 """Width of a line in a pipe or a file."""

@@ -12,7 +12,7 @@ import yaml
 
 from zero.core.schema import flat
 from zero.platform.installed import install
-from zero.tracker.view import Charts, Row, View
+from zero.tracker.views.view import Charts, Row, View
 
 FLUSH_S = 2
 """Seconds until a row is written to the file, so that a killed run loses few rows."""

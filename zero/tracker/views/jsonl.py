@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.platform.run_files import publish, writing
-from zero.tracker.view import Row, View, finite
+from zero.tracker.views.view import Row, View, finite
 
 log = logging.getLogger("zero")
 

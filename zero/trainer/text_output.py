@@ -14,7 +14,7 @@ from zero.trainer.config import Config
 from zero.trainer.explain import explain
 
 
-def answer(config: Config, overrides: Sequence[str], conf: Path) -> int:
+def print_mode(config: Config, overrides: Sequence[str], conf: Path) -> int:
     """Print the answer of a mode that trains nothing: plan, doctor or explain. Returns the exit code.
 
     Args:

@@ -14,10 +14,10 @@ from zero.engine.plan import activations_of
 from zero.sequence import SharedRows
 from zero.settings.build import build_precision
 from zero.trainer.config import Config
-from zero.trainer.evaluate import CHUNK_TOKENS
 from zero.trainer.planning.machine import PaperGroup
-from zero.trainer.planning.tracing import META, Traced, trace
-from zero.trainer.task import loss_of
+from zero.trainer.planning.traces.tracing import META, Traced, trace
+from zero.trainer.run.evaluate import CHUNK_TOKENS
+from zero.trainer.run.task import loss_of
 
 HEAP: Mapping[str, float] = {"keep": 1.5, "remat": 2.5}
 """Growth of a process's heap on a CPU per byte of activations, by `zero.activations`. It is above 1, because freed
@@ -44,14 +44,15 @@ class Activations:
         model: built under `zero.empty()`, or on any device.
 
     Attributes:
-        site_names: names of the model's sites that can be recomputed, in the order of forward.
+        model: the model that is traced.
+        site_names: names of the model's sites, in the order of forward.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
-        self._config, self._model = config, model
+        self._config, self.model = config, model
         names = None if config.zero.units == "auto" else config.zero.units
         self._splitting = split(model, world_size=1, class_names=names)
-        self.site_names = [site.name for site in self._splitting.sites if not site.contains_sites]
+        self.site_names = [site.name for site in self._splitting.sites]
         self._compute = build_precision(config).compute
         sequence = config.zero.sequence
         self._group = PaperGroup(sequence, local_size=sequence, device="cpu")
@@ -129,9 +130,9 @@ class Activations:
         key = rows, seq, policies, backward
         if key not in self._traced:
             self._traced[key] = trace(
-                self._model,
+                self.model,
                 self._splitting,
-                loss_of(self._config, self._model, self._shared_rows),
+                loss_of(self._config, self.model, self._shared_rows),
                 torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META),
                 compute=self._compute,
                 policies=activations_of(self._splitting, dict(policies)),

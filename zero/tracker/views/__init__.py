@@ -1,0 +1,1 @@
+"""The outputs that show the rows of a run: metrics.jsonl, the console, W&B and TensorBoard."""

@@ -1,0 +1,1 @@
+"""Traces of a microbatch on meta tensors: the bytes of its activations, and its work."""

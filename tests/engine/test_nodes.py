@@ -600,7 +600,7 @@ def test_a_step_that_breaks_off_leaves_no_secondary_shard_that_holds_something_e
         setting = Setting(between=between, offload=OFFLOADED_PARAMS.get(offload, ()), prefetch=2, accumulate=2)
         state, step = setting.start(world)
         residency = state.runtime.residency
-        fetch, broken = residency._fetch, 0
+        fetch, broken = residency.gathers._fetch, 0
         for number in range(3):
             batches = [small_batch(2 * number, 6), small_batch(2 * number + 1, 6)]
             calls = itertools.count()
@@ -611,13 +611,13 @@ def test_a_step_that_breaks_off_leaves_no_secondary_shard_that_holds_something_e
                     raise InterruptedError
                 return found
 
-            residency._fetch = breaks_off
+            residency.gathers._fetch = breaks_off
             try:
                 state, _ = step(state, batches)
             except InterruptedError:
-                residency._fetch, broken = fetch, broken + 1
+                residency.gathers._fetch, broken = fetch, broken + 1
                 state, _ = step(state, batches)
-            residency._fetch = fetch
+            residency.gathers._fetch = fetch
         return digest(state), broken
 
     with simulated_gpu() if gpu else nullcontext():
@@ -637,7 +637,7 @@ def test_a_gather_that_never_began_leaves_no_secondary_shard():
             buffer.pins += 1
         for unit in units:
             residency._request(unit)
-            residency.buffer(unit).pins += 1
+            residency.gathers.buffer(unit).pins += 1
         assert residency.pool.overflowed == len(units)
         residency.reset()
         return [residency.materialise(unit).clone() for unit in units for _ in range(2)]

@@ -315,7 +315,7 @@ def test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again(d
     setting = Setting(offload=(("preset", "infinity"),), page_bytes=4 * KiB)
     state, step = setting.start(SoloWorld(), wide, small_loss)
     store, residency = state.runtime.store, state.runtime.residency
-    asked, drain, fetch = threading.Event(), store.drain, residency._fetch
+    asked, drain, fetch = threading.Event(), store.drain, residency.gathers._fetch
     read = NvmeStore.read
 
     def waits_to_be_drained(disk, page, into):

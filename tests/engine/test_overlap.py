@@ -69,7 +69,7 @@ def events_of(steps: int, **settings) -> list[str]:
             unit.register_full_backward_hook(lambda *_, n=number: events.append(f"backward {n}"))
         apply = state.runtime.updater.apply_deferred
         applied = lambda unit: (events.append(f"update {unit.spec.name}"), apply(unit))  # noqa: E731
-        state.runtime.residency._apply = applied
+        state.runtime.residency.gathers._apply = applied
         step = zero.make_step(plan, lambda model, x: model(x).square().mean())
         for _ in range(steps):
             events.clear()
@@ -240,7 +240,7 @@ def test_reading_all_parameters_keeps_no_gathered_memory():
         zero.full_state_dict(state)
         pool = state.runtime.residency.pool
         assert pool is not None
-        return [pool.renewed, len(state.runtime.residency._later)]
+        return [pool.renewed, len(state.runtime.residency.gathers._unstarted)]
 
     with simulated_gpu():
         assert run_ranks(2, rank_main) == [[0, 0]] * 2

@@ -422,7 +422,7 @@ def train_interrupted(world: zero.World, path: Path, **given) -> str:
     """A gather breaks off after its copies were enqueued, and the step is made again."""
     state, step = start(world, path, **given)
     residency, dtype = state.runtime.residency, state.plan.precision.compute
-    fetch = residency._fetch
+    fetch = residency.gathers._fetch
     for number in range(STEPS):
         calls = itertools.count()
 
@@ -432,11 +432,11 @@ def train_interrupted(world: zero.World, path: Path, **given) -> str:
                 raise InterruptedError
             return found
 
-        residency._fetch = breaks_off
+        residency.gathers._fetch = breaks_off
         try:  # where there is nothing to gather nothing breaks off
             state, _ = step(state, [rows(number, world, dtype)])
         except InterruptedError:
-            residency._fetch = fetch
+            residency.gathers._fetch = fetch
             state, _ = step(state, [rows(number, world, dtype)])
     return closed(state)
 
@@ -445,17 +445,17 @@ def train_and_look_again(world: zero.World, path: Path, **given) -> str:
     """A forward after a step breaks off when its first unit is requested, and is made again."""
     state, step = start(world, path, **given)
     residency, forward = state.runtime.residency, zero.make_forward(state.plan, loss)
-    fetch = residency._fetch
+    fetch = residency.gathers._fetch
 
     def breaks_off(*_):
         raise InterruptedError
 
     for number in range(STEPS):
         state, _ = step(state, [rows(number, world, torch.bfloat16)])
-        residency._fetch = breaks_off
+        residency.gathers._fetch = breaks_off
         with pytest.raises(InterruptedError):
             forward(state, rows(9, world, torch.bfloat16))
-        residency._fetch = fetch
+        residency.gathers._fetch = fetch
         forward(state, rows(9, world, torch.bfloat16))
     return closed(state)
 
@@ -765,7 +765,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/replay.py:Replay._copy self._store.read().wait": {"ticket": "made twice, infinity"},
     "engine/replay.py:Replay._sums self._device.join": {"join": "made twice, cpu"},
     "engine/replay.py:Replay.watched self._device.join": {"join": "made twice, cpu"},
-    "engine/gather/residency.py:Residency._start self._device.aside": {"aside": "stage 1"},
+    "engine/gather/gathers.py:Gathers.start self._device.aside": {"aside": "stage 1"},
     "engine/runtime.py:Runtime.await_copies self.copying[-1].wait": {"ticket": "saved behind at stage 1"},
     "engine/runtime.py:Runtime.finish_step self.store.drain": {"drain": "serial"},
     "engine/runtime.py:Runtime.make_updates self.plan.world.compute.join": {"join": "saved, cpu"},

@@ -35,7 +35,9 @@ METRICS = SimpleNamespace(loss=2.0, grad_norm=1.0, lr=0.1, loss_scale=1.0, skipp
 
 
 def meter_of(world, traffic, flops_per_token=None, peak_flops=None, **tiers):
-    plan = SimpleNamespace(numel=100, facts=SimpleNamespace(trains=False), bytes={"device": {"parameters": 400}, **tiers})
+    plan = SimpleNamespace(
+        numel=100, facts=SimpleNamespace(trains=False), bytes={"device": {"parameters": 400}, **tiers}
+    )
     return Meter(
         world, plan, tokens_per_step=64, traffic=traffic, flops_per_token=flops_per_token, peak_flops=peak_flops
     )

@@ -20,7 +20,7 @@ from zero.engine.arguments import check_type, type_text
 from zero.engine.backward import BackwardPass, Reducer
 from zero.engine.checksums import Checksums
 from zero.engine.forward import SiteRunner
-from zero.engine.gather import CollectiveLog, Fetch, Residency, gathering, lending, reading
+from zero.engine.gather import CollectiveLog, Fetch, Gathers, Residency, gathering, lending, reading
 from zero.engine.memory import InPlace, OnHost
 from zero.engine.model import ModuleTree, Takeover, codes_in
 from zero.engine.plan import Plan, refuse_equal_parts, settings_of, settings_of_groups, thread_count
@@ -268,7 +268,8 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
     )
     advance = partial(routes.advance, sums=False)
     updater = Updater(plan, store, units, tape, advance)
-    residency = Residency(plan, units, updater, _fetch(plan, routes, store), advance, log, tape, checksums)
+    gathers = Gathers(plan, units, updater, _fetch(plan, routes, store), log, tape)
+    residency = Residency(plan, units, gathers, updater.launch_ahead, advance, checksums)
     first = residency.complete
     reducer = Reducer(plan, routes, units, gradients, updater, first=first, log=log, tape=tape, checksums=checksums)
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()

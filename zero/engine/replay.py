@@ -139,7 +139,7 @@ class Replay:
             buffers[name] = buffer  # the first run may have replaced it
             if buffer is not None and before is not None:
                 buffer.copy_(before)
-        self._runtime.residency.invalidate()
+        self._runtime.residency.gathers.invalidate()
 
     def compare(self) -> None:
         """Compare the two runs, and the state with that before them. Collective.

@@ -102,7 +102,7 @@ class Runtime:
         self.gather_changed()
         for unit in self.units:
             self.updater.apply_deferred(unit)
-        self.residency.land()
+        self.residency.gathers.land()
         self.plan.world.compute.join()  # `apply_deferred` returns when the update is launched
 
     def finish_step(self) -> None:

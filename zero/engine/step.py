@@ -321,7 +321,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper, replay: Replay | None) -> Non
     them: these updates read numbers that `Updater.decide` frees, and the gathers read shards that this update writes.
     """
     runtime.await_copies()
-    runtime.residency.land()
+    runtime.residency.gathers.land()
     for unit in runtime.units:
         unit.await_grad_readers()
     hyper = runtime.updater.numbers.decide(hyper)

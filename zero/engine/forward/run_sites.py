@@ -226,7 +226,11 @@ class SiteRunner:
         gathered: dict[tuple[int, bool, int], Tensor] = {}  # by (unit, whether trainable, slot)
         for index in units:
             unit = self._units[index]
-            flat, used, frozen = self._residency.buffer(unit).flat, site.slots[index, True], site.slots[index, False]
+            flat, used, frozen = (
+                self._residency.gathers.buffer(unit).flat,
+                site.slots[index, True],
+                site.slots[index, False],
+            )
             if torch.is_grad_enabled() and used:
                 made = self._made(unit, used, flat, recomputing)
             else:

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 from tests.faults.disks import Drive  # noqa: E402
 from zero.platform.device import aligned_zeros, work_alone  # noqa: E402
-from zero.store import Group, NvmeStore, Page, PrefetchStore, Tiers, spread  # noqa: E402
+from zero.store import PageGroup, NvmeStore, Page, PrefetchStore, Tiers, spread  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
 def rates(options: argparse.Namespace, threads: int) -> dict[str, float]:
     """Return bytes per second, in each direction, of reading, writing and modifying all pages."""
     page_bytes, kinds = options.page_mib * 2**20, [f"kind {number}" for number in range(options.kinds)]
-    groups = [Group(0, number, tuple(Page(0, kind, number) for kind in kinds)) for number in range(options.groups)]
+    groups = [PageGroup(0, number, tuple(Page(0, kind, number) for kind in kinds)) for number in range(options.groups)]
     sizes = {page: page_bytes for group in groups for page in group.pages}
     where = spread(sizes, [1.0] * options.drives)
     doors = [1e9 * rate or math.inf for rate in (options.read_gbps, options.write_gbps)]
@@ -55,7 +55,7 @@ def rates(options: argparse.Namespace, threads: int) -> dict[str, float]:
     tiers = Tiers({str(number): drive for number, drive in enumerate(drives)}, where.__getitem__)
     store = PrefetchStore(tiers, slots, threads=threads, read_ahead=2, prepare=work_alone)
 
-    def rate(change: Callable[[Group], Group]) -> float:
+    def rate(change: Callable[[PageGroup], PageGroup]) -> float:
         begin_s = time.perf_counter()
         for number, group in enumerate(groups):
             store.modify(change(group), lambda tensors: None, (number,))

@@ -278,7 +278,7 @@ class _Traffic:
     """The reads and writes of a step. Updates of page groups do nothing."""
 
     def __init__(self, plan: Any, store: Any) -> None:
-        from zero.store import Group, Page
+        from zero.store import PageGroup, Page
 
         self._store, self._order = store, [unit.index for unit in plan.units]
         self._held, _ = plan.sizes.gathered_at_turns()
@@ -291,7 +291,7 @@ class _Traffic:
         self._params, self._grads = (_Buffers(moved[page_kind]) for page_kind in ("param", "grad"))
         kinds = (plan.passes.state_kinds, ("grad",), plan.passes.written_kinds)
         self._groups = [
-            Group(*key, *(tuple(page for page in pages if page.kind in some) for some in kinds))
+            PageGroup(*key, *(tuple(page for page in pages if page.kind in some) for some in kinds))
             for key, pages in groups.items()
         ]
 

@@ -70,7 +70,7 @@ def predict(words: list[str]) -> None:
     from zero.trainer.config import read
     from zero.trainer.planning import Activations, Machine, choices
     from zero.trainer.planning.choices import largest
-    from zero.trainer.planning.probes import measured
+    from zero.trainer.planning.probes import measured_rates
     from zero.trainer.run.task import build_task
 
     config = read(settings_in(compose(words)))
@@ -80,7 +80,9 @@ def predict(words: list[str]) -> None:
         machine = Machine.described(config)
         activations = Activations(config, build_task(config).model)
         begin_s = time.perf_counter()
-        rates = measured(config, machine, largest(config, machine, activations), disk="nvme" in config.offload.kinds)
+        rates = measured_rates(
+            config, machine, largest(config, machine, activations), disk="nvme" in config.offload.kinds
+        )
         probe_s = time.perf_counter() - begin_s
         assert config.zero.stage != "auto"
         (choice,) = choices(

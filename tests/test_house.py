@@ -213,7 +213,7 @@ def test_threads_that_may_be_inside_torch_are_waited_for():
     users = {name_of(path) for path in FILES if re.search(r"\bThread[()]", path.read_text())}
     others = {name for name in users - without_torch if not name.startswith("testing.")}
     assert not others, (
-        f"{sorted(others)} starts a thread: a zero.platform.threads.Beside does not abort the process when Python ends"
+        f"{sorted(others)} starts a thread: a BackgroundThread does not abort the process when Python ends"
     )
 
 
@@ -292,7 +292,7 @@ def test_a_library_advises_nothing_that_only_a_checkout_has():
         alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
         texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone]
         advice += [text for text in texts if re.search(r"\bscripts/|\bdocs/|\btrain\.py\b", str(text))]
-    assert not advice, "say `zero-train export`, and zero.platform.installed.page() for a page"
+    assert not advice, "say `zero-train export`, and zero.platform.installed.docs_page() for a page"
 
 
 def test_the_rest_of_the_arguments_has_an_entry_of_its_own():

@@ -14,7 +14,7 @@ from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.planning.cost import step_seconds
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.probes import measured
+from zero.trainer.planning.probes import measured_rates
 from zero.trainer.planning.traces.tracing import Traced
 
 
@@ -76,6 +76,6 @@ def _forecast(plan: zero.Plan, gpu: Gpu, disk: Path, counted: Traced) -> Row:
     room = gpu.room(None, disk)
     device = "cpu" if gpu.simulated else "cuda"
     machine = Machine(1, 1, device, room.device, room.host, room.disk)  # type: ignore[arg-type]
-    rates = measured(config, machine, counted, disk="nvme" in bytes_of)
+    rates = measured_rates(config, machine, counted, disk="nvme" in bytes_of)
     seconds = step_seconds(plan, rates, counted.forward, counted.backward)
     return {"bytes": bytes_of, "step_s": seconds, "rates": rates.source}

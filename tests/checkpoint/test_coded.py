@@ -14,7 +14,7 @@ from zero.core.codec import CODECS, Codec
 from zero.distributed.world import SoloWorld
 from zero.engine.whole.full import full_state_dict
 from zero.errors import CheckpointError
-from zero.formats.exports import export_checkpoint, whole
+from zero.formats.exports import export_checkpoint, whole_parameters
 from zero.testing import run_ranks
 
 NF4 = Setting(precision="bf16", frozen="nf4")
@@ -110,7 +110,7 @@ def test_partial_keeps_codes_to_the_bit(offload, tmp_path: Path):
 
 def test_an_export_has_the_values(tmp_path: Path):
     [(path, there, _), *_] = run_ranks(2, saved, NF4, tmp_path)
-    exported = whole(run_ranks(1, open_checkpoint, path)[0])
+    exported = whole_parameters(run_ranks(1, open_checkpoint, path)[0])
     for name in CODED:
         assert torch.equal(exported[name].bfloat16().float(), there[f"param {name}"])
 

@@ -43,11 +43,11 @@ from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.core.layout import Layout
 from zero.errors import CheckpointError
 from zero.platform.files import appearing, move
-from zero.platform.safetensors_files import Part, offsets
+from zero.platform.safetensors_files import FilePart, offsets
 
 WORLD = 2
 NUMEL = 1024  # of each rank
-PARTS = (Part("parameter/weight", torch.float32, (NUMEL,)),)
+PARTS = (FilePart("parameter/weight", torch.float32, (NUMEL,)),)
 RUN = Path("/run")
 ROOT = RUN / "checkpoints"
 BARE: Tree = (("run", ()),)

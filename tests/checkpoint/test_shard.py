@@ -29,7 +29,7 @@ from zero.checkpoint.hashes import FileHash
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
-from zero.platform.safetensors_files import NAMES, Part, by_width, header, offsets
+from zero.platform.safetensors_files import NAMES, FilePart, by_width, header, offsets
 
 MIB = 2**20
 NAME = "rank-00000-of-00001.safetensors"
@@ -39,11 +39,11 @@ def noise(nbytes: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-def bytes_part(nbytes: int, key: str = "a") -> Part:
-    return Part(key, torch.uint8, (nbytes,))
+def bytes_part(nbytes: int, key: str = "a") -> FilePart:
+    return FilePart(key, torch.uint8, (nbytes,))
 
 
-def write(path: Path, parts: list[Part], data: bytes, disk: Disk | None = None) -> FileHash:
+def write(path: Path, parts: list[FilePart], data: bytes, disk: Disk | None = None) -> FileHash:
     with ShardWriter(disk or Disk(), path, parts) as writer:
         writer.write(memoryview(bytearray(data)))
         return writer.finish()
@@ -76,7 +76,7 @@ def _no_descriptor_is_left():
 # The format: safetensors is the judge.
 
 
-def tensor_of(part: Part, seed: int) -> Tensor:
+def tensor_of(part: FilePart, seed: int) -> Tensor:
     octets = torch.frombuffer(bytearray(noise(part.nbytes, seed) or b"\0"), dtype=torch.uint8)[: part.nbytes]
     if part.dtype == torch.bool:
         octets = octets & 1
@@ -87,7 +87,7 @@ def octets_of(tensor: Tensor) -> bytes:
     return bytes(memory_of(tensor.contiguous()))
 
 
-def is_read_by_safetensors(path: Path, parts: list[Part]) -> None:
+def is_read_by_safetensors(path: Path, parts: list[FilePart]) -> None:
     tensors = {part.key: tensor_of(part, seed) for seed, part in enumerate(parts)}
     path.unlink(missing_ok=True)
     found = write(path, parts, b"".join(octets_of(tensors[part.key]) for part in parts))
@@ -107,19 +107,19 @@ def is_read_by_safetensors(path: Path, parts: list[Part]) -> None:
 
 
 MANY = [
-    Part("step", torch.int64, ()),
-    Part("order", torch.int64, (3, 5)),
-    Part("h.0.weight", torch.float32, (17, 3)),
-    Part("scale", torch.float32, ()),
-    Part("nothing", torch.float32, (0, 7)),
-    Part("half", torch.float16, (5,)),
-    Part("brain", torch.bfloat16, (2, 3, 5)),
-    Part("mask", torch.bool, (13,)),
-    Part("größe", torch.uint8, (1,)),
-    Part("none", torch.bool, (0,)),
+    FilePart("step", torch.int64, ()),
+    FilePart("order", torch.int64, (3, 5)),
+    FilePart("h.0.weight", torch.float32, (17, 3)),
+    FilePart("scale", torch.float32, ()),
+    FilePart("nothing", torch.float32, (0, 7)),
+    FilePart("half", torch.float16, (5,)),
+    FilePart("brain", torch.bfloat16, (2, 3, 5)),
+    FilePart("mask", torch.bool, (13,)),
+    FilePart("größe", torch.uint8, (1,)),
+    FilePart("none", torch.bool, (0,)),
 ]
 
-a_part = st.builds(Part, st.text(max_size=8), st.sampled_from(list(NAMES)), st.lists(st.integers(0, 4)).map(tuple))
+a_part = st.builds(FilePart, st.text(max_size=8), st.sampled_from(list(NAMES)), st.lists(st.integers(0, 4)).map(tuple))
 some_parts = st.lists(
     a_part.filter(lambda part: part.key.isprintable() and part.nbytes < 10_000), max_size=12, unique_by=lambda p: p.key
 )
@@ -134,7 +134,9 @@ def test_safetensors_reads_the_tensors_that_were_written(path, parts):
 
 
 def test_a_header_longer_than_a_mib_is_read_and_checked(path):
-    is_read_by_safetensors(path, [Part(f"h.{number}.{'weight' * 8}", torch.float32, (1,)) for number in range(12_000)])
+    is_read_by_safetensors(
+        path, [FilePart(f"h.{number}.{'weight' * 8}", torch.float32, (1,)) for number in range(12_000)]
+    )
     assert path.stat().st_size > MIB
 
 
@@ -172,7 +174,7 @@ def test_however_the_data_is_cut_the_file_and_its_hash_are_the_same(tmp_path):
 
 def test_any_contiguous_memory_is_written(path):
     source = torch.randn(6, 5)
-    part = Part("w", torch.float32, (6, 5))
+    part = FilePart("w", torch.float32, (6, 5))
     with ShardWriter(Disk(), path, [part]) as writer:
         writer.write(memoryview(source.numpy()))  # two dimensions, format "f"
         found = writer.finish()
@@ -275,9 +277,9 @@ def test_a_manifest_that_lies_about_the_file_is_refused(path):
         (found._replace(crcs=b""), parts, "bytes 0 to 4196 are damaged"),
         (found, [bytes_part(99)], "has 4196 bytes, the manifest says 4196, its tensors have 4195"),
         (found, [bytes_part(100, "b")], "its header and the manifest list different tensors"),
-        (found, [Part("a", torch.int8, (100,))], "its header and the manifest list different tensors"),
-        (found, [Part("a", torch.uint8, (10, 10))], "its header and the manifest list different tensors"),
-        (found, [Part("a", torch.float64, (2**70,))], "its tensors have"),
+        (found, [FilePart("a", torch.int8, (100,))], "its header and the manifest list different tensors"),
+        (found, [FilePart("a", torch.uint8, (10, 10))], "its header and the manifest list different tensors"),
+        (found, [FilePart("a", torch.float64, (2**70,))], "its tensors have"),
     ]:
         with pytest.raises(CheckpointError, match=f"{NAME}: .*{said}"):
             ShardReader(Disk(), path, lie, others)

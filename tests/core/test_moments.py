@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import zero
-from zero.core.layout import Layout, Piece, key_of
+from zero.core.layout import Layout, SlotPiece, key_of
 from zero.core.moments import BLOCK, Bf16Moments, EightBitMoments, Moments, add_random
 from zero.errors import ConfigError
 
@@ -124,7 +124,7 @@ def opened(form: Moments, page: torch.Tensor, key: str) -> Iterator[torch.Tensor
     """One page of a parameter, from its first element on."""
     numel = form.values_of(page).numel()
     [slot] = Layout.of({"p": (numel,)}, world_size=1).slots
-    with form.opened([page], [[Piece(slot, 0, numel, 0)]], key) as [moment]:
+    with form.opened([page], [[SlotPiece(slot, 0, numel, 0)]], key) as [moment]:
         yield moment
 
 
@@ -237,7 +237,7 @@ def test_no_cut_between_vectors_changes_a_bit_of_8_bits(sizes, form, seed):
     pages, places, at = [], [], 0
     for size in sizes:
         pages.append(form.page_of(torch.zeros(64 * size)))
-        places.append([Piece(slot, at, at + 64 * size, 0)])
+        places.append([SlotPiece(slot, at, at + 64 * size, 0)])
         at += 64 * size
     with form.opened(pages, places, "k") as moments:
         torch._foreach_copy_(list(moments), list(values.split([64 * size for size in sizes])))

@@ -317,12 +317,12 @@ def test_the_tables_name_our_keys_and_no_key_twice(script):
     extras = [key.field.json_schema_extra for key in declared]
     assert {extra["to"] for extra in extras if isinstance(extra, dict)} <= set(keys_here())
     assert all(key.field.description for key in declared)
-    assert not set(schema.keys(Keys)) & {*IGNORED, *REJECTED}
+    assert not set(schema.schema_keys(Keys)) & {*IGNORED, *REJECTED}
     stage3 = ("module_granularity_threshold", "use_all_reduce_for_fetch_params")
     known = {f"zero_optimization.{prefix}{name}" for prefix in ("", "stage3_") for name in stage3}
     assert {*known, "optimizer.legacy_fusion", "data_types.param_dtype", "log_level"} <= IGNORED
     printed = "\n".join(script.tables())
-    assert all(key.rpartition(".")[2] in printed for key in (*schema.keys(Keys), *IGNORED, *REJECTED))
+    assert all(key.rpartition(".")[2] in printed for key in (*schema.schema_keys(Keys), *IGNORED, *REJECTED))
 
 
 # What is refused

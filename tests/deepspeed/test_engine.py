@@ -1005,7 +1005,7 @@ def test_a_run_leaves_the_files_that_a_report_is_made_from(tmp_path: Path):
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert settings.keys() == {"mode", "zero", "offload", "batch", "precision", "tracker", "optimizer"}
     assert (settings["optimizer"]["kind"], settings["optimizer"]["groups"]["0"]["lr"]) == ("sgd", lr)
-    report.write(tmp_path / "run")
+    report.write_run(tmp_path / "run")
     page = (tmp_path / "run" / "report.html").read_text()
     assert "<svg" in page
     assert "optimizer.kind" in page

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from zero.distributed import failure
-from zero.distributed.failure import Note, Notes, explain, first_line
+from zero.distributed.failure import Note, Notes, explain_failure, first_line
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
 STARTED = {3: "gather of h.0", 4: "gather of h.1"}
@@ -60,7 +60,7 @@ class Shelf(dict):
 @pytest.mark.parametrize("case", TABLE)
 def test_the_cause_is_named(case):
     mine, others, kind, words = TABLE[case]
-    story = explain(0, 3, mine, {0: mine, **others}, timeout_s=1.0)
+    story = explain_failure(0, 3, mine, {0: mine, **others}, timeout_s=1.0)
     assert type(story) is kind
     assert words in str(story)
     assert "\n" not in str(story)
@@ -79,7 +79,7 @@ def test_the_cause_is_named(case):
 )
 def test_of_several_machines_the_one_that_failed_is_named(case, words):
     mine, others, _, _ = TABLE[case]
-    assert words in str(explain(0, 3, mine, {0: mine, **others}, timeout_s=1.0, hosts=("a", "a", "b")))
+    assert words in str(explain_failure(0, 3, mine, {0: mine, **others}, timeout_s=1.0, hosts=("a", "a", "b")))
 
 
 def test_notes_come_back_as_written_oldest_first():

@@ -289,7 +289,7 @@ class Flipper:
 
 def in_gathered_buffers(flipper):
     """A buffer has arrived."""
-    flipper.after(flipper.runtime.residency, "_arrive", lambda unit, buffer: buffer.flat)
+    flipper.after(flipper.runtime.residency.gathers, "arrive", lambda unit, buffer: buffer.flat)
 
 
 def in_sent_gradients(flipper):
@@ -345,7 +345,7 @@ def in_waiting_gradients(flipper):
 def in_pages(flipper):
     """A unit has arrived, or was updated: a bit of its state in memory flips."""
     state = partial(state_in_memory, flipper)
-    flipper.after(flipper.runtime.residency, "_arrive", lambda unit, _: state(unit))
+    flipper.after(flipper.runtime.residency.gathers, "arrive", lambda unit, _: state(unit))
     flipper.after(flipper.runtime.updater, "apply_deferred", lambda unit, _: state(unit))
 
 

@@ -33,17 +33,17 @@ from zero.engine.model.takeover import buffers_of
 from zero.engine.whole.full import full_state_dict
 from zero.errors import CheckpointError, ConfigError, ZeroError
 from zero.formats import (
-    Choice,
+    ImportChoice,
     export_checkpoint,
     import_checkpoint,
     open_newest,
+    open_source,
     progress_bar,
-    read_source,
     safetensors_folder,
     torch_file,
 )
 from zero.formats.safetensors_folder import names_by_file
-from zero.formats.stream import Source, Stream
+from zero.formats.stream import Stream, TensorSource
 from zero.testing import run_ranks
 from zero.trainer import checks, cli, job
 from zero.trainer.data.text import decode_bytes
@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FORMATS = ("hf", "torch", "dcp")
 FROZEN = ("blocks.0.linear.bias", "blocks.2.*")
 TIE = {"head.weight": "embed.weight"}
-CHOICE = Choice(frozen=FROZEN, ties=TIE)
+CHOICE = ImportChoice(frozen=FROZEN, ties=TIE)
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def trained(kept, tmp_path):
 def test_out_and_in_again_is_bitwise_the_same_whoever_loads(to: str, precision: str, kept, tmp_path: Path):
     was, path = kept[precision]
     export_checkpoint(open_newest(path)[0], to, tmp_path / "out")
-    done = import_checkpoint(read_source(to, tmp_path / "out"), tmp_path / "again", CHOICE)
+    done = import_checkpoint(open_source(to, tmp_path / "out"), tmp_path / "again", CHOICE)
     for stage, size in ((3, 2), (0, 1)):
         now, moments, step = run_ranks(size, loaded, Setting(stage=stage, precision=precision), done.folder)[0]
         same(now, was)
@@ -126,9 +126,9 @@ def test_out_and_in_again_is_bitwise_the_same_whoever_loads(to: str, precision: 
 @pytest.mark.parametrize("to", ["hf", "torch"])
 def test_these_formats_remember_the_ties_themselves(to: str, trained, tmp_path: Path):
     export_checkpoint(trained[1], to, tmp_path / "out")
-    source = read_source(to, tmp_path / "out")
+    source = open_source(to, tmp_path / "out")
     assert source.ties == TIE
-    again = import_checkpoint(source, tmp_path / "again", Choice(frozen=FROZEN)).folder
+    again = import_checkpoint(source, tmp_path / "again", ImportChoice(frozen=FROZEN)).folder
     assert export_checkpoint(open_newest(again)[0], to, tmp_path / "twice").ties == TIE
 
 
@@ -221,7 +221,7 @@ def test_parameters_are_rounded_as_torch_rounds_and_buffers_are_not(to: str, dty
     buffers = [entry.name for entry in checkpoint.manifest.entries if entry.kind == "buffer"]
     assert len(buffers) == 9
     export_checkpoint(checkpoint, to, tmp_path / "out", dtype=dtype)
-    source = read_source(to, tmp_path / "out")
+    source = open_source(to, tmp_path / "out")
     found = {name: whole(stream) for name, stream in source.tensors.items()}
     same(found, {name: value if name in buffers else value.to(dtype) for name, value in values.items()})
 
@@ -270,7 +270,7 @@ def test_what_the_libraries_themselves_write_is_read(tmp_path: Path):
         root = tmp_path / f"root-{from_}-{path.name}"
         ties = TIE if from_ == "dcp" else {}
         done = import_checkpoint(
-            read_source(from_, path), root, Choice(prefix=prefix, frozen=FROZEN, ties=ties, step=5)
+            open_source(from_, path), root, ImportChoice(prefix=prefix, frozen=FROZEN, ties=ties, step=5)
         )
         now, _, step = loaded(zero.World.from_env(), Setting(), done.folder)
         same(now, {name: value for name, value in wanted.items() if name != "head.weight"})
@@ -329,7 +329,7 @@ def is_trained(name: str) -> bool:
 def test_a_universal_checkpoint_of_deepspeed_brings_moments_and_steps(stage: int, trained, tmp_path: Path):
     values = {name: value for name, value in trained[0].items() if name not in TIE}
     moments = universal(tmp_path / "uni", values, stage)
-    done = import_checkpoint(read_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
+    done = import_checkpoint(open_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
     now, found, step = loaded(zero.World.from_env(), Setting(), done.folder)
     same(now, values)
     assert step == 4
@@ -350,15 +350,15 @@ def test_an_import_keeps_each_parameters_number_of_updates(trained, tmp_path: Pa
     homes = tmp_path / "uni" / "zero"
     torch.save(torch.tensor(3.0), homes / "norm.bias" / "step.pt")
     (homes / "norm.weight" / "exp_avg.pt").unlink()
-    done = import_checkpoint(read_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
+    done = import_checkpoint(open_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
     assert rested(done.folder) == {"norm.bias": 1, "norm.weight": 4}
-    source = Source({"a": of(torch.ones(3)), "b": of(torch.ones(3))}, moments={("a", "mu"): of(torch.ones(3))})
-    done = import_checkpoint(source, tmp_path / "given", Choice(moments=("mu",), step=5))
+    source = TensorSource({"a": of(torch.ones(3)), "b": of(torch.ones(3))}, moments={("a", "mu"): of(torch.ones(3))})
+    done = import_checkpoint(source, tmp_path / "given", ImportChoice(moments=("mu",), step=5))
     assert rested(done.folder) == {"b": 5}
 
 
 def test_moments_without_a_step_are_not_believed(tmp_path: Path):
-    source = Source({"a": of(torch.ones(3))}, moments={("a", "mu"): of(torch.ones(3))})
+    source = TensorSource({"a": of(torch.ones(3))}, moments={("a", "mu"): of(torch.ones(3))})
     with pytest.raises(CheckpointError, match="--step"):
         import_checkpoint(source, tmp_path / "root")
 
@@ -369,7 +369,7 @@ MEASURED = """
 import re, sys, threading
 from pathlib import Path
 import torch
-from zero.formats import Choice, export_checkpoint, import_checkpoint, open_newest, read_source
+from zero.formats import ImportChoice, export_checkpoint, import_checkpoint, open_newest, open_source
 from zero.formats.stream import Source, Stream
 
 def resident():
@@ -396,7 +396,7 @@ def cut():
 
 def checkpoint(name, count):
     tensors = {{f"layer.{{n}}": Stream(torch.float32, (3_125_000,), cut) for n in range(count)}}
-    return open_newest(import_checkpoint(Source(tensors), folder / name, Choice(moments=())).folder)[0]
+    return open_newest(import_checkpoint(Source(tensors), folder / name, ImportChoice(moments=())).folder)[0]
 
 folder = Path({folder!r})
 first, many = checkpoint("first", 1), checkpoint("root", 8)
@@ -405,7 +405,7 @@ for to in {formats}:
     with Peak() as out:
         export_checkpoint(many, to, folder / to)
     with Peak() as back:
-        import_checkpoint(read_source(to, folder / to), folder / f"again-{{to}}", Choice(moments=()))
+        import_checkpoint(open_source(to, folder / to), folder / f"again-{{to}}", ImportChoice(moments=()))
     print(to, out.most - out.before, back.most - back.before)
 """
 
@@ -519,7 +519,7 @@ def test_a_crafted_pickle_is_refused_in_one_line_and_not_run(from_: str, craft, 
     marker = tmp_path / "marker"
     path = craft(tmp_path, Crafted(marker))
     with pytest.raises(CheckpointError, match="trust") as caught:
-        import_checkpoint(read_source(from_, path), tmp_path / "root")
+        import_checkpoint(open_source(from_, path), tmp_path / "root")
     assert "\n" not in str(caught.value)
     assert not marker.exists()
     assert not list(tmp_path.glob("root/*")), "nothing is left, published or not"
@@ -559,7 +559,7 @@ def refused(kind, work, *words: str) -> None:
 
 
 def test_values_that_fp16_has_no_room_for_are_refused_and_nothing_is_left(tmp_path: Path):
-    source = Source({"a": of(torch.ones(3)), "b": of(torch.tensor([1.0, 7e4]))})
+    source = TensorSource({"a": of(torch.ones(3)), "b": of(torch.tensor([1.0, 7e4]))})
     checkpoint = open_newest(import_checkpoint(source, tmp_path / "root").folder)[0]
     for to in FORMATS:
         refused(
@@ -590,19 +590,19 @@ def test_damage_that_comes_after_opening_is_found_and_nothing_is_left(to: str, t
 def test_what_is_there_is_not_written_over(trained, tmp_path: Path):
     (tmp_path / "out").mkdir()
     refused(ConfigError, lambda: export_checkpoint(trained[1], "hf", tmp_path / "out"), "out", "exists")
-    source = Source({"a": of(torch.ones(3))})
+    source = TensorSource({"a": of(torch.ones(3))})
     import_checkpoint(source, tmp_path / "root")
     refused(CheckpointError, lambda: import_checkpoint(source, tmp_path / "root"), "step-0000000000", "exists")
 
 
 def test_a_tie_of_tensors_that_differ_is_refused(tmp_path: Path):
-    source = Source({"a": of(torch.zeros(3)), "b": of(-torch.zeros(3)), "c": of(torch.zeros(2))})
+    source = TensorSource({"a": of(torch.zeros(3)), "b": of(-torch.zeros(3)), "c": of(torch.zeros(2))})
     for other in ("b", "c"):
-        choice = Choice(ties={other: "a"})
+        choice = ImportChoice(ties={other: "a"})
         refused(
             CheckpointError, lambda choice=choice: import_checkpoint(source, tmp_path / "root", choice), other, "differ"
         )
-    refused(ConfigError, lambda: import_checkpoint(source, tmp_path / "root", Choice(ties={"a": "z"})), "a", "z")
+    refused(ConfigError, lambda: import_checkpoint(source, tmp_path / "root", ImportChoice(ties={"a": "z"})), "a", "z")
 
 
 def bad_index(folder: Path, **changes) -> Path:
@@ -664,7 +664,7 @@ WRONG = {
 def test_a_wrong_source_gets_one_line_and_leaves_nothing(what: str, tmp_path: Path):
     from_, make, word = WRONG[what]
     path = make(tmp_path)
-    refused(ZeroError, lambda: import_checkpoint(read_source(from_, path), tmp_path / "root"), word)
+    refused(ZeroError, lambda: import_checkpoint(open_source(from_, path), tmp_path / "root"), word)
     assert not list(tmp_path.glob("root/*"))
 
 
@@ -679,7 +679,7 @@ def test_a_dtype_that_torch_saves_otherwise_is_refused_before_the_file_exists(tm
 
 def test_a_conjugate_that_is_a_mere_mark_is_read_by_value(tmp_path: Path):
     values = torch.tensor([1 + 2j, 3j], dtype=torch.complex64).conj()
-    source = read_source("torch", a_pt(tmp_path, {"table": values}))
+    source = open_source("torch", a_pt(tmp_path, {"table": values}))
     assert source.tensors["table"].whole("table").view(torch.float32).tolist() == [1.0, -2.0, 0.0, -3.0]
 
 
@@ -730,7 +730,7 @@ def test_the_mean_of_the_parameters_is_exported_and_loaded_in_their_place(traine
             state, _ = step(state, slice_of(small_batch(number, 24), world, 1))
         path, wanted = save(state, tmp_path / "kept"), values_of(state) | full_state_dict(state, "ema")
     assert script("export", monkeypatch, path, "--to", "hf", "--out", tmp_path / "out", "--weights", "ema") == 0
-    found = {name: whole(it) for name, it in read_source("hf", tmp_path / "out").tensors.items() if name not in TIE}
+    found = {name: whole(it) for name, it in open_source("hf", tmp_path / "out").tensors.items() if name not in TIE}
     same(found, wanted)
     with opened(world, Setting(precision="bf16", seed=7)) as (state, _):  # an optimizer without a mean
         same(values_of(load(state, open_checkpoint(world, path), moments=False, weights="ema")), wanted)
@@ -747,7 +747,7 @@ def test_an_export_goes_beside_the_checkpoints_unless_it_is_told_otherwise(
     given_as: str, trained, tmp_path: Path, monkeypatch, capsys
 ):
     assert script("export", monkeypatch, tmp_path / given_as, "--to", "hf") == 0
-    same({name: whole(it) for name, it in read_source("hf", tmp_path / "exported-hf").tensors.items()}, trained[0])
+    same({name: whole(it) for name, it in open_source("hf", tmp_path / "exported-hf").tensors.items()}, trained[0])
     before = {path: path.read_bytes() for path in (tmp_path / "exported-hf").iterdir()}
     capsys.readouterr()
     assert script("export", monkeypatch, tmp_path / given_as, "--to", "hf") == ConfigError.exit_code
@@ -766,7 +766,7 @@ def test_long_work_says_how_far_it_is(to: str, trained, tmp_path: Path):
 
     checkpoint, _ = open_newest(trained[1].folder, tell)
     export_checkpoint(checkpoint, to, tmp_path / "out", progress=tell)
-    import_checkpoint(read_source(to, tmp_path / "out"), tmp_path / "again", CHOICE, tell)
+    import_checkpoint(open_source(to, tmp_path / "out"), tmp_path / "again", CHOICE, tell)
     assert told.keys() == {"verifying", "exporting", "importing"}
     for steps in told.values():
         assert [done for done, _ in steps] == sorted({done for done, _ in steps}), "it goes on"
@@ -843,7 +843,7 @@ def test_an_export_of_our_own_model_has_its_sizes_beside_the_weights(run: Path, 
     told = json.loads((tmp_path / "out" / "config.json").read_text())
     sizes = {name: told[name] for name in told if name not in ("architectures", "model_type")}
     model = zero.trainer.models.GPT(zero.trainer.models.GPTConfig(**sizes))
-    stored = read_source("hf", tmp_path / "out").tensors
+    stored = open_source("hf", tmp_path / "out").tensors
     assert {name: tuple(one.shape) for name, one in model.state_dict().items()} == {
         name: tuple(one.shape) for name, one in stored.items()
     }

@@ -28,7 +28,7 @@ from tests.conftest import SEED
 from zero.checkpoint import Tensors, open_checkpoint
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ZeroError
-from zero.formats import Choice, import_checkpoint, read_source
+from zero.formats import ImportChoice, import_checkpoint, open_source
 from zero.formats.dcp import _Piece, is_whole
 
 SHAPES = {"a": (40, 24), "b": (40, 24), "c.d": (24, 40), "c.e": (77,), "f": (3, 5, 7), "g": ()}
@@ -42,7 +42,7 @@ def values() -> dict[str, torch.Tensor]:
 def imported(from_: str, path: Path, root: Path, moments: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """What a checkpoint made of it holds."""
     checkpoint = open_checkpoint(
-        SoloWorld(), import_checkpoint(read_source(from_, path), root, Choice(moments=moments)).folder
+        SoloWorld(), import_checkpoint(open_source(from_, path), root, ImportChoice(moments=moments)).folder
     )
     with Tensors(checkpoint) as files:
         return {
@@ -177,7 +177,7 @@ def test_what_a_refused_pickle_asks_for_is_named_in_a_line(tmp_path: Path, value
     path = tmp_path / "model.pt"
     torch.save({"a": value}, path)
     with pytest.raises(CheckpointError) as caught:
-        read_source("torch", path)
+        open_source("torch", path)
     trust = "Such a file may hold only tensors, and you must trust its author."
     assert str(caught.value) == f"{path}: rejected: {said}. {trust}"
 
@@ -187,7 +187,7 @@ def test_a_number_in_a_pickle_does_not_say_how_much_memory_it_takes(tmp_path: Pa
     (tmp_path / ".metadata").write_bytes(b"\x80\x02Nr" + (2**31).to_bytes(4, "little") + b".")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match="not metadata of DCP"):
-        read_source("dcp", tmp_path)
+        open_source("dcp", tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 

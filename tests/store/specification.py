@@ -16,10 +16,10 @@ from zero.store.events import (
     Event,
     Expect,
     Finished,
-    Group,
+    GroupPhase,
     Modify,
     Move,
-    Phase,
+    PageGroup,
     Read,
     Transfer,
     Work,
@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
     """A group in a slot."""
 
     slot: int
-    phase: Phase
+    phase: GroupPhase
     number: int | None
     """The operation it is loaded for; None: read ahead."""
     stale: bool = False
@@ -65,8 +65,8 @@ class State(NamedTuple):
     read_ahead: int
     free: tuple[int, ...]
     """Slots that nobody has, in order."""
-    expected: tuple[Group, ...]
-    loaded: Mapping[Group, Loaded]
+    expected: tuple[PageGroup, ...]
+    loaded: Mapping[PageGroup, Loaded]
     operations: Mapping[int, Operation]
     """By number, so in the order of submission."""
     unloaded: tuple[Turn, ...]
@@ -115,7 +115,7 @@ def advance(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-def _expect(state: State, groups: tuple[Group, ...]) -> State:
+def _expect(state: State, groups: tuple[PageGroup, ...]) -> State:
     state = state._replace(expected=tuple(dict.fromkeys(groups)))
     dropped = _read_ahead_of(state) - set(state.expected)
     return _release(state, dropped) if dropped else state
@@ -132,7 +132,7 @@ def _modify(state: State, event: Modify) -> State:
     if held is None or held.number is not None or held.stale:
         return state._replace(unloaded=_with(state.unloaded, turn))
     state = _hold(state, group, held._replace(number=event.number))
-    return state._replace(ready=_with(state.ready, turn)) if held.phase is Phase.READY else state
+    return state._replace(ready=_with(state.ready, turn)) if held.phase is GroupPhase.READY else state
 
 
 def _transfer(state: State, event: Transfer) -> tuple[State, tuple[Action, ...]]:
@@ -157,7 +157,7 @@ def _enter(state: State, event: Modify | Transfer, touched: frozenset[Page], wri
     own = event.group if isinstance(event, Modify) else None
     for group, held in state.loaded.items():
         if held.number is None and group != own and not written.isdisjoint(group.pages):
-            reading = held.phase is Phase.READING
+            reading = held.phase is GroupPhase.READING
             state = _hold(state, group, held._replace(stale=True)) if reading else _release(state, {group})
     return state
 
@@ -168,31 +168,31 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
         case Read(group):
             return _arrived(state, group), ()
         case Work(number, group, int(_)):
-            state = _hold(state, group, state.loaded[group]._replace(phase=Phase.DIRTY))
+            state = _hold(state, group, state.loaded[group]._replace(phase=GroupPhase.DIRTY))
             return state._replace(dirty=tuple(sorted((*state.dirty, number)))), ()
         case Write(number, group):
             copies = {one: _copy(state, _transfer_event(state, one)) for one in state.queued}
             waiting = frozenset(one for one, copy in copies.items() if copy is not None and copy.group == group)
-            held = state.loaded[group]._replace(phase=Phase.LEAVING, waiting=waiting)
+            held = state.loaded[group]._replace(phase=GroupPhase.LEAVING, waiting=waiting)
             return _end(_left(_hold(state, group, held), group), number), ()
         case Copy(number, _, group):
             return _end(_left(state, group), number), ()
     return _end(state, action.number), ()
 
 
-def _left(state: State, group: Group) -> State:
+def _left(state: State, group: PageGroup) -> State:
     """Free the slot of a group that is written, unless somebody still copies from it, or is to."""
     held = state.loaded[group]
     copied = any(isinstance(action, Copy) and action.slot == held.slot for action in state.running)
     wanted = not held.waiting.isdisjoint(state.queued)
-    return state if copied or wanted or held.phase is not Phase.LEAVING else _release(state, {group})
+    return state if copied or wanted or held.phase is not GroupPhase.LEAVING else _release(state, {group})
 
 
-def _arrived(state: State, group: Group) -> State:
+def _arrived(state: State, group: PageGroup) -> State:
     held = state.loaded[group]
     if held.stale or (held.number is None and group not in state.expected):
         return _release(state, {group})
-    state = _hold(state, group, held._replace(phase=Phase.READY))
+    state = _hold(state, group, held._replace(phase=GroupPhase.READY))
     if held.number is None:
         return state
     return state._replace(ready=_with(state.ready, _turn(state, held.number)))
@@ -229,7 +229,7 @@ def _next_work(state: State) -> tuple[State, Action] | None:
     if event.in_place:
         return state, Work(number, event.group, None)
     held = state.loaded[event.group]
-    return _hold(state, event.group, held._replace(phase=Phase.WORKING)), Work(number, event.group, held.slot)
+    return _hold(state, event.group, held._replace(phase=GroupPhase.WORKING)), Work(number, event.group, held.slot)
 
 
 def _next_read_or_write(state: State) -> tuple[State, Action] | None:
@@ -246,7 +246,7 @@ def _next_write(state: State) -> tuple[State, Action] | None:
     number = state.dirty[0]
     group, state = _modify_event(state, number).group, state._replace(dirty=state.dirty[1:])
     held = state.loaded[group]
-    return _hold(state, group, held._replace(phase=Phase.WRITING)), Write(number, group, held.slot)
+    return _hold(state, group, held._replace(phase=GroupPhase.WRITING)), Write(number, group, held.slot)
 
 
 def _next_read(state: State) -> tuple[State, Action] | None:
@@ -315,7 +315,7 @@ def _copy(state: State, event: Transfer) -> Copy | None:
     if event.writes or len(before) != 1 or not isinstance(before[0], Modify):
         return None
     held = state.loaded.get(before[0].group)
-    if held is None or held.phase not in (Phase.DIRTY, Phase.WRITING):
+    if held is None or held.phase not in (GroupPhase.DIRTY, GroupPhase.WRITING):
         return None
     return Copy(event.number, event.page, before[0].group, held.slot)
 
@@ -324,17 +324,17 @@ def _first(state: State, numbers: Iterable[int]) -> int | None:
     return next((number for number in numbers if _can_start(state, number)), None)
 
 
-def _read(state: State, group: Group, number: int | None) -> tuple[State, Action]:
+def _read(state: State, group: PageGroup, number: int | None) -> tuple[State, Action]:
     slot, *free = state.free
-    state = _hold(state._replace(free=tuple(free)), group, Loaded(slot, Phase.READING, number))
+    state = _hold(state._replace(free=tuple(free)), group, Loaded(slot, GroupPhase.READING, number))
     return state, Read(group, slot)
 
 
-def _hold(state: State, group: Group, held: Loaded) -> State:
+def _hold(state: State, group: PageGroup, held: Loaded) -> State:
     return state._replace(loaded={**state.loaded, group: held})
 
 
-def _release(state: State, groups: set[Group]) -> State:
+def _release(state: State, groups: set[PageGroup]) -> State:
     loaded = {group: held for group, held in state.loaded.items() if group not in groups}
     free = sorted([*state.free, *(state.loaded[group].slot for group in groups)])
     return state._replace(loaded=loaded, free=tuple(free))
@@ -346,9 +346,9 @@ def _end(state: State, number: int) -> State:
     return state._replace(operations=operations)
 
 
-def _read_ahead_of(state: State) -> set[Group]:
+def _read_ahead_of(state: State) -> set[PageGroup]:
     """The groups that are READY and that no operation needs yet."""
-    return {group for group, held in state.loaded.items() if held.number is None and held.phase is Phase.READY}
+    return {group for group, held in state.loaded.items() if held.number is None and held.phase is GroupPhase.READY}
 
 
 def _transfer_event(state: State, number: int) -> Transfer:

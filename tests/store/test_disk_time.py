@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.store.test_schedule import due
-from zero.store.events import Expect, Finished, Group, Read, Work, Write
+from zero.store.events import Expect, Finished, PageGroup, Read, Work, Write
 from zero.store.indexed_schedule import Schedule
 
 GROUPS, STEPS = 40, 24
@@ -23,7 +23,7 @@ def step_s(slots: int, threads: int, *, read_s: float, write_s: float, forward_s
         read_s, write_s: seconds to read all groups, and to write them.
     """
     schedule = Schedule(slots=slots, workers=threads, read_ahead=slots - threads)
-    groups = [Group(number, 0, (f"page {number}",)) for number in range(GROUPS)]
+    groups = [PageGroup(number, 0, (f"page {number}",)) for number in range(GROUPS)]
     seconds, free_s = {Read: read_s / GROUPS, Write: write_s / GROUPS}, {Read: 0.0, Write: 0.0}
     events: list[tuple[float, int, Finished]] = []
     order, numbers, now_s = count(), count(1), 0.0

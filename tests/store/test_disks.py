@@ -20,7 +20,7 @@ from zero.engine.whole.full import digest
 from zero.errors import SettingError, StoreError
 from zero.platform.device import aligned_zeros
 from zero.platform.run_files import free_by_file_system
-from zero.store import Group, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, spread
+from zero.store import MemoryStore, NvmeStore, Page, PageGroup, PrefetchStore, Store, Tiers, spread
 from zero.testing import run_ranks
 
 PAGE_BYTES, COUNT = 64 * KiB, 60
@@ -97,7 +97,7 @@ def update_s(disks: int) -> float:
     where = spread(dict.fromkeys(pages, PAGE_BYTES), [1.0] * disks)
     slots = [aligned_zeros(PAGE_BYTES, torch.uint8, torch.device("cpu")) for _ in range(7)]
     store = PrefetchStore(Tiers(stores, where.__getitem__), slots, threads=4, read_ahead=3)
-    groups = [Group(0, number, (page,)) for number, page in enumerate(pages)]
+    groups = [PageGroup(0, number, (page,)) for number, page in enumerate(pages)]
     for page in pages:
         store.allocate(page, PAGE_BYTES // 4, torch.float32)
     store.expect(groups)

@@ -8,25 +8,27 @@ import pytest
 
 from tests.store import specification
 from tests.store.test_schedule import SCENARIOS, due, get, put
-from zero.store.events import Expect, Finished, Group
+from zero.store.events import Expect, Finished, PageGroup
 from zero.store.indexed_schedule import Schedule
 
 PAGES, IN_PLACE = "abcdefgh", 2
 
 
-def groups_of(draw: random.Random) -> list[Group]:
+def groups_of(draw: random.Random) -> list[PageGroup]:
     """Some with pages of their own, some that share them."""
-    made = [Group(0, number, (page,)) for number, page in enumerate("abc")]
-    made += [Group(IN_PLACE, number, tuple(draw.sample(PAGES, 2))) for number in range(2)]
-    made.append(Group(3, 0, (), ("a",)))
+    made = [PageGroup(0, number, (page,)) for number, page in enumerate("abc")]
+    made += [PageGroup(IN_PLACE, number, tuple(draw.sample(PAGES, 2))) for number in range(2)]
+    made.append(PageGroup(3, 0, (), ("a",)))
     for number in range(4):
         pages = draw.sample(PAGES, draw.randrange(1, 6))
         cuts = sorted(draw.choices(range(1, len(pages) + 1), k=2))
-        made.append(Group(1, number, tuple(pages[: cuts[0]]), tuple(pages[cuts[0] : cuts[1]]), tuple(pages[cuts[1] :])))
+        made.append(
+            PageGroup(1, number, tuple(pages[: cuts[0]]), tuple(pages[cuts[0] : cuts[1]]), tuple(pages[cuts[1] :]))
+        )
     return made
 
 
-def drawn(draw: random.Random, groups: list[Group]) -> Any:
+def drawn(draw: random.Random, groups: list[PageGroup]) -> Any:
     kind = draw.random()
     if kind < 0.1:
         return Expect(tuple(one for one in draw.choices(groups, k=draw.randrange(6)) if one.unit != IN_PLACE))
@@ -93,7 +95,7 @@ def test_an_event_costs_the_same_however_many_groups_are_due(behind):
 
     def seconds(count: int) -> float:
         schedule = Schedule(slots=8, workers=2, read_ahead=4)
-        groups = [Group(number // 100, number % 100, (f"{number}m", f"{number}v")) for number in range(count)]
+        groups = [PageGroup(number // 100, number % 100, (f"{number}m", f"{number}v")) for number in range(count)]
         begin_s = time.perf_counter()
         under_way = schedule.advance(Expect(tuple(groups)))
         for number, group in enumerate(groups):

@@ -16,7 +16,7 @@ from tests.conftest import LONG_S
 from zero.errors import StoreError
 from zero.store import MemoryStore, NvmeStore, Page, Store
 from zero.store.base import Ticket
-from zero.store.events import Group
+from zero.store.events import PageGroup
 from zero.store.prefetch import PrefetchStore
 from zero.testing import StoreContract
 
@@ -125,14 +125,14 @@ def prefetch(inner: Store, *, slots: int = 4, **options: Any) -> Iterator[Prefet
         assert threading.active_count() == before
 
 
-def groups_of(store: Store, count: int, numel: int = 64) -> list[Group]:
+def groups_of(store: Store, count: int, numel: int = 64) -> list[PageGroup]:
     """Groups of master and mu, a gradient beside them and parameters to go out: allocated, and zero."""
     made = []
     for number in range(count):
         pages = {kind: Page(0, kind, number) for kind in ("master", "mu", "grad", "param")}
         for kind, page in pages.items():
             store.allocate(page, numel, torch.bfloat16 if kind == "param" else torch.float32)
-        made.append(Group(0, number, (pages["master"], pages["mu"]), (pages["grad"],), (pages["param"],)))
+        made.append(PageGroup(0, number, (pages["master"], pages["mu"]), (pages["grad"],), (pages["param"],)))
     return made
 
 
@@ -142,7 +142,7 @@ def thread_of(target: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def pages_only(groups: list[Group]) -> list[Group]:
+def pages_only(groups: list[PageGroup]) -> list[PageGroup]:
     return [group._replace(beside=(), out=()) for group in groups]
 
 
@@ -576,7 +576,7 @@ def test_what_a_slot_cannot_hold_is_refused():
             ):
                 call()
         with pytest.raises(StoreError, match="was never allocated"):
-            store.expect([Group(0, 1, (Page(0, "mu", 7),))])
+            store.expect([PageGroup(0, 1, (Page(0, "mu", 7),))])
         store.drain()
 
 
@@ -584,9 +584,9 @@ def test_what_a_slot_cannot_hold_is_refused():
 
 PAGES = [Page(0, "mu", 0), Page(1, "mu", 0), Page(2, "mu", 0), Page(0, "grad", 0), Page(2, "param", 0)]
 MACHINE_GROUPS = [
-    Group(0, 0, (PAGES[0],), (PAGES[3],)),
-    Group(1, 0, (PAGES[1],)),
-    Group(2, 0, (PAGES[2],), (PAGES[3],), (PAGES[4],)),
+    PageGroup(0, 0, (PAGES[0],), (PAGES[3],)),
+    PageGroup(1, 0, (PAGES[1],)),
+    PageGroup(2, 0, (PAGES[2],), (PAGES[3],), (PAGES[4],)),
 ]
 NUMEL = 4
 
@@ -638,7 +638,7 @@ class AgainstDictionary(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.broken)
     @rule(group=st.sampled_from(MACHINE_GROUPS), priority=st.integers(0, 2), value=st.integers(1, 9))
-    def modify(self, group: Group, priority: int, value: int) -> None:
+    def modify(self, group: PageGroup, priority: int, value: int) -> None:
         expected = [self.model[page] for page in group.pages + group.beside]
 
         def work(tensors: tuple[Tensor, ...]) -> None:
@@ -658,7 +658,7 @@ class AgainstDictionary(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.broken)
     @rule(groups=st.permutations(MACHINE_GROUPS))
-    def expect(self, groups: list[Group]) -> None:
+    def expect(self, groups: list[PageGroup]) -> None:
         self.store.expect(groups)
 
     @precondition(lambda self: not self.broken)

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.store import specification as schedule
-from zero.store.events import Copy, Expect, Finished, Group, Modify, Move, Phase, Read, Transfer, Work, Write
+from zero.store.events import Copy, Expect, Finished, GroupPhase, Modify, Move, PageGroup, Read, Transfer, Work, Write
 
 # Pages are opaque to the schedule: letters are quick to hash.
-A = Group(0, 0, ("a",))
-B = Group(0, 1, ("b",))
-C = Group(1, 0, ("c",))
-WITH_GRADIENT = Group(2, 0, ("d", "e"), ("g",), ("p",))
-ONLY_READ = Group(4, 0, (), ("a",))
-OVERLAPPING = Group(3, 0, ("f",), ("p", "a"), ("h",))
+A = PageGroup(0, 0, ("a",))
+B = PageGroup(0, 1, ("b",))
+C = PageGroup(1, 0, ("c",))
+WITH_GRADIENT = PageGroup(2, 0, ("d", "e"), ("g",), ("p",))
+ONLY_READ = PageGroup(4, 0, (), ("a",))
+OVERLAPPING = PageGroup(3, 0, ("f",), ("p", "a"), ("h",))
 
 
 class Broken(AssertionError):
@@ -40,7 +40,7 @@ class Scenario(NamedTuple):
     events: tuple[Any, ...]
 
 
-def due(group: Group, priority: int = 0, *, in_place: bool = False) -> Modify:
+def due(group: PageGroup, priority: int = 0, *, in_place: bool = False) -> Modify:
     return Modify(0, group, (priority,), in_place)
 
 
@@ -135,7 +135,7 @@ class Touch(NamedTuple):
 class Lies(NamedTuple):
     """What a slot holds."""
 
-    group: Group
+    group: PageGroup
     held: tuple[tuple[int, ...], ...]
     """What each page was when it was read."""
     worked: int | None = None
@@ -396,7 +396,7 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
     """What could be started if a worker were free: how urgent it is, and its turn."""
     state, found = node.state, []
     ahead = [group for group, held in state.loaded.items() if held.number is None]
-    idle = [group for group in ahead if state.loaded[group].phase is Phase.READY]
+    idle = [group for group in ahead if state.loaded[group].phase is GroupPhase.READY]
     found += [(WRITE, number) for number in unwritten(node)]
     for number, event in node.open.items():
         copies = isinstance(event, Transfer) and (node.writer_before(number) or number in node.owed)
@@ -406,7 +406,7 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
             found.append((MOVE, number))
             continue
         held = state.loaded.get(event.group)
-        if event.in_place or (held is not None and held.number == number and held.phase is Phase.READY):
+        if event.in_place or (held is not None and held.number == number and held.phase is GroupPhase.READY):
             found.append((WORK, event.priority, number))
         elif held is None and (state.free or idle):
             found.append((READ, event.priority, number))
@@ -422,7 +422,7 @@ def unwritten(node: Node) -> list[int]:
     return [lies.worked for slot, lies in node.memory.items() if slot not in writing and lies.worked in node.open]
 
 
-def is_untouched(node: Node, group: Group) -> bool:
+def is_untouched(node: Node, group: PageGroup) -> bool:
     return all(touched_by(event).writes.isdisjoint(group.pages) for event in node.open.values())
 
 
@@ -480,13 +480,13 @@ def check_state(before: Node, after: Node, event: Any) -> None:
     check(len(set(slots)) == len(slots), "a slot has one owner")
     ahead = [group for group, held in state.loaded.items() if held.number is None]
     check(len(ahead) <= state.read_ahead, "no more read ahead than allowed")
-    idle = [group for group in ahead if state.loaded[group].phase is Phase.READY]
+    idle = [group for group in ahead if state.loaded[group].phase is GroupPhase.READY]
     check(set(idle) <= set(state.expected), "what lies read ahead is expected")
     check(bool(after.under_way or not after.open), f"something goes on until all is done: {sorted(after.open)} wait")
     if isinstance(event, Modify) and (held := before.state.loaded.get(event.group)) and not (held.number or held.stale):
         check(state.loaded[event.group].slot == held.slot, "what was read ahead is used")
     for group, held in before.state.loaded.items():
-        if held.phase is not Phase.READY or group in state.loaded:
+        if held.phase is not GroupPhase.READY or group in state.loaded:
             continue
         check(
             held.number is None or not (before.under_way or unwritten(before)),

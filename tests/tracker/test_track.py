@@ -20,7 +20,7 @@ from tests.conftest import LONG_S
 from zero.errors import ConfigError
 from zero.testing import run_ranks
 from zero.tracker import ROW
-from zero.tracker.report.run import write
+from zero.tracker.report.run import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -386,4 +386,4 @@ def test_a_page_of_a_loop_is_made_while_it_runs(tmp_path):
     with zero.track(state, tmp_path, samples=8, every=1) as track:
         state, metrics = step(state, [batch()])
         track(state, metrics)
-        assert "So far" in write(tmp_path).read_text()
+        assert "So far" in write_run(tmp_path).read_text()

@@ -10,7 +10,7 @@ import pytest
 from zero.errors import MachineError
 from zero.tracker import (
     ROW,
-    Bar,
+    BarView,
     Jsonl,
     Lines,
     Tracker,
@@ -19,7 +19,7 @@ from zero.tracker import (
     write_failure,
     write_summary,
 )
-from zero.tracker.views.console import fit, words
+from zero.tracker.views.console import column_words, fit
 from zero.trainer.config import read
 
 FIRST = dict.fromkeys(ROW) | {
@@ -114,11 +114,11 @@ def test_a_full_line_fits_120_columns():
         "gpu/host/disk 12/34/100 GiB 2:36:40 left\n"
     )
     assert len(stream.getvalue()) < 120
-    assert "lr 0" in [word.text for word in words(FULL | {"train/lr": 0.0})], "a warm-up may begin at nothing"
+    assert "lr 0" in [word.text for word in column_words(FULL | {"train/lr": 0.0})], "a warm-up may begin at nothing"
 
 
 def test_where_there_is_less_room_the_least_important_words_go_first():
-    all_of_them = words(FULL)
+    all_of_them = column_words(FULL)
     assert fit(all_of_them, 200).count("  ") == len(all_of_them) - 1
     before = set(all_of_them)
     for columns in range(120, 3, -1):
@@ -183,7 +183,7 @@ def test_in_a_pipe_a_short_work_says_nothing():
 def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
-    bar = Bar(20000, stream, Clock())
+    bar = BarView(20000, stream, Clock())
     bar.note("[bold]not markup")
     bar.log(FULL)
     bar.close({}, 0)
@@ -198,7 +198,7 @@ def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
-@pytest.mark.parametrize("view", [Lines, Bar])
+@pytest.mark.parametrize("view", [Lines, BarView])
 def test_a_terminal_breaks_lines_at_spaces_only(monkeypatch, columns, view):
     """A number or a path that the terminal breaks looks like another one."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -217,7 +217,7 @@ def test_a_terminal_breaks_lines_at_spaces_only(monkeypatch, columns, view):
 def test_a_terminal_shows_a_longer_work_above_and_takes_it_away(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     clock, stream = Clock(), Terminal()
-    bar = Bar(40, stream, clock)
+    bar = BarView(40, stream, clock)
     bar.progress("saving", 0, 4)
     bar._live.refresh()
     assert len(shown(stream)) == 1, "a work that is over at once would only flicker"
@@ -238,7 +238,7 @@ def test_a_terminal_shows_a_longer_work_above_and_takes_it_away(monkeypatch):
 def test_what_is_said_after_the_last_step_stands_below_its_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     clock, stream = Clock(), Terminal()
-    bar = Bar(1200, stream, clock)
+    bar = BarView(1200, stream, clock)
     clock.now_s += 62
     bar.log(FULL)
     bar.note("sample:")

@@ -390,12 +390,12 @@ def test_whatever_goes_wrong_with_a_page_is_a_warning(here, monkeypatch, capsys)
     def fails(*_):
         raise ValueError("no such colour")
 
-    monkeypatch.setattr("zero.tracker.report.run.write", fails)
+    monkeypatch.setattr("zero.tracker.report.run.write_run", fails)
     assert train.main([*TINY, "hydra.run.dir=run", "tracker.console=lines"]) == 0
     assert "warning: no report: ValueError: no such colour" in capsys.readouterr().out
 
     jobs = []
-    monkeypatch.setattr("zero.tracker.report.sweep.write", fails)
+    monkeypatch.setattr("zero.tracker.report.sweep.write_sweep", fails)
     monkeypatch.setattr(
         job, "run", lambda train, config, folder, apart: jobs.append(folder) or SimpleNamespace(val_loss=1.0)
     )

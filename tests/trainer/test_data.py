@@ -17,7 +17,7 @@ from zero.errors import ConfigError, MachineError
 from zero.trainer.data import check_data, open_data
 from zero.trainer.data.order import draw
 from zero.trainer.data.source import SyntheticConfig, TextConfig, TokensConfig, split_files, text_files
-from zero.trainer.data.windows import spread
+from zero.trainer.data.windows import spread_over
 
 SEQ = 16
 
@@ -213,7 +213,7 @@ def test_synthetic_rows_count_upwards():
 
 @given(count=st.integers(1, 5000))
 def test_spread_visits_every_window_once(count):
-    assert sorted(spread(index, count) for index in range(count)) == list(range(count))
+    assert sorted(spread_over(index, count) for index in range(count)) == list(range(count))
 
 
 def test_draws_are_the_hash_that_they_say():

@@ -7,7 +7,7 @@ import pytest
 
 from zero.platform.run_files import mount_of
 from zero.trainer.config import read
-from zero.trainer.doctor import Check, Host, checks, disks, exit_code, report
+from zero.trainer.doctor import Diagnosis, Host, checks, disks, doctor_report, exit_code
 from zero.trainer.doctor.software import pins, within
 
 GiB = 2**30
@@ -56,13 +56,13 @@ def _a_quick_disk_and_no_account(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-def found_on(tmp_path, *, config=None, **given) -> dict[str, Check]:
+def found_on(tmp_path, *, config=None, **given) -> dict[str, Diagnosis]:
     return {check.name: check for check in checks(read(config or {}), Made(tmp_path / "root", **given))}
 
 
 def test_a_healthy_machine_is_well(tmp_path):
     found = list(checks(read({}), Made(tmp_path / "root")))
-    assert {check.state for check in found} == {"ok"}, report(found)
+    assert {check.state for check in found} == {"ok"}, doctor_report(found)
     assert exit_code(found) == 0
     names = {"versions", "memory", "/dev/shm", "CPU", "GPUs"}
     names |= {"offload.path", "disk rate", "checkpoints", "W&B"}
@@ -72,13 +72,17 @@ def test_a_healthy_machine_is_well(tmp_path):
 
 def test_this_machine_is_looked_at_to_the_end():
     found = list(checks(read({})))
-    assert report(found).count("\n") >= len(found)
-    assert exit_code(found) == (3 if "\nbad" in f"\n{report(found)}" else 0)
+    assert doctor_report(found).count("\n") >= len(found)
+    assert exit_code(found) == (3 if "\nbad" in f"\n{doctor_report(found)}" else 0)
 
 
 def test_a_report_is_aligned_and_has_the_advice_below():
-    found = [Check("memory", "ok", "lots"), Check("W&B", "warn", "no key", "log in"), Check("GPUs", "bad", "none")]
-    assert report(found) == (
+    found = [
+        Diagnosis("memory", "ok", "lots"),
+        Diagnosis("W&B", "warn", "no key", "log in"),
+        Diagnosis("GPUs", "bad", "none"),
+    ]
+    assert doctor_report(found) == (
         "ok    memory  lots\n"
         "warn  W&B     no key\n"
         "              -> log in\n"
@@ -234,5 +238,5 @@ def test_the_key_for_wandb_is_never_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", canary)
     monkeypatch.setenv("WANDB_MODE", "offline")
     found = list(checks(read({"tracker": {"name": "wandb"}}), Made(tmp_path / "root")))
-    assert found[-1] == Check("W&B", "ok", "a key is set, runs are offline")
-    assert canary not in report(found)
+    assert found[-1] == Diagnosis("W&B", "ok", "a key is set, runs are offline")
+    assert canary not in doctor_report(found)

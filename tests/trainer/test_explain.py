@@ -16,12 +16,12 @@ from zero.core.setting_types import Reads, words
 from zero.errors import ConfigError
 from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import Config, keys, read
-from zero.trainer.explain import FIRST, WIDTH, entries, explain, overview, sections
+from zero.trainer.explain import FIRST, WIDTH, explain, explanations, overview, sections
 from zero.trainer.option_files import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSER = OverridesParser.create()
-ENTRIES = {entry.key: entry for entry in entries()}
+ENTRIES = {entry.key: entry for entry in explanations()}
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,11 @@ import pytest
 
 import train
 from tests.common.command_lines import refusal_of
-from zero.core.schema import flat
+from zero.core.schema import flat_fields
 from zero.core.suggest import typed
 from zero.trainer import job
 from zero.trainer.config import Config, keys
-from zero.trainer.explain import entries
+from zero.trainer.explain import explanations
 from zero.trainer.foreign_settings import foreign_message, foreign_settings
 from zero.trainer.option_files import CONF, groups
 
@@ -88,7 +88,7 @@ def typo_of(key: str) -> str:
     return f"{section}.{name[:-1]}{name[-1]}{name[-1]}".removeprefix(".")
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.key)
+@pytest.mark.parametrize("entry", explanations(), ids=lambda entry: entry.key)
 def test_a_misspelt_key_is_named_with_the_right_one(here, entry):
     words = entry.example.split()
     wrong = [word.replace(f"{entry.key}=", f"{typo_of(entry.key)}=") for word in words]
@@ -98,7 +98,7 @@ def test_a_misspelt_key_is_named_with_the_right_one(here, entry):
 
 
 EXAMPLES = {
-    entry.key: dict(word.partition("=")[::2] for word in entry.example.split())[entry.key] for entry in entries()
+    entry.key: dict(word.partition("=")[::2] for word in entry.example.split())[entry.key] for entry in explanations()
 }
 EXAMPLES |= {"hydra.run.dir": "out", "ds_config": "ds.json", "resume": "latest", "data.folder": "texts"}
 EXAMPLES |= {"offload.path": ".", "checkpoint.dir": "saved"}
@@ -130,7 +130,7 @@ def test_no_word_of_another_program_is_ours():
     words = [*foreign_settings()["type"], *foreign_settings()["reason"]]
     assert len(words) == len(set(words)) <= 120
     sections = {key.rpartition(".")[0] for key in keys()} | groups()
-    assert not set(words) & {*keys(), *sections, *flat(Config().plain())}
+    assert not set(words) & {*keys(), *sections, *flat_fields(Config().plain())}
     assert not [word for word in words if "=" in word and (CONF / f"{word.replace('=', '/')}.yaml").exists()]
 
 

@@ -50,7 +50,7 @@ from zero.trainer.planning import (
 from zero.trainer.planning.choices import batches, best, plan_of_run, with_setting
 from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.rates import assumed
-from zero.trainer.planning.traces.operators import Product, Work
+from zero.trainer.planning.traces.operators import OperatorWork, Product
 from zero.trainer.planning.traces.shapes import result_of
 from zero.trainer.run.out_of_memory import out_of_memory
 from zero.trainer.run.task import build_task
@@ -524,7 +524,7 @@ def test_a_serial_step_lasts_as_the_law_says():
     on_disk_bytes = sum(spec.nbytes for page, spec in pages.items() if plans["lazy"].tier(page) == "nvme")
     offload_s = on_disk_bytes / ROUND.disk_read_bytes  # written at the same time and rate
     for forward_s, backward_s in ((offload_s / 2, offload_s), (2 * offload_s, 3 * offload_s)):
-        work = Work(forward_s * ROUND.flops), Work(backward_s * ROUND.flops)
+        work = OperatorWork(forward_s * ROUND.flops), OperatorWork(backward_s * ROUND.flops)
         seconds = {update: step_seconds(plan, ROUND, *work) for update, plan in plans.items()}
         assert max(forward_s, offload_s) + backward_s < seconds["lazy"] < seconds["serial"]
         assert seconds["serial"] == pytest.approx(forward_s + backward_s + offload_s, rel=1e-3)
@@ -848,7 +848,7 @@ def test_what_comes_from_other_nodes_takes_its_own_time():
         assert moved.wire == pytest.approx(
             (whole * {"world": 2 * 8, "node": 1 + 8}[way] + again * 8 * (way == "world")) / 16
         )
-        took[way] = step_seconds(plan, rates, Work(), Work())
+        took[way] = step_seconds(plan, rates, OperatorWork(), OperatorWork())
         assert took[way] == pytest.approx((moved.link - moved.wire) / 1e9 + moved.wire / 1e6)
     assert took["node"] < 0.4 * took["world"]
 

@@ -20,9 +20,9 @@ from tests.common.browser import DARK, LIGHT, needs_chromium, shown
 from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.platform.files import Files
-from zero.platform.timeline import Span as Traced, Timeline
+from zero.platform.timeline import ChartSpan as Traced, Timeline
 from zero.tracker.report import chart, origin, page, run, scale
-from zero.tracker.report.chart import Bar, Panel, Part, Row, Series, Span
+from zero.tracker.report.chart import Bar, BarPart, ChartSpan, Panel, Row, Series
 from zero.tracker.report.folder import read_run
 from zero.tracker.report.plan import KINDS, TIME, compared, per_step
 from zero.trainer import checks, cli, job
@@ -74,13 +74,13 @@ def drawn(svg: str) -> ElementTree.Element:
 def test_a_linear_scale_holds_every_number_and_its_ticks_are_told_apart(values, from_zero, snug, whole, binary):
     axis = scale.linear(values, 10, 90, from_zero=from_zero, snug=snug, whole=whole, binary=binary)
     assert axis.low < axis.high
-    assert all(10 <= axis.at(value) <= 90 for value in map(scale.finite, values) if value is not None)
+    assert all(10 <= axis.at(value) <= 90 for value in map(scale.finite_values, values) if value is not None)
     ticks = [value for value, _ in axis.ticks]
     assert ticks == sorted(set(ticks))
     assert len(ticks) <= 12
     if not binary:
         assert len({name for _, name in axis.ticks}) == len(ticks)
-    known = [value for value in map(scale.finite, values) if value is not None]
+    known = [value for value in map(scale.finite_values, values) if value is not None]
     edge = 1e-9 * max(map(abs, known), default=0) + 1e-9 * (axis.high - axis.low)
     assert all(axis.low - edge <= value <= axis.high + edge for value in known)
 
@@ -90,8 +90,8 @@ def test_a_linear_scale_holds_every_number_and_its_ticks_are_told_apart(values, 
 def test_a_logarithmic_scale_holds_every_positive_number(values):
     axis = scale.logarithmic(values, 0, 100)
     assert 0 < axis.low < axis.high
-    shown = [value for value in map(scale.finite, values) if value is not None and axis.shows(value)]
-    assert shown == [value for value in map(scale.finite, values) if value is not None and value > 0]
+    shown = [value for value in map(scale.finite_values, values) if value is not None and axis.shows(value)]
+    assert shown == [value for value in map(scale.finite_values, values) if value is not None and value > 0]
     assert all(axis.low * (1 - 1e-6) <= value <= axis.high * (1 + 1e-6) for value in shown)
     assert 2 <= len(axis.ticks) <= 12
 
@@ -114,12 +114,12 @@ def test_ticks_are_round(values, ticks):
 @pytest.mark.parametrize(
     ("write", "value", "words"),
     [
-        (scale.number, 12345.6, "12,346"),
-        (scale.number, 0.00123456, "0.001235"),
-        (scale.number, 1.5e-7, "1.5e-7"),
-        (scale.number, 0, "0"),
-        (scale.number, math.nan, "–"),
-        (scale.number, None, "–"),
+        (scale.number_text, 12345.6, "12,346"),
+        (scale.number_text, 0.00123456, "0.001235"),
+        (scale.number_text, 1.5e-7, "1.5e-7"),
+        (scale.number_text, 0, "0"),
+        (scale.number_text, math.nan, "–"),
+        (scale.number_text, None, "–"),
         (scale.size, 353726464, "337.3 MiB"),
         (scale.size, 512, "512 B"),
         (scale.seconds, 0.0245, "24.5 ms"),
@@ -135,7 +135,7 @@ def test_numbers_are_written_for_people(write, value, words):
 @LAW
 @given(numbers)
 def test_no_number_is_too_strange_to_be_written(value):
-    assert all(write(value) for write in (scale.number, scale.size, scale.seconds))
+    assert all(write(value) for write in (scale.number_text, scale.size, scale.seconds))
 
 
 # Charts
@@ -155,13 +155,13 @@ def test_lines_stay_inside_their_box(series, log, log_x, binary):
 @LAW
 @given(st.lists(st.tuples(names, st.lists(st.tuples(names, numbers), max_size=5)), max_size=5))
 def test_bars_stay_inside_their_box(rows):
-    drawn(chart.bars([Bar(name, [Part(*part, "blue") for part in parts]) for name, parts in rows], title="t"))
+    drawn(chart.bars([Bar(name, [BarPart(*part, "blue") for part in parts]) for name, parts in rows], title="t"))
 
 
 @LAW
 @given(st.lists(st.tuples(st.text(max_size=12), st.lists(st.tuples(numbers, numbers, names), max_size=20)), max_size=5))
 def test_a_timeline_stays_inside_its_box(rows):
-    drawn(chart.timeline([Row(name, [Span(*span) for span in spans], "blue") for name, spans in rows], title="t"))
+    drawn(chart.timeline([Row(name, [ChartSpan(*span) for span in spans], "blue") for name, spans in rows], title="t"))
 
 
 @LAW
@@ -220,8 +220,8 @@ def test_a_chart_that_was_made_for_a_whole_page_is_not_shrunk_to_a_phones_width(
 
 
 def test_a_bar_is_as_long_as_its_number():
-    parts = [Part("a", 100 * 1024, "blue"), Part("b", 300 * 1024, "teal"), Part("none", 0, "rose")]
-    root = drawn(chart.bars([Bar("plan", parts), Bar("measured", [Part("a", 800 * 1024, "blue")])], title="bytes"))
+    parts = [BarPart("a", 100 * 1024, "blue"), BarPart("b", 300 * 1024, "teal"), BarPart("none", 0, "rose")]
+    root = drawn(chart.bars([Bar("plan", parts), Bar("measured", [BarPart("a", 800 * 1024, "blue")])], title="bytes"))
     widths = [float(rect.attrib["width"]) + 1 for rect in tags(root, "rect") if rect.find("*") is not None]
     assert widths[2] / widths[0] == pytest.approx(8, rel=0.01)
     assert widths[1] / widths[0] == pytest.approx(3, rel=0.01)
@@ -231,7 +231,7 @@ def test_a_bar_is_as_long_as_its_number():
 @LAW
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(5, 60)), min_size=1, max_size=4))
 def test_spans_that_overlap_in_time_do_not_on_paper(spans):
-    row = Row("page in", [Span(begin, begin + long, "page") for begin, long in spans], "teal")
+    row = Row("page in", [ChartSpan(begin, begin + long, "page") for begin, long in spans], "teal")
     root = drawn(chart.timeline([row], title="step"))
     boxes = [[float(rect.attrib[key]) for key in ("x", "y", "width", "height")] for rect in tags(root, "rect")]
     assert len(boxes) == len(spans)
@@ -263,7 +263,7 @@ def row(step: int, loss: float = 5.0, **more) -> dict:
 
 def text_of(folder: Path) -> str:
     """The words of a report; fails unless the page is whole and asks for nothing outside."""
-    html = run.write(folder, Config().plain()).read_text()
+    html = run.write_run(folder, Config().plain()).read_text()
     root = ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>\n"))
     assert not tags(root, "script")
     for element in root.iter():
@@ -382,10 +382,10 @@ def test_files_that_are_no_text_still_make_a_page(tmp_path, metrics, summary, co
 def test_settings_are_compared_with_the_defaults():
     default = {"a": 1, "b": {"c": 2, "d": "auto", "e": None}, "gone": 5}
     config = {"a": 1, "b": {"c": 3, "d": 16, "e": None}, "new": True}
-    assert origin.differences(config, default) == [
+    assert origin.differing_settings(config, default) == [
         ("b.c", 3, 2), ("new", True, None), ("gone", None, 5), ("b.d", 16, "auto"),
     ]  # fmt: skip
-    assert origin.differences(Config().plain(), Config().plain()) == []
+    assert origin.differing_settings(Config().plain(), Config().plain()) == []
 
 
 def test_plan_and_measurement_stand_side_by_side(tmp_path):
@@ -495,7 +495,7 @@ def test_a_step_says_what_was_exposed(tmp_path):
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     write_folder(tmp_path, rows=[row(1)])
-    before = run.write(tmp_path).read_text()
+    before = run.write_run(tmp_path).read_text()
     (tmp_path / "metrics.jsonl").write_text("")
 
     def full(*_):
@@ -503,7 +503,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
 
     monkeypatch.setattr(Files, "replace", full)
     with pytest.raises(MachineError, match=r"report\.html cannot be written: .*no space left"):
-        run.write(tmp_path)
+        run.write_run(tmp_path)
     assert (tmp_path / "report.html").read_text() == before
     assert [path.name for path in tmp_path.glob(".*")] == []
 
@@ -572,8 +572,8 @@ def charts_of_many_words() -> str:
     """Charts whose labels and legends are as long as they get."""
     kinds = [*KINDS]
     series = [Series(name, [(1, 700 << 20), (2_000_000, 1 << 20)]) for name in ("waiting for the store", "whole step")]
-    bars = [Bar("device, plan", [Part(kind, 1000 << 20, *KINDS[kind]) for kind in kinds])]
-    bars.append(Bar("measured", [Part(kinds[0], 1000 << 30, "blue")]))
+    bars = [Bar("device, plan", [BarPart(kind, 1000 << 20, *KINDS[kind]) for kind in kinds])]
+    bars.append(Bar("measured", [BarPart(kinds[0], 1000 << 30, "blue")]))
     panels = [Panel(f"panel {number}", [(1, 1e-7), (2, 1.234e-6)], note="12.3456") for number in range(7)]
     drawn = [
         chart.lines(series, title="lines", binary=True),

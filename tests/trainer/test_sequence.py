@@ -30,7 +30,7 @@ from zero.trainer.data.windows import slice_of  # noqa: E402
 from zero.trainer.planning import Activations, Machine, PaperWorld, choices, plan_text  # noqa: E402
 from zero.trainer.planning.cost import compute_seconds  # noqa: E402
 from zero.trainer.planning.rates import assumed  # noqa: E402
-from zero.trainer.planning.traces.operators import Work  # noqa: E402
+from zero.trainer.planning.traces.operators import OperatorWork  # noqa: E402
 from zero.trainer.run.evaluate import validation_loss  # noqa: E402
 from zero.trainer.run.task import build_task  # noqa: E402
 
@@ -269,4 +269,4 @@ def test_exchanges_are_predicted_to_take_time():
     assert traced.forward.exchanged_bytes == 4 * 4 * slice_bytes / 2
     assert traced.backward.exchanged_bytes == traced.forward.exchanged_bytes
     rates = assumed(config, gpu(2))
-    assert compute_seconds(Work(exchanged_bytes=rates.link_bytes), rates) == 1
+    assert compute_seconds(OperatorWork(exchanged_bytes=rates.link_bytes), rates) == 1

@@ -26,7 +26,7 @@ from zero.trainer.planning.choices import plan_choice
 from zero.trainer.planning.cost import Ahead, Rates, break_even, limits, step_seconds
 from zero.trainer.planning.machine import PaperWorld
 from zero.trainer.planning.rates import assumed, with_drives
-from zero.trainer.planning.traces.operators import Work
+from zero.trainer.planning.traces.operators import OperatorWork
 
 FREE = Rates(
     flops=1.0,
@@ -130,7 +130,7 @@ def test_a_step_lasts_as_long_as_a_simulation_of_its_pages(tier, units, microbat
         else:
             rates = replace(FREE, disk_read_bytes=nbytes / in_s, disk_write_bytes=nbytes / out_s)
             ahead = Ahead(on_host=share)
-        step_s = step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=ahead)
+        step_s = step_seconds(plan, rates, OperatorWork(1.0), OperatorWork(2.0), ahead=ahead)
         assert step_s == pytest.approx(expected_s, rel=0.1), (in_s, out_s, share)
 
 
@@ -146,7 +146,7 @@ def test_codes_are_expanded_in_each_forward_and_each_backward(device, each):
             zero.Plan(model, optimizer=zero.adamw(1e-3), precision=precision, world=world, accumulate=3, room=NO_LIMIT)
         )
     rates = replace(FREE, memory_bytes=1e3)
-    values_s, codes_s = (step_seconds(plan, rates, Work(1.0), Work(2.0)) for plan in plans)
+    values_s, codes_s = (step_seconds(plan, rates, OperatorWork(1.0), OperatorWork(2.0)) for plan in plans)
     still = sum(len(units - {4}) for units in plans[1].sizes.gathered_at_turns())  # the last unit trains
     gathers = 3 * (2 * 4 - still)
     assert codes_s - values_s == pytest.approx(gathers * 64 * 64 * each / 1e3)
@@ -158,8 +158,12 @@ def test_slots_for_a_whole_state_leave_the_slower_direction_or_compute(part):
     nbytes = traffic(plan).states.copy_in
     for moving_s in (2.0, 30.0):
         rates = replace(FREE, **{f"copy_{part}_bytes": nbytes / moving_s})
-        assert step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead(1.0)) == pytest.approx(max(moving_s, 3.0))
-        assert step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead()) == pytest.approx(moving_s + 1 / 4 + 2)
+        assert step_seconds(plan, rates, OperatorWork(1.0), OperatorWork(2.0), ahead=Ahead(1.0)) == pytest.approx(
+            max(moving_s, 3.0)
+        )
+        assert step_seconds(plan, rates, OperatorWork(1.0), OperatorWork(2.0), ahead=Ahead()) == pytest.approx(
+            moving_s + 1 / 4 + 2
+        )
 
 
 def test_the_shares_of_what_limits_a_step_are_its_parts():
@@ -167,7 +171,7 @@ def test_the_shares_of_what_limits_a_step_are_its_parts():
     plan = paged_plan(4, 1, zero.Offload(optimizer="cpu"))
     nbytes = traffic(plan).states.copy_in
     rates = replace(FREE, copy_in_bytes=nbytes / 3.0, copy_out_bytes=nbytes / 1.5)
-    shares = limits(lambda rates: step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead()), rates)
+    shares = limits(lambda rates: step_seconds(plan, rates, OperatorWork(1.0), OperatorWork(2.0), ahead=Ahead()), rates)
     assert shares == pytest.approx({"PCIe in": 3 / 5.25, "compute": 2.25 / 5.25})
     assert list(shares) == ["PCIe in", "compute"]
 
@@ -179,7 +183,7 @@ def test_a_break_even_is_where_compute_hides_what_moves_but_for_a_fiftieth(units
     rates = replace(FREE, copy_in_bytes=traffic(plan).states.copy_in / in_s)
 
     def seconds(rates: Rates, tokens: float) -> float:
-        return step_seconds(plan, rates, Work(1.0), Work(2.0), ahead=Ahead(), tokens=tokens)
+        return step_seconds(plan, rates, OperatorWork(1.0), OperatorWork(2.0), ahead=Ahead(), tokens=tokens)
 
     factor = break_even(seconds, rates)
     # the first unit's share of the reads is exposed: in_s / units of 3 * factor
@@ -189,7 +193,10 @@ def test_a_break_even_is_where_compute_hides_what_moves_but_for_a_fiftieth(units
 def test_no_number_of_tokens_hides_a_disk_that_stands_still():
     plan = paged_plan(2, 1, zero.Offload(optimizer="cpu"))
     rates = replace(FREE, copy_out_bytes=1e-9)
-    assert break_even(lambda rates, n: step_seconds(plan, rates, Work(1.0), Work(2.0), tokens=n), rates) == inf
+    assert (
+        break_even(lambda rates, n: step_seconds(plan, rates, OperatorWork(1.0), OperatorWork(2.0), tokens=n), rates)
+        == inf
+    )
 
 
 # Described machines
@@ -287,7 +294,7 @@ def test_a_run_takes_the_processor_that_its_measured_rates_favour(fast, compute,
     settings = config(zero_={"stage": 3}, offload={"optimizer": "cpu", "compute": "auto", "ahead": 0})
     rates = replace(FREE, flops=1e15, attention_flops=1e15, copy_in_bytes=1e6, host_update_numel=1e4)
     monkeypatch.setattr(
-        sys.modules[resolve_auto.__module__], "measured", lambda *_, **__: replace(rates, **{fast: 1e12})
+        sys.modules[resolve_auto.__module__], "measured_rates", lambda *_, **__: replace(rates, **{fast: 1e12})
     )
     with simulated_gpu():
         [resolved] = run_ranks(
@@ -298,7 +305,8 @@ def test_a_run_takes_the_processor_that_its_measured_rates_favour(fast, compute,
 
 
 def test_a_run_on_a_cpu_measures_nothing_to_choose_its_processor(monkeypatch):
-    monkeypatch.setattr(sys.modules[resolve_auto.__module__], "measured", lambda *_, **__: pytest.fail("measured"))
+    planning = sys.modules[resolve_auto.__module__]
+    monkeypatch.setattr(planning, "measured_rates", lambda *_, **__: pytest.fail("measured"))
     settings = config(batch={"global": 1}, offload={"compute": "auto", "ahead": 0})
     resolved = resolve_auto(
         settings, Activations(settings, model_of(settings)), zero.World.from_env(device="cpu"), Tracker()

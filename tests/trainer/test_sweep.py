@@ -79,7 +79,7 @@ def test_a_row_says_what_the_run_left(tmp_path):
     job(tmp_path, 0, "zero.stage=1", "steps=9", speeds=(1, 100, 300, 200), **finished(device_peak_bytes=1 << 20))
     job(tmp_path, 1, "zero.stage=3", "steps=9", speeds=(1, 100), **finished(val_loss=3.5))
     job(tmp_path, 2, "+zero.stage=0", "steps=9", **finished(exit_reason="rank 1 failed: no | room\nat all"))
-    found = sweep.write(tmp_path)
+    found = sweep.write_sweep(tmp_path)
     assert [one.name for one in found.jobs] == ["0", "1", "2"]
     assert found.best.name == "1"
     assert [one.name for one in found.failed] == ["2"]
@@ -107,7 +107,7 @@ def test_jobs_are_found_by_what_they_leave(tmp_path):
     (tmp_path / "a" / "9" / "checkpoints" / "step-1").mkdir(parents=True)
     (tmp_path / "a" / "9" / "checkpoints" / "step-1" / "config.yaml").touch()
     job(tmp_path, "c/d", exit_reason=f"rank 0 failed (log: {tmp_path}/c/d/ranks/0.log)")
-    found = sweep.write(tmp_path)
+    found = sweep.write_sweep(tmp_path)
     assert [one.name for one in found.jobs] == ["a/9", "a/10", "b/lr=0.1 #1", "c/d"]
     assert found.failed[0].cause == "rank 0 failed (log: c/d/ranks/0.log)"
     assert 'href="b/lr%3D0.1%20%231/report.html"' in (tmp_path / "sweep.html").read_text()
@@ -116,9 +116,9 @@ def test_jobs_are_found_by_what_they_leave(tmp_path):
 
 def test_only_what_differs_has_a_column(tmp_path):
     job(tmp_path, 0, "a=1", "b=1", "c=1", **finished())
-    assert differing(sweep.write(tmp_path).jobs) == ["a", "b", "c"], "of one job everything"
+    assert differing(sweep.write_sweep(tmp_path).jobs) == ["a", "b", "c"], "of one job everything"
     job(tmp_path, 1, "a=1", "b=2", "c=1", "d=x", **finished())
-    assert differing(sweep.write(tmp_path).jobs) == ["b", "d"]
+    assert differing(sweep.write_sweep(tmp_path).jobs) == ["b", "d"]
     assert [key for key in table(tmp_path)[0] if len(key) == 1] == ["b", "d"]
     assert [row["d"] for row in table(tmp_path)] == ["", "x"]
 
@@ -129,7 +129,7 @@ def test_the_best_has_finished_and_of_equals_is_the_fastest(tmp_path):
     job(tmp_path, 2, "a=2", speeds=(1, 30), **finished())
     job(tmp_path, 3, "a=3", **finished(val_loss=0.1, exit_reason="stopped by a signal"))
     job(tmp_path, 4, "a=4", **finished(val_loss=None))
-    assert sweep.write(tmp_path).best.name == "1"
+    assert sweep.write_sweep(tmp_path).best.name == "1"
 
 
 def test_a_job_that_diverged_has_no_loss_and_is_not_the_best(tmp_path):
@@ -138,7 +138,7 @@ def test_a_job_that_diverged_has_no_loss_and_is_not_the_best(tmp_path):
     job(tmp_path, 0, **rows, **finished(train_loss=None, val_loss=None))
     job(tmp_path, 1, **finished(val_loss=3.0))
     job(tmp_path, 2, **rows, exit_reason="NumericsError: step 3")
-    sweep.write(tmp_path)
+    sweep.write_sweep(tmp_path)
     jobs = table(tmp_path)
     assert [row["best"] for row in jobs] == ["0", "1", "0"]
     assert [row["train_loss"] for row in jobs] == ["", "4.1", ""]
@@ -149,25 +149,25 @@ def test_a_terminal_gets_the_table_with_the_figures_looked_at_first(tmp_path):
     job(tmp_path, 0, "zero.stage=1", "steps=9", speeds=(1, 100, 300, 200), **finished())
     job(tmp_path, 1, "zero.stage=3", "steps=9", speeds=(1, 100), **finished(val_loss=1.5))
     job(tmp_path, 2, "zero.stage=0", "steps=9", **finished(exit_reason="rank 1 failed: no room"))
-    head, *rows = sweep.plain(sweep.write(tmp_path)).splitlines()
+    head, *rows = sweep.plain(sweep.write_sweep(tmp_path)).splitlines()
     assert head.split()[:4] == ["run", "zero.stage", "val", "loss"]
     assert [row.split()[:2] for row in rows] == [["0", "1"], ["1", "3"], ["2", "0"]]
     assert [row.split()[-1] for row in rows][1:] == ["best", "failed"]
     assert max(map(len, [head, *rows])) <= 80
-    narrow = sweep.plain(sweep.write(tmp_path), 40)
+    narrow = sweep.plain(sweep.write_sweep(tmp_path), 40)
     assert narrow.splitlines()[0].split() == ["run", "zero.stage", "val", "loss"]
     assert max(map(len, narrow.splitlines())) <= 40
 
 
 def test_a_half_done_sweep_can_be_read(tmp_path):
-    assert sweep.write(tmp_path).jobs == ()
+    assert sweep.write_sweep(tmp_path).jobs == ()
     assert table(tmp_path) == []
     job(tmp_path, 0, "a=1", **finished())
     job(tmp_path, 1, "a=2", exit_reason="running, or ended without a word", val_loss=2.0)
     job(tmp_path, 10, "a=3", losses=(), speeds=())
     (tmp_path / ".submitit").mkdir()
     (tmp_path / "2").mkdir()
-    found = sweep.write(tmp_path)
+    found = sweep.write_sweep(tmp_path)
     assert [(one.name, one.status) for one in found.jobs] == [("0", "finished"), ("1", "running"), ("10", "running")]
     assert found.best.name == "0"
     assert "3 jobs: 1 finished, 2 running" in page(tmp_path)
@@ -178,7 +178,7 @@ def test_losses_share_their_axes_and_numbers_have_a_chart(tmp_path):
         job(
             tmp_path, number, f"optim.lr={lr}", "x=1", losses=(5, 4 - number / 10), **finished(val_loss=4 - number / 10)
         )
-    sweep.write(tmp_path)
+    sweep.write_sweep(tmp_path)
     html = (tmp_path / "sweep.html").read_text()
     root = ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>\n"))
     charts = [one.attrib["aria-label"] for one in root.iter() if one.tag.endswith("svg")]
@@ -196,7 +196,7 @@ def test_nothing_of_a_sweep_is_cut_in_a_narrow_or_a_wide_window(tmp_path, scheme
     for number, rate in enumerate((1e-4, 1e-3, 1e-2, 1e-1)):
         job(tmp_path, number, f"optim.lr={rate}", "offload=infinity", f"data.folder={wide}", **finished())
     job(tmp_path, 4, "optim.lr=7", "offload=none", f"data.folder={wide}", exit_reason=f"failed: {wide}")
-    for seen in shown([sweep.write(tmp_path).page], scheme, tmp_path):
+    for seen in shown([sweep.write_sweep(tmp_path).page], scheme, tmp_path):
         assert (seen.scrolls, seen.cut, seen.split, seen.pale) == (0, [], [], []), seen
         assert 7.5 < seen.font < 99
 
@@ -205,7 +205,7 @@ def test_nothing_in_a_sweep_can_become_markup(tmp_path):
     evil = "<script>alert(1)</script>|\n`&"
     job(tmp_path, 0, f"a={evil}", f"<b>={evil}", **finished(exit_reason=evil))
     job(tmp_path, 1, "a=1", **finished())
-    sweep.write(tmp_path)
+    sweep.write_sweep(tmp_path)
     assert "<script" not in (tmp_path / "sweep.html").read_text()
     assert "<script>alert(1)</script>|" in page(tmp_path)
     assert table(tmp_path)[0]["a"] == evil
@@ -221,7 +221,7 @@ def test_any_jobs_have_a_table(tmp_path_factory, jobs):
     folder = tmp_path_factory.mktemp("sweep")
     for number, (reason, loss, text) in enumerate(jobs):
         job(folder, number, f"key={text}", exit_reason=reason, val_loss=loss)
-    found = sweep.write(folder)
+    found = sweep.write_sweep(folder)
     losses = [one.val_loss for one in found.jobs if one.status == "finished" and one.val_loss is not None]
     assert (found.best is None) == (not losses)
     assert found.best is None or found.best.val_loss == min(losses)
@@ -231,7 +231,7 @@ def test_any_jobs_have_a_table(tmp_path_factory, jobs):
 
 def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     job(tmp_path, 0, "a=1", **finished())
-    sweep.write(tmp_path)
+    sweep.write_sweep(tmp_path)
     before = {name: (tmp_path / f"sweep.{name}").read_text() for name in ("csv", "html")}
     job(tmp_path, 1, "a=2", **finished())
 
@@ -240,7 +240,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch
 
     monkeypatch.setattr(Files, "replace", full)
     with pytest.raises(MachineError, match=r"sweep\.csv cannot be written: .*no space left"):
-        sweep.write(tmp_path)
+        sweep.write_sweep(tmp_path)
     assert {name: (tmp_path / f"sweep.{name}").read_text() for name in before} == before
 
 
@@ -268,7 +268,7 @@ def program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_sweep_of_two_by_two_is_a_table_after_every_job(here, monkeypatch, capfd):
     """Jobs whose host budget holds no buffer fail when their plan is made, and the sweep goes on."""
-    write, seen = sweep.write, []
+    write, seen = sweep.write_sweep, []
 
     def counting(folder: Path) -> sweep.Sweep:
         seen.append((write(folder), len(table(folder))))
@@ -347,7 +347,7 @@ def test_optuna_searches_and_goes_on_after_a_failed_trial(here):
     space = ["optim.lr=tag(log, interval(1e-4, 1e-1))", "offload.host_budget=choice(1GiB,1MiB)", "offload=nvme"]
     done = program("-m", *search, *space, "model.width=128", "hydra.sweep.dir=sweep", *QUICK, cwd=here)
     assert "Traceback" not in done.stderr, done.stderr
-    found = sweep.write(here / "sweep")
+    found = sweep.write_sweep(here / "sweep")
     assert len(found.jobs) == 4
     assert {one.status for one in found.jobs} == {"finished", "failed"}, "choose another seed"
     assert done.returncode == 2

@@ -51,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check(buffers: Mapping[str, Tensor]) -> None:
+def check_sizes(buffers: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError if a checkpoint cannot store the dtype of a buffer, because every save would fail."""
     for name, buffer in buffers.items():
         if dtype_name(buffer.dtype) not in ITEM_BYTES:

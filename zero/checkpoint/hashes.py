@@ -49,7 +49,7 @@ def hash_block(block: memoryview) -> FileHash:
     return FileHash(block.nbytes, digest.digest(), b"".join(crcs))
 
 
-def joined(blocks: Iterable[FileHash]) -> FileHash:
+def joined_crc(blocks: Iterable[FileHash]) -> FileHash:
     """Combine the hashes of a file's blocks, in order, into the hash of the file; all blocks but the last are full."""
     hashes = list(blocks)
     digests, crcs = (b"".join(part) for part in ([block.digests for block in hashes], [block.crcs for block in hashes]))

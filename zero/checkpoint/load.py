@@ -37,7 +37,7 @@ from zero.core.layout import Slot
 from zero.core.suggest import some
 from zero.engine.arguments import check_type, type_text
 from zero.engine.full_flat import own_codes
-from zero.engine.model import UnitSpec, buffers_of, checked, coded
+from zero.engine.model import UnitSpec, buffers_of, checked_codes, coded
 from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
@@ -339,7 +339,7 @@ def _converted(
         compute: the dtype in which values of codes are read, rounded as a gather rounds them; for other codes fp32.
     """
     if entry.kind == kind:
-        return checked(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
+        return checked_codes(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
     if entry.kind in CODECS:
         read = CODECS[entry.kind].values_of(read, numel, torch.float32 if kind in CODECS else compute)
     return coded(CODECS[kind], entry.name, numel, read) if kind in CODECS else read

@@ -37,7 +37,7 @@ from zero.checkpoint.hashes import BLOCK_BYTES, CRC_BYTES, DIGEST_BYTES, SPAN_BY
 from zero.core.codec import CODECS
 from zero.core.layout import Layout, Slot
 from zero.errors import CheckpointError
-from zero.platform.safetensors_files import LENGTH_BYTES, NAMES, Part, by_width
+from zero.platform.safetensors_files import LENGTH_BYTES, NAMES, FilePart, by_width
 
 FORMAT = 3
 """The format version that this library writes and reads."""
@@ -126,11 +126,11 @@ class Held(NamedTuple):
     stop: int
 
     @property
-    def part(self) -> Part:
+    def part(self) -> FilePart:
         """Return the safetensors entry: in the tensor's shape if the file has all of its elements, else 1-D."""
         numel = self.stop - self.start
         shape = self.slot.shape if numel == self.slot.numel else (numel,)
-        return Part(f"{self.kind}/{self.slot.name}", getattr(torch, self.dtype), shape)
+        return FilePart(f"{self.kind}/{self.slot.name}", getattr(torch, self.dtype), shape)
 
 
 class File(NamedTuple):
@@ -322,7 +322,7 @@ def index_from_text(text: bytes, size: int) -> Index:
     Raises:
         CheckpointError: the text is not a valid index of such a file.
     """
-    body = checked(_IndexText, _parsed(text), "the index")
+    body = checked_json(_IndexText, _parsed(text), "the index")
     for key, digits, nbytes, unit_bytes in (
         ("crcs", body.crcs, CRC_BYTES, SPAN_BYTES),
         ("digests", body.digests, DIGEST_BYTES, BLOCK_BYTES),
@@ -340,7 +340,7 @@ def _flat_to_json(flat: Flat) -> dict[str, Any]:
 
 def _manifest_of(body: Any) -> Manifest:
     """Validate a parsed manifest and return it."""
-    text = checked(_ManifestText, body, "the manifest")
+    text = checked_json(_ManifestText, body, "the manifest")
     flats = tuple(
         _flat_of(flat, f"flats.{number} of the manifest", text.world) for number, flat in enumerate(text.flats)
     )
@@ -363,7 +363,7 @@ def _flat_of(flat: _FlatText, where: str, world: int) -> Flat:
 T = TypeVar("T", bound=BaseModel)
 
 
-def checked(schema: type[T], body: Any, what: str) -> T:
+def checked_json(schema: type[T], body: Any, what: str) -> T:
     """Validate a JSON value and return it as `schema`; `what` names the whole value in the message.
 
     Raises:

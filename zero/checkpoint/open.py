@@ -28,7 +28,7 @@ from zero.checkpoint.manifest import (
     Index,
     Manifest,
     Schema,
-    checked,
+    checked_json,
     file_name,
     held,
     index_cap_bytes,
@@ -36,7 +36,7 @@ from zero.checkpoint.manifest import (
     index_name,
 )
 from zero.checkpoint.publish import Root, own_root, parts_in
-from zero.checkpoint.save import by_rank_0, gather_reports, join
+from zero.checkpoint.save import by_rank_0, gather_reports, join_saving
 from zero.checkpoint.shard import THREADS, ShardReader
 from zero.core.codec import CODECS
 from zero.core.loss_scale import LossScale
@@ -339,7 +339,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     for thread in threads:
         thread.start()
     what, total = f"verifying {checkpoint.folder.name}", len(mine) * BLOCK_BYTES
-    join(world, threads, lambda: progress(what, len(done) * BLOCK_BYTES, total))
+    join_saving(world, threads, lambda: progress(what, len(done) * BLOCK_BYTES, total))
     gather_reports(world, raise_first)
 
 
@@ -476,12 +476,12 @@ class LineageText(Schema):
 def lineage_of(folder: Path, manifest: Manifest) -> LineageText | None:
     """Validate and return the lineage of a manifest; None if an older version of the library wrote it, or an import."""
     lineage = manifest.facts.get("lineage")
-    return None if lineage is None else checked(LineageText, lineage, f"the facts of {folder}")
+    return None if lineage is None else checked_json(LineageText, lineage, f"the facts of {folder}")
 
 
 def numbers_of(folder: Path, manifest: Manifest) -> Numbers:
     """Validate and return the numbers of a manifest."""
-    return checked(Numbers, manifest.facts.get("state"), f"the facts of {folder}")
+    return checked_json(Numbers, manifest.facts.get("state"), f"the facts of {folder}")
 
 
 def set_random(state: Mapping[str, Any]) -> None:

@@ -32,18 +32,18 @@ def staging_bytes(plan: Plan) -> int:
     return 2 * (AHEAD + 1) * round_up(plan.pages.page_numel * torch.float32.itemsize)
 
 
-def on_host(buffer: Tensor) -> Tensor:
+def pieces_on_host(buffer: Tensor) -> Tensor:
     """Return a copy of a buffer in host memory, 1-D and contiguous."""
     return buffer.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous().view(-1)
 
 
-def values_of(
+def pieces_of(
     pieces: Iterable[Held], flats: Sequence[Flat], buffers: Mapping[str, Tensor], runtime: Runtime, memory: Tensor
 ) -> Iterator[Tensor]:
     """Yield the pieces of a file of this rank in order, as contiguous CPU tensors; each is valid until the next one.
 
     Args:
-        buffers: copies of the model's buffers, from `on_host`.
+        buffers: copies of the model's buffers, from `pieces_on_host`.
         memory: host memory for pages, (`staging_bytes`,) uint8.
     """
     units, staging = runtime.units, memory.chunk(2 * (AHEAD + 1))

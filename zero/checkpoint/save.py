@@ -32,10 +32,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from zero.checkpoint.contents import check, flats
+from zero.checkpoint.contents import check_sizes, flats
 from zero.checkpoint.frozen_file import FrozenFile, frozen_version, recall, remember
 from zero.checkpoint.manifest import FORMAT, File, Held, Index, Manifest, file_name, files_of, held, to_text
-from zero.checkpoint.pieces import on_host, staging_bytes, values_of
+from zero.checkpoint.pieces import pieces_of, pieces_on_host, staging_bytes
 from zero.checkpoint.publish import Root, own_root
 from zero.checkpoint.shard import ShardWriter
 from zero.core.loss_scale import LossScale
@@ -50,14 +50,14 @@ from zero.platform.device import PASSED, Arena
 from zero.platform.files import memory_of, naming
 from zero.platform.handle import Then
 from zero.platform.modes import unobserved
-from zero.platform.threads import Beside
+from zero.platform.threads import BackgroundThread
 from zero.progress import Progress, silent
 
 _ROOTS: WeakKeyDictionary[Runtime, dict[Path, Root]] = WeakKeyDictionary()
 """The roots that a run has saved into: `Root.sweep` must know the folders that other saves of the run are writing."""
 
 MEET_S = 1.0
-"""Seconds between two collectives of `join`, in which ranks report whether their threads are still running."""
+"""Seconds between two collectives of `join_saving`, in which ranks report whether their threads are still running."""
 
 
 def save(
@@ -91,7 +91,7 @@ def save(
     return Saving(state, root, facts, progress=progress, alone=alone).finish()
 
 
-def facts_of(
+def saved_facts(
     step: int, scale: LossScale, *, dynamic: bool, ties: Mapping[str, str], rested: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """Return the facts of a manifest that `load` reads. The caller adds the user's facts under "given".
@@ -167,7 +167,7 @@ class Saving:
         self._report: dict[str, Any] = {"error": "the thread that writes its file died"}
         self._world.at(f"step {state.tried}, save")
         dynamic, ties = plan.precision.scale.static is None, tied_names(plan.model)
-        numbers = facts_of(
+        numbers = saved_facts(
             state.step, state.scale, dynamic=dynamic, ties=ties, rested=state.runtime.updater.numbers.counts.rested
         )
         coded = {slot.name: list(slot.shape) for unit in plan.units for slot in unit.expanded.slots}
@@ -187,11 +187,13 @@ class Saving:
         )
         self._files = files_of(self._manifest.flats, plan.world.rank, plan.world.size)
         self._frozen_version = frozen_version(state.runtime)
-        gather_reports(self._world, lambda: check(buffers))
+        gather_reports(self._world, lambda: check_sizes(buffers))
         self._folder = Path(by_rank_0(self._world, lambda: str(self._begin(state.tried))))
         with if_it_fails(self.abandon):
             self._random = random_state()
-            self._buffers = {name: on_host(buffer) for name, buffer in buffers.items()}  # a forward may change them
+            self._buffers = {
+                name: pieces_on_host(buffer) for name, buffer in buffers.items()
+            }  # a forward may change them
             published = recall(state.runtime) if self._root.has_links else None
             self._linked = {} if published is None else self._link(published)
             if behind and (published is None or self._linked):
@@ -216,7 +218,7 @@ class Saving:
             CheckpointError: a rank failed; raised on every rank with the first failure.
         """
         with if_it_fails(self.abandon):
-            join(self._world, self._threads)
+            join_saving(self._world, self._threads)
             reports = gather_reports(self._world, lambda: self._report)
             folder = Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
         own = reports[self._world.rank]
@@ -244,7 +246,7 @@ class Saving:
         return folder
 
     def _start(self) -> None:
-        self._threads = [Beside(self._write_behind, name="saving", stop=self._stopped.set)]
+        self._threads = [BackgroundThread(self._write_behind, name="saving", stop=self._stopped.set)]
         self._threads[0].start()
         self._runtime.copying.append(Then(self._await_copies))
 
@@ -281,7 +283,7 @@ class Saving:
                 with plan.world.compute.paging("saving", after=PASSED):
                     for number, several in pieces.items():
                         writers[number] = stack.enter_context(self._writer(number, several, behind))
-                        for tensor in values_of(several, listed, self._buffers, self._runtime, memory):
+                        for tensor in pieces_of(several, listed, self._buffers, self._runtime, memory):
                             if behind is not None:
                                 behind()
                             finite = finite and _is_finite(tensor)
@@ -366,7 +368,9 @@ def _raise_fault(world: World, rank: int, report: Mapping[str, Any], cause: Exce
         raise CheckpointError(f"rank {rank}: {report['error']}" if world.size > 1 else report["error"]) from cause
 
 
-def join(world: World, threads: Sequence[threading.Thread], meanwhile: Callable[[], None] = lambda: None) -> None:
+def join_saving(
+    world: World, threads: Sequence[threading.Thread], meanwhile: Callable[[], None] = lambda: None
+) -> None:
     """Wait until `threads` have ended on every rank. Collective.
 
     The threads may take longer than the timeout of a collective. So all ranks run one collective every `MEET_S` seconds

@@ -30,11 +30,11 @@ from zero.checkpoint.hashes import (
     FileHash,
     crc_of,
     hash_block,
-    joined,
+    joined_crc,
 )
 from zero.errors import CheckpointError, if_it_fails
 from zero.platform.files import move, naming
-from zero.platform.safetensors_files import ALIGN_BYTES, Part, header, offsets
+from zero.platform.safetensors_files import ALIGN_BYTES, FilePart, header, offsets
 
 REQUEST_BYTES = 4 * 2**20
 """Maximum number of bytes that one system call writes."""
@@ -83,7 +83,7 @@ class ShardWriter(_OpenFile):
     """
 
     def __init__(
-        self, disk: Disk, path: Path, parts: Sequence[Part], *, behind: Callable[[], None] | None = None
+        self, disk: Disk, path: Path, parts: Sequence[FilePart], *, behind: Callable[[], None] | None = None
     ) -> None:
         self._disk = disk
         self._path = path
@@ -147,7 +147,7 @@ class ShardWriter(_OpenFile):
             fd, self._fd = self._fd, CLOSED
             with naming(self._path, "closing"):
                 self._disk.close(fd)
-        return joined(self._hashes)
+        return joined_crc(self._hashes)
 
     def close(self) -> None:
         """Stop the threads and close the file. Does nothing after `finish`."""
@@ -215,7 +215,7 @@ class ShardReader(_OpenFile):
         CheckpointError: there is no such regular file, it has another size, or its header does not list `parts`.
     """
 
-    def __init__(self, disk: Disk, path: Path, expected: FileHash, parts: Sequence[Part]) -> None:
+    def __init__(self, disk: Disk, path: Path, expected: FileHash, parts: Sequence[FilePart]) -> None:
         self._disk = disk
         self._path = path
         self._expected = expected

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.core.layout import Layout, Piece, Slot
+from zero.core.layout import Layout, Slot, SlotPiece
 from zero.core.master import Master
 from zero.core.moments import Moments, permutation
 from zero.core.updates import Update
@@ -82,7 +82,11 @@ class Kept:
 
     @contextmanager
     def opened(
-        self, params: Sequence[Tensor], kept: Sequence[Sequence[Tensor]], places: Sequence[Sequence[Piece]], step: int
+        self,
+        params: Sequence[Tensor],
+        kept: Sequence[Sequence[Tensor]],
+        places: Sequence[Sequence[SlotPiece]],
+        step: int,
     ) -> Iterator[list[Sequence[Tensor]]]:
         """Yield the master and each moment as fp32 tensors to be updated in place, then encode them into their pages.
 

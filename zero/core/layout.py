@@ -68,7 +68,7 @@ class Slot:
         return full_P.as_strided(self.shape, self.stride, full_P.storage_offset() + self.offset)
 
 
-class Piece(NamedTuple):
+class SlotPiece(NamedTuple):
     """The part of a slot that lies in a range of the flat.
 
     The part is elements [slot_start, slot_stop) of the slot, and starts at element `start_in_range` of the range.
@@ -152,7 +152,7 @@ class Layout:
         """Return views of the parameters in a flat tensor, (P,) and contiguous, by name in the layout's order."""
         return {slot.name: slot.of(full_P) for slot in self.slots}
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
+    def pieces(self, start: int, stop: int) -> list[SlotPiece]:
         """Return the parts of slots that lie in [start, stop) of the flat, in order.
 
         Raises:
@@ -162,7 +162,7 @@ class Layout:
         for slot in self._filled_from(start, stop):
             first, last = max(start, slot.offset), min(stop, slot.stop)
             if first < last:
-                pieces.append(Piece(slot, first - slot.offset, last - slot.offset, first - start))
+                pieces.append(SlotPiece(slot, first - slot.offset, last - slot.offset, first - start))
         return pieces
 
     def extents(self, start: int, stop: int) -> list[tuple[Slot, int, int]]:

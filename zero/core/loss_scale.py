@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.setting_types import Whole, in_fp32, key
+from zero.core.setting_types import Whole, key, words_in_fp32
 from zero.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ class LossScale(NamedTuple):
     """Steps skipped since the start of the run because of an overflow."""
 
 
-_Scale = Annotated[float, Field(gt=0, le=2**40), AfterValidator(in_fp32)]
+_Scale = Annotated[float, Field(gt=0, le=2**40), AfterValidator(words_in_fp32)]
 
 
 class LossScaling(Section):

@@ -33,7 +33,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zero.core.layout import VECTOR, Piece, key_of
+from zero.core.layout import VECTOR, SlotPiece, key_of
 from zero.core.master import cut_as, one_after_another, rounded
 
 BLOCK = 2**16
@@ -75,7 +75,9 @@ class Moments:
         return count
 
     @contextmanager
-    def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
+    def opened(
+        self, kept: Sequence[Tensor], places: Sequence[Sequence[SlotPiece]], key: str
+    ) -> Iterator[Sequence[Tensor]]:
         """Yield one moment as fp32 tensors to be updated in place, then encode it into its pages.
 
         Args:
@@ -102,7 +104,9 @@ class Bf16Moments(Moments):
     draws = True
 
     @contextmanager
-    def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
+    def opened(
+        self, kept: Sequence[Tensor], places: Sequence[Sequence[SlotPiece]], key: str
+    ) -> Iterator[Sequence[Tensor]]:
         flat = one_after_another(kept).float()
         yield cut_as(kept, flat)
         bits = flat.view(torch.int32)
@@ -133,7 +137,9 @@ class EightBitMoments(Moments):
         return count // VECTOR * (VECTOR + 1)
 
     @contextmanager
-    def opened(self, kept: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: str) -> Iterator[Sequence[Tensor]]:
+    def opened(
+        self, kept: Sequence[Tensor], places: Sequence[Sequence[SlotPiece]], key: str
+    ) -> Iterator[Sequence[Tensor]]:
         page = one_after_another(kept)
         flat = self.values_of(page)
         numels = [tensor.numel() // (VECTOR + 1) * VECTOR for tensor in kept]
@@ -177,7 +183,7 @@ class EightBitMoments(Moments):
         blocks[:, 1:].copy_(bits)
 
 
-def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[Piece]], key: int, left: int = 0) -> None:
+def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[SlotPiece]], key: int, left: int = 0) -> None:
     """Add random bits to (K,) int32 tensors with `add_random`, but not in gaps, which stay zero."""
     for tensor, pieces in zip(bits, places, strict=True):
         for slot, start, stop, place in pieces:

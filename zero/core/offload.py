@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from zero.core.schema import Section
-from zero.core.setting_types import Places, bytes_of, key, memory_of, or_auto, whole_or_auto
+from zero.core.setting_types import Places, bytes_of, key, memory_bytes, or_auto, whole_or_auto
 from zero.core.sizes import BLOCK_BYTES, GiB, size_text
 from zero.errors import ConfigError, SettingError
 
@@ -43,7 +43,7 @@ def _budget(value: object) -> int | float:
         if 0 < value <= 1:
             return value
         raise ValueError
-    return bytes_of(value) and memory_of(value)
+    return bytes_of(value) and memory_bytes(value)
 
 
 def _percent(share: float) -> str:
@@ -56,9 +56,9 @@ Budget = Annotated[
     int | float | None,
     or_auto(_SIZE_OR_SHARE, _budget, None, lambda kept: _percent(kept) if isinstance(kept, float) else kept),
 ]
-Reserve = Annotated[int | None, or_auto("a size such as 80GiB", memory_of, None)]
+Reserve = Annotated[int | None, or_auto("a size such as 80GiB", memory_bytes, None)]
 StoreThreads = Annotated[int | None, whole_or_auto(1, 4096, None)]
-Ahead = Annotated[int | None, or_auto("a size such as 8GiB", lambda size: bytes_of(size) and memory_of(size), None)]
+Ahead = Annotated[int | None, or_auto("a size such as 8GiB", lambda size: bytes_of(size) and memory_bytes(size), None)]
 
 
 class Offload(Section):

@@ -68,7 +68,7 @@ def walk(model: type[Section], at: str = "", option: type[Section] | None = None
             yield from walk(section, key, option or section)
 
 
-def keys(model: type[Section], at: str = "") -> tuple[str, ...]:
+def schema_keys(model: type[Section], at: str = "") -> tuple[str, ...]:
     """Return the dotted keys of all options together, in reading order."""
     return tuple(dict.fromkeys(key.name for key in walk(model, at)))
 
@@ -87,7 +87,7 @@ def sentence(model: type[Section], errors: ValidationError, raw: Mapping[str, An
         case "extra_forbidden":
             return unknown_key(model, key, at)
         case "model_type" | "model_attributes_type" | "dict_type":
-            inside = [name for name in keys(model, at) if name.startswith(f"{key}.")]
+            inside = [name for name in schema_keys(model, at) if name.startswith(f"{key}.")]
             return f"{key}={suggest.shown(value)}: {key} is a section of keys. Choose from {', '.join(inside)}."
         case "union_tag_not_found":
             return f"{key} needs {key}.name"
@@ -158,17 +158,17 @@ def _typed(error: ErrorDetails, raw: Mapping[str, Any]) -> tuple[list[str], Any]
     return path, node
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_fields(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested values as one dict of dotted key -> value."""
     dotted: dict[str, Any] = {}
     for key, value in values.items():
-        dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        dotted |= flat_fields(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return dotted
 
 
 def unknown_key(model: type[Section], key: str, at: str = "") -> str:
     """Return the message for a key that does not exist, or that the chosen options do not have."""
-    known = keys(model, at)
+    known = schema_keys(model, at)
     if inside := [name for name in known if f"{name}.".startswith(f"{key}.")]:
         section = key.split(".")[0]
         return f"{key} is not a key of the option chosen for {section}. See mode=explain explain.key={inside[0]}."

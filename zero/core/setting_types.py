@@ -95,7 +95,7 @@ def whole_or_auto(least: int, largest: int = MOST, auto: Any = "auto") -> Reads:
     return or_auto(f"a whole number from {least}", read, auto)
 
 
-def in_fp32(value: float) -> float:
+def words_in_fp32(value: float) -> float:
     if value < 1e-37:
         raise ValueError("is 0 in fp32, the dtype of updates")
     return value
@@ -108,8 +108,8 @@ Ranks = Annotated[int | Literal["auto"], whole_or_auto(1, 2**20)]
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Rows = Annotated[int, Field(ge=1, le=2**31)]
-Positive = Annotated[float, Field(gt=0, le=1e37), AfterValidator(in_fp32)]
-Rate = Annotated[float, Field(gt=0, le=1000), AfterValidator(in_fp32)]
+Positive = Annotated[float, Field(gt=0, le=1e37), AfterValidator(words_in_fp32)]
+Rate = Annotated[float, Field(gt=0, le=1000), AfterValidator(words_in_fp32)]
 NonNegative = Annotated[float, Field(ge=0, le=1000)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -134,7 +134,7 @@ def bytes_of(value: object) -> int:
     return nbytes
 
 
-def memory_of(value: object) -> int:
+def memory_bytes(value: object) -> int:
     """Return the bytes of a size; reject a bare 80, because the user means 80GiB, but accept 80B."""
     nbytes = bytes_of(value)
     if nbytes >= 2**20 or re.fullmatch(r"\d+B", str(value)):
@@ -145,7 +145,7 @@ def memory_of(value: object) -> int:
 
 
 Size = Annotated[int, Reads("a size in bytes such as 4MiB, or 0", bytes_of)]
-Memory = Annotated[int | Literal["auto"], or_auto("a size such as 80GiB", memory_of)]
+Memory = Annotated[int | Literal["auto"], or_auto("a size such as 80GiB", memory_bytes)]
 
 # Words
 

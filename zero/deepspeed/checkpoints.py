@@ -24,7 +24,7 @@ from zero.checkpoint.publish import sweep_beside
 from zero.checkpoint.save import by_rank_0, tied_names
 from zero.core.suggest import some
 from zero.deepspeed.metrics import EngineInfo, make_folder
-from zero.deepspeed.optimizers import check_group_count, restore, settings_of
+from zero.deepspeed.optimizers import check_group_count, optimizer_settings, restore
 from zero.deepspeed.runtime.lr_schedules import Scheduler
 from zero.deepspeed.zero import full_on_this_rank
 from zero.distributed.world import World
@@ -222,7 +222,7 @@ class EngineCheckpoints(EngineInfo, ABC):
         if tag is not None:
             by_rank_0(self.plan.world, lambda: sweep_beside(root, self.plan.world))
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        groups = settings_of(self.optimizer.param_groups)
+        groups = optimizer_settings(self.optimizer.param_groups)
         facts = LoopState(dict(client_state or {}), self.micro_steps, self.global_samples, groups, schedule).facts
         if self._run_log is not None:
             facts["wandb"] = self._run_log.run_id

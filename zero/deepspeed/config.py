@@ -22,7 +22,7 @@ from zero.deepspeed.config_keys import (
     Muon,
     OneCycle,
     Rise,
-    Schedule,
+    ScheduleKeys,
     Warmup,
     WarmupCosine,
     WarmupDecay,
@@ -249,11 +249,11 @@ def _optim_of_schedule(config: CheckedConfig) -> dict[str, Any]:
 # Schedules
 
 
-def _peak(config: CheckedConfig, scheduler: Schedule) -> float | tuple[float, ...] | None:
+def _peak(config: CheckedConfig, scheduler: ScheduleKeys) -> float | tuple[float, ...] | None:
     return None if f"scheduler.params.{scheduler.peak_key}" in config.autos else scheduler.peak
 
 
-def _one_schedule(scheduler: Schedule | None) -> None:
+def _one_schedule(scheduler: ScheduleKeys | None) -> None:
     """Raise ConfigError if a scheduler has numbers for each group, because settings have one schedule."""
     if scheduler is None:
         return
@@ -298,7 +298,7 @@ def _schedule(config: CheckedConfig) -> dict[str, Any]:
     return settings
 
 
-def _start(config: CheckedConfig, scheduler: Schedule, lowest: Any) -> float:
+def _start(config: CheckedConfig, scheduler: ScheduleKeys, lowest: Any) -> float:
     """Return the lowest rate as a share of the peak. `_one_schedule` has made sure that both are numbers."""
     peak: Any = _peak(config, scheduler)
     return float(lowest / (peak or _lr(config)))
@@ -350,6 +350,6 @@ def _tracker(keys: Keys) -> dict[str, Any]:
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as words of a command line. Options of groups come first, because other keys depend on them."""
-    flat = schema.flat(settings)
+    flat = schema.flat_fields(settings)
     options = [f"{key.removesuffix('.name')}={value}" for key, value in flat.items() if key.endswith(".name")]
     return options + [f"{key}={suggest.word(value)}" for key, value in flat.items() if not key.endswith(".name")]

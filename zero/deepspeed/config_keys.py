@@ -87,7 +87,7 @@ class Bf16(Section):
     enabled: bool = means("`precision=bf16`", False)
 
 
-class Offload(Section):
+class OffloadKeys(Section):
     """Keys of `offload_param` and `offload_optimizer`."""
 
     device: Literal["none", "cpu", "nvme"] | None = means("`offload.param`, `offload.optimizer`; gradients follow it")
@@ -105,8 +105,8 @@ class ZeroOptimization(Section):
     """Keys of `zero_optimization`."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = means("`zero.stage`", 0)
-    offload_param: Offload = means("", Offload())
-    offload_optimizer: Offload = means("", Offload())
+    offload_param: OffloadKeys = means("", OffloadKeys())
+    offload_optimizer: OffloadKeys = means("", OffloadKeys())
     nvme_offload_path: Word | None = means("`offload.path`")
     offload_param_nvme: bool = means("`offload.param=nvme`, whatever `offload_param.device` is", False)
     offload_optimizer_nvme: bool = means("`offload.optimizer=nvme`, whatever `offload_optimizer.device` is", False)
@@ -137,7 +137,7 @@ class ActivationCheckpointing(Section):
     number_checkpoints: Whole | None = means("`zero.activations=remat`")
 
 
-class Wandb(Section):
+class WandbKeys(Section):
     """Keys of `wandb`."""
 
     enabled: bool = means("`tracker=wandb`", False)
@@ -182,14 +182,14 @@ class Keys(Section):
     zero_optimization: ZeroOptimization = means("", ZeroOptimization())
     aio: Aio = means("", Aio())
     activation_checkpointing: ActivationCheckpointing = means("", ActivationCheckpointing())
-    wandb: Wandb = means("", Wandb())
+    wandb: WandbKeys = means("", WandbKeys())
     tensorboard: Tensorboard = means("", Tensorboard())
 
 
 # Optimizers
 
 
-class Optimizer(Section):
+class OptimizerKeys(Section):
     """Keys that all optimizers have; `name` is the corresponding optimizer of this library."""
 
     section_key: ClassVar[str] = "optimizer.params"
@@ -199,7 +199,7 @@ class Optimizer(Section):
     weight_decay: NonNegative = to("optim.weight_decay", 0.0)
 
 
-class Lion(Optimizer):
+class Lion(OptimizerKeys):
     """Keys of Lion."""
 
     name: ClassVar[str] = "lion"
@@ -233,7 +233,7 @@ class Muon(Lion):
     ns_method: Literal["gram", "standard"] = means("ignored: two ways to the same iteration", "gram")
 
 
-class Adagrad(Optimizer):
+class Adagrad(OptimizerKeys):
     """Keys of Adagrad."""
 
     name: ClassVar[str] = "adagrad"
@@ -242,7 +242,7 @@ class Adagrad(Optimizer):
     eps: NonNegative = to("optim.eps", 1e-10)
 
 
-class Sgd(Optimizer):
+class Sgd(OptimizerKeys):
     """Keys of SGD."""
 
     name: ClassVar[str] = "sgd"
@@ -251,7 +251,7 @@ class Sgd(Optimizer):
     nesterov: bool = to("optim.nesterov", False)
 
 
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {
+OPTIMIZERS: Mapping[str, type[OptimizerKeys]] = {
     "Adam": AdamW, "AdamW": AdamW, "Lion": Lion, "Adagrad": Adagrad, "SGD": Sgd, "Muon": Muon
 }  # fmt: skip
 """Value of `optimizer.type` -> class of its keys. A config may write it in upper or lower case."""
@@ -260,7 +260,7 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
 # Schedulers
 
 
-class Schedule(Section):
+class ScheduleKeys(Section):
     """Keys that all schedulers have.
 
     Attributes:
@@ -293,7 +293,7 @@ class Schedule(Section):
                 raise ConfigError(f"{self.section_key}.{name} is missing, and has no default")
 
 
-class Rise(Schedule):
+class Rise(ScheduleKeys):
     """Keys that all schedulers with a warm-up have."""
 
     warmup_num_steps: Whole = means("`schedule.warmup`", 1000)
@@ -331,7 +331,7 @@ class WarmupCosine(Rise):
     cos_min_ratio: NonNegative = to("schedule.final", 1e-4)
 
 
-class OneCycle(Schedule):
+class OneCycle(ScheduleKeys):
     """Keys of `OneCycle`."""
 
     name: ClassVar[str] = "one_cycle"
@@ -352,7 +352,7 @@ class OneCycle(Schedule):
     decay_mom_rate: NonNegative = to("schedule.momentum_decay_rate", 0.0)
 
 
-class LRRange(Schedule):
+class LRRange(ScheduleKeys):
     """Keys of `LRRangeTest`."""
 
     name: ClassVar[str] = "lr_range"
@@ -364,7 +364,7 @@ class LRRange(Schedule):
     lr_range_test_staircase: bool = to("schedule.stairs", False)
 
 
-SCHEDULERS: Mapping[str, type[Schedule]] = {
+SCHEDULERS: Mapping[str, type[ScheduleKeys]] = {
     "WarmupLR": Warmup,
     "WarmupDecayLR": WarmupDecay,
     "WarmupCosineLR": WarmupCosine,

@@ -15,7 +15,16 @@ from typing import Any, TypeVar
 from zero.core import schema, suggest
 from zero.core.schema import Section
 from zero.core.setting_types import MOST
-from zero.deepspeed.config_keys import IGNORED, OPTIMIZERS, REJECTED, SCHEDULERS, Keys, Named, Optimizer, Schedule
+from zero.deepspeed.config_keys import (
+    IGNORED,
+    OPTIMIZERS,
+    REJECTED,
+    SCHEDULERS,
+    Keys,
+    Named,
+    OptimizerKeys,
+    ScheduleKeys,
+)
 from zero.errors import ConfigError
 
 AUTO = "auto"
@@ -36,8 +45,8 @@ class CheckedConfig:
     """
 
     keys: Keys
-    optimizer: Optimizer | None
-    scheduler: Schedule | None
+    optimizer: OptimizerKeys | None
+    scheduler: ScheduleKeys | None
     autos: set[str]
     notes: list[str] = field(default_factory=list)
 
@@ -100,11 +109,11 @@ def _params(section: str, named: Named, kinds: Mapping[str, type[_Kind]]) -> _Ki
 
 
 def _all_known() -> Iterator[str]:
-    for key in schema.keys(Keys):
+    for key in schema.schema_keys(Keys):
         if key not in ("optimizer.params", "scheduler.params"):
             yield key
     for kind in (*OPTIMIZERS.values(), *SCHEDULERS.values()):
-        yield from schema.keys(kind, kind.section_key)
+        yield from schema.schema_keys(kind, kind.section_key)
     yield from (*IGNORED, *REJECTED)
 
 

@@ -17,7 +17,7 @@ from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.config_keys import ZeroOptimization
 from zero.deepspeed.engine import Engine
 from zero.deepspeed.metrics import RunLog, run_settings
-from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, names_of, trained, transform
+from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, optimizer_names, trained, transform
 from zero.deepspeed.precompiled import bypass_compiled, uncompiled
 from zero.deepspeed.runtime.dataloader import Loader
 from zero.deepspeed.runtime.lr_schedules import SCHEDULES, Scheduler
@@ -32,7 +32,7 @@ from zero.engine.whole import Weights
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_plan
-from zero.tracker.settings import Wandb
+from zero.tracker.settings import WandbSettings
 
 log = logging.getLogger("zero")
 
@@ -245,7 +245,7 @@ def _run_log(
     folder: str | PathLike[str] | None,
     tokens_per_row: int,
 ) -> RunLog | None:
-    if folder is None and (isinstance(settings.tracker, Wandb) or settings.tracker.tensorboard):
+    if folder is None and (isinstance(settings.tracker, WandbSettings) or settings.tracker.tensorboard):
         folder = Path("runs") / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
     if folder is None and "every" not in translation.settings.get("tracker", {}):
         return None
@@ -281,7 +281,7 @@ def shard(
                 frozen.callback(parameter.requires_grad_, True)
                 parameter.requires_grad_(False)
         _allocate_absent_buffers(model)
-        plan = make_plan(transform(optimizer, names_of(model), clip))
+        plan = make_plan(transform(optimizer, optimizer_names(model), clip))
         store = open_store(plan)
         undo.callback(store.close)
         first = _values_of_rank_0(model, world) if weights is None else weights

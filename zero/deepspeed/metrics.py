@@ -20,13 +20,13 @@ from torch import nn
 
 from zero.checkpoint.json_values import to_json
 from zero.checkpoint.save import by_rank_0
-from zero.deepspeed.optimizers import Optimizer, settings_of
+from zero.deepspeed.optimizers import Optimizer, optimizer_settings
 from zero.distributed.world import World
 from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.errors import ConfigError
 from zero.platform.files import naming
-from zero.platform.threads import Beside
+from zero.platform.threads import BackgroundThread
 from zero.settings import Settings
 from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
@@ -313,7 +313,7 @@ def _close(store: PrefetchStore, run_log: RunLog | None) -> None:
 
 def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
     # in a thread, because Python may collect an engine anywhere, even in the store's threads and under its lock
-    Beside(partial(_close, store, run_log), name="closing").start()
+    BackgroundThread(partial(_close, store, run_log), name="closing").start()
 
 
 def make_folder(world: World, folder: Path | None) -> None:
@@ -333,7 +333,7 @@ def make_folder(world: World, folder: Path | None) -> None:
 
 def run_settings(config: Settings, optimizer: Optimizer) -> dict[str, Any]:
     """Return the settings of a run as JSON values: `SECTIONS` of the config, and the optimizer's groups."""
-    groups = {str(number): group for number, group in enumerate(settings_of(optimizer.param_groups))}
+    groups = {str(number): group for number, group in enumerate(optimizer_settings(optimizer.param_groups))}
     chosen = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
     sections = {key: value for key, value in config.plain().items() if key in SECTIONS}
     return {"mode": "train", **sections, "optimizer": json.loads(json.dumps(to_json(chosen), default=str))}

@@ -291,14 +291,14 @@ def trained(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def settings_of(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+def optimizer_settings(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
     """Return the groups without their parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def restore(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> None:
     """Write saved settings into the groups, one by one; there must be as many saved groups."""
-    for group, settings in zip(groups, settings_of(saved), strict=True):
+    for group, settings in zip(groups, optimizer_settings(saved), strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
 
 
@@ -333,6 +333,6 @@ def _trains(held: Mapping[str, Tensor], frozen: Mapping[str, Tensor], step: int)
     return any(parameter.requires_grad for parameter in held.values())
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
+def optimizer_names(model: nn.Module) -> dict[int, str]:
     """Return a map from the `id` of each parameter to its full name; a tied parameter has its first name."""
     return {id(parameter): name for name, parameter in model.named_parameters()}

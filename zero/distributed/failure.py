@@ -179,7 +179,7 @@ class LastWord:
         self._written.set()
 
 
-def explain(
+def explain_failure(
     rank: int,
     size: int,
     mine: Note,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.distributed.failure import NAMING_S, LastWord, Note, Notes, explain
+from zero.distributed.failure import NAMING_S, LastWord, Note, Notes, explain_failure
 from zero.distributed.rendezvous import (
     check_groups,
     connect_all,
@@ -29,7 +29,7 @@ from zero.distributed.rendezvous import (
     have_gloo_listen,
     hosts,
     listens,
-    open_store,
+    open_key_value_store,
     store_address,
 )
 from zero.distributed.stalled import StallWatch, Wait, cut_sockets, open_sockets
@@ -61,7 +61,7 @@ class ProcessGroup:
         self._others = tuple(other for other in range(size) if other != rank)
         self.local_size = min(env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
         self._compute, self._timeout_s, self._wait_s = compute, timeout_s, timeout_s - min(NAMING_S, timeout_s / 2)
-        self._store = open_store(self.rank, self.size, timeout_s)
+        self._store = open_key_value_store(self.rank, self.size, timeout_s)
         self._claim_gpu()
         address = store_address()  # read now, because the environment may have changed when the process ends
         self._notes = Notes(self._store, self.rank, self.size, partial(listens, address))
@@ -133,7 +133,7 @@ class ProcessGroup:
         mine = Note.of_wait(error, "a collective of torch", dict(self._started), None)
         self._notes.post(mine)
         notes = self._notes.read()
-        cause = explain(self.rank, self.size, mine, notes, self._timeout_s, Notes.board, self._hosts)
+        cause = explain_failure(self.rank, self.size, mine, notes, self._timeout_s, Notes.board, self._hosts)
         error.add_note(str(cause))
 
     def open_part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:
@@ -278,7 +278,9 @@ class ProcessGroup:
                 mine = Note.of_wait(error, where, dict(self._started), peer)
                 self._notes.post(mine)
                 notes = self._notes.read()
-                self._failure = explain(self.rank, self.size, mine, notes, self._timeout_s, Notes.board, self._hosts)
+                self._failure = explain_failure(
+                    self.rank, self.size, mine, notes, self._timeout_s, Notes.board, self._hosts
+                )
             raise self._failure from error
 
 

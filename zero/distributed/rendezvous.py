@@ -62,7 +62,7 @@ def rank_of_process() -> int:
     return dist.get_rank() if dist.is_initialized() else env_int("RANK", "0")
 
 
-def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
+def open_key_value_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT, and return when every rank has connected.
 
     torchrun's agent hosts the store; without an agent rank 0 does.

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from zero.distributed.failure import Note, Notes, by_rank, first_difference
-from zero.platform.threads import Beside
+from zero.platform.threads import BackgroundThread
 
 PATIENCE_S = 2.0
 """Seconds of waiting before operations are compared. Most longer waits are for a slow rank, and continue."""
@@ -81,7 +81,7 @@ class StallWatch:
         self._waits: tuple[float, Wait] | None = None  # when its patience ends, and the current wait
         self._closing = threading.Lock()
         self._over = threading.Event()
-        Beside(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
+        BackgroundThread(self._watch, name="stalls", stop=self._over.set, limit_s=PATIENCE_S).start()
 
     @contextmanager
     def watching(self, wait: Wait) -> Iterator[None]:

@@ -17,7 +17,7 @@ _ROWS_ON_GPU = 2**10
 _FACTOR = 0x27BB2EE687B0B0FD  # odd, so that a product with it keeps every bit of a difference
 
 
-class Entry(NamedTuple):
+class ChecksumEntry(NamedTuple):
     """The checksum of one tensor.
 
     Attributes:
@@ -42,12 +42,12 @@ class Checksums:
     def __init__(self, device: Device) -> None:
         self.active, self._rows = False, _ROWS if device.shares_memory else _ROWS_ON_GPU
         self.frozen: dict[tuple[int, str], tuple[int, int]] = {}
-        self._entries: list[Entry] = []
+        self._entries: list[ChecksumEntry] = []
 
     def note(self, unit: str, what: str, tensors: Iterable[Tensor]) -> None:
         """Record the checksums of `tensors`, as the work that is enqueued on the current stream leaves them."""
         if self.active:
-            self._entries += [Entry(unit, what, self.of(tensor)) for tensor in tensors]
+            self._entries += [ChecksumEntry(unit, what, self.of(tensor)) for tensor in tensors]
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the `checksum` of a tensor, in as many launches as fit this rank's device."""
@@ -58,7 +58,7 @@ class Checksums:
         self.active = True
         self._entries = []
 
-    def end(self) -> list[Entry]:
+    def end(self) -> list[ChecksumEntry]:
         """End the record and return it."""
         self.active = False
         entries, self._entries = self._entries, []
@@ -102,7 +102,7 @@ def _weights(octets: Tensor) -> Tensor:
     return numbers.mul_(_FACTOR).bitwise_or_(1)
 
 
-def on_host(entries: list[Entry], device: Device) -> list[int]:
+def on_host(entries: list[ChecksumEntry], device: Device) -> list[int]:
     """Return the checksums of entries as numbers; the host waits for the device once."""
     if not entries:
         return []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import Layout
-from zero.engine.memory import load
+from zero.engine.memory import load_page
 from zero.engine.model import UnitSpec
 from zero.engine.runtime import Runtime
 from zero.engine.unit_state import UnitState
@@ -86,7 +86,7 @@ def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dty
     values = torch.zeros(numel(count), dtype=dtype, device=plan.world.device)
     for number, (start, stop) in enumerate(plan.pages.cut(count)):
         page = Page(unit.index, kind, number)
-        load(runtime.store, plan.world.compute, page, values[numel(start) : numel(stop)]).wait()
+        load_page(runtime.store, plan.world.compute, page, values[numel(start) : numel(stop)]).wait()
     return values
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zero.core.optim import Hyper
 from zero.distributed.world import World
-from zero.engine.checksums import Checksums, Entry, on_host
+from zero.engine.checksums import ChecksumEntry, Checksums, on_host
 from zero.engine.full_flat import summed_gradient
 from zero.engine.runtime import Runtime
 from zero.engine.unit_state import UnitState
@@ -81,7 +81,9 @@ class Replay:
             for module in self._plan.model.modules()
             for name, buffer in module._buffers.items()
         ]
-        self._runs: list[tuple[list[Entry], list[Entry]]] = []  # (of the program, of its results), of each run
+        self._runs: list[
+            tuple[list[ChecksumEntry], list[ChecksumEntry]]
+        ] = []  # (of the program, of its results), of each run
         self._gradients: dict[str, int] = {}  # by unit name
         self._first: tuple[list[int], str] | None = None  # the first difference: (its place in the program, text)
 
@@ -288,7 +290,7 @@ class Replay:
             held.memory.copy_(copy)
 
 
-def _numbered(entries: Sequence[Entry], values: Sequence[int]) -> dict[tuple[str, str, int], int]:
+def _numbered(entries: Sequence[ChecksumEntry], values: Sequence[int]) -> dict[tuple[str, str, int], int]:
     """Return the checksums by unit, what the tensor is, and how many of these came before, in the order of the run.
 
     The place in the whole run is no key, because the first run may change the order of reductions.

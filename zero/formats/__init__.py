@@ -8,17 +8,17 @@ that saves, loads or resumes imports it.
 
 from zero.formats.exports import Exported, export_checkpoint, open_newest
 from zero.formats.four_bit import from_bitsandbytes
-from zero.formats.imports import Choice, Imported, import_checkpoint, read_source
+from zero.formats.imports import ImportChoice, Imported, import_checkpoint, open_source
 from zero.formats.progress_bar import progress_bar
 
 __all__ = [
-    "Choice",
     "Exported",
+    "ImportChoice",
     "Imported",
     "export_checkpoint",
     "from_bitsandbytes",
     "import_checkpoint",
     "open_newest",
+    "open_source",
     "progress_bar",
-    "read_source",
 ]

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
 from zero.errors import CheckpointError
-from zero.formats.stream import Source, Stream
+from zero.formats.stream import Stream, TensorSource
 from zero.formats.torch_file import check_records, refused
 from zero.platform.files import naming
 from zero.platform.safetensors_files import NAMES
@@ -98,7 +98,7 @@ def write(folder: Path, tensors: Mapping[str, Stream]) -> None:
         raise (cause if isinstance(cause, CheckpointError) else refused(str(folder), cause)) from error
 
 
-def read(folder: Path) -> Source:
+def read(folder: Path) -> TensorSource:
     """Return the tensors of a DCP folder, saved by any number of ranks; their values are read later.
 
     Raises:
@@ -111,7 +111,7 @@ def read(folder: Path) -> Source:
             streams[name] = _stream(folder, name, entry, saved.storage_data)
         else:
             left.append(f"{name} (bytes)")
-    return Source(streams, left=tuple(left))
+    return TensorSource(streams, left=tuple(left))
 
 
 def _stream(folder: Path, name: str, entry: Any, stored: Mapping[Any, Any]) -> Stream:

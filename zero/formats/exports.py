@@ -119,7 +119,7 @@ def export_checkpoint(
     return Exported(len(tensors), sum(stream.nbytes for stream in tensors.values()), ties)
 
 
-def whole(checkpoint: Checkpoint, *, frozen: bool = True) -> dict[str, Tensor]:
+def whole_parameters(checkpoint: Checkpoint, *, frozen: bool = True) -> dict[str, Tensor]:
     """Return all parameters, in fp32, and buffers by name. The names of a tied tensor share one tensor.
 
     Args:

@@ -1,8 +1,8 @@
 """Import files of other libraries as a checkpoint.
 
-A source has names and values. `Choice` adds what the files do not say, such as which tensors are frozen parameters or
-buffers. Missing moments are written as zeros. Random generators and loss scale start anew. `zero.load` later compares
-names and shapes with the model.
+A source has names and values. `ImportChoice` adds what the files do not say, such as which tensors are buffers. Missing
+moments are written as zeros. Random generators and loss scale start anew. `zero.load` later compares names and shapes
+with the model.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ import torch
 from zero.checkpoint import Root
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, lone
 from zero.checkpoint.manifest import FORMAT, Index, Manifest, file_name, files_of, held, step_name, to_text
-from zero.checkpoint.save import facts_of
+from zero.checkpoint.save import saved_facts
 from zero.checkpoint.shard import ShardWriter
 from zero.core.precision import Precision
 from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError, if_it_fails
 from zero.formats.safetensors_folder import read as read_hf
-from zero.formats.stream import Source, Stream, counted
+from zero.formats.stream import Stream, TensorSource, counted
 from zero.formats.torch_file import read as read_torch
 from zero.formats.universal import read as read_deepspeed
 from zero.platform.files import memory_of, naming
@@ -40,7 +40,7 @@ Value = tuple[str, str, Stream]
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class ImportChoice:
     """The options of an import: facts that the source does not state.
 
     Attributes:
@@ -67,7 +67,7 @@ class Imported(NamedTuple):
     notes: list[str]
 
 
-def read_source(from_: str, path: Path) -> Source:
+def open_source(from_: str, path: Path) -> TensorSource:
     """Return the tensors of a file or folder; their values are read later.
 
     Args:
@@ -81,7 +81,7 @@ def read_source(from_: str, path: Path) -> Source:
         raise ConfigError(f"--from {from_} does not exist. Choose from {', '.join(FORMATS)}.")
     with naming(path):
         path.stat()
-    read: dict[str, Callable[[Path], Source]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
+    read: dict[str, Callable[[Path], TensorSource]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
     if from_ == "dcp":
         from zero.formats.dcp import read as read_dcp  # here, because the import takes 0.5 s and 50 MB
 
@@ -93,7 +93,9 @@ def read_source(from_: str, path: Path) -> Source:
     return source
 
 
-def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), progress: Progress = silent) -> Imported:
+def import_checkpoint(
+    source: TensorSource, root: Path, choice: ImportChoice = ImportChoice(), progress: Progress = silent
+) -> Imported:
     """Write a source as a checkpoint with the file of one rank under `root`, and publish it.
 
     Args:
@@ -118,12 +120,12 @@ def import_checkpoint(source: Source, root: Path, choice: Choice = Choice(), pro
         name: 0 for name, kind in kinds.items() if kind == PARAMETER and _lacks_moments(source, name, choice.moments)
     }
     rested = {name: step - updates for name, updates in {**source.updates, **begun}.items() if updates != step}
-    numbers = facts_of(step, START._replace(skipped=source.skipped), dynamic=False, ties=ties, rested=rested)
+    numbers = saved_facts(step, START._replace(skipped=source.skipped), dynamic=False, ties=ties, rested=rested)
     folder = _publish(Root(root), values, step + source.skipped, numbers, progress)
     return Imported(folder, list(_notes(source, kinds, choice, ties)))
 
 
-def _under(source: Source, prefix: str) -> Source:
+def _under(source: TensorSource, prefix: str) -> TensorSource:
     """Return a source with only the names that begin with `prefix`, which is stripped."""
 
     def stripped(names: Iterable[str]) -> dict[str, str]:
@@ -147,7 +149,7 @@ def _under(source: Source, prefix: str) -> Source:
 # -- kinds -------------------------------------------------------------------------------------------------------------
 
 
-def _check_ties(source: Source, ties: Mapping[str, str]) -> None:
+def _check_ties(source: TensorSource, ties: Mapping[str, str]) -> None:
     """Check that the tensor of each tie exists, and that its alias has equal values if the source has both.
 
     Raises:
@@ -169,7 +171,7 @@ def _equal(first: Stream, second: Stream, what: str) -> bool:
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
-def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str, str]:
+def _kinds(source: TensorSource, ties: Mapping[str, str], choice: ImportChoice) -> dict[str, str]:
     """Return name -> kind of each tensor, without the aliases of tied tensors."""
     names = [name for name in source.tensors if name not in ties]
     for key, patterns in (("--frozen", choice.frozen), ("--buffers", choice.buffers)):
@@ -188,7 +190,7 @@ def _kinds(source: Source, ties: Mapping[str, str], choice: Choice) -> dict[str,
     return {name: kind(name) for name in names}
 
 
-def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) -> list[Value]:
+def _values(source: TensorSource, kinds: Mapping[str, str], moments: tuple[str, ...]) -> list[Value]:
     """List the tensors of the new checkpoint; parameters and moments are fp32, other tensors keep their dtype."""
     values = []
     for name, kind in kinds.items():
@@ -208,11 +210,13 @@ def _values(source: Source, kinds: Mapping[str, str], moments: tuple[str, ...]) 
     return values
 
 
-def _lacks_moments(source: Source, name: str, moments: tuple[str, ...]) -> bool:
+def _lacks_moments(source: TensorSource, name: str, moments: tuple[str, ...]) -> bool:
     return any((name, moment) not in source.moments for moment in moments)
 
 
-def _notes(source: Source, kinds: Mapping[str, str], choice: Choice, ties: Mapping[str, str]) -> Iterator[str]:
+def _notes(
+    source: TensorSource, kinds: Mapping[str, str], choice: ImportChoice, ties: Mapping[str, str]
+) -> Iterator[str]:
     """Yield a line about each kind of value that the source lacks or the checkpoint leaves out."""
     parameters = [name for name, kind in kinds.items() if kind == PARAMETER]
     for kind in choice.moments:

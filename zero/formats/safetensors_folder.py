@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import CheckpointError
-from zero.formats.stream import Source, Stream, new_file, put
-from zero.platform.safetensors_files import INDEX, Part, StoredWeights, by_width, header
+from zero.formats.stream import Stream, TensorSource, new_file, put
+from zero.platform.safetensors_files import INDEX, FilePart, StoredWeights, by_width, header
 
 SINGLE = "model.safetensors"
 
@@ -43,14 +43,14 @@ def write(folder: Path, tensors: Mapping[str, Stream], ties: Mapping[str, str], 
 
 def write_file(path: Path, tensors: Mapping[str, Stream]) -> None:
     """Write tensors into one new file."""
-    parts = sorted((Part(name, stream.dtype, stream.shape) for name, stream in tensors.items()), key=by_width)
+    parts = sorted((FilePart(name, stream.dtype, stream.shape) for name, stream in tensors.items()), key=by_width)
     with new_file(path) as file:
         file.write(header(parts, align_bytes=8, metadata={"format": "pt"}))  # transformers requires this metadata
         for part in parts:
             put(file, tensors[part.key], part.key)
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> TensorSource:
     """Return the tensors of a file, or of a folder with an index or a single file; their values are read later.
 
     Raises:
@@ -65,7 +65,7 @@ def read(path: Path) -> Source:
         name: Stream.read_by(stored.dtype(name), stored.shape(name), partial(stored.read, name))
         for name in sorted(stored)
     }
-    return Source(tensors, ties=stored.ties)
+    return TensorSource(tensors, ties=stored.ties)
 
 
 def names_by_file(tensors: Mapping[str, Stream], shard_bytes: int) -> list[list[str]]:

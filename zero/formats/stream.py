@@ -113,7 +113,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """The contents of a file or folder of another library.
 
     Attributes:
@@ -151,7 +151,7 @@ def counted(streams: Sequence[Stream], what: str, progress: Progress) -> list[St
     return [Stream(stream.dtype, stream.shape, partial(cut, stream)) for stream in streams]
 
 
-def shape_of(sizes: Any, what: str) -> tuple[int, ...]:
+def shape_in(sizes: Any, what: str) -> tuple[int, ...]:
     """Validate a shape from a file of another library.
 
     Raises:

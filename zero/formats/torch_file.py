@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero.errors import CheckpointError
-from zero.formats.stream import Source, Stream, new_file, put
+from zero.formats.stream import Stream, TensorSource, new_file, put
 from zero.platform.files import naming
 from zero.platform.safetensors_files import NAMES
 
@@ -115,7 +115,7 @@ def _aligned(name: str, offset: int) -> zipfile.ZipInfo:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> TensorSource:
     """Return the tensors of a state dict, or of nested dicts, whose keys are joined by dots; values are read later.
 
     Raises:
@@ -138,7 +138,7 @@ def read(path: Path) -> Source:
     streams = {name: stream_of(value, f"{path}: {name!r}") for name, value in tensors.items()}
     first = {_identity(value): name for name, value in reversed(tensors.items()) if value.numel()}
     owners = {name: first.get(_identity(value), name) for name, value in tensors.items()}
-    return Source(streams, {name: owner for name, owner in owners.items() if owner != name}, left=tuple(left))
+    return TensorSource(streams, {name: owner for name, owner in owners.items() if owner != name}, left=tuple(left))
 
 
 def restricted(path: Path, *, compare: bool = False) -> Any:

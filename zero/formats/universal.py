@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
 from zero.errors import CheckpointError
-from zero.formats.stream import Source, Stream, shape_of
+from zero.formats.stream import Stream, TensorSource, shape_in
 from zero.formats.torch_file import restricted, stream_of
 
 MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
@@ -27,7 +27,7 @@ MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
 
 
-def read(folder: Path) -> Source:
+def read(folder: Path) -> TensorSource:
     """Return the parameters, moments, frozen parameters and buffers of a folder; their values are read later.
 
     Raises:
@@ -72,7 +72,7 @@ def read(folder: Path) -> Source:
     step = max(counts.values(), default=stated)
     updates = {name: count for name, count in counts.items() if count != step}
     ties = {name: owner for name, owner in ties.items() if owner in tensors}
-    return Source(tensors, ties, moments, kinds, step=step, updates=updates, skipped=skipped)
+    return TensorSource(tensors, ties, moments, kinds, step=step, updates=updates, skipped=skipped)
 
 
 def _states(folder: Path) -> list[Mapping[str, Any]]:
@@ -89,7 +89,7 @@ def _states(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def _shapes(folder: Path, *groups: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: shape_of(shape, f"{folder}: {name!r}") for group in groups for name, shape in group.items()}
+    return {name: shape_in(shape, f"{folder}: {name!r}") for group in groups for name, shape in group.items()}
 
 
 def _buffers(folder: Path, state: Mapping[str, Any]) -> dict[str, Stream]:

@@ -67,7 +67,7 @@ def _is_installed(distribution: str) -> bool:
     return any(True for _ in metadata.distributions(name=distribution))
 
 
-def page(name: str) -> Path:
+def docs_page(name: str) -> Path:
     """Return the path of a page of docs/, relative to the current folder if the page is inside of that folder."""
     path, here = TOP / "docs" / name, Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
@@ -83,7 +83,7 @@ def program() -> str:
 
 def as_called(text: str) -> str:
     """Replace the commands and the paths of pages in a text by those that exist in this installation."""
-    text = re.sub(r"\bdocs/([\w-]+\.md)", lambda match: str(page(match[1])), text)
+    text = re.sub(r"\bdocs/([\w-]+\.md)", lambda match: str(docs_page(match[1])), text)
     called = program()
     if called == TRAIN:
         return text

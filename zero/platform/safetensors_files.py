@@ -66,7 +66,7 @@ _DTYPES = {word: dtype for dtype, word in NAMES.items()}
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """One tensor's entry in the header of a safetensors file: its key, dtype and shape."""
 
     key: str
@@ -78,13 +78,13 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def by_width(part: Part) -> int:
+def by_width(part: FilePart) -> int:
     """Return a sort key that puts parts with the largest elements first, so that each part is aligned to its dtype."""
     return -part.dtype.itemsize
 
 
 def header(
-    parts: Sequence[Part], *, align_bytes: int = ALIGN_BYTES, metadata: Mapping[str, str] | None = None
+    parts: Sequence[FilePart], *, align_bytes: int = ALIGN_BYTES, metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """Return the bytes of a file before its data: the length of the header, and the header.
 
@@ -107,13 +107,13 @@ def header(
     return nbytes.to_bytes(LENGTH_BYTES, "little") + text.ljust(nbytes)
 
 
-def offsets(parts: Sequence[Part]) -> tuple[int, ...]:
+def offsets(parts: Sequence[FilePart]) -> tuple[int, ...]:
     """Return the offset in bytes of each part in a checkpoint's file."""
     begin = len(header(parts))
     return tuple(begin + start for start in _starts(parts)[:-1])
 
 
-def _starts(parts: Sequence[Part]) -> list[int]:
+def _starts(parts: Sequence[FilePart]) -> list[int]:
     """Return the offset in bytes of each part after the header, followed by the size of the data."""
     return list(itertools.accumulate((part.nbytes for part in parts), initial=0))
 

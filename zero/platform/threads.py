@@ -26,7 +26,7 @@ It is longer than a run waits for its outputs to close, and finite because a dis
 """
 
 
-class Beside(threading.Thread):
+class BackgroundThread(threading.Thread):
     """A daemon thread that is stopped and joined when the interpreter exits.
 
     Args:
@@ -132,8 +132,8 @@ def repeating(work: Callable[[], None], every_s: float, *, name: str) -> Iterato
 
 
 def _end() -> None:
-    """Stop and join all `Beside` threads when the interpreter exits; log a warning for each that exceeds its limit."""
-    begin_s, late = time.monotonic(), set[Beside]()
+    """Stop and join all background threads when the interpreter exits; log a warning for each that takes too long."""
+    begin_s, late = time.monotonic(), set[BackgroundThread]()
     while threads := [thread for thread in _at_work() if thread not in late]:  # a thread may start another one
         for thread in threads:
             thread.stop()
@@ -144,8 +144,8 @@ def _end() -> None:
         log.warning("the thread %r still runs %g s after the end of the script", thread.name, thread.limit_s)
 
 
-def _at_work() -> list[Beside]:
-    threads = [thread for thread in threading.enumerate() if isinstance(thread, Beside)]
+def _at_work() -> list[BackgroundThread]:
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, BackgroundThread)]
     return [thread for thread in threads if thread.is_alive() and thread.limit_s]
 
 

@@ -19,8 +19,8 @@ from zero.core.stage import Stage
 from zero.errors import ConfigError
 from zero.settings.optimizers import SGD, Adagrad, AdamW, Optim
 from zero.settings.schedule import Decay, OneCycle, Schedule, Warmup, WarmupCosine
-from zero.settings.step_sections import Batch, Precision, Zero
-from zero.tracker.settings import Jsonl, TrackerSettings
+from zero.settings.step_sections import Batch, PrecisionSection, Zero
+from zero.tracker.settings import JsonlSettings, TrackerSettings
 
 
 class Settings(Section):
@@ -32,9 +32,9 @@ class Settings(Section):
     batch: Batch = Batch()
     optim: Optim = AdamW()
     schedule: Schedule = WarmupCosine()
-    precision: Precision = Precision()
+    precision: PrecisionSection = PrecisionSection()
     offload: Offload = Offload()
-    tracker: TrackerSettings = Jsonl()
+    tracker: TrackerSettings = JsonlSettings()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

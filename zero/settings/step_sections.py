@@ -151,7 +151,7 @@ class Batch(Section):
         return self.global_, self.micro, self.accumulate
 
 
-class Precision(Section):
+class PrecisionSection(Section):
     """Number types. The master copy and the accumulation are always fp32."""
 
     compute: Literal["fp32", "bf16", "fp16"] = key(

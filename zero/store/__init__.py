@@ -5,7 +5,7 @@ Every class of stores passes the tests of `zero.testing.StoreContract`.
 
 from zero.platform.files import REQUEST_BYTES
 from zero.store.base import Page, PageKind, Store, Ticket
-from zero.store.events import Group
+from zero.store.events import PageGroup
 from zero.store.memory import MemoryStore
 from zero.store.nvme import NvmeStore, probe
 from zero.store.prefetch import PrefetchStore
@@ -14,10 +14,10 @@ from zero.store.traffic_counter import Traffic
 
 __all__ = [
     "REQUEST_BYTES",
-    "Group",
     "MemoryStore",
     "NvmeStore",
     "Page",
+    "PageGroup",
     "PageKind",
     "PrefetchStore",
     "Store",

@@ -28,7 +28,7 @@ from zero.store.base import Page
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
+class PageGroup(NamedTuple):
     """Pages that one update needs together, for example those of one range of a unit's master and moments."""
 
     unit: int
@@ -49,7 +49,7 @@ class Group(NamedTuple):
         return f"group {self.number} of unit {self.unit}"
 
 
-class Phase(Enum):
+class GroupPhase(Enum):
     """The state of a loaded group in its slot."""
 
     READING = "reading"
@@ -70,7 +70,7 @@ class Expect(NamedTuple):
     Groups without `pages` are not announced.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[PageGroup, ...]
 
 
 class Modify(NamedTuple):
@@ -78,7 +78,7 @@ class Modify(NamedTuple):
 
     number: int
     """The number of the operation, larger than every earlier one."""
-    group: Group
+    group: PageGroup
     priority: tuple[int, ...]
     """The operation with the smallest priority starts first."""
     in_place: bool = False
@@ -98,7 +98,7 @@ class Transfer(NamedTuple):
 class Read(NamedTuple):
     """The read of a group's `pages` into a slot."""
 
-    group: Group
+    group: PageGroup
     slot: int
 
 
@@ -106,7 +106,7 @@ class Work(NamedTuple):
     """The read of the group's `beside` and then the work. If `slot` is None, the work is on the pages in place."""
 
     number: int
-    group: Group
+    group: PageGroup
     slot: int | None
 
 
@@ -114,7 +114,7 @@ class Write(NamedTuple):
     """The write of the group's `pages` and `out`."""
 
     number: int
-    group: Group
+    group: PageGroup
     slot: int
 
 
@@ -131,7 +131,7 @@ class Copy(NamedTuple):
 
     number: int
     page: Page
-    group: Group
+    group: PageGroup
     slot: int
 
 

@@ -16,10 +16,10 @@ from zero.store.events import (
     Event,
     Expect,
     Finished,
-    Group,
+    GroupPhase,
     Modify,
     Move,
-    Phase,
+    PageGroup,
     Read,
     Transfer,
     Work,
@@ -46,7 +46,7 @@ class _Operation:
         self.event, self.turn = event, turn
         self.after: set[int] = set()
         self.before: tuple[int, ...] = ()
-        self.source: Group | None = None
+        self.source: PageGroup | None = None
 
 
 class _Held:
@@ -62,7 +62,7 @@ class _Held:
 
     def __init__(self, slot: int, number: int | None) -> None:
         self.slot, self.number, self.readers = slot, number, 0
-        self.phase, self.stale = Phase.READING, False
+        self.phase, self.stale = GroupPhase.READING, False
 
 
 class _Queue:
@@ -110,10 +110,10 @@ class Schedule:
     def __init__(self, *, slots: int, workers: int, read_ahead: int) -> None:
         self._workers, self._ahead_limit = workers, read_ahead
         self._free = list(range(slots))
-        self._expected: dict[Group, int] = {}  # group -> its position
-        self._loaded: dict[Group, _Held] = {}
-        self._ahead: dict[Group, _Held] = {}  # the loaded groups that were read ahead
-        self._ahead_with: dict[Page, list[Group]] = {}
+        self._expected: dict[PageGroup, int] = {}  # group -> its position
+        self._loaded: dict[PageGroup, _Held] = {}
+        self._ahead: dict[PageGroup, _Held] = {}  # the loaded groups that were read ahead
+        self._ahead_with: dict[Page, list[PageGroup]] = {}
         self._operations: dict[int, _Operation] = {}
         self._touching: dict[Page, tuple[tuple[int, bool], ...]] = {}  # page -> (operation, whether it writes the page)
         self._unloaded, self._ready, self._dirty, self._queued = _Queue(), _Queue(), _Queue(), _Queue()
@@ -152,10 +152,10 @@ class Schedule:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _expect(self, groups: Iterable[Group]) -> None:
+    def _expect(self, groups: Iterable[PageGroup]) -> None:
         self._expected = {group: place for place, group in enumerate(dict.fromkeys(groups))}
         for group, held in [*self._ahead.items()]:
-            if held.phase is Phase.READY and group not in self._expected:
+            if held.phase is GroupPhase.READY and group not in self._expected:
                 self._release(group)
 
     def _modify(self, event: Modify) -> None:
@@ -171,7 +171,7 @@ class Schedule:
             return
         self._forget_ahead(group)
         held.number = number
-        if held.phase is Phase.READY:
+        if held.phase is GroupPhase.READY:
             self._wait_in(self._ready, number)
 
     def _transfer(self, event: Transfer, actions: list[Action]) -> None:
@@ -197,7 +197,7 @@ class Schedule:
         modified = event.group if isinstance(event, Modify) else None
         for page in written:
             for group in [group for group in self._ahead_with.get(page, ()) if group != modified]:
-                if self._ahead[group].phase is Phase.READING:
+                if self._ahead[group].phase is GroupPhase.READING:
                     self._ahead[group].stale = True
                 else:
                     self._release(group)
@@ -208,14 +208,14 @@ class Schedule:
             case Read(group):
                 self._arrived(group)
             case Work(number, group, int(_)):
-                self._loaded[group].phase = Phase.DIRTY
+                self._loaded[group].phase = GroupPhase.DIRTY
                 self._operations[number].turn = (), number  # a write of an earlier step comes first
                 self._wait_in(self._dirty, number)
                 for later in self._operations[number].before:
                     if later in self._operations:
                         self._may_copy(later)
             case Write(number, group):
-                self._loaded[group].phase = Phase.LEAVING
+                self._loaded[group].phase = GroupPhase.LEAVING
                 self._leave(group)
                 self._end(number)
             case Copy(number, _, group):
@@ -225,19 +225,19 @@ class Schedule:
             case _:
                 self._end(action.number)
 
-    def _arrived(self, group: Group) -> None:
+    def _arrived(self, group: PageGroup) -> None:
         held = self._loaded[group]
         if held.stale or (held.number is None and group not in self._expected):
             self._release(group)
             return
-        held.phase = Phase.READY
+        held.phase = GroupPhase.READY
         if held.number is not None:
             self._wait_in(self._ready, held.number)
 
-    def _leave(self, group: Group) -> None:
+    def _leave(self, group: PageGroup) -> None:
         """Free the slot of a group that is written, unless a read still copies from it, or will."""
         held = self._loaded[group]
-        if not held.readers and held.phase is Phase.LEAVING:
+        if not held.readers and held.phase is GroupPhase.LEAVING:
             self._release(group)
 
     def _end(self, number: int) -> None:
@@ -274,7 +274,7 @@ class Schedule:
         if event.in_place:
             return Work(number, event.group, None)
         held = self._loaded[event.group]
-        held.phase = Phase.WORKING
+        held.phase = GroupPhase.WORKING
         return Work(number, event.group, held.slot)
 
     def _next_read_or_write(self) -> Action | None:
@@ -287,7 +287,7 @@ class Schedule:
 
     def _write(self, number: int) -> Action:
         group = self._modify_of(number).group
-        self._loaded[group].phase = Phase.WRITING
+        self._loaded[group].phase = GroupPhase.WRITING
         return Write(number, group, self._loaded[group].slot)
 
     def _next_read(self) -> Action | None:
@@ -311,7 +311,7 @@ class Schedule:
 
     def _has_slot(self) -> bool:
         """Return whether a slot is free, or `_give_up_one` can free one."""
-        if self._free or any(held.phase is Phase.READY for held in self._ahead.values()):
+        if self._free or any(held.phase is GroupPhase.READY for held in self._ahead.values()):
             return True
         if self.running or self._dirty.members:
             return False
@@ -324,7 +324,7 @@ class Schedule:
         next modification, which cannot start without a slot. Then the one of these groups whose turn is last is
         unloaded again.
         """
-        ahead = [group for group, held in self._ahead.items() if held.phase is Phase.READY]
+        ahead = [group for group, held in self._ahead.items() if held.phase is GroupPhase.READY]
         if ahead:
             self._release(max(ahead, key=self._expected.__getitem__))
             return
@@ -356,7 +356,7 @@ class Schedule:
                 self._loaded[operation.source].readers += 1
                 self._queued.push(operation.turn, number)
 
-    def _written_by(self, number: int) -> Group | None:
+    def _written_by(self, number: int) -> PageGroup | None:
         """Return the group from whose slot a read can be copied: it waits only for that group's write. Else None."""
         operation = self._operations[number]
         if not isinstance(operation.event, Transfer) or operation.event.writes or len(operation.after) != 1:
@@ -365,7 +365,7 @@ class Schedule:
         if not isinstance(before, Modify):
             return None
         held = self._loaded.get(before.group)
-        return before.group if held is not None and held.phase in (Phase.DIRTY, Phase.WRITING) else None
+        return before.group if held is not None and held.phase in (GroupPhase.DIRTY, GroupPhase.WRITING) else None
 
     def _can_start(self, number: int) -> bool:
         """Return whether all conflicting operations have ended and no page that this one writes is being read ahead."""
@@ -388,7 +388,7 @@ class Schedule:
         assert isinstance(event, Modify)
         return event
 
-    def _read(self, group: Group, number: int | None) -> Action:
+    def _read(self, group: PageGroup, number: int | None) -> Action:
         held = self._loaded[group] = _Held(heappop(self._free), number)
         if number is None:
             self._ahead[group] = held
@@ -396,11 +396,11 @@ class Schedule:
                 self._ahead_with.setdefault(page, []).append(group)
         return Read(group, held.slot)
 
-    def _release(self, group: Group) -> None:
+    def _release(self, group: PageGroup) -> None:
         self._forget_ahead(group)
         heappush(self._free, self._loaded.pop(group).slot)
 
-    def _forget_ahead(self, group: Group) -> None:
+    def _forget_ahead(self, group: PageGroup) -> None:
         if self._ahead.pop(group, None) is not None:
             for page in group.pages:
                 self._ahead_with[page].remove(group)

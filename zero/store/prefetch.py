@@ -22,7 +22,7 @@ from zero.core.sizes import round_up
 from zero.errors import StoreError
 from zero.platform.handle import Done
 from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching
-from zero.store.events import Action, Copy, Expect, Group, Modify, Move, Read, Transfer, Work, Write
+from zero.store.events import Action, Copy, Expect, Modify, Move, PageGroup, Read, Transfer, Work, Write
 from zero.store.traffic_counter import Traffic, TrafficCounter
 from zero.store.workers import WorkerPool
 
@@ -57,7 +57,7 @@ class PrefetchStore(Store):
         self._inner, self._slots = inner, tuple(slots)
         self._bounce_buffers, self._idle = tuple(bounce_buffers), list(bounce_buffers)
         self._sizes = Pages[tuple[int, torch.dtype]]()
-        self._shapes: dict[Group, _Shape] = {}
+        self._shapes: dict[PageGroup, _Shape] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # the pages in each slot
         self._versions: Counter[Page] = Counter()
         self._meter = TrafficCounter()
@@ -155,7 +155,7 @@ class PrefetchStore(Store):
 
     # -- groups --
 
-    def expect(self, groups: Sequence[Group]) -> None:
+    def expect(self, groups: Sequence[PageGroup]) -> None:
         """Announce the groups that will be modified next, in this order; replaces the last announcement.
 
         Raises:
@@ -164,7 +164,7 @@ class PrefetchStore(Store):
         self._workers.post(Expect(tuple(group for group in groups if self._shape(group).reads)))
 
     def modify(
-        self, group: Group, work: Callable[[tuple[Tensor, ...]], None], priority: tuple[int, ...] = ()
+        self, group: PageGroup, work: Callable[[tuple[Tensor, ...]], None], priority: tuple[int, ...] = ()
     ) -> Ticket:
         """Have a worker read the group, run `work` on it under `no_grad`, and write it back.
 
@@ -206,13 +206,13 @@ class PrefetchStore(Store):
         self._workers.do_here(event, partial(self._copy_here, page, tensor, writes))
         return Done()
 
-    def _shape(self, group: Group) -> "_Shape":
+    def _shape(self, group: PageGroup) -> "_Shape":
         shape = self._shapes.get(group)
         if shape is None:
             shape = self._shapes[group] = self._new_shape(group)
         return shape
 
-    def _new_shape(self, group: Group) -> "_Shape":
+    def _new_shape(self, group: PageGroup) -> "_Shape":
         """Lay out the pages of a group one after another from the slot's start, without the pages in place."""
         places, end = [], 0
         for page in group.all:
@@ -252,7 +252,9 @@ class PrefetchStore(Store):
             case Write(_, group, slot):
                 self._move_all(group, self._shape(group).writes, self._opened[slot], writes=True)
 
-    def _move_all(self, group: Group, numbers: tuple[int, ...], opened: tuple[Tensor, ...], *, writes: bool) -> None:
+    def _move_all(
+        self, group: PageGroup, numbers: tuple[int, ...], opened: tuple[Tensor, ...], *, writes: bool
+    ) -> None:
         for number in numbers:
             self._move(group.all[number], opened[number], writes)
 
@@ -272,7 +274,7 @@ class PrefetchStore(Store):
             self._copy(page, tensor, writes)
 
 
-def _action_on(group: Group) -> str:
+def _action_on(group: PageGroup) -> str:
     """Return the name of the work on a group for `Watch`: without `pages` it only reads `beside` or writes `out`."""
     if group.pages:
         return "work"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.errors import StoreError
-from zero.platform.threads import Beside, uninterrupted
+from zero.platform.threads import BackgroundThread, uninterrupted
 from zero.store.base import Ticket, Watch, watch_nothing
 from zero.store.events import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
 from zero.store.indexed_schedule import Schedule
@@ -250,7 +250,7 @@ class WorkerPool:
 
     def _start_threads(self) -> None:
         for number in range(self._size):
-            thread = Beside(self._run, name=f"store worker {number}", stop=self._stop)
+            thread = BackgroundThread(self._run, name=f"store worker {number}", stop=self._stop)
             thread.start()
             self._threads.append(thread)
 

@@ -14,10 +14,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TextIO
 
-from zero.tracker.settings import TrackerSettings, Wandb
+from zero.tracker.settings import TrackerSettings, WandbSettings
 from zero.tracker.views import wandb
 from zero.tracker.views.behind import Behind
-from zero.tracker.views.console import Bar, Lines
+from zero.tracker.views.console import BarView, Lines
 from zero.tracker.views.jsonl import (
     RUNNING as RUNNING,
     Jsonl,
@@ -151,7 +151,7 @@ def open_tracker(
     except Exception as error:
         said.put(_left_out("the console", error))
     tracker = Tracker(views, _later(settings, folder, said.put), said)
-    if isinstance(settings, Wandb) and wandb.wanted_mode(settings) == "online" and not wandb.has_key():
+    if isinstance(settings, WandbSettings) and wandb.wanted_mode(settings) == "online" and not wandb.has_key():
         tracker.note(wandb.NO_KEY)
     return tracker
 
@@ -161,16 +161,16 @@ def _console(console: str, steps: int | None, stream: TextIO) -> list[View]:
         return []
     if steps is None or console == "lines" or (console == "auto" and not stream.isatty()):
         return [Lines(steps, stream)]
-    return [Bar(steps, stream)]
+    return [BarView(steps, stream)]
 
 
 def _left_out(name: str, error: Exception) -> str:
-    return f"{name} gets no rows from now on: {wandb.first_line(error)}. metrics.jsonl has every row."
+    return f"{name} gets no rows from now on: {wandb.heading_line(error)}. metrics.jsonl has every row."
 
 
 def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) -> Mapping[str, Open]:
     def open_wandb(config: Mapping[str, Any], facts: Mapping[str, Any], stored: str | None) -> tuple[View, str]:
-        assert isinstance(settings, Wandb)
+        assert isinstance(settings, WandbSettings)
         run_id = wandb.run_id_of(config, folder, stored)
         opened = partial(wandb.WandbRun, config, settings, folder, facts, run_id=run_id, say=say)
         return Behind(opened, wandb.abandon), run_id
@@ -179,7 +179,7 @@ def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) 
         return Behind(partial(TensorBoardRun, config, folder), title="TensorBoard"), None
 
     later: dict[str, Open] = {}
-    if isinstance(settings, Wandb) and wandb.mode_of(settings) != "disabled":
+    if isinstance(settings, WandbSettings) and wandb.mode_of(settings) != "disabled":
         later["W&B"] = open_wandb
     if settings.tensorboard:
         later["TensorBoard"] = open_tensorboard

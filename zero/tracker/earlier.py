@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.tracker.report.folder import read_run
-from zero.tracker.report.scale import finite
+from zero.tracker.report.scale import finite_values
 
 
 class Earlier(NamedTuple):
@@ -18,12 +18,12 @@ class Earlier(NamedTuple):
     @classmethod
     def of(cls, facts: dict[str, Any]) -> "Earlier":
         """Return the figures that `facts` has under the fields' names; missing or non-finite values are unknown."""
-        known = {name: value for name in cls._fields if (value := finite(facts.get(name))) is not None}
+        known = {name: value for name in cls._fields if (value := finite_values(facts.get(name))) is not None}
         return cls(**known)
 
     def facts(self) -> dict[str, float | None]:
         """Return the figures as JSON values, which `of` reads; unknown losses become null."""
-        return {name: finite(value) for name, value in self._asdict().items()}
+        return {name: finite_values(value) for name, value in self._asdict().items()}
 
 
 def earlier(folder: Path, step: int) -> Earlier:
@@ -36,8 +36,9 @@ def earlier(folder: Path, step: int) -> Earlier:
     summary = Earlier.of(run.summary)
     rows = [row for row in run.rows if row["step"] <= step]
     train, val = (
-        [loss for row in rows if (loss := finite(row.get(f"{kind}/loss"))) is not None] for kind in ("train", "val")
+        [loss for row in rows if (loss := finite_values(row.get(f"{kind}/loss"))) is not None]
+        for kind in ("train", "val")
     )
-    if (finite(run.summary.get("steps")) or inf) <= step:
+    if (finite_values(run.summary.get("steps")) or inf) <= step:
         train, val = [*train, summary.best_train_loss], [*val, summary.best_val_loss]
     return Earlier(min(train, default=inf), min(val, default=inf), summary.seconds)

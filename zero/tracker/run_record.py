@@ -83,7 +83,7 @@ class RunRecord:
         if self._folder is None:
             return
         try:
-            self._tracker.report(report.write(self._folder, defaults))
+            self._tracker.report(report.write_run(self._folder, defaults))
             self._tracker.note(f"report {self._folder / 'report.html'}")
         except Exception as error:
             self._tracker.note(f"warning: no report: {describe(error)}")

@@ -34,7 +34,7 @@ Tags = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _tags)]
 Project = Annotated[str, Reads("text", _project)]
 
 
-class Jsonl(Section):
+class JsonlSettings(Section):
     """Settings of metrics.jsonl and the console, which every run has."""
 
     name: Literal["jsonl"] = key("jsonl", "kind of tracker")
@@ -47,8 +47,8 @@ class Jsonl(Section):
     )
 
 
-class Wandb(Jsonl):
-    """Settings of a Weights & Biases run, beside those of `Jsonl`."""
+class WandbSettings(JsonlSettings):
+    """Settings of a Weights & Biases run, beside those of `JsonlSettings`."""
 
     name: Literal["wandb"] = key("wandb", "kind of tracker")  # type: ignore[assignment]
     project: Project | None = key(None, "W&B project; null: WANDB_PROJECT, else functional-zero", example="my-project")
@@ -70,4 +70,4 @@ class Wandb(Jsonl):
     artifacts: bool = key(False, "record each checkpoint's place as a reference artifact; no upload", example="true")
 
 
-TrackerSettings = Annotated[Jsonl | Wandb, Field(discriminator="name")]
+TrackerSettings = Annotated[JsonlSettings | WandbSettings, Field(discriminator="name")]

@@ -281,4 +281,4 @@ class Track:
         self._record.write_failure("stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else with_class(error))
         if self._world.rank == 0:
             with suppress(Exception):
-                report.write(self.folder)
+                report.write_run(self.folder)

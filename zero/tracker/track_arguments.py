@@ -13,7 +13,7 @@ from zero.engine.plan import Plan
 from zero.errors import ConfigError, one_line
 from zero.tracker.report.folder import OWN_LOOP
 from zero.tracker.run_record import Unit
-from zero.tracker.settings import Jsonl, TrackerSettings, Wandb
+from zero.tracker.settings import JsonlSettings, TrackerSettings, WandbSettings
 
 NAMES = ("jsonl", "wandb", "tensorboard")
 
@@ -24,14 +24,14 @@ def tracker_settings(tracker: str | Iterable[str] | Mapping[str, Any], every: in
         typed = {"every": every, **tracker}
         if typed.get("name") == "tensorboard":
             typed |= {"name": "jsonl", "tensorboard": True}
-        return Wandb(**typed) if typed.get("name") == "wandb" else Jsonl(**typed)
+        return WandbSettings(**typed) if typed.get("name") == "wandb" else JsonlSettings(**typed)
     if not isinstance(tracker, Iterable):
         raise ConfigError(f"tracker is {type_text(tracker)}. Pass one or several of {', '.join(NAMES)}, or settings.")
     names = [tracker] if isinstance(tracker, str) else list(tracker)
     for name in names:
         if name not in NAMES:
             raise ConfigError(f"tracker={name} does not exist. {suggest.nearest(str(name), NAMES)}")
-    section = Wandb if "wandb" in names else Jsonl
+    section = WandbSettings if "wandb" in names else JsonlSettings
     return section(every=every, tensorboard="tensorboard" in names)
 
 

@@ -30,11 +30,11 @@ from zero.trainer.compose import (
     HYDRA_VERSION,
     at_home,
     compose,
-    folder_of,
-    make_folder,
+    make_run_folder,
     notes_of,
     parser_of_options,
     refuse_secrets_of,
+    run_folder_of,
     run_jobs,
     runs_in,
     settings_in,
@@ -236,7 +236,7 @@ def _parse_runs(options: Any) -> tuple[list[tuple[Config, Sequence[str]]], Path]
         try:
             composed = compose(words)
             refuse_secrets_of(composed)
-            folders.append(folder_of(composed, "sweep" if options.multirun else "run"))
+            folders.append(run_folder_of(composed, "sweep" if options.multirun else "run"))
             settings = settings_in(composed)
             config = parse_config(settings)
             notes |= dict.fromkeys(notes_of(composed))
@@ -293,7 +293,7 @@ def _run_job(composed: Any, train: "Train", codes: list[int]) -> float | None:
     finally:
         if this.sweep is not None:
             with contextlib.suppress(Exception):  # the last write of the page, after all jobs, reports its error
-                sweep.write(this.sweep)
+                sweep.write_sweep(this.sweep)
 
 
 def _parse_job(composed: Any, folder: Path) -> Config:
@@ -307,7 +307,7 @@ def _parse_job(composed: Any, folder: Path) -> Config:
 
 def _print_sweep(folder: Path) -> sweep.Sweep:
     """Write the report of a sweep, print its table and the path of its page, and return it."""
-    written = sweep.write(folder)
+    written = sweep.write_sweep(folder)
     table = sweep.plain(written, shutil.get_terminal_size((sweep.ANY_COLUMNS, 24)).columns)
     print(f"\n{table}\n\n{counts(written.jobs)}: {written.page}")
     if any(folder.glob("*/wandb/offline-run-*")):
@@ -331,7 +331,7 @@ def _as_one_rank(arguments: Sequence[str], train: "Train") -> int:
     if config.mode in RUNS_NOTHING:
         raise ConfigError(f"mode={config.mode} runs in one process. Type python train.py mode={config.mode}")
     _warn([*notes_of(composed), *notes_on(config), *launch.notes_on_torchrun()])
-    job.run_under_torchrun(train, (config, partial(make_folder, composed, arguments)), config.launch.timeout)
+    job.run_under_torchrun(train, (config, partial(make_run_folder, composed, arguments)), config.launch.timeout)
     return 0
 
 

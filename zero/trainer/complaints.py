@@ -6,7 +6,7 @@ from typing import Any
 
 from zero.core import suggest
 from zero.trainer.config import is_section, keys
-from zero.trainer.explain import entries, options_with
+from zero.trainer.explain import explanations, options_with
 from zero.trainer.foreign_settings import foreign_message
 from zero.trainer.option_files import CONF, PRESETS, groups, options_of
 
@@ -42,12 +42,12 @@ def complaint(
     having = [group for group in sorted(groups()) if "." not in key and str(value) in options_of(group)]
     if hint := suggest.meant(key, having):  # gpt_7b shows that modle=gpt_7b means model, not mode
         return f"{key} is not a setting{hint}"
-    return unknown(key, word.partition("=")[2])
+    return unknown_key(key, word.partition("=")[2])
 
 
-def unknown(key: str, value: str) -> str:
+def unknown_key(key: str, value: str) -> str:
     """Return the error message for an unknown key, with the most similar key and the option that this key needs."""
-    by_key = {entry.key: entry for entry in entries()}
+    by_key = {entry.key: entry for entry in explanations()}
     likely = by_key.get(suggest.likely_key(key, list(by_key)))
     if likely and not likely.example.startswith(f"{likely.key}="):  # the default option lacks the key
         settings = [likely.example.split()[0], suggest.typed(f"{likely.key}={value}")]
@@ -63,7 +63,7 @@ def _of_a_path(group: str, value: str) -> str:
     """
     if "/" not in value and not Path(value).exists():
         return ""
-    takes = [entry.key for entry in entries() if entry.group == group and entry.takes.startswith("a path")]
+    takes = [entry.key for entry in explanations() if entry.group == group and entry.takes.startswith("a path")]
     is_path = f"{group}={suggest.shown(value)} is a path, not an option of {group}"
     return f"{is_path}. Keys that take a path: {', '.join(takes)}." if takes else ""
 

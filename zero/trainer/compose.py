@@ -34,15 +34,15 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from zero.core import suggest
-from zero.core.schema import flat
+from zero.core.schema import flat_fields
 from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import SettingError, one_line
 from zero.platform.run_files import hold, making
-from zero.trainer.complaints import complaint, of_another_option, unknown
+from zero.trainer.complaints import complaint, of_another_option, unknown_key
 from zero.trainer.config import Config, is_section, keys, keys_of, kinds
 from zero.trainer.foreign_settings import foreign_message
-from zero.trainer.option_files import CONF, PRESETS, folders_of
+from zero.trainer.option_files import CONF, PRESETS, option_folders
 
 _VERSION_BASE: Mapping[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 """The argument `version_base` for Hydra 1.3, which warns if it is missing. Hydra 1.4 warns if it is given."""
@@ -92,7 +92,7 @@ def compose(words: Sequence[str]) -> Any:
     _store_options()
     overrides = _parsed(words)
     searched = [override.value() for override in overrides if override.key_or_group == "hydra.searchpath"]
-    folders = [folder for places in searched for folder in folders_of(places)]
+    folders = [folder for places in searched for folder in option_folders(places)]
     messages = [
         complaint(
             str(override.input_line),
@@ -117,7 +117,7 @@ def compose(words: Sequence[str]) -> Any:
         key = str(getattr(error.__cause__, "full_key", None))
         if key in keys() or is_section(key):
             raise SettingError(of_another_option(key)) from None
-        raise SettingError(unknown(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)) from None
+        raise SettingError(unknown_key(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)) from None
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
@@ -204,7 +204,10 @@ def notes_of(composed: Any) -> Iterator[str]:
         yield from ds_config.translate(composed.ds_config).notes
     hydra_config = _hydra_of(composed)
     typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
-    option, chosen = flat(_option("model", choices.model) if "model" in typed else {}), flat(composed.model)
+    option, chosen = (
+        flat_fields(_option("model", choices.model) if "model" in typed else {}),
+        flat_fields(composed.model),
+    )
     changed = [
         f"model.{name}={suggest.shown(chosen.get(name))}"
         for name in option
@@ -228,7 +231,7 @@ def runs_in(words: Sequence[str], limit: int = 64) -> Iterator[list[str]]:
     return ([str(word) for word in run] for run in itertools.islice(itertools.product(*choices), limit))
 
 
-def folder_of(composed: Any, mode: str) -> Path:
+def run_folder_of(composed: Any, mode: str) -> Path:
     """Return the folder of a run, or of a sweep.
 
     Args:
@@ -250,10 +253,10 @@ def refuse_secrets_of(composed: Any) -> None:
     refuse_secrets(plain | {"hydra": written}, os.environ)
 
 
-def make_folder(composed: Any, words: Sequence[str]) -> Path:
+def make_run_folder(composed: Any, words: Sequence[str]) -> Path:
     """Make the folder of a run, with the files that Hydra would write, and lock it until this process ends."""
     HydraConfig.instance().set_config(composed)
-    folder = folder_of(composed, "run")
+    folder = run_folder_of(composed, "run")
     hold("hydra.run.dir", folder)
     record = folder / (composed.hydra.output_subdir or ".hydra")
     with making("hydra.run.dir", folder):
@@ -276,7 +279,7 @@ def _any_help() -> Iterator[None]:
         del argparse.ArgumentParser._check_help  # type: ignore[attr-defined]
 
 
-class Job(NamedTuple):
+class SweepJob(NamedTuple):
     """A run that Hydra starts.
 
     Attributes:
@@ -290,13 +293,13 @@ class Job(NamedTuple):
     name: str = ""
 
 
-def this_job() -> Job:
+def this_job() -> SweepJob:
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
     if hydra_config.mode != RunMode.MULTIRUN:
-        return Job(folder)
+        return SweepJob(folder)
     name = f"run {hydra_config.job.num}: {' '.join(hydra_config.overrides.task)}"
-    return Job(folder, Path(hydra_config.runtime.cwd) / hydra_config.sweep.dir, name)
+    return SweepJob(folder, Path(hydra_config.runtime.cwd) / hydra_config.sweep.dir, name)
 
 
 @_any_help()

@@ -31,7 +31,7 @@ FIRST = (
 """Keys that the overview (--help) lists."""
 
 
-class Entry(NamedTuple):
+class Explanation(NamedTuple):
     """The explanation of a dotted key, merged from the declarations of all options that have it."""
 
     key: str
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
         return choices if len(choices) > 1 else []
 
 
-class Section(NamedTuple):
+class ExplainedSection(NamedTuple):
     """A group of keys, or of option files, or both."""
 
     name: str
@@ -65,11 +65,11 @@ class Section(NamedTuple):
     """First line of each option's file, by name."""
     chosen: str
     """The option of the default run; "" if there are no options."""
-    entries: tuple[Entry, ...]
+    entries: tuple[Explanation, ...]
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
+def explanations() -> tuple[Explanation, ...]:
     """Return an entry for every key, in the order of the schema."""
     by_name: dict[str, list[schema.Key]] = {}
     classes: dict[str, set[type[schema.Section]]] = {}  # by the first part of the key
@@ -83,20 +83,20 @@ def entries() -> tuple[Entry, ...]:
     )
 
 
-def sections(conf: Path) -> tuple[Section, ...]:
+def sections(conf: Path) -> tuple[ExplainedSection, ...]:
     """Return the section of keys without a section, then the sections of the schema, then the other groups of options.
 
     Args:
         conf: folder of option files, with a folder for each group.
     """
-    by_group = {name: tuple(group) for name, group in groupby(entries(), lambda entry: entry.group)}
-    alone = tuple(entry for entry in entries() if entry.key == entry.group)
+    by_group = {name: tuple(group) for name, group in groupby(explanations(), lambda entry: entry.group)}
+    alone = tuple(entry for entry in explanations() if entry.key == entry.group)
     groups = sorted(path.name for path in conf.iterdir() if path.is_dir() and path.name != "hydra")
     names = [name for name in dict.fromkeys([*by_group, *groups]) if name not in {entry.key for entry in alone}]
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", (conf / "config.yaml").read_text(), re.MULTILINE))
-    top = Section("", "The run as a whole.", {}, "", alone)
+    top = ExplainedSection("", "The run as a whole.", {}, "", alone)
     return top, *(
-        Section(name, _about(name), _options(conf / name), chosen.get(name, ""), by_group.get(name, ()))
+        ExplainedSection(name, _about(name), _options(conf / name), chosen.get(name, ""), by_group.get(name, ()))
         for name in names
     )
 
@@ -113,7 +113,7 @@ def explain(name: str | None, conf: Path) -> str:
     if name is None:
         return _contents(sections(conf))
     name = name.removesuffix(".name")  # the text about a section explains its `name`
-    by_key = {entry.key: entry for entry in entries()}
+    by_key = {entry.key: entry for entry in explanations()}
     by_name = {section.name: section for section in sections(conf) if section.name}
     if name in by_key:
         return _of_key(by_key[name], conf)
@@ -130,7 +130,7 @@ def explain(name: str | None, conf: Path) -> str:
 
 def options_with(key: str, conf: Path) -> list[str]:
     """Return the options that have a key or a section of keys, the default one first; [] for an unknown key."""
-    entry = next((entry for entry in entries() if f"{entry.key}.".startswith(f"{key}.")), None)
+    entry = next((entry for entry in explanations() if f"{entry.key}.".startswith(f"{key}.")), None)
     if entry is None:
         return []
     names = next(_names(section) for section in sections(conf) if section.name == entry.group)
@@ -142,7 +142,7 @@ def options_with(key: str, conf: Path) -> list[str]:
 def overview(conf: Path) -> str:
     """Return the text of --help."""
     groups = [section for section in sections(conf) if section.options]
-    by_key = {entry.key: entry for entry in entries()}
+    by_key = {entry.key: entry for entry in explanations()}
     return f"""\
 Sharded training (ZeRO) with CPU and NVMe offload for plain PyTorch.
 
@@ -169,12 +169,12 @@ More
 # From the schema
 
 
-def _entry(name: str, declared: list[schema.Key], *, everywhere: bool) -> Entry:
+def _entry(name: str, declared: list[schema.Key], *, everywhere: bool) -> Explanation:
     fields = [key.field for key in declared]
     extras: list[dict[str, Any]] = [dict(field.json_schema_extra or {}) for field in fields]  # type: ignore[arg-type]
     owners = [_tag(key.option) for key in declared]
     unit, trades = (next((texts[name] for texts in extras if name in texts), "") for name in ("unit", "trades"))
-    return Entry(
+    return Explanation(
         key=name,
         text=_merged([field.description or "" for field in fields], owners),
         takes=_merged([*map(words, fields)], owners),
@@ -250,7 +250,7 @@ def _idea(path: Path) -> str:
 # On the screen
 
 
-def _of_key(entry: Entry, conf: Path) -> str:
+def _of_key(entry: Explanation, conf: Path) -> str:
     having = options_with(entry.key, conf) if entry.options else []
     facts = {
         "takes": entry.takes,
@@ -265,7 +265,7 @@ def _of_key(entry: Entry, conf: Path) -> str:
     return f"{entry.key}\n\n{text}\n\n{table}"
 
 
-def _of_section(section: Section) -> str:
+def _of_section(section: ExplainedSection) -> str:
     text = [textwrap.fill(f"{section.name}: {_first_paragraph(section.text)}", _width())]
     if section.options:
         text += ["", f"options, written {section.name}={next(iter(section.options))}", _table(section.options.items())]
@@ -275,7 +275,7 @@ def _of_section(section: Section) -> str:
     return "\n".join(text)
 
 
-def _contents(all_sections: tuple[Section, ...]) -> str:
+def _contents(all_sections: tuple[ExplainedSection, ...]) -> str:
     top, *others = all_sections
     return f"""\
 Sections
@@ -287,7 +287,7 @@ and keys of no section: {", ".join(entry.key for entry in top.entries)}
   docs/config.md                                         everything"""
 
 
-def _names(section: Section) -> list[str]:
+def _names(section: ExplainedSection) -> list[str]:
     """Return the options of a section, the default one first."""
     return sorted(section.options, key=lambda name: name != section.chosen)
 
@@ -301,7 +301,7 @@ def _width() -> int:
     return max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
-def _rows_of(entries: Iterable[Entry]) -> str:
+def _rows_of(entries: Iterable[Explanation]) -> str:
     return _table((entry.key, entry.default, entry.text) for entry in entries)
 
 

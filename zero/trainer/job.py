@@ -105,7 +105,7 @@ def leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
         final: replace a reason that summary.json has already; otherwise that reason stays.
     """
     from zero.tracker import write_failure
-    from zero.tracker.report.run import write as write_report
+    from zero.tracker.report.run import write_run as write_report
 
     with contextlib.suppress(MachineError):
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)

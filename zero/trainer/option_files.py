@@ -23,7 +23,7 @@ def options_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
     return sorted({path.stem for folder in (CONF, *folders) for path in (folder / group).glob("*.yaml")})
 
 
-def folders_of(places: Any) -> list[Path]:
+def option_folders(places: Any) -> list[Path]:
     """Return the folders in `hydra.searchpath`.
 
     Raises:

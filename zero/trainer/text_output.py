@@ -36,7 +36,7 @@ def print_mode(config: Config, overrides: Sequence[str], conf: Path) -> int:
         from zero.trainer import doctor
 
         results = list(doctor.checks(config))
-        text, exit_code = doctor.report(results), doctor.exit_code(results)
+        text, exit_code = doctor.doctor_report(results), doctor.exit_code(results)
     else:
         text, exit_code = explain(config.explain.key, conf), 0
     show(text)

@@ -48,8 +48,8 @@ class _Schedule(ABC):
             number of groups.
     """
 
-    declared: ClassVar[type[config_keys.Schedule]]
-    keys: config_keys.Schedule
+    declared: ClassVar[type[config_keys.ScheduleKeys]]
+    keys: config_keys.ScheduleKeys
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, last_batch_iteration: int = -1, **keys: Any) -> None:
         self.keys = self.declared(**keys)

@@ -9,7 +9,7 @@ from zero.checkpoint import Checkpoint
 from zero.deepspeed.checkpoints import folder_of, open_saved
 from zero.distributed.world import SoloWorld
 from zero.errors import CheckpointError, ConfigError
-from zero.formats.exports import export_checkpoint, whole
+from zero.formats.exports import export_checkpoint, whole_parameters
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -29,7 +29,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    return whole(_open(checkpoint_dir, tag), frozen=not exclude_frozen_parameters)
+    return whole_parameters(_open(checkpoint_dir, tag), frozen=not exclude_frozen_parameters)
 
 
 def load_state_dict_from_zero_checkpoint(

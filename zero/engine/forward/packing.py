@@ -19,7 +19,7 @@ from torch import Tensor
 from zero.core.tree import replaced, tensors_in
 from zero.distributed.mesh import is_dtensor, local_part, spec_of, with_spec
 from zero.engine.forward.graph import check_same_parameters
-from zero.engine.memory import Buffer, InPlace, Kept, Pool, storage_address
+from zero.engine.memory import Buffer, InPlace, KeptTensor, Pool, storage_address
 from zero.engine.unit_state import UnitState
 from zero.platform.modes import unobserved
 
@@ -99,12 +99,12 @@ class Packing:
             with unobserved():
                 local = local_part(tensor)
             if self._pool is None or self._pool.holding(local) is None:
-                return Kept(tensor, tensor._version)
+                return KeptTensor(tensor, tensor._version)
             return PackedPlaced(self._pack(local), spec_of(tensor))
         buffer = None if self._pool is None else self._pool.holding(tensor)
         if buffer is None:
             stays = not self._sends or storage_address(tensor) in self._resident_addresses
-            return Kept(tensor, tensor._version) if stays else self._activations.keep(tensor)
+            return KeptTensor(tensor, tensor._version) if stays else self._activations.keep(tensor)
         assert buffer.unit is not None
         offset = int(tensor.storage_offset()) - int(buffer.flat.storage_offset())
         return Packed(buffer.unit, buffer.version, offset, tensor.shape, tensor.stride())
@@ -114,7 +114,7 @@ class Packing:
         if isinstance(packed, PackedPlaced):
             return with_spec(self._unpack(packed.local), packed.spec)
         if not isinstance(packed, Packed):
-            return packed.unchanged() if isinstance(packed, Kept) else self._activations.find(packed)
+            return packed.unchanged() if isinstance(packed, KeptTensor) else self._activations.find(packed)
         unit = self._units[packed.unit]
         check_same_parameters([(unit, packed.version)])
         buffer = self._hold(unit)

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero.core.codec import CHUNK
 from zero.distributed.routes import Routes
 from zero.distributed.world import Handle
-from zero.engine.memory import load
+from zero.engine.memory import load_page
 from zero.engine.model import UnitSpec
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
@@ -57,7 +57,7 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
     def read(shard: _Shard) -> list[Handle]:
         reads = [
-            load(store, device, page, shard.own_S[a:b])
+            load_page(store, device, page, shard.own_S[a:b])
             for page, (a, b) in zip(shard.pages, plan.pages.cut(shard.own_S.numel()), strict=True)
         ]
         if plan.world.size == 1:

@@ -28,7 +28,7 @@ MOST_LEAVING = 2
 """The largest number of storages whose copies the compute stream has not waited for."""
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """A saved tensor that stays on the device, with its version, because torch checks no versions under hooks."""
 
     tensor: Tensor
@@ -61,7 +61,7 @@ class InPlace:
 
     def keep(self, tensor: Tensor) -> Any:
         """Return the object that autograd saves in place of `tensor`."""
-        return Kept(tensor, tensor._version)
+        return KeptTensor(tensor, tensor._version)
 
     def find(self, kept: Any) -> Tensor:
         """Return the tensor again in backward.
@@ -160,7 +160,7 @@ class OnHost(InPlace):
     @unobserved()
     @torch.no_grad()
     def find(self, kept: Any) -> Tensor:
-        if isinstance(kept, Kept):
+        if isinstance(kept, KeptTensor):
             return super().find(kept)
         _same_version(kept.witness, kept.version, kept.size)
         home = kept.home

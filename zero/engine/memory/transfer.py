@@ -11,10 +11,10 @@ from torch import Tensor
 
 from zero.platform.device import Device
 from zero.platform.handle import Done
-from zero.store import Group, Page, PrefetchStore, Ticket
+from zero.store import Page, PageGroup, PrefetchStore, Ticket
 
 
-def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Ticket:
+def load_page(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Ticket:
     """Start to read `page` into `into`, (K,), on the device, after the work that is enqueued now; return the ticket."""
     narrower = _narrower(store, page, into)
     if narrower is not None:
@@ -22,11 +22,11 @@ def load(store: PrefetchStore, device: Device, page: Page, into: Tensor) -> Tick
         return Done()
     if device.shares_memory or store.in_place(page) is not None:
         return store.read(page, into)
-    group = Group(page.unit, page.number, (), beside=(page,))
+    group = PageGroup(page.unit, page.number, (), beside=(page,))
     return _through_slot(store, device, group, lambda slot_K: device.copy(into, slot_K))
 
 
-def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
+def save_page(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ticket:
     """Start to write `source`, (K,) on the device, to `page`, after the work that is enqueued now; return the ticket.
 
     `source` may be changed after `wait` of the ticket. A page in memory accepts a narrower dtype than its own; it must
@@ -38,7 +38,7 @@ def save(store: PrefetchStore, device: Device, page: Page, source: Tensor) -> Ti
         return Done()
     if device.shares_memory or store.in_place(page) is not None:
         return store.write(page, source)
-    group = Group(page.unit, page.number, (), out=(page,))
+    group = PageGroup(page.unit, page.number, (), out=(page,))
     return _through_slot(store, device, group, lambda slot_K: device.copy(slot_K, source))
 
 
@@ -53,7 +53,7 @@ def _narrower(store: PrefetchStore, page: Page, like: Tensor) -> Tensor | None:
     return in_place.view(like.dtype)[: like.numel()]
 
 
-def _through_slot(store: PrefetchStore, device: Device, group: Group, copy: Callable[[Tensor], None]) -> Ticket:
+def _through_slot(store: PrefetchStore, device: Device, group: PageGroup, copy: Callable[[Tensor], None]) -> Ticket:
     after = device.mark()
 
     def work(tensors: tuple[Tensor, ...]) -> None:

@@ -1,6 +1,6 @@
 """The model: taken apart into units, taken over in place, its first values recorded."""
 
-from zero.engine.model.coded import CodedWeights, checked, coded, coded_names, codes_in, frozen_matrices
+from zero.engine.model.coded import CodedWeights, checked_codes, coded, coded_names, codes_in, frozen_matrices
 from zero.engine.model.compile import Backend, Compiler, check_backend, described
 from zero.engine.model.module_tree import ModuleTree
 from zero.engine.model.on_meta import Unmade, absent, empty, is_meta, lacks_values
@@ -47,7 +47,7 @@ __all__ = [
     "call_through",
     "call_with",
     "check_backend",
-    "checked",
+    "checked_codes",
     "coded",
     "coded_names",
     "codes_in",

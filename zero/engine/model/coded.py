@@ -140,16 +140,18 @@ def codes_in(weights: object, codec: Codec | None, names: Collection[str]) -> Ma
 
 
 def coded(codec: Codec, name: str, numel: int, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
-    """Return a function to ranges of the codes of a parameter, `checked`.
+    """Return a function to ranges of the codes of a parameter, `checked_codes`.
 
     Args:
         name, numel: the parameter's name and number of values.
         values: function from (start, stop) in the parameter to these values, of any floating-point dtype.
     """
-    return checked(codec, name, numel, codec.bytes_of(lambda start, stop: values(start, stop).float(), numel))
+    return checked_codes(codec, name, numel, codec.bytes_of(lambda start, stop: values(start, stop).float(), numel))
 
 
-def checked(codec: Codec, name: str, numel: int, codes: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+def checked_codes(
+    codec: Codec, name: str, numel: int, codes: Callable[[int, int], Tensor]
+) -> Callable[[int, int], Tensor]:
     """Return a function to ranges of codes that raises ConfigError if a scale is NaN or infinite.
 
     Args:

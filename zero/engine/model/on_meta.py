@@ -64,7 +64,9 @@ def _unmade(*, kept: bool) -> Iterator[None]:
         if type(parameter) is not nn.Parameter:
             return
         begin = parameter.detach() if kept and not is_meta(parameter) and empties.has_value(parameter) else None
-        unmade = Unmade.of(torch.empty_like(parameter, device="meta"), Recipe.of(Root(parameter.shape, kept, begin)))
+        unmade = Unmade.of(
+            torch.empty_like(parameter, device="meta"), Recipe.of(RecordedRoot(parameter.shape, kept, begin))
+        )
         unmade._is_param = True  # isinstance(unmade, nn.Parameter) is true
         vars(unmade).update(vars(parameter))
         try:
@@ -157,7 +159,7 @@ _count = itertools.count()
 
 
 @dataclass(eq=False)
-class Root:
+class RecordedRoot:
     """The storage, not allocated yet, of a recorded tensor and its views.
 
     Attributes:
@@ -196,11 +198,11 @@ class Root:
 class Recipe(NamedTuple):
     """A recorded tensor: the root that it is a view of, and its unique number."""
 
-    root: Root
+    root: RecordedRoot
     number: int
 
     @classmethod
-    def of(cls, root: Root) -> "Recipe":
+    def of(cls, root: RecordedRoot) -> "Recipe":
         return cls(root, root.number)
 
 
@@ -221,7 +223,7 @@ class Operation:
             else, so that it can run on a part of the root.
     """
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, within: Root | None = None) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, within: RecordedRoot | None = None) -> None:
         self.number, self._func, self.name = next(_count), func, requested(func)[0]
         tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         unmade = [tensor for tensor in tensors.values() if isinstance(tensor, Unmade)]
@@ -360,7 +362,7 @@ def _rebind(tensor: Unmade, value: Tensor) -> None:
     if isinstance(value, Unmade):
         tensor.recipe = value.detach().recipe  # type: ignore[attr-defined]
     else:
-        tensor.recipe = Recipe.of(Root(value.shape, kept, value.detach() if kept else None))
+        tensor.recipe = Recipe.of(RecordedRoot(value.shape, kept, value.detach() if kept else None))
     _plainly(Tensor.data.__set__, tensor, value if is_meta(value) else torch.empty_like(value, device="meta"))  # type: ignore[attr-defined]
 
 
@@ -429,7 +431,7 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
         if not is_meta(tensor) or id(tensor) in known:
             continue
         source = roots.get(tensor.untyped_storage()._cdata)
-        root = source or Root(tensor.shape, kept, is_made=kept)
+        root = source or RecordedRoot(tensor.shape, kept, is_made=kept)
         recipe = Recipe.of(root) if source is None else Recipe(root, next(_count))
         operation.made[place] = recipe.number
         if operation.is_alias:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from zero.distributed.world import World
 from zero.engine.model.function_names import writes
-from zero.engine.model.on_meta import Operation, Recipe, Root, Unmade, dispatch_trunc_normal, is_meta
+from zero.engine.model.on_meta import Operation, Recipe, RecordedRoot, Unmade, dispatch_trunc_normal, is_meta
 from zero.engine.model.placeholder import ParameterPlaceholder
 from zero.engine.model.unit import Owner, Splitting
 from zero.errors import PlanError
@@ -51,8 +51,8 @@ class RecordedValues:
         self._model, self._seed, self._world = model, seed, world
         self._owner_of: dict[str, Owner] = {}
         self._recipes: dict[str, Recipe] = {}
-        self._path_of: dict[Root, str] = {}
-        self._roots_of: dict[str, list[Root]] = {}
+        self._path_of: dict[RecordedRoot, str] = {}
+        self._roots_of: dict[str, list[RecordedRoot]] = {}
         for owner in splitting.owners:
             for local, name in owner.slots:
                 if name in self._owner_of:
@@ -60,7 +60,7 @@ class RecordedValues:
                 self._owner_of[name] = owner
                 placeholder = model.get_submodule(owner.path)._parameters[local]
                 assert isinstance(placeholder, ParameterPlaceholder)
-                recipe = placeholder.recipe or Recipe.of(Root(placeholder.shape, begin=built.get(name)))
+                recipe = placeholder.recipe or Recipe.of(RecordedRoot(placeholder.shape, begin=built.get(name)))
                 self._recipes[name] = recipe
                 self._assign(recipe.root, owner.path)
             with self._drawing_alone():
@@ -75,7 +75,7 @@ class RecordedValues:
         }
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
-    def _assign(self, root: Root, path: str) -> None:
+    def _assign(self, root: RecordedRoot, path: str) -> None:
         if root not in self._path_of:
             self._path_of[root] = path
             self._roots_of.setdefault(path, []).append(root)
@@ -130,14 +130,14 @@ class RecordedValues:
                 self._last = owner.path, self._made_by(owner)
         return self._last[1][name].reshape(-1)[start:stop]
 
-    def _part(self, root: Root, first: int, last: int) -> Tensor:
+    def _part(self, root: RecordedRoot, first: int, last: int) -> Tensor:
         """Compute blocks [first, last) of a root whose operations are all elementwise; return them in one tensor."""
         part = _begun(root, first * BLOCK, min(last * BLOCK, root.shape.numel()))
         for operation in root.operations:
             self._run_by_blocks(operation, root, part, first)
         return part
 
-    def _run_by_blocks(self, operation: Operation, root: Root, part: Tensor, first: int) -> None:
+    def _run_by_blocks(self, operation: Operation, root: RecordedRoot, part: Tensor, first: int) -> None:
         """Run an elementwise operation on `part`, (n,), which begins at block `first` of the root."""
         if operation.is_alias:
             return
@@ -195,7 +195,7 @@ def _is_ranged(recipe: Recipe) -> bool:
     return recipe.root.is_elementwise and recipe.root.is_written and recipe.number in recipe.root.whole
 
 
-def reached(roots: Iterable[Root]) -> dict[Root, None]:
+def reached(roots: Iterable[RecordedRoot]) -> dict[RecordedRoot, None]:
     """Return as keys `roots` and all roots that their operations read, directly or indirectly."""
     reached = dict.fromkeys(roots)
     waiting = list(reached)
@@ -215,7 +215,7 @@ def _drawing(states: dict[str, Tensor], path: str) -> Iterator[None]:
     states[path] = torch.default_generator.get_state()
 
 
-def _begun(root: Root, start: int, stop: int) -> Tensor:
+def _begun(root: RecordedRoot, start: int, stop: int) -> Tensor:
     """Return fp32 memory for elements [start, stop) of `root`, with the value that its parameter was registered with.
 
     Without such a value it is NaN. A NaN that remains shows that nothing has initialized the element.

@@ -13,7 +13,7 @@ from zero.core.layout import pages
 from zero.engine.model import UnitSpec
 from zero.engine.plan.plan import Plan
 from zero.platform.device import Device
-from zero.store import Group, Page, PrefetchStore
+from zero.store import Page, PageGroup, PrefetchStore
 
 
 class Part(NamedTuple):
@@ -26,12 +26,12 @@ class Part(NamedTuple):
     stop: int
     first: int
     """The index of its first element in the unit's trainable flat."""
-    groups: tuple[Group, ...]
+    groups: tuple[PageGroup, ...]
     staged: bool
     """Whether a GPU updates it and its pages are in host memory, see `zero.engine.update.staging`."""
     lent: tuple[Tensor, ...] | None
-    """The pages in memory, those of one kind as one tensor, in the order of `Group.all`; None if the store's threads
-    update the part."""
+    """The pages in memory, those of one kind as one tensor, in the order of `PageGroup.all`; None if the store's
+    threads update the part."""
     turn: int = 0
     """The index of the pass, see `PageTable.passes`."""
     tables: tuple[Tensor, ...] = ()
@@ -65,7 +65,7 @@ def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device, n
     device, shard_start = plan.world.compute, 0 if plan.facts.full_update else unit.trainable.shard(plan.rank)[0]
     parts = []
     for number, (start, stop) in enumerate(pages(plan.sizes.update_numel(unit), plan.pages.page_numel)):
-        group = Group(
+        group = PageGroup(
             unit.index,
             number,
             tuple(Page(unit.index, kind, number) for kind in plan.passes.state_kinds(now)),

@@ -50,7 +50,7 @@ class Load(NamedTuple):
         return {"disk": disk, "copy": copy, "link": self.link, "wire": self.wire}
 
 
-class Traffic(NamedTuple):
+class PlannedTraffic(NamedTuple):
     """The bytes that a step moves on one rank, by phase."""
 
     update: Load
@@ -76,7 +76,7 @@ class Traffic(NamedTuple):
         return self.update + each.times(microbatches) + self.first + self.last
 
 
-def traffic(plan: Plan) -> Traffic:
+def traffic(plan: Plan) -> PlannedTraffic:
     """Return the bytes that a step of `plan` moves on one rank."""
     by_kind: dict[str, Load] = defaultdict(Load)
     passing: dict[int, Load] = defaultdict(Load)  # by unit: parameters and secondary shards read from the store
@@ -111,7 +111,7 @@ def traffic(plan: Plan) -> Traffic:
     single = grads.times(plan.facts.first_grad_dtype.itemsize / plan.facts.grad_dtype.itemsize)
     sums = single + grads.times(count - 2) if count > 1 else Load()
     arriving = (sums + sums.back + updated_grads.back).times(1 / count)
-    return Traffic(
+    return PlannedTraffic(
         update=_update(plan, states, params, updated_grads, offloaded_numel) + _matrices(plan),
         forward=forward,
         backward=backward + arriving + (Load() if plan.facts.local_sum else reduction),

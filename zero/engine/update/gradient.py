@@ -24,7 +24,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zero.engine.memory import Scratch, ScratchPool, load, save
+from zero.engine.memory import Scratch, ScratchPool, load_page, save_page
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.errors import StoreError
@@ -138,7 +138,7 @@ class PagedGradients(Gradients):
             assert unit.step.borrowed is not None
             unit.grad = unit.step.borrowed.flat.copy_(wide)
         with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
-            tickets = [save(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
+            tickets = [save_page(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
         unit.step.left = left
         buffer = self._closed(unit)
         buffer.free = left
@@ -174,7 +174,7 @@ class PagedGradients(Gradients):
             unit.step.left.wait()
             with self._tape.streaming("page in", unit.spec.name):
                 for page, part_K in self._pages(unit):
-                    self._coming.append(load(self._store, self._device, page, part_K))
+                    self._coming.append(load_page(self._store, self._device, page, part_K))
         self._await_coming()
         with self._tape.stream_standing("page in", unit.spec.name):
             loaded.wait()

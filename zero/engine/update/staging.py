@@ -17,7 +17,7 @@ from torch import Tensor
 from zero.core.sizes import round_up
 from zero.engine.plan import Part
 from zero.platform.device import PASSED, Device, Event
-from zero.store import Group, PageKind, PrefetchStore
+from zero.store import PageGroup, PageKind, PrefetchStore
 
 
 class _Slot:
@@ -34,7 +34,7 @@ class _Slot:
         self._memory = memory
         self.tensors: Sequence[Tensor] = ()
         self.arrived: Event = PASSED
-        self.group: Group | None = None
+        self.group: PageGroup | None = None
         self.versions: Sequence[int] = ()
 
     def open(self, device: Device, pages: Sequence[Tensor]) -> None:
@@ -64,7 +64,7 @@ class Staging:
         self._device, self._store = device, store
         self._free = deque(map(_Slot, slots))
         self.allocated_bytes = sum(memory.nbytes for memory in slots)
-        self._staged: dict[Group, _Slot] = {}  # by the part's first group
+        self._staged: dict[PageGroup, _Slot] = {}  # by the part's first group
         self._order: list[Part] = []
         self._next = 0  # the index in `_order` of the next part to copy in
         self.updated: Event = PASSED

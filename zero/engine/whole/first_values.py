@@ -30,7 +30,7 @@ from zero.engine.model import (
     Splitting,
     UnitSpec,
     buffers_of,
-    checked,
+    checked_codes,
     coded,
     is_meta,
     reached,
@@ -199,7 +199,7 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values, codes: Mappi
                 continue
             source: Callable[[int, int], Tensor] = partial(kept, slot.name)
             if plan.precision.frozen is not None and flat.kind == PageKind.CODES:
-                make, source = (checked, partial(taken, slot.name)) if slot.name in codes else (coded, source)
+                make, source = (checked_codes, partial(taken, slot.name)) if slot.name in codes else (coded, source)
                 source = make(plan.precision.frozen, slot.name, slot.numel, source)
             try:
                 writer.write(stored, source)

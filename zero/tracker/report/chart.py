@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 import zero.tracker.report.svg as svg
-from zero.tracker.report.scale import Scale, duration_unit, finite, linear, logarithmic, number, size
+from zero.tracker.report.scale import Scale, duration_unit, finite_values, linear, logarithmic, number_text, size
 
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
 """Colours that a page must define as CSS variables, such as `--blue`. It must also define `--ink`, `--soft`, `--line`,
@@ -38,7 +38,7 @@ class Series(NamedTuple):
     style: Literal["line", "dots"] = "line"
 
 
-class Part(NamedTuple):
+class BarPart(NamedTuple):
     """A segment of a stacked bar; `shade` is its opacity. Segments with the same name share an entry in the legend."""
 
     name: str
@@ -51,10 +51,10 @@ class Bar(NamedTuple):
     """A stacked bar."""
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[BarPart]
 
 
-class Span(NamedTuple):
+class ChartSpan(NamedTuple):
     """An interval of time; `label` is written on it if there is room."""
 
     begin_s: float
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     """A row of a timeline: spans of one name and colour. Overlapping spans are drawn below each other."""
 
     name: str
-    spans: Sequence[Span]
+    spans: Sequence[ChartSpan]
     colour: str
 
 
@@ -119,11 +119,11 @@ def lines(
     x = logarithmic(x_values, left, right) if log_x else linear(
         x_values, left + inset, right - inset, snug=True, whole=_is_whole(x_values), count=max(2, round(width / 90))
     )  # fmt: skip
-    labels = [_label(line, x, y, size if binary else number, x_name) for line in series]
+    labels = [_label(line, x, y, size if binary else number_text, x_name) for line in series]
     grid = svg.grid(x, y, left, right, bottom, x_name)
     body = [grid, *(_line(line, x, y, binary, x_name) for line in series), legend]
     if not any(x.shows(at) and y.shows(value) for line in series for at, value in line.points):
-        body.append(svg.text((left + right) / 2, (top + bottom) / 2, "nothing was measured", "middle"))
+        body.append(svg.text_element((left + right) / 2, (top + bottom) / 2, "nothing was measured", "middle"))
     return svg.document(width, height, f"{title}: {'; '.join(labels)}", body)
 
 
@@ -134,7 +134,10 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
         order: names of parts in the order of the legend; other parts follow.
     """
     kept = [
-        Bar(bar.name, [part._replace(value=value) for part in bar.parts if (value := finite(part.value) or 0.0) > 0])
+        Bar(
+            bar.name,
+            [part._replace(value=value) for part in bar.parts if (value := finite_values(part.value) or 0.0) > 0],
+        )
         for bar in rows
     ]
     shown = {part.name: (part.name, part.colour, part.shade) for bar in kept for part in bar.parts}
@@ -149,7 +152,7 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
     body = [svg.ticks_below(x, top, bottom), legend]
     for index, (bar, total) in enumerate(zip(kept, totals, strict=True)):
         y = top + 32 * index + 5
-        body.append(svg.text(left - 8, y + 15, svg.fit(bar.name, 150, svg.LARGEST), "end", "tick name"))
+        body.append(svg.text_element(left - 8, y + 15, svg.fit_text(bar.name, 150, svg.LARGEST), "end", "tick name"))
         end = 0.0
         for part in bar.parts:
             begin, end = end, end + part.value
@@ -159,7 +162,7 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
                 f'style="fill:var(--{part.colour});fill-opacity:{part.shade:g}">'
                 f"<title>{svg.escape(f'{bar.name}, {part.name}: {size(part.value)}')}</title></rect>"
             )
-        body.append(svg.text(x.at(total) + 7, y + 15, size(total), "start"))
+        body.append(svg.text_element(x.at(total) + 7, y + 15, size(total), "start"))
     label = "; ".join(f"{bar.name} {size(total)}" for bar, total in zip(kept, totals, strict=True))
     return svg.document(svg.WIDTH, bottom + 24, f"{title}: {label}", body)
 
@@ -177,14 +180,14 @@ def timeline(rows: Sequence[Row], *, title: str) -> str:
         drawn = [(x.at((span.begin_s - first) / unit), x.at((span.end_s - first) / unit), span) for span in row.spans]
         lanes = _lanes(drawn)
         height = max(24.0, 13.0 * len(lanes))
-        body.append(svg.text(left - 8, y + height / 2 + 4, row.name, "end", "name"))
+        body.append(svg.text_element(left - 8, y + height / 2 + 4, row.name, "end", "name"))
         for index, lane in enumerate(lanes):
             tall = height / len(lanes)
             body += [_span(*placed, y + index * tall, tall - 1, row.colour, unit, unit_name) for placed in lane]
         y += height + 8
         body.append(svg.rule("grid", left, y - 4, 2 * svg.WIDTH - 18, y - 4))
     label = "; ".join(f"{row.name} {len(row.spans)} spans" for row in kept)
-    axis = [svg.ticks_below(x, 4, y), svg.text(2 * svg.WIDTH - 18, y + 32, unit_name, "end")]
+    axis = [svg.ticks_below(x, 4, y), svg.text_element(2 * svg.WIDTH - 18, y + 32, unit_name, "end")]
     return svg.document(2 * svg.WIDTH, y + 38, f"{title}: {label}", [*axis, *body])
 
 
@@ -206,8 +209,10 @@ def multiples(panels: Sequence[Panel], *, title: str, log: bool = False) -> str:
         row, column = divmod(index, columns)
         body += [
             f'<g transform="translate({left + column * wide:.2f} {row * (tall + below):.2f})">',
-            svg.text(0, 12, svg.fit(panel.name, right - svg.text_width(panel.note) - 8, 12.5), "start", "name"),
-            svg.text(right, 12, panel.note, "end"),
+            svg.text_element(
+                0, 12, svg.fit_text(panel.name, right - svg.text_width(panel.note) - 8, 12.5), "start", "name"
+            ),
+            svg.text_element(right, 12, panel.note, "end"),
             svg.panel_grid(x, y, right, bottom, first=column == 0),
             f'<use href="#{name}"/>' if len(panels) > 1 else "",
             _path(panel.points, x, y, "line", f"stroke:var(--{panel.colour})", MANY // 4),
@@ -250,7 +255,7 @@ def _dots(
         if not visible and len(shown) > SOME:
             continue
         style = f'r="{radius}" style="fill:var(--{line.colour})"' if visible else 'r="5" class="felt"'
-        text = f"{x_name} {number(at)}: {size(value) if binary else number(value, 5)}"
+        text = f"{x_name} {number_text(at)}: {size(value) if binary else number_text(value, 5)}"
         circles.append(
             f'<circle cx="{place[0]:.2f}" cy="{place[1]:.2f}" {style}><title>{svg.escape(text)}</title></circle>'
         )
@@ -279,7 +284,7 @@ def _thin(run: list[tuple[float, float]], limit: int) -> list[tuple[float, float
 
 def _is_whole(values: Iterable[object]) -> bool:
     """Return whether all numbers are integers, so that the axis needs integer ticks."""
-    return all(value is None or value.is_integer() for value in map(finite, values))
+    return all(value is None or value.is_integer() for value in map(finite_values, values))
 
 
 def _label(line: Series, x: Scale, y: Scale, write: Callable[[object], str], x_name: str) -> str:
@@ -288,27 +293,28 @@ def _label(line: Series, x: Scale, y: Scale, write: Callable[[object], str], x_n
     if not shown:
         return f"{line.name} was not measured"
     (first_x, first_y), (last_x, last_y) = shown[0], shown[-1]
-    return f"{line.name} from {write(first_y)} at {x_name} {number(first_x)} to {write(last_y)} at {number(last_x)}"
+    begin = f"{write(first_y)} at {x_name} {number_text(first_x)}"
+    return f"{line.name} from {begin} to {write(last_y)} at {number_text(last_x)}"
 
 
 # Spans
 
 
-def _known_spans(spans: Iterable[Span]) -> Iterator[Span]:
+def _known_spans(spans: Iterable[ChartSpan]) -> Iterator[ChartSpan]:
     """Yield the spans whose times are finite and whose end is not before their begin."""
     for span in spans:
-        begin_s, end_s = finite(span.begin_s), finite(span.end_s)
+        begin_s, end_s = finite_values(span.begin_s), finite_values(span.end_s)
         if begin_s is not None and end_s is not None and end_s >= begin_s:
             yield span._replace(begin_s=begin_s, end_s=end_s)
 
 
-def _lanes(drawn: Iterable[tuple[float, float, Span]]) -> list[list[tuple[float, float, Span]]]:
+def _lanes(drawn: Iterable[tuple[float, float, ChartSpan]]) -> list[list[tuple[float, float, ChartSpan]]]:
     """Distribute spans over at most `MOST_LANES` lanes so that they do not overlap.
 
     If no lane is free, use the lane that becomes free first. Of neighbours in a lane that are too short to be seen,
     only the first is kept.
     """
-    lanes: list[list[tuple[float, float, Span]]] = [[]]
+    lanes: list[list[tuple[float, float, ChartSpan]]] = [[]]
     for begin, end, span in drawn:
         free = next((lane for lane in lanes if not lane or lane[-1][1] <= begin + 0.01), None)
         if free is None and len(lanes) < MOST_LANES:
@@ -320,12 +326,12 @@ def _lanes(drawn: Iterable[tuple[float, float, Span]]) -> list[list[tuple[float,
 
 
 def _span(
-    begin: float, end: float, span: Span, y: float, height: float, colour: str, unit: float, unit_name: str
+    begin: float, end: float, span: ChartSpan, y: float, height: float, colour: str, unit: float, unit_name: str
 ) -> str:
     width = max(0.75, end - begin - 0.5)
-    text = f"{span.name}: {number((span.end_s - span.begin_s) / unit, 3)} {unit_name}"
+    text = f"{span.name}: {number_text((span.end_s - span.begin_s) / unit, 3)} {unit_name}"
     fits = height >= 12 and svg.text_width(span.label, 10.5) + 6 <= width
-    label = svg.text(begin + width / 2, y + height / 2 + 3.5, span.label, "middle", "on") if fits else ""
+    label = svg.text_element(begin + width / 2, y + height / 2 + 3.5, span.label, "middle", "on") if fits else ""
     return (
         f'<rect x="{begin:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="{min(2.5, width / 3):.2f}" '
         f'style="fill:var(--{colour});fill-opacity:{span.shade:g}"><title>{svg.escape(text)}</title></rect>{label}'

@@ -1,6 +1,6 @@
 """Reading of a run's folder, whether the run finished, failed, is running, or was killed while it wrote a line.
 
-Invalid contents of a file never raise an error. `Run.unread` names the files that are missing or cannot be read.
+Invalid contents of a file never raise an error. `RecordedRun.unread` names files that are missing or cannot be read.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from zero.platform.timeline import Span, from_trace
-from zero.tracker.report.scale import finite
+from zero.tracker.report.scale import finite_values
 from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
 
 OWN_LOOP = "loop"
@@ -21,7 +21,7 @@ OWN_LOOP = "loop"
 Status = Literal["finished", "stopped", "failed", "running"]
 
 
-class Run(NamedTuple):
+class RecordedRun(NamedTuple):
     """The contents of a run's folder.
 
     `rows` are the rows of metrics.jsonl with increasing steps, `trace` the spans of trace.json, `overrides` the Hydra
@@ -65,13 +65,13 @@ class Run(NamedTuple):
         NaN is written as null, because JSON has no NaN. So null in the summary of a finished run, or as the training
         loss of a row, means that the run has diverged, and an earlier value must not be returned instead.
         """
-        final = finite(self.summary.get(summary_key))
+        final = finite_values(self.summary.get(summary_key))
         if final is not None or (self.status == "finished" and summary_key in self.summary):
             return final
         measured = [row[row_key] for row in self.rows if row_key in row]
         if row_key == "val/loss":
             measured = [value for value in measured if value is not None]
-        return finite(measured[-1]) if measured else None
+        return finite_values(measured[-1]) if measured else None
 
     def points(self, key: str) -> list[tuple[object, object]]:
         """Return (step, value of `key`) of each row; the value is None if it was not measured."""
@@ -83,20 +83,20 @@ class Run(NamedTuple):
 
     def measured(self, key: str) -> bool:
         """Return whether any row has a nonzero number for `key`."""
-        return any(finite(row.get(key)) for row in self.rows)
+        return any(finite_values(row.get(key)) for row in self.rows)
 
 
 def typical(points: Sequence[tuple[object, object]]) -> float | None:
     """Return the median of the values, without the first row, which is slower, unless it is the only row."""
-    known = [value for _, raw in points[1:] or points if (value := finite(raw)) is not None]
+    known = [value for _, raw in points[1:] or points if (value := finite_values(raw)) is not None]
     return median(known) if known else None
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Read the run in `folder`."""
     unread: list[str] = []
     overrides = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, unread, needed=False)
-    return Run(
+    return RecordedRun(
         folder=folder,
         config=mapping(_read(folder / "config.yaml", yaml.safe_load, unread)),
         summary=mapping(_read(folder / "summary.json", json.loads, unread)),
@@ -145,4 +145,4 @@ def _row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and finite(row.get("step")) is not None else None
+    return row if isinstance(row, dict) and finite_values(row.get("step")) is not None else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.tracker.report.folder import Run, Status
+from zero.tracker.report.folder import RecordedRun, Status
 from zero.tracker.report.page import PILLS
 
 
@@ -55,7 +55,7 @@ def _in_order(name: str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
-def table_of(folder: Path, runs: Sequence[Run]) -> tuple[Job, ...]:
+def table_of(folder: Path, runs: Sequence[RecordedRun]) -> tuple[Job, ...]:
     """Return the results of each run of the sweep in `folder`."""
     jobs = [_job(folder, run) for run in runs]
     reference = next((job.tokens_per_s for job in jobs if job.status == "finished" and job.tokens_per_s), None)
@@ -64,7 +64,7 @@ def table_of(folder: Path, runs: Sequence[Run]) -> tuple[Job, ...]:
     )
 
 
-def _job(folder: Path, run: Run) -> Job:
+def _job(folder: Path, run: RecordedRun) -> Job:
     device, host = (run.final(f"{tier}_peak_bytes", f"memory/{tier}_peak_bytes") for tier in ("device", "host"))
     return Job(
         name=run.folder.relative_to(folder).as_posix(),
@@ -82,7 +82,7 @@ def _job(folder: Path, run: Run) -> Job:
     )
 
 
-def _cause(folder: Path, run: Run) -> str:
+def _cause(folder: Path, run: RecordedRun) -> str:
     """Return why a job did not finish, on one line, with paths relative to the sweep."""
     if run.status not in ("failed", "stopped"):
         return ""

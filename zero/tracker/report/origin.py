@@ -4,24 +4,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero.core import suggest
-from zero.core.schema import flat
+from zero.core.schema import flat_fields
 from zero.platform.installed import as_called
-from zero.tracker.report.folder import OWN_LOOP, Run, mapping
+from zero.tracker.report.folder import OWN_LOOP, RecordedRun, mapping
 from zero.tracker.report.page import Html, code, section, table, verbatim
-from zero.tracker.report.scale import finite
+from zero.tracker.report.scale import finite_values
 
 
-def origin_section(run: Run) -> Html:
+def origin_section(run: RecordedRun) -> Html:
     """Return a section with the commands that repeat and resume the run, its versions, seed and data."""
     versions, saved = mapping(run.summary.get("versions")), str(run.summary.get("checkpoint") or "")
     data, digest = mapping(run.config.get("data")).get("name"), str(run.summary.get("data_digest") or "")
     facts: dict[str, str] = {}
     if run.overrides is not None:
-        ranks = finite(run.summary.get("ranks")) or 1
+        ranks = finite_values(run.summary.get("ranks")) or 1
         words = dict.fromkeys(run.overrides)
         if ranks > 1 and not any(word.startswith("launch.ranks=") for word in words):
             words[f"launch.ranks={ranks:.0f}"] = None  # torchrun or the default may have chosen them
-        steps = finite(run.config.get("steps"))
+        steps = finite_values(run.config.get("steps"))
         longer = {"steps": round(2 * steps)} if run.status == "finished" and steps else {}
         facts["command"] = code(as_called(suggest.command(words)))
         facts["checkpoint"] = code(saved) if saved else "none was saved. checkpoint.every=100 saves every 100 steps"
@@ -35,29 +35,30 @@ def origin_section(run: Run) -> Html:
     return section("This run", table([], [(name, text) for name, text in facts.items() if text]))
 
 
-def differences(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def differing_settings(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (key, value, default) of each setting that differs from its default; defaults of auto come last.
 
     A key that is missing in one of the two mappings counts as None there.
     """
-    values, defaults = flat(config), flat(default)
+    values, defaults = flat_fields(config), flat_fields(default)
     keys = dict.fromkeys([*values, *defaults])
     rows = [(key, values.get(key), defaults.get(key)) for key in keys if values.get(key) != defaults.get(key)]
     return sorted(rows, key=lambda row: row[2] == "auto")
 
 
-def settings_section(run: Run, defaults: Mapping[str, Any]) -> Html:
+def settings_section(run: RecordedRun, defaults: Mapping[str, Any]) -> Html:
     """Return a section with the settings that differ from `defaults`, or with all if there are no defaults."""
     if not run.config:
         return Html()
     known = {key: value for key, value in defaults.items() if key in run.config}  # other defaults do not apply
     if not known or OWN_LOOP in run.config:
         return section(
-            "Settings", table(["key", "this run"], [(code(a), code(_value(b))) for a, b in flat(run.config).items()])
+            "Settings",
+            table(["key", "this run"], [(code(a), code(_value(b))) for a, b in flat_fields(run.config).items()]),
         )
     rows = [
         (code(key), code(_value(value)), code(_value(default)))
-        for key, value, default in differences(run.config, known)
+        for key, value, default in differing_settings(run.config, known)
     ]
     if not rows:
         return section("Settings", verbatim("all settings are the defaults"))

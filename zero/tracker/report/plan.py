@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import zero.tracker.report.chart as chart
-from zero.tracker.report.chart import Bar, Part
-from zero.tracker.report.folder import Run, mapping, typical
+from zero.tracker.report.chart import Bar, BarPart
+from zero.tracker.report.folder import RecordedRun, mapping, typical
 from zero.tracker.report.page import Html, figure, section, side_by_side, table
-from zero.tracker.report.scale import UNKNOWN, finite, seconds, size
+from zero.tracker.report.scale import UNKNOWN, finite_values, seconds, size
 
 KINDS = {
     "parameters": ("blue", 1.0),
@@ -48,7 +48,7 @@ class Compared(NamedTuple):
     measured: float | None
 
 
-def compared(run: Run) -> list[Compared]:
+def compared(run: RecordedRun) -> list[Compared]:
     """Compare plan and measurement: bytes held in each tier between two steps, and bytes moved and time of a step."""
     planned, measured = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
     peak = run.final("device_peak_bytes", "memory/device_peak_bytes")
@@ -64,18 +64,18 @@ def compared(run: Run) -> list[Compared]:
             rows.append(Compared(tier, BETWEEN, between, held_bytes))
         if tier == "device" and peak:
             rows.append(Compared(tier, "peak in a step", sum(kinds.values()), peak))
-    moves, ranks = mapping(run.summary.get("plan_step_bytes")), finite(run.summary.get("ranks")) or 1
+    moves, ranks = mapping(run.summary.get("plan_step_bytes")), finite_values(run.summary.get("ranks")) or 1
     for load, what, keys in MOVES:
         moved = [typical(per_step(run, key)) for key in keys]
         known = [nbytes / ranks for nbytes in moved if nbytes is not None]
-        if (nbytes := finite(moves.get(load))) and known:
+        if (nbytes := finite_values(moves.get(load))) and known:
             rows.append(Compared("a step", what, nbytes, sum(known)))
-    if (predicted_s := finite(run.summary.get("plan_step_s"))) and (step_s := run.typical("speed/step_s")):
+    if (predicted_s := finite_values(run.summary.get("plan_step_s"))) and (step_s := run.typical("speed/step_s")):
         rows.append(Compared("a step", TIME, predicted_s, step_s))
     return rows
 
 
-def plan_section(run: Run) -> Html:
+def plan_section(run: RecordedRun) -> Html:
     """Return the section with a chart of bytes by tier and a table of ratios; empty without a plan in the summary."""
     planned, measured = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
     if not planned:
@@ -111,23 +111,25 @@ def _cells(row: Compared, *, first: bool) -> tuple[str, ...]:
     return row.where * first, row.what, write(row.planned), write(row.measured), ratio
 
 
-def _by_tier(run: Run, key: str) -> dict[str, dict[str, float]]:
+def _by_tier(run: RecordedRun, key: str) -> dict[str, dict[str, float]]:
     """Return the bytes under `key` of the summary as tier -> kind of tensor -> bytes, without empty tiers."""
     tiers = {tier: _bytes(kinds) for tier, kinds in mapping(run.summary.get(key)).items()}
     return {tier: tiers[tier] for tier in [*TIERS, *tiers] if sum(tiers.get(tier, {}).values()) > 0}
 
 
 def _bytes(kinds: object) -> dict[str, float]:
-    return {name: count for name, raw in mapping(kinds).items() if (count := finite(raw)) is not None and count >= 0}
+    return {
+        name: count for name, raw in mapping(kinds).items() if (count := finite_values(raw)) is not None and count >= 0
+    }
 
 
-def _parts(kinds: Mapping[str, float]) -> list[Part]:
+def _parts(kinds: Mapping[str, float]) -> list[BarPart]:
     shown = [name for name in dict.fromkeys([*KINDS, *kinds]) if name in kinds]
-    return [Part(name, kinds[name], *KINDS.get(name, ("slate", 0.7))) for name in shown]
+    return [BarPart(name, kinds[name], *KINDS.get(name, ("slate", 0.7))) for name in shown]
 
 
-def per_step(run: Run, key: str) -> list[tuple[object, object]]:
+def per_step(run: RecordedRun, key: str) -> list[tuple[object, object]]:
     """Return (step, value of `key` per step) of each row: its value divided by its number of steps."""
-    counts = [max(1.0, finite(count) or 1.0) for _, count in run.points("speed/steps")]
+    counts = [max(1.0, finite_values(count) or 1.0) for _, count in run.points("speed/steps")]
     values = zip(run.points(key), counts, strict=True)
-    return [(step, None if (value := finite(raw)) is None else value / count) for (step, raw), count in values]
+    return [(step, None if (value := finite_values(raw)) is None else value / count) for (step, raw), count in values]

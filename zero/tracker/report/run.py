@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 import zero.tracker.report.chart as chart
-from zero.core.schema import flat
+from zero.core.schema import flat_fields
 from zero.platform.run_files import publish
 from zero.platform.timeline import ROWS, Span, Timeline, shares
 from zero.tracker.report.chart import Series
-from zero.tracker.report.folder import Run, read_run
+from zero.tracker.report.folder import RecordedRun, read_run
 from zero.tracker.report.origin import origin_section, settings_section
 from zero.tracker.report.page import (
     PILLS,
@@ -33,7 +33,7 @@ from zero.tracker.report.page import (
     verbatim,
 )
 from zero.tracker.report.plan import per_step, plan_section
-from zero.tracker.report.scale import count, finite, loss, number, percent, seconds, size
+from zero.tracker.report.scale import count, finite_values, loss_scale_of, number_text, percent, seconds, size
 from zero.tracker.report.svg import escape
 from zero.tracker.views.view import ROW
 
@@ -47,7 +47,7 @@ LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
 
 
-def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
+def write_run(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
     """Write report.html of the run in `folder` and return its path.
 
     Args:
@@ -59,8 +59,8 @@ def write(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
     return path
 
 
-def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
-    """Return the text of report.html; `defaults` as for `write`."""
+def report(run: RecordedRun, defaults: Mapping[str, Any] | None = None) -> str:
+    """Return the text of report.html; `defaults` as for `write_run`."""
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
     settings = partial(settings_section, defaults=defaults or {})
@@ -73,10 +73,10 @@ def report(run: Run, defaults: Mapping[str, Any] | None = None) -> str:
     )
 
 
-def _summary(run: Run) -> list[str]:
+def _summary(run: RecordedRun) -> list[str]:
     """Return phrases with the model's size, stage, precision and number of ranks."""
-    settings, ranks = flat(run.config), finite(run.summary.get("ranks"))
-    numel = finite(run.summary.get("parameters_numel"))
+    settings, ranks = flat_fields(run.config), finite_values(run.summary.get("ranks"))
+    numel = finite_values(run.summary.get("parameters_numel"))
     return [
         *([f"{count(numel)} parameters"] if numel else []),
         *([f"stage {stage}"] if (stage := settings.get("zero.stage", run.loop.get("stage"))) is not None else []),
@@ -85,20 +85,24 @@ def _summary(run: Run) -> list[str]:
     ]
 
 
-def _headline(run: Run) -> Html:
+def _headline(run: RecordedRun) -> Html:
     reason = verbatim(run.reason.replace(f"{run.folder.absolute()}/", ""), PILLS[run.status])
-    best = finite(run.summary.get("best_val_loss"))
-    steps, of = run.final("steps", "step"), finite(run.config.get("steps", run.loop.get("steps")))
-    skipped = finite(run.summary.get("skipped")) or 0
+    best = finite_values(run.summary.get("best_val_loss"))
+    steps, of = run.final("steps", "step"), finite_values(run.config.get("steps", run.loop.get("steps")))
+    skipped = finite_values(run.summary.get("skipped")) or 0
     device, host = (run.final(f"{tier}_peak_bytes", f"memory/{tier}_peak_bytes") for tier in ("device", "host"))
     done = run.final(run.unit, run.unit)
-    of_steps = f"of {number(of, 9)}" * (of is not None) + (f", {skipped:.0f} skipped" if skipped else "")
+    of_steps = f"of {number_text(of, 9)}" * (of is not None) + (f", {skipped:.0f} skipped" if skipped else "")
     shown = [
-        Fact("Validation loss", loss(run.final("val_loss", "val/loss")), f"best {loss(best)}" if best else ""),
-        Fact("Training loss", loss(run.final("train_loss", "train/loss")), "of the last step"),
-        Fact("Steps", number(steps, 9), of_steps),
+        Fact(
+            "Validation loss",
+            loss_scale_of(run.final("val_loss", "val/loss")),
+            f"best {loss_scale_of(best)}" if best else "",
+        ),
+        Fact("Training loss", loss_scale_of(run.final("train_loss", "train/loss")), "of the last step"),
+        Fact("Steps", number_text(steps, 9), of_steps),
         Fact("Time", seconds(run.summary.get("seconds")), f"{count(done)} {run.unit}" if done else ""),
-        Fact(f"{run.unit.capitalize()} per second", number(run.typical(f"speed/{run.unit}_per_s")), "median"),
+        Fact(f"{run.unit.capitalize()} per second", number_text(run.typical(f"speed/{run.unit}_per_s")), "median"),
         Fact("Step", seconds(run.typical("speed/step_s")), "median"),
         Fact("MFU", percent(run.typical("speed/mfu")), "median"),
         *([Fact("Device peak", size(device), "allocated")] if device else []),
@@ -111,12 +115,12 @@ def _headline(run: Run) -> Html:
 # Losses, a sample of text, speed and memory
 
 
-def _learning(run: Run) -> Html:
+def _learning(run: RecordedRun) -> Html:
     if not run.rows:
         return Html()
-    norms = [value for _, raw in run.points("train/grad_norm") if (value := finite(raw)) and value > 0]
+    norms = [value for _, raw in run.points("train/grad_norm") if (value := finite_values(raw)) and value > 0]
     wide = bool(norms) and max(norms) > 30 * min(norms)
-    validation = [(at, value) for at, value in run.points("val/loss") if finite(value) is not None]
+    validation = [(at, value) for at, value in run.points("val/loss") if finite_values(value) is not None]
     losses = [Series("training", run.points("train/loss")), Series("validation", validation, "amber")]
     scales = len({row.get("train/loss_scale") for row in run.rows}) > 1
     return section(
@@ -132,13 +136,13 @@ def _learning(run: Run) -> Html:
     )
 
 
-def _sample(run: Run) -> Html:
+def _sample(run: RecordedRun) -> Html:
     text = str(run.summary.get("sample") or "").rstrip()
     blocks = [verbatim(text)] if text else []
     return section("Sample", *blocks, note="Text from the model, as the run printed it at its end.")
 
 
-def _others(run: Run) -> list[Html]:
+def _others(run: RecordedRun) -> list[Html]:
     """Return a chart for each metric that the user of `zero.track` logged beside the loss."""
     keys = dict.fromkeys(
         key for row in run.rows for key in row if key.startswith(("train/", "val/")) and key not in ROW
@@ -146,13 +150,13 @@ def _others(run: Run) -> list[Html]:
     by_name: dict[str, list[Series]] = {}
     for key in keys:
         part, _, name = key.partition("/")
-        points = [(at, value) for at, value in run.points(key) if finite(value) is not None]
+        points = [(at, value) for at, value in run.points(key) if finite_values(value) is not None]
         colour = "blue" if part == "train" else "amber"
         by_name.setdefault(name, []).append(Series("training" if part == "train" else "validation", points, colour))
     return [_chart(name, series, **THIRD) for name, series in by_name.items()]
 
 
-def _speed(run: Run) -> Html:
+def _speed(run: RecordedRun) -> Html:
     if not run.rows:
         return Html()
     times = [
@@ -186,11 +190,11 @@ def _speed(run: Run) -> Html:
     )
 
 
-def _slowest(run: Run) -> list[Fact]:
+def _slowest(run: RecordedRun) -> list[Fact]:
     """Return a fact about the slowest rank, which waited least in most rows: how much longer other ranks waited."""
-    ranks = finite(run.summary.get("ranks"))
+    ranks = finite_values(run.summary.get("ranks"))
     keys = ("comm/slowest_rank", "comm/slowest_s", "comm/wait_s", "speed/step_s")
-    numbers = [[finite(row.get(key)) for key in keys] for row in run.rows]
+    numbers = [[finite_values(row.get(key)) for key in keys] for row in run.rows]
     timed = [[value for value in row if value is not None] for row in numbers if None not in row]
     if (ranks is not None and ranks < 2) or not timed:
         return []
@@ -198,15 +202,15 @@ def _slowest(run: Run) -> list[Fact]:
     longer_s = [longest_s - (step_s - worked_s) for rank, worked_s, longest_s, step_s in timed if rank == slowest]
     waited = seconds(max(0.0, median(longer_s)))
     note = f"in {count} of {len(timed)} rows. Other ranks waited up to {waited} longer in a step (median)."
-    return [Fact("Slowest rank", number(slowest, 9), note)]
+    return [Fact("Slowest rank", number_text(slowest, 9), note)]
 
 
-def _moves(run: Run) -> bool:
+def _moves(run: RecordedRun) -> bool:
     """Return whether the run read or wrote offloaded state."""
     return run.measured("offload/read_bytes") or run.measured("offload/write_bytes")
 
 
-def _offload(run: Run) -> Html:
+def _offload(run: RecordedRun) -> Html:
     if not _moves(run):
         return Html()
     ways = ("read", "read", "teal"), ("written", "write", "rose")
@@ -214,11 +218,11 @@ def _offload(run: Run) -> Html:
         [Series(name, points(f"offload/{key}_{unit}"), colour) for name, key, colour in ways]
         for unit, points in (("bytes", partial(per_step, run)), ("gbps", run.points))
     )
-    written = finite(run.summary.get("offload_written_bytes"))
+    written = finite_values(run.summary.get("offload_written_bytes"))
     shown = [
         Fact("Hidden", percent(run.typical("speed/hidden_fraction")), "of the transfers' time; median"),
         Fact("Waiting", seconds(run.typical("offload/wait_s")), "per step, slowest rank; median"),
-        Fact("Moved", f"{number(run.typical('offload/bytes_per_param'), 3)} B", "per parameter and step; median"),
+        Fact("Moved", f"{number_text(run.typical('offload/bytes_per_param'), 3)} B", "per parameter and step; median"),
         *([Fact("Written", size(written), "by all ranks")] if written else []),
     ]
     return section(
@@ -237,7 +241,7 @@ def _chart(caption: str, series: Sequence[Series], note: str = "", *, title: str
     return figure(chart.lines(series, title=title or caption.lower(), **axes), caption, note)
 
 
-def _line(run: Run, caption: str, key: str, colour: str, note: str = "", **axes: Any) -> Html:
+def _line(run: RecordedRun, caption: str, key: str, colour: str, note: str = "", **axes: Any) -> Html:
     """Return a chart of the values of `key`."""
     return _chart(caption, [Series(caption.lower(), run.points(key), colour)], note, **axes)
 
@@ -245,7 +249,7 @@ def _line(run: Run, caption: str, key: str, colour: str, note: str = "", **axes:
 # One step
 
 
-def _step(run: Run) -> Html:
+def _step(run: RecordedRun) -> Html:
     spans = [span for span in run.trace if span.rank == min(traced.rank for traced in run.trace)]
     if not spans:
         return Html()
@@ -261,8 +265,8 @@ def _step(run: Run) -> Html:
     )
 
 
-def _drawn(span: Span) -> chart.Span:
-    return chart.Span(span.begin_s, span.end_s, span.name, span.unit, 0.6 if "backward" in span.name else 1.0)
+def _drawn(span: Span) -> chart.ChartSpan:
+    return chart.ChartSpan(span.begin_s, span.end_s, span.name, span.unit, 0.6 if "backward" in span.name else 1.0)
 
 
 def _shares(spans: list[Span]) -> list[tuple[str, ...]]:
@@ -273,10 +277,10 @@ def _shares(spans: list[Span]) -> list[tuple[str, ...]]:
         part = percent(share.exposed_s / step_s if step_s else None)
         times = ("", "", "") if name == "compute" else (seconds(share.hidden_s), seconds(share.exposed_s), part)
         count = sum(span.row == name for span in spans)
-        rows += [(name, number(count, 9), seconds(share.busy_s), *times)] if count else []
+        rows += [(name, number_text(count, 9), seconds(share.busy_s), *times)] if count else []
     return rows
 
 
-def _footer(run: Run) -> Html:
+def _footer(run: RecordedRun) -> Html:
     unread = f"<p>{escape('; '.join(run.unread))}.</p>" if run.unread else ""
     return Html(f"<footer>{unread}<p>{links(run.folder, FILES)}</p></footer>")

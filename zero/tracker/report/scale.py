@@ -36,7 +36,7 @@ class Scale(NamedTuple):
 
     def at(self, value: object) -> float:
         """Return the coordinate of `value`, or of the nearest end of the axis if `value` is outside."""
-        known = finite(value)
+        known = finite_values(value)
         assert known is not None, "a gap has no place"
         low, high, known = self.low, self.high, max(self.low, min(self.high, known))
         if self.log:
@@ -45,11 +45,11 @@ class Scale(NamedTuple):
 
     def shows(self, value: object) -> bool:
         """Return whether `value` has a coordinate: a finite number, positive if the axis is logarithmic."""
-        number = finite(value)
+        number = finite_values(value)
         return number is not None and (number > 0 or not self.log)
 
 
-def finite(value: object) -> float | None:
+def finite_values(value: object) -> float | None:
     """Return `value` as a float that can be drawn, limited to 1e300 in size; None if it is not a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -101,7 +101,7 @@ def linear(
 
 def logarithmic(values: Iterable[object], begin: float, end: float) -> Scale:
     """Return a logarithmic axis that contains the positive numbers in `values` and ends at ticks."""
-    low, high = _range(value for value in values if (finite(value) or 0.0) > 0)
+    low, high = _range(value for value in values if (finite_values(value) or 0.0) > 0)
     low, high = (low, high) if low > 0 else (0.1, 1.0)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     stride = max(1, math.ceil((last - first) / 6))
@@ -121,9 +121,9 @@ def duration_unit(longest_s: float, least: float = 1.0) -> tuple[float, str]:
 # Numbers as text
 
 
-def number(value: object, digits: int = 4) -> str:
+def number_text(value: object, digits: int = 4) -> str:
     """Format `value` with `digits` significant digits: 12,345, 0.00123, 1.5e-7; a dash if it is not a finite number."""
-    shown = finite(value)
+    shown = finite_values(value)
     if shown is None:
         return UNKNOWN
     if shown == 0:
@@ -136,7 +136,7 @@ def number(value: object, digits: int = 4) -> str:
 
 def size(value: object) -> str:
     """Format a number of bytes, such as 12.5 MiB."""
-    shown = finite(value)
+    shown = finite_values(value)
     if shown is None:
         return UNKNOWN
     unit, name = next(((unit, name) for unit, name in SIZES if abs(shown) >= unit), (1, "B"))
@@ -147,38 +147,38 @@ def size(value: object) -> str:
 
 def seconds(value: object) -> str:
     """Format a duration in seconds as 1:02:03, 12.3 s or 4.56 ms."""
-    shown = finite(value)
+    shown = finite_values(value)
     if shown is None:
         return UNKNOWN
     if 100 <= shown < 1e9:
         return minutes(shown)
     unit, name = duration_unit(shown) if shown else (1.0, "s")
-    return f"{number(shown / unit, 3)} {name}"
+    return f"{number_text(shown / unit, 3)} {name}"
 
 
-def loss(value: object) -> str:
+def loss_scale_of(value: object) -> str:
     """Format a loss with four decimals, such as 2.3456."""
-    shown = finite(value)
-    return UNKNOWN if shown is None else f"{shown:.4f}" if abs(shown) < 1e6 else number(shown)
+    shown = finite_values(value)
+    return UNKNOWN if shown is None else f"{shown:.4f}" if abs(shown) < 1e6 else number_text(shown)
 
 
 def count(value: object) -> str:
     """Format a count; from a million on with three digits and a unit, such as 1.24 B."""
-    shown = finite(value)
+    shown = finite_values(value)
     if shown is None or shown < 1e6:
-        return number(shown, 7)
+        return number_text(shown, 7)
     unit, name = next((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if shown >= unit)
-    return f"{number(shown / unit, 3)} {name}"
+    return f"{number_text(shown / unit, 3)} {name}"
 
 
 def percent(value: object) -> str:
     """Format a fraction as a percentage, below a tenth with one decimal."""
-    shown = finite(value)
+    shown = finite_values(value)
     return UNKNOWN if shown is None else f"{100 * shown:.{int(abs(shown) < 0.1)}f} %"
 
 
 def _range(values: Iterable[object]) -> tuple[float, float]:
-    known = [value for value in map(finite, values) if value is not None]
+    known = [value for value in map(finite_values, values) if value is not None]
     return (min(known), max(known)) if known else (0.0, 0.0)
 
 

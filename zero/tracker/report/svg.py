@@ -29,11 +29,11 @@ def grid(x: Scale, y: Scale, left: float, right: float, bottom: float, x_name: s
     parts = []
     for value, name in y.ticks:
         at, css_class = y.at(value), "axis" if value == y.ticks[0][0] else "grid"
-        parts += [rule(css_class, left, at, right, at), text(left - 7, at + 4, name, "end")]
+        parts += [rule(css_class, left, at, right, at), text_element(left - 7, at + 4, name, "end")]
     for value, name in x.ticks:
         at = x.at(value)
-        parts += [rule("axis", at, bottom, at, bottom + 4), text(at, bottom + 21, name, "middle")]
-    return "".join(parts) + text(right, bottom + 39, x_name, "end")
+        parts += [rule("axis", at, bottom, at, bottom + 4), text_element(at, bottom + 21, name, "middle")]
+    return "".join(parts) + text_element(right, bottom + 39, x_name, "end")
 
 
 def panel_grid(x: Scale, y: Scale, right: float, bottom: float, *, first: bool) -> str:
@@ -41,17 +41,17 @@ def panel_grid(x: Scale, y: Scale, right: float, bottom: float, *, first: bool) 
     parts = []
     for value, name in y.ticks:
         at, css_class = y.at(value), "axis" if value == y.ticks[0][0] else "grid"
-        parts += [rule(css_class, 0, at, right, at), text(-6, at + 4, name, "end") if first else ""]
+        parts += [rule(css_class, 0, at, right, at), text_element(-6, at + 4, name, "end") if first else ""]
     for value, name in x.ticks[:1] + x.ticks[-1:] if len(x.ticks) > 1 else x.ticks:
         anchor = "start" if x.at(value) < 12 else "end" if x.at(value) > right - 12 else "middle"
-        parts.append(text(x.at(value), bottom + 15, name, anchor))
+        parts.append(text_element(x.at(value), bottom + 15, name, anchor))
     return "".join(parts)
 
 
 def ticks_below(x: Scale, top: float, bottom: float) -> str:
     """Return a rule from `top` to `bottom` at each tick, with its number below."""
     at = [(x.at(value), name) for value, name in x.ticks]
-    return "".join(rule("grid", px, top, px, bottom) + text(px, bottom + 16, name, "middle") for px, name in at)
+    return "".join(rule("grid", px, top, px, bottom) + text_element(px, bottom + 16, name, "middle") for px, name in at)
 
 
 def legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[str, float]:
@@ -59,7 +59,7 @@ def legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[str
     parts: list[str] = []
     x, y = 10.0, 14.0
     for name, colour, shade in entries:
-        name = fit(name, width - 60, LARGEST)
+        name = fit_text(name, width - 60, LARGEST)
         taken = 34 + text_width(name, LARGEST)
         if x > 10 and x + taken > width:
             x, y = 10.0, y + 19
@@ -67,7 +67,7 @@ def legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[str
             f'<rect x="{x:.2f}" y="{y - 9:.2f}" width="10" height="10" rx="2.5" '
             f'style="fill:var(--{colour});fill-opacity:{shade:g}"/>'
         )
-        parts.append(text(x + 16, y, name, "start"))
+        parts.append(text_element(x + 16, y, name, "start"))
         x += taken
     return "".join(parts), y + 6 if parts else 0.0
 
@@ -76,7 +76,7 @@ def rule(css_class: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{css_class}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>'
 
 
-def text(x: float, y: float, text: str, anchor: str, css_class: str = "tick") -> str:
+def text_element(x: float, y: float, text: str, anchor: str, css_class: str = "tick") -> str:
     return f'<text class="{css_class}" x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -85,7 +85,7 @@ def text_width(text: str, font_size: float = 11.5) -> float:
     return sum(1.05 if ord(letter) > 0x2E7F else 0.58 for letter in text) * font_size
 
 
-def fit(text: str, width: float, font_size: float = 11.5) -> str:
+def fit_text(text: str, width: float, font_size: float = 11.5) -> str:
     """Return `text`, shortened with an ellipsis if it is wider than `width` pixels."""
     if text_width(text, font_size) <= width:
         return text

@@ -16,10 +16,10 @@ from urllib.parse import quote
 import zero.tracker.report.chart as chart
 from zero.platform.run_files import publish, writing
 from zero.tracker.report.chart import Panel, Series
-from zero.tracker.report.folder import Run, Status, read_run
+from zero.tracker.report.folder import RecordedRun, Status, read_run
 from zero.tracker.report.jobs import FIGURES, Job, best_of, counts, differing, jobs_in, table_of
 from zero.tracker.report.page import PILLS, Html, code, figure, page, pill, section, side_by_side, table, with_bar
-from zero.tracker.report.scale import UNKNOWN, finite, loss, number, seconds, size
+from zero.tracker.report.scale import UNKNOWN, finite_values, loss_scale_of, number_text, seconds, size
 from zero.tracker.report.svg import escape
 
 PALETTE = {"finished": "blue", "failed": "rose", "stopped": "amber", "running": "amber"}
@@ -39,7 +39,7 @@ class Sweep(NamedTuple):
         return tuple(job for job in self.jobs if job.status == "failed")
 
 
-def write(folder: Path) -> Sweep:
+def write_sweep(folder: Path) -> Sweep:
     """Write sweep.csv and sweep.html of the sweep in `folder`, which contains the jobs' folders; return the results.
 
     Raises:
@@ -83,12 +83,12 @@ def _written(field: str, value: float | None) -> str:
     if value is None:
         return UNKNOWN
     if field.endswith("_loss"):
-        return loss(value)
+        return loss_scale_of(value)
     if field.endswith("_bytes"):
         return size(value)
     if field == "speed":
         return f"{value:.2f} x"
-    return seconds(value) if field == "step_s" else number(value, 9 if field == "steps_done" else 4)
+    return seconds(value) if field == "step_s" else number_text(value, 9 if field == "steps_done" else 4)
 
 
 def _measured(jobs: Sequence[Job]) -> list[str]:
@@ -142,7 +142,7 @@ def _exact(field: str, value: float | None) -> float | None:
     return int(value) if value is not None and field.endswith(("_bytes", "_done")) else value
 
 
-def html(folder: Path, runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
+def html(folder: Path, runs: Sequence[RecordedRun], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
     """Return the text of sweep.html."""
     shared = [f"{key}={value}" for key, value in (jobs[0].overrides.items() if jobs else ()) if key not in keys]
     states = {job.status for job in jobs}
@@ -195,9 +195,9 @@ def _causes(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
     return table(["job", "overrides", "cause"], rows) if rows else Html()
 
 
-def _losses(runs: Sequence[Run], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
+def _losses(runs: Sequence[RecordedRun], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
     """Return a small chart of the training loss for each job."""
-    values = [value for run in runs for _, raw in run.points("train/loss") if (value := finite(raw)) is not None]
+    values = [value for run in runs for _, raw in run.points("train/loss") if (value := finite_values(raw)) is not None]
     if not values:
         return Html()
     panels = [
@@ -244,6 +244,6 @@ def _against(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
 
 def _as_number(job: Job, key: str) -> float | None:
     try:
-        return finite(float(job.overrides.get(key, "")))
+        return finite_values(float(job.overrides.get(key, "")))
     except ValueError:
         return None

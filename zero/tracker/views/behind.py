@@ -5,7 +5,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from zero.platform.threads import Beside
+from zero.platform.threads import BackgroundThread
 from zero.tracker.views.view import Row, View
 
 MOST_WAITING = 1000
@@ -40,7 +40,7 @@ class Behind(View):
         self._opened, self._abandon, self.title, self._patience_s = opened, abandon, title, patience_s
         self._calls: SimpleQueue[Callable[[View], None] | None] = SimpleQueue()
         self._error: Exception | None = None
-        self._thread = Beside(self._work, name="view", stop=lambda: self._calls.put(None), limit_s=HURRIED_S)
+        self._thread = BackgroundThread(self._work, name="view", stop=lambda: self._calls.put(None), limit_s=HURRIED_S)
         self._thread.start()
 
     def log(self, row: Row) -> None:

@@ -57,7 +57,7 @@ class Lines(View):
         step = Word(f"step {row['step']}{self._of}", 0)
         left = [] if self._left is None else [self._left.after(row)]
         columns = self._console.width if self._stream.isatty() else PIPE_COLUMNS
-        print(fit([step, *words(row), *left], columns), file=self._stream, flush=True)
+        print(fit([step, *column_words(row), *left], columns), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         shown = at_spaces(text, self._console.width) if self._stream.isatty() else text
@@ -78,7 +78,7 @@ class Lines(View):
         self._stream.flush()
 
 
-class Bar(View):
+class BarView(View):
     """A view that shows a progress bar and the newest row, for terminals."""
 
     def __init__(self, steps: int, stream: TextIO, clock: Clock = time.monotonic) -> None:
@@ -99,7 +99,7 @@ class Bar(View):
     def log(self, row: Row) -> None:
         self._left.after(row)
         self._step, self._val = int(row["step"] or 0), row.get("val/loss") or self._val
-        self._words = words({**row, "val/loss": self._val})
+        self._words = column_words({**row, "val/loss": self._val})
         if self._step >= self._steps:
             self._over = True
             self._live.refresh()  # clears the live line, which is then printed permanently
@@ -130,7 +130,7 @@ class Bar(View):
         return _line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)
 
 
-def words(row: Row) -> list[Word]:
+def column_words(row: Row) -> list[Word]:
     """Return the console's words for a row, in the order of printing; values that were not measured are left out."""
     shown = [Word(f"loss {_number(row.get('train/loss'))}", 1)]
     for key, rank, text in _WORDS:

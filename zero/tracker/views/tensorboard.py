@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from zero.core.schema import flat
+from zero.core.schema import flat_fields
 from zero.platform.installed import install
 from zero.tracker.views.view import Charts, Row, View
 
@@ -56,7 +56,7 @@ class TensorBoardRun(View):
     def _write_settings(self) -> None:
         text = yaml.safe_dump(dict(self._config), sort_keys=False)
         self._writer.add_text("settings", "\n".join(f"    {line}" for line in text.splitlines()))
-        values = flat(self._config).items()  # hyperparameters are numbers, booleans or text
+        values = flat_fields(self._config).items()  # hyperparameters are numbers, booleans or text
         settings = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
         for part in self._hparams(settings, dict.fromkeys(OF_A_RUN, 0.0)):
             self._writer.file_writer.add_summary(part)

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from zero.core.secret import hidden
-from zero.tracker.settings import Wandb
+from zero.tracker.settings import WandbSettings
 from zero.tracker.views.view import SECTIONS, Charts, Row, View
 
 IN_ROWS_OR_CONFIG = frozenset(
@@ -59,7 +59,7 @@ class WandbRun(View):
     def __init__(
         self,
         config: Mapping[str, Any],
-        settings: Wandb,
+        settings: WandbSettings,
         folder: Path,
         facts: Mapping[str, Any],
         *,
@@ -140,7 +140,7 @@ class WandbRun(View):
             abandon()  # W&B's process would still wait for the network, and hold the run's id
             for attempt in set(place.glob("run-*")) - before:  # no rows, but `wandb sync` would upload it
                 shutil.rmtree(attempt, ignore_errors=True)
-            self._say(f"W&B is offline for this run: {first_line(error)}")
+            self._say(f"W&B is offline for this run: {heading_line(error)}")
             return self._init("offline", **options)
         if not self._is_offline:
             self._say(f"W&B: {run.url}")
@@ -163,7 +163,7 @@ def abandon() -> None:
         wandb.teardown(1)
 
 
-def mode_of(settings: Wandb) -> str:
+def mode_of(settings: WandbSettings) -> str:
     """Return W&B's mode: online, offline or disabled.
 
     Without an API key it is not online, because W&B would ask for the key on the terminal.
@@ -172,7 +172,7 @@ def mode_of(settings: Wandb) -> str:
     return ("online" if has_key() else "offline") if mode in ("auto", "online") else mode
 
 
-def wanted_mode(settings: Wandb) -> str:
+def wanted_mode(settings: WandbSettings) -> str:
     """Return the mode that the settings or WANDB_MODE name, without a check for an API key."""
     return os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
 
@@ -209,7 +209,7 @@ def run_id_of(config: Mapping[str, Any], folder: Path, stored: str | None) -> st
     return stored if stored and goes_on else uuid.uuid4().hex[:8]
 
 
-def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
+def name_and_group(settings: WandbSettings, folder: Path) -> tuple[str, str | None]:
     """Return W&B's name and group of a run.
 
     By default a job of a Hydra sweep is named after its overrides, and its group after the sweep's folder.
@@ -227,7 +227,7 @@ def name_and_group(settings: Wandb, folder: Path) -> tuple[str, str | None]:
     return (name or overrides or folder.name)[:NAME_LENGTH], settings.group or sweep.name
 
 
-def first_line(error: BaseException) -> str:
+def heading_line(error: BaseException) -> str:
     """Return the first line of an error, with secrets hidden."""
     return hidden(next(iter(str(error).splitlines()), "") or type(error).__name__, os.environ)
 

@@ -38,7 +38,7 @@ from zero.trainer.text_output import command_line
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
 
 
-def size(text: str) -> int:
+def size_in_bytes(text: str) -> int:
     """Return the bytes of a size such as 5GB, 1GiB or 1000000."""
     with contextlib.suppress(ValueError):
         if nbytes := bytes_of(text):
@@ -57,11 +57,11 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="fp32", choices=list(DTYPES), help="dtype of parameters; buffers keep theirs"
     )
-    parser.add_argument("--shard-size", default="5GB", type=size, help="largest size of a file of format hf")
+    parser.add_argument("--shard-size", default="5GB", type=size_in_bytes, help="largest size of a file of format hf")
     return parser.parse_args(words)
 
 
-def beside(step: Path, to: str) -> Path:
+def output_beside(step: Path, to: str) -> Path:
     """Return the default of --out: exported-TO in the folder of the run, two levels above the checkpoint's folder."""
     return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
 
@@ -96,7 +96,7 @@ def main(words: Sequence[str]) -> int:
             checkpoint, rejected = open_newest(options.checkpoint, progress)
             for line in rejected:
                 print(f"rejected {line}", file=sys.stderr)
-            out = options.out or beside(checkpoint.folder, options.to)
+            out = options.out or output_beside(checkpoint.folder, options.to)
             config = checkpoint.facts.get("config")
             adapter = settings_of_adapter(config)
             done = export_checkpoint(

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zero.errors import ZeroError
-from zero.formats import Choice, import_checkpoint, progress_bar, read_source
+from zero.formats import ImportChoice, import_checkpoint, open_source, progress_bar
 from zero.formats.imports import FORMATS
 from zero.trainer.text_output import command_line
 
@@ -63,7 +63,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def main(words: Sequence[str]) -> int:
     options = arguments(words)
-    choice = Choice(
+    choice = ImportChoice(
         prefix=options.prefix,
         moments=options.moments,
         frozen=tuple(options.frozen),
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
     )
     try:
         with progress_bar() as progress:
-            done = import_checkpoint(read_source(options.from_, options.source), options.out, choice, progress)
+            done = import_checkpoint(open_source(options.from_, options.source), options.out, choice, progress)
     except ZeroError as error:
         print(f"import: {error}", file=sys.stderr)
         return error.exit_code

@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
 
     jobs = jobs_in(folder)
     for run_folder in jobs or [folder]:
-        print(run.write(run_folder, Config().plain()))
+        print(run.write_run(run_folder, Config().plain()))
     if jobs:
-        print(sweep.write(folder).page)
+        print(sweep.write_sweep(folder).page)
     return 0

@@ -22,16 +22,16 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = command_line("sample", __doc__)
     parser.add_argument("run", help="a checkpoint, a run, or a folder of checkpoints; the newest valid one is used")
     parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--tokens", type=whole, default=200, help="how many tokens to generate")
+    parser.add_argument("--tokens", type=whole_number, default=200, help="how many tokens to generate")
     parser.add_argument("--temperature", type=temperature, default=0.8, help="0: always the most likely token")
     parser.add_argument(
         "--weights", default="parameter", choices=("parameter", "ema"), help="ema: their exponential moving average"
     )
-    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--seed", type=whole_number, default=0)
     return parser.parse_args(words)
 
 
-def whole(text: str) -> int:
+def whole_number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
     return int(text)

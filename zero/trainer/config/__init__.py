@@ -12,7 +12,16 @@ from zero.core.setting_types import Place, key
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.step_sections import Batch
-from zero.trainer.config.sections import Checkpoint, Debug, Explain, Launch, Machine, Sample, Val, ZeroOfRun
+from zero.trainer.config.sections import (
+    CheckpointSection,
+    Debug,
+    Explain,
+    Launch,
+    MachineSection,
+    Sample,
+    Val,
+    ZeroOfRun,
+)
 from zero.trainer.data.source import DataConfig, HFTextConfig, TextConfig, TokensConfig
 from zero.trainer.models.gpt_config import UNIT_CLASSES, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
@@ -60,8 +69,8 @@ class Config(Settings):
     val: Val = Val()
     sample: Sample = Sample()
     launch: Launch = Launch()
-    checkpoint: Checkpoint = Checkpoint()
-    plan: Machine = Machine()
+    checkpoint: CheckpointSection = CheckpointSection()
+    plan: MachineSection = MachineSection()
     explain: Explain = Explain()
     debug: Debug = Debug()
 
@@ -187,7 +196,7 @@ read = Config.read
 @cache  # walking the schema takes 4 ms
 def keys() -> tuple[str, ...]:
     """Return the dotted keys of all options, in the order of the schema."""
-    return schema.keys(Config)
+    return schema.schema_keys(Config)
 
 
 def is_section(key: str) -> bool:
@@ -209,4 +218,4 @@ def keys_of(section: str, chosen: Mapping[str, Any]) -> set[str]:
 
 def flat(config: Config) -> dict[str, str]:
     """Return all values as text by dotted key, so that ranks can compare their settings."""
-    return {key: str(value) for key, value in schema.flat(config.plain()).items()}
+    return {key: str(value) for key, value in schema.flat_fields(config.plain()).items()}

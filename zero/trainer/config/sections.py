@@ -20,14 +20,14 @@ from zero.core.setting_types import (
     Word,
     bytes_of,
     key,
-    memory_of,
+    memory_bytes,
     or_auto,
 )
 from zero.settings.step_sections import Zero
 
 
 def _disk(value: object) -> int:
-    return bytes_of(value) and memory_of(value)
+    return bytes_of(value) and memory_bytes(value)
 
 
 def _pcie(value: object) -> str:
@@ -119,7 +119,7 @@ class Launch(Section):
         return None if self.device == "auto" else self.device
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """Checkpoints of a run; see docs/checkpoints.md."""
 
     dir: Place | None = key(
@@ -159,7 +159,7 @@ class Checkpoint(Section):
     convert: Names = key((), "names or patterns of tensors that resume may read from another dtype", example="['*']")
 
 
-class Machine(Section):
+class MachineSection(Section):
     """The machine that mode=plan plans for; auto: this one."""
 
     ranks: Ranks = key(

@@ -54,7 +54,7 @@ class Tokens(Protocol):
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
-def spread(index: int, count: int) -> int:
+def spread_over(index: int, count: int) -> int:
     """Return element `index` of a permutation of range(count) whose first elements are spread over the whole range.
 
     The permutation takes steps of about 0.618 * count (golden ratio).
@@ -94,7 +94,7 @@ class Windows:
 
     def validation(self, index: int, rows: int) -> Tensor:
         numbers = range(index * rows, (index + 1) * rows)
-        starts = [spread(number % self.validation_rows, self.validation_rows) * self.seq for number in numbers]
+        starts = [spread_over(number % self.validation_rows, self.validation_rows) * self.seq for number in numbers]
         return self._rows(self.held, starts)
 
     def _rows(self, tokens: Tokens, starts: list[int]) -> Tensor:

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Iterator
 from zero.errors import MachineError
 from zero.trainer.config import Config
 from zero.trainer.doctor.disks import checkpoints, disk
-from zero.trainer.doctor.host import Check, Host
+from zero.trainer.doctor.host import Diagnosis, Host
 from zero.trainer.doctor.processors import cpu, gpus, memory, shared_memory
-from zero.trainer.doctor.software import versions, wandb
+from zero.trainer.doctor.software import versions_of_software, wandb
 
 
-def checks(config: Config, host: Host | None = None) -> Iterator[Check]:
+def checks(config: Config, host: Host | None = None) -> Iterator[Diagnosis]:
     """Check everything that a run with these settings depends on; yield each result as soon as it is known."""
     host = host or Host()
-    all_checks: tuple[Callable[[Config, Host], Iterator[Check]], ...]
-    all_checks = (versions, memory, shared_memory, cpu, gpus, disk, checkpoints, wandb)
+    all_checks: tuple[Callable[[Config, Host], Iterator[Diagnosis]], ...]
+    all_checks = (versions_of_software, memory, shared_memory, cpu, gpus, disk, checkpoints, wandb)
     return itertools.chain.from_iterable(check(config, host) for check in all_checks)
 
 
-def report(results: Iterable[Check]) -> str:
+def doctor_report(results: Iterable[Diagnosis]) -> str:
     """Return a line for each check, its advice below it, and the number of problems."""
     results = list(results)
     width = max((len(check.name) for check in results), default=0)
@@ -36,6 +36,6 @@ def report(results: Iterable[Check]) -> str:
     return "\n".join([*lines, "", f"{len(results)} checks: {bad} bad, {warn} to look at"])
 
 
-def exit_code(results: Iterable[Check]) -> int:
+def exit_code(results: Iterable[Diagnosis]) -> int:
     """Return 0, or the exit code of a MachineError if anything is bad."""
     return MachineError.exit_code if any(check.state == "bad" for check in results) else 0

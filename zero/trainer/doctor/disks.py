@@ -10,7 +10,7 @@ from zero.errors import StoreError
 from zero.platform.run_files import MEMORY, folders_of, mount_of, takes_files
 from zero.store.nvme import probe
 from zero.trainer.config import Config
-from zero.trainer.doctor.host import Check, Host, State, judge
+from zero.trainer.doctor.host import Diagnosis, Host, State, judge
 
 MOST_THREADS = 64
 """Limit of the threads with which a disk is measured."""
@@ -18,17 +18,17 @@ MOST_THREADS = 64
 NETWORK = re.compile(r"nfs\d?|cifs|smb\d?|smbfs|lustre|gpfs|ceph|glusterfs|beegfs|afs|9p|virtiofs|fuse\..*|pvfs2")
 
 
-def disk(config: Config, host: Host) -> Iterator[Check]:
+def disk(config: Config, host: Host) -> Iterator[Diagnosis]:
     for folder in folders_of(config.offload.paths):
         yield from _disk_of(config, host, folder.absolute())
 
 
-def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Check]:
+def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Diagnosis]:
     wanted = bool({"nvme", "auto"} & {config.offload.optimizer, config.offload.param, config.offload.grad})
     state: State = "bad" if wanted or config.offload.path else "warn"
     if not folder.is_dir() or not takes_files(folder):
         why = "is not writable" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
-        yield Check("offload.path", state, f"{folder} {why}", "set offload.path to a folder on a fast local disk")
+        yield Diagnosis("offload.path", state, f"{folder} {why}", "set offload.path to a folder on a fast local disk")
         return
     file_system, free = _file_system(host, folder)
     yield judge(
@@ -54,14 +54,14 @@ def _file_system(host: Host, folder: Path) -> tuple[str, int]:
     return mount_of(host.text("/proc/self/mountinfo"), str(folder.resolve())), host.space(str(folder))[1]
 
 
-def _rate(config: Config, folder: Path, free_bytes: int, state: State) -> Check:
+def _rate(config: Config, folder: Path, free_bytes: int, state: State) -> Diagnosis:
     if free_bytes < GiB:
         advice = f"{size_text(free_bytes)} free is too little to offload anything"
-        return Check("disk rate", "warn", "not measured", advice)
+        return Diagnosis("disk rate", "warn", "not measured", advice)
     try:
         threads, rate = _probed(folder)
     except StoreError as error:
-        return Check("disk rate", state, str(error), "look into the system's log with dmesg")
+        return Diagnosis("disk rate", state, str(error), "look into the system's log with dmesg")
     gbps, folders = rate / 1e9, len(config.offload.paths)
     finding = f"{gbps:.2f} GB/s read beside {gbps:.2f} GB/s written, by {threads} threads"
     slow = "use a local NVMe, or offload=cpu, because offload=nvme would wait for this disk"
@@ -82,13 +82,15 @@ def _probed(folder: Path) -> tuple[int, float]:
     return threads, rate
 
 
-def checkpoints(config: Config, host: Host) -> Iterator[Check]:
+def checkpoints(config: Config, host: Host) -> Iterator[Diagnosis]:
     """Check checkpoint.dir, or if it is not set the current folder, in which runs make their folders."""
     folder = Path(config.checkpoint.dir or ".").absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     file_system, free = _file_system(host, existing)
     if not takes_files(existing):
-        yield Check("checkpoints", "bad", f"{folder} is not writable", "set checkpoint.dir to a folder of this user")
+        yield Diagnosis(
+            "checkpoints", "bad", f"{folder} is not writable", "set checkpoint.dir to a folder of this user"
+        )
         return
     yield judge(
         "checkpoints",

@@ -13,7 +13,7 @@ from zero.trainer.launch.process import cores
 State = Literal["ok", "warn", "bad"]
 
 
-class Check(NamedTuple):
+class Diagnosis(NamedTuple):
     """The result of one check."""
 
     name: str
@@ -75,11 +75,11 @@ class Host:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def judge(name: str, finding: str, *problems: tuple[Any, State, str]) -> Check:
+def judge(name: str, finding: str, *problems: tuple[Any, State, str]) -> Diagnosis:
     """Return the check with the state and advice of the first problem that exists; "ok" if none does.
 
     Args:
         problems: (condition, state, advice) of each problem; it exists if the condition is true.
     """
-    wrong = (Check(name, state, finding, advice) for exists, state, advice in problems if exists)
-    return next(wrong, Check(name, "ok", finding))
+    wrong = (Diagnosis(name, state, finding, advice) for exists, state, advice in problems if exists)
+    return next(wrong, Diagnosis(name, "ok", finding))

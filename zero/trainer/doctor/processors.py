@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zero.core.sizes import GiB, size_text
 from zero.platform.device import memory_groups
 from zero.trainer.config import Config
-from zero.trainer.doctor.host import Check, Host, judge
+from zero.trainer.doctor.host import Diagnosis, Host, judge
 
 VECTORS = (
     *("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16"),
@@ -19,7 +19,7 @@ HALF_UNITS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16
 """Flags of x86 and ARM CPUs: vector units (VECTORS), and units that multiply bf16 or fp16 (HALF_UNITS)."""
 
 
-def memory(config: Config, host: Host) -> Iterator[Check]:
+def memory(config: Config, host: Host) -> Iterator[Diagnosis]:
     total, free = host.memory()
     finding = f"{size_text(total)}, {size_text(free)} free"
     limit, used = min(_group_limits(host), default=(total, 0))
@@ -38,28 +38,28 @@ def _group_limits(host: Host) -> Iterator[tuple[int, int]]:
             yield limit, used
 
 
-def shared_memory(config: Config, host: Host) -> Iterator[Check]:
+def shared_memory(config: Config, host: Host) -> Iterator[Diagnosis]:
     total, free = host.space("/dev/shm")
     advice = "start the container with --shm-size=8g or --ipc=host, because several GPUs exchange data through it"
     finding = size_text(total) if total < GiB else f"{size_text(total)}, {size_text(free)} free"
     yield judge("/dev/shm", finding, (total < GiB, "warn", advice))
 
 
-def cpu(config: Config, host: Host) -> Iterator[Check]:
+def cpu(config: Config, host: Host) -> Iterator[Diagnosis]:
     info = host.text("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.*)$", info, re.MULTILINE)
     flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*:\s*(.*)$", info, re.MULTILINE)[:1]).split())
     known = [name for name in VECTORS if name in flags]
     cores, allowed = host.cores(), _quota(host)
     name = model[1] if model else platform.machine()
-    yield Check("CPU", "ok", f"{name}, {cores} cores, {' '.join(known) or 'no vector units known'}")
+    yield Diagnosis("CPU", "ok", f"{name}, {cores} cores, {' '.join(known) or 'no vector units known'}")
     if allowed < cores - 0.5:
         advice = f"set launch.threads={max(1, int(allowed))} divided by the ranks, because further threads only wait"
-        yield Check("CPU quota", "warn", f"the container may use {allowed:g} of {cores} cores", advice)
+        yield Diagnosis("CPU quota", "warn", f"the container may use {allowed:g} of {cores} cores", advice)
     compute = config.precision.compute
     if compute in HALF_UNITS and not _smi(host) and not HALF_UNITS[compute] & flags:
         advice = "set precision=fp32, which is faster here but takes twice the memory"
-        yield Check("CPU and dtype", "warn", f"no unit for {compute}: it is emulated", advice)
+        yield Diagnosis("CPU and dtype", "warn", f"no unit for {compute}: it is emulated", advice)
 
 
 def _quota(host: Host) -> float:
@@ -83,7 +83,7 @@ def _smi(host: Host) -> list[_Gpu]:
     return [_Gpu(row[1], int(row[2]) * 2**20, int(row[3]) * 2**20, row[4], float(row[5])) for row in rows if row]
 
 
-def gpus(config: Config, host: Host) -> Iterator[Check]:
+def gpus(config: Config, host: Host) -> Iterator[Diagnosis]:
     gpus, usable = _smi(host), host.torch_gpus()
     ranks = config.launch.ranks
     if not gpus and not usable:
@@ -93,15 +93,17 @@ def gpus(config: Config, host: Host) -> Iterator[Check]:
         return
     if not usable:
         advice = f"install a torch that was built for driver {gpus[0].driver}, or unset CUDA_VISIBLE_DEVICES"
-        yield Check("GPUs", "bad", f"{len(gpus)}, and torch can use none", advice)
+        yield Diagnosis("GPUs", "bad", f"{len(gpus)}, and torch can use none", advice)
         return
     models = sorted({f"{gpu.name} {size_text(gpu.total_bytes)}" for gpu in gpus})
     driver = f", driver {gpus[0].driver}" if gpus else ""
-    yield Check("GPUs", "ok", f"{usable} for torch: {', '.join(models) or 'not seen by nvidia-smi'}{driver}")
+    yield Diagnosis("GPUs", "ok", f"{usable} for torch: {', '.join(models) or 'not seen by nvidia-smi'}{driver}")
     if ranks != "auto" and ranks > usable:
-        yield Check("GPUs and ranks", "bad", f"launch.ranks={ranks} of {usable} GPUs", f"set launch.ranks={usable}")
+        yield Diagnosis("GPUs and ranks", "bad", f"launch.ranks={ranks} of {usable} GPUs", f"set launch.ranks={usable}")
     taken = [str(number) for number, gpu in enumerate(gpus) if gpu.free_bytes < 0.9 * gpu.total_bytes]
     if taken:
-        yield Check("GPU memory", "warn", f"in use on GPU {', '.join(taken)}", "end the programs that nvidia-smi lists")
+        yield Diagnosis(
+            "GPU memory", "warn", f"in use on GPU {', '.join(taken)}", "end the programs that nvidia-smi lists"
+        )
     if config.precision.compute == "bf16" and any(gpu.capability < 8 for gpu in gpus):
-        yield Check("GPU and dtype", "warn", "bf16 is emulated before compute capability 8.0", "set precision=fp16")
+        yield Diagnosis("GPU and dtype", "warn", "bf16 is emulated before compute capability 8.0", "set precision=fp16")

@@ -11,10 +11,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from zero.platform.installed import install
-from zero.tracker.settings import Wandb
+from zero.tracker.settings import WandbSettings
 from zero.tracker.views.wandb import has_key, mode_of
 from zero.trainer.config import Config
-from zero.trainer.doctor.host import Check, Host, judge
+from zero.trainer.doctor.host import Diagnosis, Host, judge
 
 
 def pins() -> dict[str, str]:
@@ -34,7 +34,7 @@ def pins() -> dict[str, str]:
     }
 
 
-def versions(config: Config, host: Host) -> Iterator[Check]:
+def versions_of_software(config: Config, host: Host) -> Iterator[Diagnosis]:
     wrong, shown = [], []
     for package, pin in pins().items():
         version = platform.python_version() if package == "python" else host.version(package)
@@ -52,8 +52,8 @@ def within(version: str, pin: str) -> bool:
     return SpecifierSet(pin).contains(Version(version.rstrip("+")).base_version)
 
 
-def wandb(config: Config, host: Host) -> Iterator[Check]:
-    settings = config.tracker if isinstance(config.tracker, Wandb) else Wandb()
+def wandb(config: Config, host: Host) -> Iterator[Diagnosis]:
+    settings = config.tracker if isinstance(config.tracker, WandbSettings) else WandbSettings()
     unused = "" if settings is config.tracker else " (tracker=wandb is not set)"
     mode, key = mode_of(settings), "a key is set" if has_key() else "no key"
     unmet = settings.mode == "online" and mode != "online"

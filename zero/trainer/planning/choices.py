@@ -109,7 +109,7 @@ def best(candidates: Sequence[Choice]) -> Choice | None:
     return min(alike, key=lambda choice: (choice.moved_bytes, choice.memory_bytes, choice.plan.facts.stage.level))
 
 
-def nearest(candidates: Sequence[Choice]) -> Choice:
+def nearest_choice(candidates: Sequence[Choice]) -> Choice:
     """Return the choice that lacks the fewest bytes of memory."""
     return min(candidates, key=lambda choice: sum(choice.lacks.values()))
 

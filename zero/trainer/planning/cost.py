@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from zero.engine.plan import Load, Plan, traffic
 from zero.tracker.report.scale import duration_unit
-from zero.trainer.planning.traces.operators import Work
+from zero.trainer.planning.traces.operators import OperatorWork
 
 ALIKE = 0.02
 """Relative difference below which two predicted times count as equal."""
@@ -66,7 +66,7 @@ class Rates:
     source: str
 
 
-def compute_seconds(work: Work, rates: Rates) -> float:
+def compute_seconds(work: OperatorWork, rates: Rates) -> float:
     """Return the estimated seconds of `work`, the sum of its parts, each at its rate."""
     return (
         work.flops / rates.flops
@@ -97,7 +97,13 @@ class Ahead(NamedTuple):
 
 
 def step_seconds(
-    plan: Plan, rates: Rates, forward: Work, backward: Work, *, ahead: Ahead | None = None, tokens: float = 1.0
+    plan: Plan,
+    rates: Rates,
+    forward: OperatorWork,
+    backward: OperatorWork,
+    *,
+    ahead: Ahead | None = None,
+    tokens: float = 1.0,
 ) -> float:
     """Return the predicted seconds of one step, in the steady state of a run.
 
@@ -195,7 +201,7 @@ def limits(seconds: Callable[[Rates], float], rates: Rates) -> dict[str, float]:
     shares = {}
     for name, fields in LIMITS.items():
         times = {field: 1 + growth if field == "launch_s" else 1 / (1 + growth) for field in fields}
-        shares[name] = (seconds(scaled(rates, times)) / before_s - 1) / growth
+        shares[name] = (seconds(scaled_work(rates, times)) / before_s - 1) / growth
     return {name: share for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.01}
 
 
@@ -207,7 +213,7 @@ def break_even(seconds: Callable[[Rates, float], float], rates: Rates) -> float:
     Args:
         seconds: the seconds of a step by rates and a factor of tokens.
     """
-    unbound = scaled(rates, {field: math.inf for name in HIDDEN for field in LIMITS[name]})
+    unbound = scaled_work(rates, {field: math.inf for name in HIDDEN for field in LIMITS[name]})
 
     def hides(factor: float) -> bool:
         return seconds(rates, factor) <= (1 + ALIKE) * seconds(unbound, factor)
@@ -223,7 +229,7 @@ def break_even(seconds: Callable[[Rates, float], float], rates: Rates) -> float:
     return 2.0**high
 
 
-def scaled(rates: Rates, times: Mapping[str, float]) -> Rates:
+def scaled_work(rates: Rates, times: Mapping[str, float]) -> Rates:
     """Return the rates with some of them multiplied, by their names."""
     values: dict[str, Any] = {name: getattr(rates, name) * factor for name, factor in times.items()}
     return replace(rates, **values)

@@ -79,7 +79,9 @@ def between_ranks(world: World) -> dict[str, float]:
     return rates
 
 
-def measured(config: Config, machine: Machine, traced: Traced, *, disk: bool, progress: Progress = silent) -> Rates:
+def measured_rates(
+    config: Config, machine: Machine, traced: Traced, *, disk: bool, progress: Progress = silent
+) -> Rates:
     """Return rates measured on this machine: operators of a microbatch, the optimizer, copies, and the disk if used.
 
     The fastest of several repetitions counts, because other work of the machine slows the others. Rates of links
@@ -149,9 +151,9 @@ def with_disk_or_without(
     If no file can be made on the disk, the returned machine has no disk and a note gives the reason.
     """
     try:
-        return machine, measured(config, machine, traced, disk=True, progress=progress), []
+        return machine, measured_rates(config, machine, traced, disk=True, progress=progress), []
     except StoreError as error:
-        rates = measured(config, machine, traced, disk=False, progress=progress)
+        rates = measured_rates(config, machine, traced, disk=False, progress=progress)
         note = f"nothing can be offloaded to a disk here, so settings that need a disk are left out: {error}"
         return replace(machine, disk_bytes=0), rates, [note]
 

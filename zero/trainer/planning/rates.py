@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from zero.errors import ConfigError
 from zero.trainer.config import Config
-from zero.trainer.planning.cost import DISK_RATES, UPDATE_BYTES, Rates, scaled
+from zero.trainer.planning.cost import DISK_RATES, UPDATE_BYTES, Rates, scaled_work
 from zero.trainer.planning.machine import Machine, described_gpu
 
 CORES, CORE_UPDATE_NUMEL = 12, 2e8
@@ -93,7 +93,7 @@ def assumed(config: Config, machine: Machine) -> Rates:
 def _of_rank(rates: Rates, machine: Machine) -> Rates:
     """Return the rates with a rank's share of what its node has, and with the measured links."""
     links = {"link_bytes": rates.link_bytes, "wire_bytes": rates.wire_bytes} | machine.links
-    rates = scaled(rates, dict.fromkeys(OF_NODE, 1 / machine.ranks_per_node))
+    rates = scaled_work(rates, dict.fromkeys(OF_NODE, 1 / machine.ranks_per_node))
     return replace(rates, link_bytes=links["link_bytes"], wire_bytes=links["wire_bytes"])
 
 
@@ -107,4 +107,4 @@ def with_drives(rates: Rates, config: Config, drives: int) -> Rates:
         return rates
     share = config.plan.disks / drives
     source = f"{rates.source}; of the disk {share:g} times as much with plan.disks={config.plan.disks}"
-    return replace(scaled(rates, dict.fromkeys(DISK_RATES, share)), source=source)
+    return replace(scaled_work(rates, dict.fromkeys(DISK_RATES, share)), source=source)

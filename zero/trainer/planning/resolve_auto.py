@@ -22,14 +22,14 @@ from zero.trainer.planning.choices import (
     best,
     choices,
     largest,
-    nearest,
+    nearest_choice,
     planned,
     with_activations,
     with_compute,
 )
 from zero.trainer.planning.cost import Rates, seconds_text, step_seconds
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.probes import between_ranks, measured, with_disk_or_without
+from zero.trainer.planning.probes import between_ranks, measured_rates, with_disk_or_without
 from zero.trainer.planning.rates import assumed
 from zero.trainer.planning.resolve_activations import resolve_activations
 from zero.trainer.planning.traces.activations import Activations
@@ -106,7 +106,7 @@ def _choose_activations(
         if machine.paper:
             return assumed(chosen, machine)
         kept = activations.resolved(with_activations(chosen, "keep"))
-        return measured(chosen, machine, largest(chosen, machine, kept), disk=False, progress=progress)
+        return measured_rates(chosen, machine, largest(chosen, machine, kept), disk=False, progress=progress)
 
     settled, reason = resolve_activations(chosen, machine, activations, rates)
     return settled, [*reasons, f"auto: zero.activations: {reason}"], compared_by
@@ -133,7 +133,7 @@ def _choose(
             presets = ("none", "cpu", "nvme", "infinity", "auto")
             machine, rates, notes = with_disk_or_without(config, machine, traced, progress)
         else:
-            rates = measured(config, machine, traced, disk="nvme" in config.offload.kinds, progress=progress)
+            rates = measured_rates(config, machine, traced, disk="nvme" in config.offload.kinds, progress=progress)
     candidates = choices(
         config,
         machine,
@@ -145,7 +145,7 @@ def _choose(
     )
     winner = best(candidates)
     if winner is None:
-        raise ConfigError(nearest(candidates).refusal or "")
+        raise ConfigError(nearest_choice(candidates).refusal or "")
     stage = [] if rates is None else _stage_reasons(winner, candidates, rates.source)
     reasons = [*(f"auto: {note}" for note in notes), *stage, *_batch_reasons(winner, config, machine)]
     return winner.config, reasons, rates

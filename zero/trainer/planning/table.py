@@ -17,7 +17,7 @@ from zero.trainer.planning.choices import (
     bytes_by_tier,
     choices,
     largest,
-    nearest,
+    nearest_choice,
     plan_choice,
     planned,
     with_activations,
@@ -29,7 +29,7 @@ from zero.trainer.planning.cost import (
     Rates,
     break_even,
     limits,
-    scaled,
+    scaled_work,
     seconds_text,
     step_seconds,
 )
@@ -140,7 +140,7 @@ def _answer(
 ) -> Iterator[str]:
     """Yield the best choice that fits and the command for it, or the choice that is nearest to fitting."""
     if winner is None:
-        least = nearest(candidates)
+        least = nearest_choice(candidates)
         yield from _sentence(f"nothing fits. Nearest: {' '.join(least.keys)}: {least.refusal}")
         return
     stage, preset, *_ = winner.keys
@@ -194,7 +194,7 @@ def _limits(choice: Choice, machine: Machine, activations: Activations, rates: R
         return choice.seconds / seconds(plan, rates)
 
     small = config.changed("optim", moments="bf16") if config.optim.moments == "fp32" else config
-    faster = scaled(rates, dict.fromkeys(DISK_RATES, 1 + 1 / drives))
+    faster = scaled_work(rates, dict.fromkeys(DISK_RATES, 1 + 1 / drives))
     gains = {
         "twice the tokens in a microbatch": 2 * choice.seconds / seconds(choice.plan, rates, 2.0),
         "optim.moments=bf16": gain(small),
@@ -236,7 +236,7 @@ def _summary(candidates: Sequence[Choice], machine: Machine) -> Iterator[str]:
     for choice in candidates:
         mark = "*" if choice is winner else " "
         yield f"{mark} {choice.plan.facts.stage.level:<6}{choice.preset:<10}{_cells(choice, tiers)}"
-    shown_above = None if winner else nearest(candidates).refusal
+    shown_above = None if winner else nearest_choice(candidates).refusal
     for refusal in dict.fromkeys(choice.refusal for choice in candidates if choice.refusal and not choice.lacks):
         if refusal != shown_above:
             yield from _sentence(f"no: {refusal}")

@@ -10,7 +10,7 @@ from typing import Any
 from zero.checkpoint import Checkpoint
 from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
 from zero.core import suggest
-from zero.core.schema import flat
+from zero.core.schema import flat_fields
 from zero.engine.plan import Plan
 from zero.errors import CheckpointError
 from zero.trainer.config import Config, kinds
@@ -97,7 +97,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[s
     if not (theirs and ours):
         return
     mattering = MATTERS_TO_A_LOSS if ours.get("mode") == "eval" else MATTERS
-    before, after = flat(theirs), flat(ours)
+    before, after = flat_fields(theirs), flat_fields(ours)
     changed = [
         f"{key.removesuffix('.name')}={suggest.shown(value)} (was {suggest.shown(before[key])})"
         for key, value in after.items()
@@ -114,13 +114,13 @@ def _saved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _as_saved(section: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the settings to type so that a section is the same as in the checkpoint."""
-    name, theirs = str(theirs.get("name")), flat(theirs)
+    name, theirs = str(theirs.get("name")), flat_fields(theirs)
     if name == ours["name"]:
-        chosen, expected = [], flat(ours)
+        chosen, expected = [], flat_fields(ours)
     else:
         known = kinds(section).get(name)
         chosen = [f"{section}={AS_DECLARED.get(name, name)}"]
-        expected = {} if known is None else flat(known.model_construct().model_dump(mode="json"))
+        expected = {} if known is None else flat_fields(known.model_construct().model_dump(mode="json"))
     return chosen + [
         suggest.typed(f"{section}.{key}={suggest.word(theirs[key])}")
         for key in expected

@@ -18,7 +18,7 @@ from zero.trainer.planning.traces.shapes import result_of
 aten = torch.ops.aten
 
 
-class Work(NamedTuple):
+class OperatorWork(NamedTuple):
     """Work of operators, divided into parts that a machine does at different rates."""
 
     flops: float = 0
@@ -32,9 +32,9 @@ class Work(NamedTuple):
     exchanged_bytes: float = 0
     """Bytes received from the ranks that share rows."""
 
-    def __add__(self, other: object) -> "Work":
-        assert isinstance(other, Work)
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: object) -> "OperatorWork":
+        assert isinstance(other, OperatorWork)
+        return OperatorWork(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Product(NamedTuple):
@@ -78,7 +78,7 @@ class OperatorCounts(TorchDispatchMode):
         self._held = known  # keeps them alive, because an address identifies a storage only while it exists
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._live_bytes = self.peak_bytes = 0
-        self.work = Work()
+        self.work = OperatorWork()
         self.products: Counter[Product] = Counter()
         self.attention: tuple[int, ...] | None = None
         self.made: Counter[int] = Counter()
@@ -101,17 +101,17 @@ class OperatorCounts(TorchDispatchMode):
             return
         if product := _product(func, args):
             self.products[product] += 1
-            self.work += Work(flops=product.flops, launches=1)
+            self.work += OperatorWork(flops=product.flops, launches=1)
         elif func in _ATTENTION:
             times, query, key = _ATTENTION[func]
             self.attention = tuple(args[query].shape)
-            self.work += Work(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
+            self.work += OperatorWork(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
         else:
             read = tree_leaves(args)[func.overloadpacket in _LOOKUPS :]
             moved = [*results, *(tensor for tensor in read if isinstance(tensor, Tensor))]
             nbytes = sum(tensor.nbytes for tensor in moved)
             self.made[max((tensor.numel() for tensor in results), default=0)] += nbytes
-            self.work += Work(nbytes=nbytes, launches=1)
+            self.work += OperatorWork(nbytes=nbytes, launches=1)
 
     def _add(self, storage: Any) -> None:
         address, nbytes = storage._cdata, storage.nbytes()

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 
 from zero.core.setting_types import RECOMPUTED, Activations
 from zero.engine.forward import recomputed_call
-from zero.engine.memory import Kept, OnHost
+from zero.engine.memory import KeptTensor, OnHost
 from zero.engine.model import Body, Site, Splitting, attach, move_buffers
 from zero.platform.device import Device
-from zero.trainer.planning.traces.operators import OperatorCounts, Product, Work, median
+from zero.trainer.planning.traces.operators import OperatorCounts, OperatorWork, Product, median
 
 aten = torch.ops.aten
 
@@ -44,8 +44,8 @@ class Traced(NamedTuple):
     """The most bytes that forward and backward hold at once."""
     host_bytes: int
     """Host memory for offloaded activations."""
-    forward: Work
-    backward: Work
+    forward: OperatorWork
+    backward: OperatorWork
     """Work of backward, including recomputation."""
     products: Mapping[Product, int]
     """Each product and how often it is computed."""
@@ -105,10 +105,10 @@ def trace(
         began_bytes = exchanged()
         result = loss(copied, microbatch)
         forward_bytes = exchanged() - began_bytes
-        forward, live.work = live.work + Work(exchanged_bytes=forward_bytes), Work()
+        forward, live.work = live.work + OperatorWork(exchanged_bytes=forward_bytes), OperatorWork()
         if backward:
             (result[0] if isinstance(result, tuple) else result).backward()
-    back = live.work + Work(exchanged_bytes=exchanged() - began_bytes - forward_bytes)
+    back = live.work + OperatorWork(exchanged_bytes=exchanged() - began_bytes - forward_bytes)
     made = median(live.made)
     return Traced(live.peak_bytes, host.allocated_bytes, forward, back, live.products, live.attention, made)
 
@@ -167,7 +167,7 @@ class _Host(OnHost):
 
     def keep(self, tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata in self._parameters:
-            return Kept(tensor, tensor._version)
+            return KeptTensor(tensor, tensor._version)
         return super().keep(tensor)
 
 

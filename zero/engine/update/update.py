@@ -179,7 +179,7 @@ class Updater:
         if all(part.on_device for part in unit.parts):
             return
         with self._device.aside("updates") as unit.grad_ready:  # includes the gradient's copy on a side stream
-            unit.step.left.wait()
+            self._gradients.left(unit).wait()
         if not unit.spec.matrices:
             unit.tickets = self._queue(unit, hyper, unit.parts, unit.grad_ready)
 

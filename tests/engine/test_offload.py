@@ -139,7 +139,7 @@ def test_units_of_many_pages(size, stage, precision, accumulate, clip):
             ahead=(0, 32 * KiB, None)[number % 3],
             threads=1 + number % 3,
         )
-        pages = run_ranks(1, lambda world, setting=setting: setting.plan(world, wide).store_pages().keys())[0]
+        pages = run_ranks(1, lambda world, setting=setting: setting.plan(world, wide).pages.store_pages().keys())[0]
         assert max(page.number for page in pages) >= 6
         assert run_ranks(size, train_offloaded, setting, 4, None, wide) == expected, setting
 

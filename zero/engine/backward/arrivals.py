@@ -86,7 +86,7 @@ class Reducer:
     def begin_step(self) -> None:
         """Begin a step: make new records. Gradients of a backward outside of any step are dropped."""
         if self.reductions.are_pending or self._copies:
-            self._drain()
+            self._drop()
         self._gradients.drop_open()
         self._renew(lambda _: UnitStep())
         self._ended = False
@@ -144,18 +144,18 @@ class Reducer:
         has_begun = self.rounds.have_begun
         if not self._alone:
             self.rounds.meet(self.has_extra, self._arrived, end_round=False)
-        self._drain()
+        self._drop()
         self._renew(UnitStep.emptied)  # forwards that have run may still be followed by their backward
         if has_begun:
             self.rounds.open_planned()
 
     def reset(self) -> None:
         """Clean up after an exception: wait for started operations, drop all gradients and records."""
-        self._drain()
+        self._drop()
         self._renew(lambda _: UnitStep())
 
-    def _drain(self) -> None:
-        self.reductions.drain()
+    def _drop(self) -> None:
+        self.reductions.drop()
         self._copies.clear()
 
     def _renew(self, renewed: Callable[[UnitStep], UnitStep]) -> None:

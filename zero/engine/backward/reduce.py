@@ -182,7 +182,7 @@ class Reductions:
             self._done.wait()
         self.flats.drop_extra()
 
-    def drain(self) -> None:
+    def drop(self) -> None:
         """Wait for all started operations, and drop all gradients."""
         handles = [*(reduction.handle for reduction in self._under_way), *(handle for _, handle in self._gathering)]
         # on the stream of sums, because further parts of a sum allocate on it

@@ -336,7 +336,7 @@ def test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again(d
         monkeypatch.setattr(store, "drain", asked_to_drain)
     else:
         monkeypatch.setattr(store, "drain", lambda: None)
-    monkeypatch.setattr(residency, "_fetch", breaks_off)
+    monkeypatch.setattr(residency.gathers, "_fetch", breaks_off)
     with pytest.raises(KeyboardInterrupt):
         step(state, slice_of(small_batch(0, 6), SoloWorld(), 1))
     assert store._workers._schedule.is_quiet == drains

@@ -193,7 +193,7 @@ def test_a_stack_that_is_looped_over_needs_no_more_memory(loops, update):
         for number in range(3):
             state, _ = step(state, [batch_of(number, world.rank, 0, loops=loops)])
         parts, planned = state.runtime, state.plan.bytes["device"]
-        assert parts.reducer.allocated_bytes == planned["gradient flats"]
+        assert parts.reducer.reductions.flats.free_bytes == planned["gradient flats"]
         if parts.residency.pool is not None:
             assert parts.residency.pool.overflowed == 0
             assert parts.residency.pool.allocated_bytes == planned["gathered units"]
@@ -212,7 +212,7 @@ def test_an_interrupted_update_is_never_taken_for_a_state(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(state.runtime.updater, "_update_pieces", interrupted)
+        patch.setattr(state.runtime.updater._pieces, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(state, [batch_of(1, 0, 0)])
     with pytest.raises(StaleStateError, match="interrupted"):

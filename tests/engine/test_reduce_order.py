@@ -115,7 +115,7 @@ def trained(world: zero.World, program: Program, microbatches: int, **settings) 
             for path in filter(None, passes):
                 step.backward(state.model(row(world.rank, number, micro), path))
         state, _ = step.finish()
-    assert state.runtime.reducer.allocated_bytes == state.plan.bytes["device"]["gradient flats"]
+    assert state.runtime.reducer.reductions.flats.free_bytes == state.plan.bytes["device"]["gradient flats"]
     return zero.full_state_dict(state)
 
 
@@ -409,11 +409,11 @@ def test_units_are_reduced_in_the_order_in_which_they_are_ready_once_it_was_seen
     path = [2, 5, 0, 1, 4, 3]
 
     def shuffled(state: zero.State, step: zero.Step, micro: int) -> None:
-        reducer = state.runtime.reducer
+        device = state.runtime.reducer.reductions._device
         made: list[int] = []
-        zeros = reducer._device.zeros
+        zeros = device.zeros
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reducer._device, "zeros", lambda numel, dtype: made.append(numel) or zeros(numel, dtype))
+            patch.setattr(device, "zeros", lambda numel, dtype: made.append(numel) or zeros(numel, dtype))
             step.backward(state.model(row(1), path))
         extra_flats.append(len(made))
 

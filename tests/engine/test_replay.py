@@ -294,23 +294,27 @@ def in_gathered_buffers(flipper):
 
 def in_sent_gradients(flipper):
     """This rank's gradient is complete."""
-    flipper.before(flipper.runtime.reducer, "_start", lambda unit, sent: sent.flat)
+    flipper.before(flipper.runtime.reducer.reductions, "start", lambda unit, sent: sent.flat)
 
 
 def in_summed_gradients(flipper):
     """The sum over ranks is complete, on the device or just before it is written to pages."""
-    flipper.before(flipper.runtime.reducer, "_measure", lambda unit: unit.own_grad_S(flipper.runtime.plan.rank))
+    flipper.before(
+        flipper.runtime.reducer.reductions, "_measure", lambda unit: unit.own_grad_S(flipper.runtime.plan.rank)
+    )
 
 
 def in_own_sums(flipper):
     """This rank's part of the sum is complete, and not yet gathered by the others."""
-    flipper.before(flipper.runtime.reducer, "_publish", lambda unit: unit.own_grad_S(flipper.runtime.plan.rank))
+    flipper.before(
+        flipper.runtime.reducer.reductions, "publish", lambda unit: unit.own_grad_S(flipper.runtime.plan.rank)
+    )
 
 
 def in_buffers(flipper):
     """A unit has been reduced: a bit of a buffer of the model flips, which comes after its last use in the run."""
     stays = flipper.runtime.plan.model.blocks[0].norm.running_var
-    flipper.after(flipper.runtime.reducer, "_finalise", lambda unit, _: stays)
+    flipper.after(flipper.runtime.reducer.reductions, "_finalise", lambda unit, _: stays)
 
 
 def in_slots(flipper):

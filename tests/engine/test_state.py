@@ -383,7 +383,7 @@ def held_bytes(world, setting):
         ),
         "gathered units": parts.residency.pool.allocated_bytes if parts.residency.pool is not None else 0,
         "gradients": storages([unit.grad] for unit in parts.units if unit.grad is not None),
-        "gradient flats": storages([flat.whole] for flat in parts.reducer._flats._all),
+        "gradient flats": storages([flat.whole] for flat in parts.reducer.reductions.flats._all),
         **pages,
         "buffers": sum(buffer.nbytes for buffer in state.model.buffers()),
     }

@@ -687,7 +687,7 @@ OTHERS = {
     "zero/distributed/routes.py:_SumsForCopies.start.add_nodes": "passes waits on",
     "zero/distributed/routes.py:_SumsByNode.start.wait": "after an error: "
     "`test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again` has it",
-    "zero/engine/backward/reduce.py:Reducer._complete_oldest": "`World.reduce_scatter` waits",
+    "zero/engine/backward/reduce.py:Reductions._complete_oldest": "`World.reduce_scatter` waits",
     **dict.fromkeys(
         (
             f"zero/distributed/world.py:World.{name}"
@@ -735,7 +735,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/gather/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
     "engine/whole/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
     "engine/whole/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
-    "engine/full_flat.py:summed_gradient unit.step.left.wait": {"wait": "a loop of one's own at stage 1"},
+    "engine/full_flat.py:summed_gradient runtime.gradients.left().wait": {"wait": "a loop of one's own at stage 1"},
     "engine/full_flat.py:gather_flat runtime.routes.gather().wait": {"collective": "stage 1"},
     "engine/full_flat.py:updated_range load().wait": {"ticket": "nvme"},
     "engine/update/gradient.py:PagedGradients._await_coming self._coming[-1].wait": {
@@ -745,7 +745,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/update/gradient.py:PagedGradients._bring_back self._device.aside": {
         "wait": "a loop of one's own at stage 1, alone",
     },
-    "engine/update/gradient.py:PagedGradients._bring_back unit.step.left.wait": {
+    "engine/update/gradient.py:PagedGradients._bring_back self._records[unit].left.wait": {
         "wait": "cpu at stage 1, another order"
     },
     "engine/update/gradient.py:PagedGradients._finish_oldest ticket.wait": {"ticket": "infinity"},
@@ -757,11 +757,11 @@ NEEDED: dict[str, dict[str, str]] = {
         "collective": "stage 1",
     },
     "engine/memory/pool.py:Buffer.land self.ready.wait": {"wait": "stage 1, alone"},
-    "engine/backward/reduce.py:Reducer._complete_gather handle.wait": {"collective": "stage 0"},
-    "engine/backward/reduce.py:Reducer._settle self._done.wait": {"wait": "stage 0"},
-    "engine/backward/reduce.py:Reducer._take flat.free.wait": {"wait": "stage 0"},
-    "engine/backward/reduce.py:Reducer._drain handle.wait": {"collective": "forgotten"},
-    "engine/backward/reduce.py:Reducer._drain self._done.wait": {"wait": "forgotten, of many"},
+    "engine/backward/reduce.py:Reductions._complete_gather handle.wait": {"collective": "stage 0"},
+    "engine/backward/reduce.py:Reductions.settle self._done.wait": {"wait": "stage 0"},
+    "engine/backward/reduce.py:Reductions.take flat.free.wait": {"wait": "stage 0"},
+    "engine/backward/reduce.py:Reductions.drop handle.wait": {"collective": "forgotten"},
+    "engine/backward/reduce.py:Reductions.drop self._done.wait": {"wait": "forgotten, of many"},
     "engine/replay.py:Replay._copy self._store.read().wait": {"ticket": "made twice, infinity"},
     "engine/replay.py:Replay._sums self._device.join": {"join": "made twice, cpu"},
     "engine/replay.py:Replay.watched self._device.join": {"join": "made twice, cpu"},
@@ -805,7 +805,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/update/update.py:Updater._update_on_streams unit.updated.wait": {"wait": "cpu at stage 1"},
     "engine/update/update.py:Updater.apply_deferred ticket.wait": {"ticket": "nvme at stage 1"},
     "engine/update/update.py:Updater.schedule_update self._device.aside": {"aside": "cpu"},
-    "engine/update/update.py:Updater.schedule_update unit.step.left.wait": {"wait": "cpu"},
+    "engine/update/update.py:Updater.schedule_update self._gradients.left().wait": {"wait": "cpu"},
 }
 """By call, each kind of wait that it makes, with a scenario that misses it."""
 

@@ -370,7 +370,7 @@ import re, sys, threading
 from pathlib import Path
 import torch
 from zero.formats import ImportChoice, export_checkpoint, import_checkpoint, open_newest, open_source
-from zero.formats.stream import Source, Stream
+from zero.formats.stream import Stream, TensorSource
 
 def resident():
     text = Path("/proc/self/status").read_text()
@@ -396,7 +396,7 @@ def cut():
 
 def checkpoint(name, count):
     tensors = {{f"layer.{{n}}": Stream(torch.float32, (3_125_000,), cut) for n in range(count)}}
-    return open_newest(import_checkpoint(Source(tensors), folder / name, ImportChoice(moments=())).folder)[0]
+    return open_newest(import_checkpoint(TensorSource(tensors), folder / name, ImportChoice(moments=())).folder)[0]
 
 folder = Path({folder!r})
 first, many = checkpoint("first", 1), checkpoint("root", 8)

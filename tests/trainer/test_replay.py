@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import train
 from tests.simulation import simulated_gpu
-from zero.engine.backward.reduce import Reducer
+from zero.engine.backward.reduce import Reductions
 from zero.engine.unit_state import UnitState
 
 RUN = ["debug=tiny", "data=synthetic", "steps=6", "launch.malloc=default", "tracker.every=1", "sample.tokens=0"]
@@ -36,18 +36,18 @@ def test_a_gpu_that_is_not_deterministic_is_rejected_before_anything_is_stored(h
 
 def test_a_run_ends_before_a_wrong_bit_is_saved(here: Path, capsys: Any):
     """A bit of a gradient flips in the second of the two runs of step 4."""
-    calls, publish = 0, Reducer._finalise
+    calls, publish = 0, Reductions._finalise
 
-    def finalise(reducer: Reducer, unit: UnitState) -> None:
+    def finalise(reductions: Reductions, unit: UnitState) -> None:
         nonlocal calls
         if unit.index == 0:
             calls += 1
             if calls == 5:  # the calls of steps 1, 2, 3, and two of step 4
                 assert unit.grad is not None
                 unit.grad[7] = -unit.grad[7]
-        publish(reducer, unit)
+        publish(reductions, unit)
 
-    with patch.object(Reducer, "_finalise", finalise):
+    with patch.object(Reductions, "_finalise", finalise):
         assert train.main([*RUN, "debug.replay=4", "checkpoint.every=1", "checkpoint.async=false"]) == 3
     assert "debug.replay: step 4, rank 0, " in capsys.readouterr().err
     saved = sorted(path.name for path in here.glob("runs/*/*/checkpoints/step-*"))

@@ -94,7 +94,7 @@ def summed_gradient(runtime: Runtime, unit: UnitState) -> Tensor:
     """Return the part of a unit's final gradient that this rank updates: a sum over ranks and microbatches."""
     plan = runtime.plan
     if unit.grad is None:
-        unit.step.left.wait()
+        runtime.gradients.left(unit).wait()
         return updated_range(runtime, unit, PageKind.GRAD, plan.facts.grad_dtype)
     return unit.grad if plan.facts.full_update else unit.own_grad_S(plan.rank)
 

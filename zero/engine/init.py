@@ -267,7 +267,7 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
         travels=plan.precision.reduce,
     )
     advance = partial(routes.advance, sums=False)
-    updater = Updater(plan, store, units, tape, advance)
+    updater = Updater(plan, store, units, gradients, tape, advance)
     gathers = Gathers(plan, units, updater, _fetch(plan, routes, store), log, tape)
     residency = Residency(plan, units, gathers, updater.launch_ahead, advance, checksums)
     first = residency.complete

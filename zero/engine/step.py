@@ -276,7 +276,7 @@ class Step:
             reducer.finish_extra()
             totals = exchange()
         if totals.one_order:
-            reducer.adopt_order()
+            reducer.rounds.adopt_order()
         return over_groups(self._plan.beside.groups, totals)
 
     def _check_begun(self) -> None:

@@ -82,7 +82,7 @@ def gather_totals(
         for number in range(len(runtime.plan.beside.groups))
     ]
     facts = status + _EXTRA * reducer.has_extra + _FINGERPRINT * runtime.log.fingerprint
-    numbers = reducer.order_seen, flag, facts
+    numbers = reducer.rounds.order_seen, flag, facts
     # `new_full` launches a kernel; `torch.tensor` would copy from the host and wait for the copy
     mine = torch.stack([*measured, *(zero.new_full((), number) if number else zero for number in numbers)])
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)

@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from zero.engine.memory import Buffer, Scratch
-from zero.platform.device import PASSED, Event
 
 
 class Phase(IntEnum):
-    """The phase of a unit's gradient in the present round of reductions, see `zero.engine.backward.reduce`."""
+    """The phase of a unit's gradient in the present round of reductions, see `zero.engine.backward.rounds`."""
 
     CLOSED = auto()
     """The unit's reduction of this round has started, or no round has begun."""
@@ -45,54 +44,36 @@ NEXT_PHASES = {
 
 @dataclass(eq=False, slots=True)
 class UnitStep:
-    """The record of one unit in one step.
+    """The record of one unit in one step."""
 
-    Attributes:
-        phase: see `Phase`.
-        calls: the autograd nodes of this microbatch's forward calls, until all their gradients have arrived.
-        returned: the number of these calls whose gradients have arrived.
-        delivered: whether a gradient has arrived, or a call has returned, since the unit was last ready.
-        hooked: the sums of gradients, by slot, for which hooks of the user will be called.
-        held: the gathered buffer that the running backward pass has pinned.
-        flat: the pooled flat that receives gradients of this round.
-        extra: the pooled flat that receives gradients after the unit was ready.
-        unwritten: the slots without a gradient yet of the flat, or `grad`, that receives gradients now; None if no
-            gradient has arrived since it was completed.
-        filled: whether `grad` holds at least a part of this step's gradient.
-        summed: whether `grad` holds a sum over ranks, or will when started reductions have ended.
-        reductions: the number of reductions under way.
-        published: whether `grad` is final, or will be when its all-gather has ended.
-        squares: the sum of squares of this rank's shard of the final gradient, 0-dim fp64; None if it is not final.
-        equal_squares: for each norm group, the part of `squares` of parameters that are equal on its ranks.
-        borrowed: the buffer that an offloaded gradient has borrowed.
-        narrow: whether an offloaded gradient is in `Facts.first_grad_dtype`.
-        wide: the sum in fp32 of an offloaded gradient that has got more microbatches than planned.
-        reducing: whether a reduction writes into an offloaded gradient, so that it must stay open.
-        own_only: whether only the range that this rank updates is kept of an offloaded gradient.
-        left: the event at the end of the last copy of an offloaded gradient to its pages.
-    """
+    calls: list[Any] = field(default_factory=list)
+    """The autograd nodes of this microbatch's forward calls, until all their gradients have arrived."""
+    returned: int = 0
+    """The number of these calls whose gradients have arrived."""
+    delivered: bool = False
+    """Whether a gradient has arrived, or a call has returned, since the unit was last ready."""
+    hooked: dict[int, Tensor] = field(default_factory=dict)
+    """The sums of gradients, by slot, for which hooks of the user will be called."""
+    held: Buffer | None = None
+    """The gathered buffer that the running backward pass has pinned."""
 
     phase: Phase = Phase.CLOSED
-    calls: list[Any] = field(default_factory=list)
-    returned: int = 0
-    delivered: bool = False
-    hooked: dict[int, Tensor] = field(default_factory=dict)
-    held: Buffer | None = None
     flat: Scratch | None = None
+    """The pooled flat that receives gradients of this round."""
     extra: Scratch | None = None
+    """The pooled flat that receives gradients after the unit was ready."""
     unwritten: set[int] | None = None
+    """The slots without a gradient yet of the flat, or `grad`, that receives gradients now; None if no gradient has
+    arrived since it was completed."""
+
     filled: bool = False
+    """Whether `grad` holds at least a part of this step's gradient."""
     summed: bool = False
-    reductions: int = 0
-    published: bool = False
+    """Whether `grad` holds a sum over ranks, or will when started reductions have ended."""
     squares: Tensor | None = None
+    """The sum of squares of this rank's shard of the final gradient, 0-dim fp64; None if `grad` is not final."""
     equal_squares: list[Tensor] = field(default_factory=list)
-    borrowed: Scratch | None = None
-    narrow: bool = False
-    wide: Tensor | None = None
-    reducing: bool = False
-    own_only: bool = False
-    left: Event = PASSED
+    """For each norm group, the part of `squares` of parameters that are equal on its ranks."""
 
     def go(self, phase: Phase) -> None:
         """Change to `phase`, which must be a legal change."""

@@ -1,6 +1,6 @@
-"""Backward: gradients arrive unit by unit, and are added over calls, microbatches and ranks."""
+"""Backward: gradients arrive call by call, are reduced unit by unit in rounds, and leave their sum in `grad`."""
 
+from zero.engine.backward.arrivals import Reducer
 from zero.engine.backward.backward_pass import BackwardPass
-from zero.engine.backward.reduce import Reducer
 
 __all__ = ["BackwardPass", "Reducer"]

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from zero.engine.backward.reduce import Reducer
+from zero.engine.backward.arrivals import Reducer
 from zero.engine.gather import Residency
 from zero.engine.memory import Buffer
 from zero.engine.unit_state import UnitState

@@ -14,12 +14,13 @@ It is offloaded in that dtype (on a disk in separate pages), and `open` converts
 for the update. After a unit's gradient was reduced over ranks, only the pages that this rank updates are written.
 
 The store considers a page in host memory as written once its copy is enqueued, so a reader must first wait for the
-event `UnitStep.left`. Pages on a disk are written by threads of the store, which order reads after writes themselves.
+event `Gradients.left`. Pages on a disk are written by threads of the store, which order reads after writes themselves.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from zero.engine.memory import Scratch, ScratchPool, load_page, save_page
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.errors import StoreError
-from zero.platform.device import PASSED
+from zero.platform.device import PASSED, Event
 from zero.platform.timeline import Tape
 from zero.store import Page, PageKind, PrefetchStore, Ticket
 
@@ -76,11 +77,33 @@ class Gradients:
     def park(self, unit: UnitState) -> None:
         """End the changes of `unit.grad` until the next `open`; an offloaded gradient is written to its pages."""
 
+    def left(self, unit: UnitState) -> Event:
+        """Return the event at the end of the last copy of an offloaded gradient to its pages in this step."""
+        return PASSED
+
     def drop_open(self) -> None:
-        """Drop the gradients that are open."""
+        """Drop the gradients that are open, and what is recorded of a step."""
 
     def reset(self) -> None:
         """Drop all gradients, and wait for copies to and from their pages."""
+
+
+@dataclass(eq=False, slots=True)
+class _Paged:
+    """The record of one unit's offloaded gradient in one step."""
+
+    borrowed: Scratch | None = None
+    """The buffer that the gradient has borrowed while it is open."""
+    narrow: bool = False
+    """Whether the gradient is in `Facts.first_grad_dtype`."""
+    wide: Tensor | None = None
+    """The sum in fp32 of a gradient that has got more microbatches than planned."""
+    reducing: bool = False
+    """Whether a reduction writes into the gradient, so that it must stay open."""
+    own_only: bool = False
+    """Whether only the range that this rank updates is kept."""
+    left: Event = PASSED
+    """The event at the end of the last copy to its pages."""
 
 
 class PagedGradients(Gradients):
@@ -91,6 +114,7 @@ class PagedGradients(Gradients):
     def __init__(self, plan: Plan, store: PrefetchStore, tape: Tape) -> None:
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
         self._pool = ScratchPool(plan.sizes.grad_buffer_sizes(), plan.facts.grad_dtype, self._device)
+        self._records = defaultdict[UnitState, _Paged](_Paged)  # of this step
         self._open: list[UnitState] = []  # first the one that was opened first
         self._leaving: deque[tuple[Scratch, list[Ticket]]] = deque()  # with tickets of writes
         self._coming: list[Ticket] = []
@@ -101,7 +125,7 @@ class PagedGradients(Gradients):
 
     def open(self, unit: UnitState, *, fresh: bool, held: bool = False, sums: bool = True) -> Tensor:
         unit.await_grad_readers()
-        record = unit.step
+        record = self._records[unit]
         record.own_only = held or (record.own_only and not fresh)
         if unit.grad is None:
             if fresh:
@@ -128,21 +152,24 @@ class PagedGradients(Gradients):
     def widen(self, unit: UnitState) -> Tensor:
         assert unit.grad is not None
         if unit.grad.dtype != torch.float32:
-            unit.grad = unit.step.wide = unit.grad.float()
+            unit.grad = self._records[unit].wide = unit.grad.float()
         return unit.grad
 
     def park(self, unit: UnitState) -> None:
         if unit.grad is None:
             return
-        if (wide := unit.step.wide) is not None:
-            assert unit.step.borrowed is not None
-            unit.grad = unit.step.borrowed.flat.copy_(wide)
-        with self._device.aside("gradients out") as left, self._tape.streaming("page out", unit.spec.name):
+        record = self._records[unit]
+        if record.wide is not None:
+            assert record.borrowed is not None
+            unit.grad = record.borrowed.flat.copy_(record.wide)
+        with self._device.aside("gradients out") as record.left, self._tape.streaming("page out", unit.spec.name):
             tickets = [save_page(self._store, self._device, page, part_K) for page, part_K in self._pages(unit)]
-        unit.step.left = left
         buffer = self._closed(unit)
-        buffer.free = left
+        buffer.free = record.left
         self._leaving.append((buffer, tickets))
+
+    def left(self, unit: UnitState) -> Event:
+        return self._records[unit].left
 
     def reset(self) -> None:
         with suppress(StoreError):  # the caller is already handling the error of a failed store
@@ -158,20 +185,22 @@ class PagedGradients(Gradients):
         while self._open:
             self._pool.give_back(self._closed(self._open[0]), free)
         self._pool.drop_extra()
+        self._records.clear()
 
     def _closed(self, unit: UnitState) -> Scratch:
         """End the use of the unit's buffer, and return the buffer."""
-        buffer = unit.step.borrowed
+        record = self._records[unit]
+        buffer = record.borrowed
         assert buffer is not None
         self._open.remove(unit)
-        unit.grad = unit.step.borrowed = None
-        unit.step.reducing = False
+        unit.grad = record.borrowed = None
+        record.reducing = False
         return buffer
 
     def _bring_back(self, unit: UnitState, buffer: Scratch) -> None:
         """Load the pages of `unit` into `buffer` on the side stream "gradients in"."""
         with self._device.aside("gradients in", after=buffer.free) as loaded:
-            unit.step.left.wait()
+            self._records[unit].left.wait()
             with self._tape.streaming("page in", unit.spec.name):
                 for page, part_K in self._pages(unit):
                     self._coming.append(load_page(self._store, self._device, page, part_K))
@@ -193,7 +222,7 @@ class PagedGradients(Gradients):
             if self._leaving:
                 self._finish_oldest()
                 continue
-            oldest = next((unit for unit in self._open if not unit.step.reducing), None)
+            oldest = next((unit for unit in self._open if not self._records[unit].reducing), None)
             if oldest is None:
                 self.overflowed += 1
                 return self._pool.extra(numel)
@@ -209,10 +238,10 @@ class PagedGradients(Gradients):
 
     def _pages(self, unit: UnitState) -> Iterator[tuple[Page, Tensor]]:
         assert unit.grad is not None
-        narrow = unit.step.narrow and PageKind.FIRST_GRAD in self._plan.pages.grad_dtypes
+        narrow = self._records[unit].narrow and PageKind.FIRST_GRAD in self._plan.pages.grad_dtypes
         kind = PageKind.FIRST_GRAD if narrow else PageKind.GRAD
         ranges = self._plan.pages.grad_ranges(unit.spec)
-        if unit.step.own_only:
+        if self._records[unit].own_only:
             ranges = ranges[: self._plan.pages.updated_pages(unit.spec)]
         for number, (start, stop) in enumerate(ranges):
             yield Page(unit.index, kind, number), unit.grad[start:stop]

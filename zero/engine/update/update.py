@@ -28,6 +28,7 @@ from zero.core.optim import Hyper
 from zero.core.sizes import round_up
 from zero.engine.plan import Part, Plan, parts_of
 from zero.engine.unit_state import UnitState
+from zero.engine.update.gradient import Gradients
 from zero.engine.update.orthogonalize import MatrixPasses
 from zero.engine.update.pieces import Piece, Pieces
 from zero.engine.update.staging import Staging
@@ -59,10 +60,11 @@ class Updater:
         plan: Plan,
         store: PrefetchStore,
         units: Sequence[UnitState],
+        gradients: Gradients,
         tape: Tape,
         advance: Callable[[], None],
     ) -> None:
-        self._plan, self._store, self._tape = plan, store, tape
+        self._plan, self._store, self._gradients, self._tape = plan, store, gradients, tape
         self._device, self._full_update = plan.world.compute, plan.facts.full_update
         self._where = self._device.host if plan.offload.compute == "host" else self._device
         plan.passes.kept.prepare(self._where.device)
@@ -97,7 +99,7 @@ class Updater:
         if all(part.on_device for part in unit.parts):
             return
         with self._device.aside("updates") as unit.grad_ready:  # includes the gradient's copy on a side stream
-            unit.step.left.wait()
+            self._gradients.left(unit).wait()
         if not unit.spec.matrices:
             unit.tickets = self._queue(unit, hyper, unit.parts, unit.grad_ready)
 

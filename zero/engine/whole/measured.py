@@ -22,8 +22,8 @@ def measured(state: State) -> dict[str, dict[str, int]]:
         held[plan.placement.grad]["gradients"] += _distinct_bytes([unit.grad])
     pool = parts.residency.pool
     held["device"]["gathered units"] += 0 if pool is None else pool.allocated_bytes
-    held["device"]["gradient flats"] += parts.reducer.allocated_bytes
-    held["device"]["node sums"] += parts.reducer.partial_bytes
+    held["device"]["gradient flats"] += parts.reducer.reductions.flats.free_bytes
+    held["device"]["node sums"] += parts.reducer.reductions.partials.free_bytes
     held["device"]["gradient buffers"] += parts.gradients.allocated_bytes
     held["device"]["staging"] += parts.updater.staging.allocated_bytes
     held["device"]["matrices"] += parts.updater.matrices.allocated_bytes

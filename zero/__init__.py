@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         warmup_linear as warmup_linear,
     )
     from zero.core.offload import Offload as Offload
-    from zero.core.optim import (
+    from zero.core.optimizers import (
         adagrad as adagrad,
         adam as adam,
         adamw as adamw,
@@ -73,7 +73,7 @@ _NAMES = {
     "core.precision": "Precision",
     "core.loss_scale": "LossScaling",
     "core.offload": "Offload",
-    "core.optim": "adamw adam sgd lion adagrad muon with_ema with_moments",
+    "core.optimizers": "adamw adam sgd lion adagrad muon with_ema with_moments",
     "core.groups": "Group",
     "core.lr_schedule": "linear_warmup warmup_linear warmup_cosine",
     "engine.model": "empty",

@@ -16,7 +16,7 @@ from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from tests.simulation import simulated_gpu
 from zero.core.groups import Group
 from zero.core.lr_schedule import Cycle, CycledMomentum, OneCycle
-from zero.core.optim import adagrad, adam, adamw, lion, sgd
+from zero.core.optimizers import adagrad, adam, adamw, lion, sgd
 from zero.core.updates import PageBatch
 from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import ConfigError

@@ -8,8 +8,9 @@ from hypothesis import given, strategies as st
 
 import zero
 from zero.core.layout import Layout
-from zero.core.muon import BATCH_NUMEL, Matrices, Muon, orthogonalize, owners
-from zero.core.optim import muon
+from zero.core.matrices import Matrices, owners
+from zero.core.optimizers import muon
+from zero.core.optimizers.muon import BATCH_NUMEL, Muon, orthogonalize
 
 PLAIN = Muon(2, True, "original", (), ())
 
@@ -95,7 +96,7 @@ def test_batches_are_parts_of_a_parameter_of_limited_size():
 def test_matrices_are_taken_by_shape_and_by_name(name, shape, taken):
     transform = muon(0.1, blocks={"experts": 2})
     group = transform.group(name, shape)
-    assert transform.orthogonalizes(group) is taken
+    assert transform.takes_matrices(group) is taken
     assert transform.moments_of(group) == (("mu",) if taken else ("mu", "nu"))
     assert transform.groups[group](1).betas == ((0.95,) if taken else (0.9, 0.95))
     assert transform.groups[group](1).weight_decay == (0.1 if len(shape) >= 2 else 0.0)

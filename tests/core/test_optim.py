@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from zero.core.groups import Group, decay_matrices
-from zero.core.optim import (
-    Transform,
-    adagrad,
-    adam,
-    adamw,
-    lion,
-    sgd,
-    with_ema,
-)
+from zero.core.optim import Transform
+from zero.core.optimizers import adagrad, adam, adamw, lion, sgd, with_ema
 from zero.core.updates import PageBatch, Settings
 from zero.errors import ConfigError
 

@@ -147,7 +147,7 @@ def test_every_copy_of_a_step_is_to_or_from_pinned_memory(tiers, optimizer, tmp_
     copies = [copy for gpu in watched(simulation) for copy in gpu.copies]
     assert copies
     assert all(copy.pinned for copy in copies)
-    if tiers["compute"] == "host" and optimizer.muon is None:
+    if tiers["compute"] == "host" and optimizer.matrix_rule is None:
         assert found == run_ranks(2, step_twice)
 
 

@@ -79,15 +79,16 @@ class State:
         return [self.param, master, *(form.values_of(page) for form, page in zip(self.forms, stored, strict=True))]
 
     def by_kernel(self, layout: Layout, grad: Tensor, hyper: Hyper, cuts: list[int], tile_numel: int = 256) -> None:
-        optimizer = fused.optimizer_of(self.transform)
-        numbers = fused.numbers(optimizer, self.transform.constants, hyper)
+        made = self.transform.fused
+        assert made is not None
+        numbers = fused.numbers(made, self.transform.constants, hyper)
         keys = [fused.signed(key) for key in self.kept.keys(hyper.step)]
         for start, stop in pairwise(cuts):
             pages = [page[page.numel() * start // layout.P : page.numel() * stop // layout.P] for page in self.pages]
             device = self.param.device
             tables = [table.to(device) for table in (*fused.tables(layout, start, stop, tile_numel), numbers)]
             tables.append(permutation(device))
-            args = self.param[start:stop], pages, grad[start:stop], tables, keys, optimizer, tile_numel
+            args = self.param[start:stop], pages, grad[start:stop], tables, keys, made.rule, tile_numel
             torch.ops.zero.update(*args)
 
     def by_operators(self, layout: Layout, grad: Tensor, hyper: Hyper, update: Callable[[PageBatch], None]) -> None:

@@ -141,7 +141,7 @@ def test_an_experiment_says_nothing_of_a_kind_that_was_not_chosen():
     """A toy's width means nothing to model=hf, nor gpt_1b's beta2 to SGD; what is left of them holds."""
     tiny = settled("debug=tiny", "model=hf", "model.path=gpt2")
     assert (tiny.steps, tiny.model) == (4, HFConfig(path="gpt2", seq=32))
-    assert settled("experiment=gpt_1b", "optim=sgd").optim == optim.SGD(lr=2e-4, weight_decay=0.1, clip=1.0)
+    assert settled("experiment=gpt_1b", "optim=sgd").optim == optim.SgdSection(lr=2e-4, weight_decay=0.1, clip=1.0)
 
 
 def test_conf_has_no_machine_in_it():

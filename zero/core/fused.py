@@ -6,22 +6,10 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import NOTHING, VECTOR, Layout
-from zero.core.optim import Hyper, Transform
-from zero.core.updates import Settings
+from zero.core.optim import Fused, Hyper
 
 GROUP_NUMBERS = 10
 """Numbers of a group: whether it trains, the divisor of gradients, and at most eight of the optimizer."""
-
-
-def optimizer_of(transform: Transform) -> str | None:
-    """Return the name of an optimizer in the kernel; None if it has none: Adagrad, or an average of the parameters.
-
-    Of Muon it is that of the parameters that are no matrices.
-    """
-    name = "adamw" if transform.muon is not None else transform.name
-    if transform.copies or name not in ("adamw", "adam", "lion", "sgd"):
-        return None
-    return "nesterov" if transform.constants == (True,) else name
 
 
 def tables(
@@ -57,7 +45,7 @@ def signed(key: int) -> int:
     return key - (key >> 31 << 32)
 
 
-def numbers(optimizer: str, constants: tuple[float, ...], hyper: Hyper, first: int = 0) -> Tensor:
+def numbers(fused: Fused, constants: tuple[float, ...], hyper: Hyper, first: int = 0) -> Tensor:
     """Return the numbers of each group in one step, (groups, `GROUP_NUMBERS`) fp32, in the order of the kernel.
 
     Args:
@@ -65,19 +53,6 @@ def numbers(optimizer: str, constants: tuple[float, ...], hyper: Hyper, first: i
     """
     rows = []
     for number, now in enumerate(hyper.groups):  # of a group that does not train the kernel reads the first one only
-        values = (1.0, hyper.divisor, *_numbers(optimizer, constants, now)) if now.trains and number >= first else ()
+        values = (1.0, hyper.divisor, *fused.numbers(constants, now)) if now.trains and number >= first else ()
         rows.append((*values, *(0.0,) * (GROUP_NUMBERS - len(values))))
     return torch.tensor(rows, dtype=torch.float32, device="cpu")
-
-
-def _numbers(optimizer: str, constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
-    lr, decay, betas = now.lr, now.weight_decay, now.betas
-    if optimizer in ("sgd", "nesterov"):
-        return lr, decay, *betas, float(now.step == 1)
-    beta1, beta2 = betas
-    if optimizer == "lion":
-        return lr, 1 - lr * decay, beta1 / (1 - beta1), beta2, 1 - beta2
-    (eps,) = constants
-    step_size, bias_correction = lr / (1 - beta1**now.step), (1 - beta2**now.step) ** 0.5
-    shrink = lr * decay if optimizer == "adamw" else decay
-    return step_size, shrink, beta1, 1 - beta1, beta2, 1 - beta2, bias_correction, eps

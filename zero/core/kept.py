@@ -15,14 +15,14 @@ from zero.core.updates import Update
 
 
 class Pass(NamedTuple):
-    """One pass of an update over all elements of a unit, page by page. Muon takes two, other optimizers one."""
+    """One pass of an update over all elements of a unit, page by page. Matrices take two, all else one."""
 
     update: Update
     kept: "Kept"
     reads_grad: bool = True
-    """False: its gradients are the orthogonal directions of Muon."""
+    """False: its gradients are the orthogonal directions."""
     updates_params: bool = True
-    """False: it writes directions of Muon in their place."""
+    """False: it writes directions in their place."""
     factor: Callable[[Slot], float] | None = None
     """The factor of the learning rate for each parameter; None: 1."""
 

@@ -1,4 +1,4 @@
-"""Optimizers as functions that update pages of parameters.
+"""Optimizers as functions that update pages of parameters; `zero.core.optimizers` has one in each file.
 
 A `Transform` is a record of the names of the moments, a function from parameters to groups, and `update`, which updates
 pages of parameters and moments in place. It knows nothing of ranks, stores or files. Numbers that change from step to
@@ -9,26 +9,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from zero.core import checks, updates
+from zero.core import checks
 from zero.core.groups import (
     Group,
     Mask,
     Number,
     as_tuple,
     check_setting,
-    decay_matrices,
     number_of,
     settings_at,
 )
 from zero.core.layout import Layout
+from zero.core.matrices import Matrices, MatrixRule
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
-from zero.core.muon import Matrices, Muon
-from zero.core.setting_types import EXCLUDED, Adjust
 from zero.core.updates import NO_NUMBERS, Numbers, Settings, Update
 from zero.errors import ConfigError
 
@@ -52,6 +49,15 @@ class Hyper(NamedTuple):
         return self.groups[0].lr
 
 
+class Fused(NamedTuple):
+    """An update in the kernel of `zero.platform.kernels`."""
+
+    rule: str
+    """Name of the rule there."""
+    numbers: Callable[[tuple[float, ...], Settings], tuple[float, ...]]
+    """Function from the transform's constants and a group's settings to the numbers that the rule reads: at most 8."""
+
+
 FP32_MOMENTS = Moments()
 MOMENTUM, SQUARES = "mu", "nu"
 """The moments that are a mean of gradients, and a mean or a sum of their squares, in every optimizer that has them."""
@@ -59,7 +65,7 @@ MOMENTUM, SQUARES = "mu", "nu"
 
 @dataclass(frozen=True)
 class Transform:
-    """An optimizer as data. Make one with `adamw`, `adam`, `sgd`, `lion`, `adagrad` or `muon`.
+    """An optimizer as data. Make one with `zero.adamw` or another function of `zero.core.optimizers`.
 
     Moments start as zeros, except those in `copies`, which start as copies of the parameters.
 
@@ -82,8 +88,10 @@ class Transform:
     given_groups: tuple[Group, ...] = ()
     kept: Moments = FP32_MOMENTS
     """The storage format of moments between updates; moments in `copies` are always stored in fp32."""
-    muon: Muon | None = None
-    """The parameters that Muon updates; `update` is for the others. None: Muon updates none."""
+    matrix_rule: MatrixRule | None = None
+    """The update of whole matrices; `update` is for all other parameters. None: there are no other updates."""
+    fused: Fused | None = None
+    """The rule of `update` in the kernel of a GPU; None if it has none."""
 
     def __post_init__(self) -> None:
         if self.clip is not None:
@@ -100,21 +108,23 @@ class Transform:
         return {moment: self.form(moment) for moment in moments}
 
     def group_of(self, name: str, shape: tuple[int, ...], *, embedding: bool) -> int:
-        """Return the number of a parameter's group. Muon does not update those of embeddings, whatever their name."""
+        """Return the number of a parameter's group. Embeddings are never updated as matrices, whatever their name."""
         number = self.group(name, shape)
-        return number + self.muon.groups if embedding and self.muon and self.orthogonalizes(number) else number
+        rule = self.matrix_rule
+        return number + rule.groups if embedding and rule and self.takes_matrices(number) else number
 
-    def orthogonalizes(self, group: int) -> bool:
-        """Return whether Muon updates the parameters of a group."""
-        return self.muon is not None and group < self.muon.groups
+    def takes_matrices(self, group: int) -> bool:
+        """Return whether the parameters of a group are updated as whole matrices."""
+        return self.matrix_rule is not None and group < self.matrix_rule.groups
 
     def matrices_of(self, layout: Layout, group: int) -> tuple[Matrices, ...]:
-        """Return the batches of matrices of a flat of one group's parameters; empty if Muon does not update them."""
-        return tuple(self.muon.batches(layout)) if self.muon is not None and self.orthogonalizes(group) else ()
+        """Return the batches of matrices of a flat of one group's parameters; empty if they are no matrices."""
+        rule = self.matrix_rule
+        return tuple(rule.batches(layout)) if rule is not None and self.takes_matrices(group) else ()
 
     def moments_of(self, group: int) -> tuple[str, ...]:
         """Return the moments of the parameters of a group."""
-        return (MOMENTUM, *self.copies) if self.orthogonalizes(group) else self.moments
+        return (MOMENTUM, *self.copies) if self.takes_matrices(group) else self.moments
 
     def check_groups(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that every group, and every name and pattern in it, matches a parameter.
@@ -123,9 +133,10 @@ class Transform:
             shapes: name -> shape of all parameters.
 
         Raises:
-            ConfigError: a group, or a name or pattern in it, matches no parameter, or `blocks` of Muon does not fit.
+            ConfigError: a group, or a name or pattern in it, matches no parameter, or a setting for matrices
+                does not fit.
         """
-        if self.muon is not None and (problem := self.muon.problem(shapes)):
+        if self.matrix_rule is not None and (problem := self.matrix_rule.problem(shapes)):
             raise ConfigError(problem)
         for number, group in enumerate(self.given_groups):
             problem = group.problem(shapes)
@@ -147,216 +158,11 @@ class Transform:
     def fields(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks, as name -> text."""
         return {
-            "optim": f"{self.name} clip={self.clip} {self.muon or ''}".rstrip(),
+            "optim": f"{self.name} clip={self.clip} {self.matrix_rule or ''}".rstrip(),
             "optim settings": f"{self.constants} {[tuple(group(1)[1:]) for group in self.groups]}",
             "optim.lr": str([group(1).lr for group in self.groups]),
             "optim.moments": str(self.kept),
         }
-
-
-def adamw(
-    lr: Number,
-    *,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: float = 1e-8,
-    weight_decay: Number = 0.01,
-    clip: float | None = None,
-    decay: Mask = decay_matrices,
-    groups: Sequence[Group] = (),
-) -> Transform:
-    """Make AdamW: Adam with decoupled weight decay, which subtracts lr x weight_decay x parameter.
-
-    Args:
-        lr: learning rate, 0 or more: a number, or a function of the step, which is 1 for the first update.
-        beta1: decay of the mean of gradients, 0 or more and less than 1; a number or a function of the step.
-        beta2: decay of the mean of squared gradients, 0 or more and less than 1; a number or a function of the step.
-        eps: added to the root of the mean of squared gradients, 0 or more.
-        weight_decay: 0 or more; a number or a function of the step.
-        clip: the largest global norm of the gradient, more than 0; None: no clipping.
-        decay: function of (name, shape) that returns whether a parameter decays; by default, parameters of 2 or more
-            dimensions do.
-        groups: groups of parameters with settings of their own; parameters in no group have the settings of this call.
-
-    Raises:
-        ConfigError: a setting is not a number or is out of range.
-    """
-    constants, betas = (_checked("eps", eps),), {"beta1": beta1, "beta2": beta2}
-    update = partial(updates.adam, torch._fused_adamw_, eps)
-    return _transform("adamw", ("mu", "nu"), update, constants, lr, betas, weight_decay, clip, decay, groups)
-
-
-def adam(
-    lr: Number,
-    *,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: float = 1e-8,
-    weight_decay: Number = 0.0,
-    clip: float | None = None,
-    decay: Mask = decay_matrices,
-    groups: Sequence[Group] = (),
-) -> Transform:
-    """Make Adam with L2 weight decay: weight_decay x parameter is added to the gradient. Arguments as in `adamw`."""
-    constants, betas = (_checked("eps", eps),), {"beta1": beta1, "beta2": beta2}
-    update = partial(updates.adam, torch._fused_adam_, eps)
-    return _transform("adam", ("mu", "nu"), update, constants, lr, betas, weight_decay, clip, decay, groups)
-
-
-def sgd(
-    lr: Number,
-    *,
-    momentum: Number = 0.0,
-    nesterov: bool = False,
-    weight_decay: Number = 0.0,
-    clip: float | None = None,
-    decay: Mask = decay_matrices,
-    groups: Sequence[Group] = (),
-) -> Transform:
-    """Make stochastic gradient descent with L2 weight decay, as `torch.optim.SGD`; other arguments as in `adamw`.
-
-    Args:
-        momentum: 0 or more and less than 1; a number or a function of the step. With 0 no moment is stored.
-        nesterov: use Nesterov momentum.
-
-    Raises:
-        ConfigError: as `adamw`, or `nesterov` without a momentum.
-    """
-    nesterov = checks.boolean("optim.nesterov", nesterov)
-    has_momentum = bool(momentum) or any(any(group.now()["betas"] or ()) for group in as_tuple(groups))
-    if nesterov and not has_momentum:
-        raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0. Set optim.momentum.")
-    moments, update, betas = ("mu",) if has_momentum else (), partial(updates.sgd, nesterov), {"momentum": momentum}
-    return _transform("sgd", moments, update, (nesterov,), lr, betas, weight_decay, clip, decay, groups)
-
-
-def lion(
-    lr: Number,
-    *,
-    beta1: Number = 0.9,
-    beta2: Number = 0.99,
-    weight_decay: Number = 0.0,
-    clip: float | None = None,
-    decay: Mask = decay_matrices,
-    groups: Sequence[Group] = (),
-) -> Transform:
-    """Make Lion: steps along the sign of a momentum, with decoupled weight decay. Other arguments as in `adamw`.
-
-    Args:
-        lr: learning rate, usually a third to a tenth of AdamW's.
-        beta1: weight of the momentum in the direction of the step, beside 1 - beta1 for the gradient; 0 or more and
-            less than 1; a number or a function of the step.
-        beta2: decay of the momentum, 0 or more and less than 1; a number or a function of the step.
-    """
-    betas = {"beta1": beta1, "beta2": beta2}
-    return _transform("lion", ("mu",), updates.lion, (), lr, betas, weight_decay, clip, decay, groups)
-
-
-def adagrad(
-    lr: Number,
-    *,
-    lr_decay: float = 0.0,
-    eps: float = 1e-10,
-    weight_decay: Number = 0.0,
-    clip: float | None = None,
-    decay: Mask = decay_matrices,
-    groups: Sequence[Group] = (),
-) -> Transform:
-    """Make Adagrad, as `torch.optim.Adagrad`: steps divided by the root of the sum of squared gradients.
-
-    Other arguments as in `adamw`.
-
-    Args:
-        lr_decay: the learning rate of step t is lr / (1 + (t - 1) x lr_decay); 0 or more.
-    """
-    constants = _checked("lr_decay", lr_decay), _checked("eps", eps)
-    update = partial(updates.adagrad, lr_decay, eps)
-    return _transform("adagrad", ("nu",), update, constants, lr, {}, weight_decay, clip, decay, groups)
-
-
-def muon(
-    lr: Number,
-    *,
-    momentum: Number = 0.95,
-    nesterov: bool = True,
-    weight_decay: Number = 0.1,
-    adjust: Adjust = "original",
-    blocks: Mapping[str, int] | None = None,
-    exclude: Sequence[str] = EXCLUDED,
-    adamw_lr: Number | None = None,
-    beta1: Number = 0.9,
-    beta2: Number = 0.95,
-    eps: float = 1e-8,
-    clip: float | None = None,
-    decay: Mask = decay_matrices,
-    groups: Sequence[Group] = (),
-) -> Transform:
-    """Make Muon for matrices, as `torch.optim.Muon`, and AdamW for all other parameters.
-
-    Its one moment per matrix is a momentum, whose matrices are orthogonalized in bf16 before they are subtracted, see
-    `zero.core.muon`. Other arguments as in `adamw`.
-
-    Args:
-        lr: learning rate of the matrices.
-        momentum: decay of the momentum, 0 or more and less than 1; a number or a function of the step.
-        nesterov: use Nesterov momentum.
-        adjust: factor of the learning rate for a matrix: "original", the root of rows / columns if that is above 1; or
-            "match_rms_adamw", 0.2 times the root of the larger one, with which AdamW's learning rates fit.
-        blocks: number of matrices in a parameter, one below the other, by patterns of names, such as {"*.qkv.weight":
-            3}. Parameters of 3 and more dimensions that no pattern matches go to AdamW.
-        exclude: patterns of the names of matrices that AdamW updates, such as embeddings.
-        adamw_lr: learning rate of AdamW; None: `lr`.
-        beta1, beta2, eps: settings of AdamW.
-        groups: as in `adamw`; one beta is Muon's momentum, two are AdamW's.
-
-    Raises:
-        ConfigError: a setting is not a number or is out of range, or a number of matrices is not 1 or more.
-    """
-    checks.one_of("optim.adjust", adjust, get_args(Adjust))
-    exclude, nesterov = checks.patterns("optim.exclude", exclude), checks.boolean("optim.nesterov", nesterov)
-    if not isinstance(blocks or {}, Mapping):
-        raise ConfigError(
-            f"optim.blocks={blocks!r}: must be a dict of patterns and numbers, such as {{'*.qkv.weight': 3}}"
-        )
-    for pattern, count in (blocks or {}).items():
-        checks.text("a pattern of optim.blocks", pattern)
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"optim.blocks: {pattern!r} has {count!r} matrices, but must have 1 or more")
-    shared: dict[str, Any] = {"weight_decay": weight_decay, "clip": clip, "decay": decay, "groups": groups}
-    betas, update = {"beta1": beta1, "beta2": beta2}, partial(updates.adam, torch._fused_adamw_, _checked("eps", eps))
-    rest_lr = lr if adamw_lr is None else adamw_lr
-    rest = _transform("adamw", (MOMENTUM, SQUARES), update, (eps,), rest_lr, betas, **shared, others=(1,))
-    matrices = _transform("muon", (MOMENTUM,), update, (), lr, {"momentum": momentum}, **shared, others=(2,))
-    chosen = Muon(len(matrices.groups), nesterov, adjust, tuple((blocks or {}).items()), exclude)
-    group = partial(_group_of, chosen, matrices.group, rest.group)
-    return replace(rest, name="muon", groups=(*matrices.groups, *rest.groups), group=group, muon=chosen)
-
-
-def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
-    """Add an exponential moving average of the parameters: ema = decay x ema + (1 - decay) x parameter per update.
-
-    The average is a moment named "ema", stored on the tier of the other moments; `full_state_dict(state, "ema")` reads
-    it.
-
-    Args:
-        transform: an optimizer, from `adamw` or one of the others.
-        decay: 0 or more and less than 1.
-
-    Raises:
-        ConfigError: `decay` is out of range, or the optimizer has an average already.
-    """
-    check_setting("ema", decay)
-    _check_transform(transform, "zero.with_ema")
-    if "ema" in transform.copies:
-        raise ConfigError("optim.ema: this optimizer has an average already. Call zero.with_ema once.")
-    return replace(
-        transform,
-        moments=(*transform.moments, "ema"),
-        copies=(*transform.copies, "ema"),
-        update=partial(updates.ema, transform.update, decay),
-        muon=transform.muon and replace(transform.muon, ema=decay),
-        constants=(*transform.constants, decay),
-    )
 
 
 def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) -> Transform:
@@ -374,18 +180,18 @@ def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) ->
     Raises:
         ConfigError: `dtype` is none of these, or `seed` is not a whole number.
     """
-    _check_transform(transform, "zero.with_moments")
+    check_transform(transform, "zero.with_moments")
     checks.whole("seed of zero.with_moments", seed, None)
     forms = {"fp32": FP32_MOMENTS, "bf16": Bf16Moments(seed), "8bit": EightBitMoments(seed)}
     return replace(transform, kept=forms[checks.one_of("optim.moments", dtype, forms)])
 
 
-def _check_transform(value: object, call: str) -> None:
+def check_transform(value: object, call: str) -> None:
     if not isinstance(value, Transform):
         raise ConfigError(f"{call} takes an optimizer, not a {type(value).__name__}. Write {call}(zero.adamw(lr)).")
 
 
-def _transform(
+def make_transform(
     name: str,
     moments: tuple[str, ...],
     update: Update,
@@ -396,11 +202,17 @@ def _transform(
     clip: float | None,
     decay: Mask,
     groups: Sequence[Group],
+    *,
     others: tuple[int, ...] = (),
+    fused: Fused | None = None,
 ) -> Transform:
     """Make a transform with two numbers for each group i: 2 i without weight decay and 2 i + 1 with it.
 
     Group 0 has the parameters that none of `groups` matches.
+
+    Args:
+        betas: the numbers by which moments decay, by the names of their settings.
+        others: the numbers of betas that a group may have as well, for updates that are not made here.
     """
     if not callable(decay):
         raise ConfigError(
@@ -417,15 +229,9 @@ def _transform(
         for decays in (False, True)
     )
     group_of = partial(number_of, groups, decay)
-    return Transform(name, moments, update, constants, settings, group_of, clip, given_groups=groups)
+    return Transform(name, moments, update, constants, settings, group_of, clip, given_groups=groups, fused=fused)
 
 
-GroupOf = Callable[[str, tuple[int, ...]], int]
-
-
-def _group_of(muon: Muon, matrices: GroupOf, rest: GroupOf, name: str, shape: tuple[int, ...]) -> int:
-    return matrices(name, shape) if muon.takes(name, shape) else muon.groups + rest(name, shape)
-
-
-def _checked(key: str, value: float) -> float:
+def constant(key: str, value: float) -> float:
+    """Return a constant of an optimizer, which must be 0 or more."""
     return checks.number(f"optim.{key}", value, lambda number: 0 <= number < inf, "0 or more")

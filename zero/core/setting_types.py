@@ -196,10 +196,10 @@ Activations = Literal["keep", "selective", "remat", "offload"]
 others again in backward, compute all of them again, or offload them to host memory."""
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 Adjust = Literal["original", "match_rms_adamw"]
-"""Factors of Muon's learning rate for a matrix, see `zero.core.muon`."""
+"""Factors of the learning rate for a matrix that is updated as a whole."""
 
 EXCLUDED = "*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "*.head.*", "output.*", "*classifier*", "*score*"
-"""Patterns of the names of embeddings and output layers, which AdamW updates where Muon updates matrices."""
+"""Patterns of the names of embeddings and output layers, which are not updated as matrices."""
 
 RECOMPUTED = ("selective", "remat")
 """Treatments that compute activations again in backward: those that are not results of products, or all."""

@@ -14,7 +14,7 @@ class UpdateCounts:
     moments of some; those get settings of their own, which follow the groups' in `Hyper.groups`.
 
     Args:
-        slots: the trainable parameters, except those of Muon, whose update does not depend on the count.
+        slots: the trainable parameters, except matrices, whose update does not depend on the count.
         groups: the number of groups.
 
     Attributes:

@@ -7,20 +7,20 @@ the script passed a torch optimizer, both share the same group dicts, so a sched
 import glob
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from zero.core import optim
+from zero.core.groups import Group
 from zero.core.optim import Transform
+from zero.core.optimizers import OPTIMIZERS, Rule
 from zero.engine.model import embedding_ids
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_optimizer
-from zero.settings.optimizers import Muon
 
 NO_STATE_DICT = (
     "the optimizer's state dict: moments are sharded over ranks. Call engine.save_checkpoint(folder) and "
@@ -30,31 +30,12 @@ NO_STATE_DICT = (
 ParamGroup = dict[str, Any]
 """An element of `param_groups`."""
 
-
-class _Kind(NamedTuple):
-    """The transform that corresponds to a class of `torch.optim`.
-
-    `make` returns the transform. Its arguments are the settings named in `keys`, which must be equal in all groups.
-    `needs` maps each setting of torch with a single supported value to that value.
-    """
-
-    make: Callable[..., Transform]
-    keys: tuple[str, ...]
-    needs: Mapping[str, Any]
+USES_MATRICES = "use_muon"
+"""DeepSpeed's key of a group whose parameters are updated as matrices, or not."""
 
 
-_PLAIN = {"maximize": False, "differentiable": False}
-_ADAM = {**_PLAIN, "amsgrad": False}
-
-KINDS = {
-    "adamw": _Kind(optim.adamw, ("eps",), _ADAM),
-    "adam": _Kind(optim.adam, ("eps",), {**_ADAM, "decoupled_weight_decay": False}),
-    "sgd": _Kind(optim.sgd, ("nesterov",), {**_PLAIN, "dampening": 0}),
-    "adagrad": _Kind(optim.adagrad, ("eps", "lr_decay"), {**_PLAIN, "initial_accumulator_value": 0}),
-    "lion": _Kind(optim.lion, (), {}),
-    "muon": _Kind(optim.muon, ("nesterov", "eps"), {}),
-}
-TORCH = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad"}
+TORCH = {rule.torch_class: name for name, rule in OPTIMIZERS.items() if rule.torch_class is not None}
+"""The classes of torch with a counterpart here, and its name."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -63,7 +44,7 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         groups: parameters, or dicts as torch's optimizers take them.
         defaults: settings of a group that does not name them.
-        kind: a name in `KINDS`.
+        kind: a name in `OPTIMIZERS`.
 
     Attributes:
         engine: the `Engine` that uses the optimizer; None before it is made. The type is Any, because the engine's
@@ -86,7 +67,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(passed, Optimizer):
             return passed
         kind, name = _kind_of(passed), type(passed).__qualname__
-        if any(float(state.get("step", 1)) for state in passed.state.values()):  # Adagrad has it from the start
+        if any(float(state.get("step", 1)) for state in passed.state.values()):  # some have it from the start
             raise ConfigError(f"optimizer={name} has made steps, and its moments would be lost. Pass a new one.")
         if kind == "adam" and all(group.get("decoupled_weight_decay") for group in passed.param_groups):
             kind = "adamw"
@@ -98,16 +79,15 @@ class Optimizer(torch.optim.Optimizer):
     def of_config(cls, config: Settings, parameters: Iterable[Any], model: nn.Module) -> "Optimizer":
         """Make the optimizer that a config names, for parameters of `model` or groups of them."""
         chosen = config.optim
-        if isinstance(chosen, Muon):
-            made = cls(parameters, chosen.model_dump(include={"weight_decay", "nesterov", "eps"}), chosen.name)
-            matrices = _matrices(build_optimizer(config), model)
-            made.param_groups = [part for group in made.param_groups for part in _by_muon(chosen, matrices, group)]
+        transform = build_optimizer(config)
+        defaults = {"lr": chosen.lr, "weight_decay": chosen.weight_decay, **chosen.constants}
+        if (of_matrices := chosen.of_matrices) is not None:
+            made = cls(parameters, defaults, chosen.name)
+            matrices = _matrices(transform, model)
+            made.param_groups = [part for group in made.param_groups for part in _apart(of_matrices, matrices, group)]
             return made
-        defaults = chosen.model_dump(include={"lr", "weight_decay", "momentum", "nesterov", "eps"})
-        if chosen.name == "adagrad":
-            defaults["lr_decay"] = 0.0
-        elif chosen.name != "sgd":
-            defaults["betas"] = build_optimizer(config).groups[0](1).betas
+        if len(betas := transform.groups[0](1).betas) == 2:
+            defaults["betas"] = betas
         return cls(parameters, defaults, chosen.name)
 
     @classmethod
@@ -236,49 +216,47 @@ def transform(optimizer: Optimizer, names: Mapping[int, str], clip: float | None
         ConfigError: a setting is not supported, groups differ in a setting that they must share, or a parameter is not
             the model's.
     """
-    kind, first = KINDS[optimizer.kind], optimizer.param_groups[0]
+    rule, first = OPTIMIZERS[optimizer.kind], optimizer.param_groups[0]
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        _check_group(number, group, first, kind)
+        _check_group(number, group, first, rule)
         held = _named(number, group, names)
         frozen = {names[id(parameter)]: parameter for parameter in group["params"] if not parameter.requires_grad}
-        groups.append(optim.Group(frozenset(held), live=group, trains=partial(_trains, held, frozen)))
-    shared = {key: first[key] for key in kind.keys}
-    if optimizer.kind == "muon":
-        others = (group for group in optimizer.param_groups if not group.get("use_muon"))
+        groups.append(Group(frozenset(held), live=group, trains=partial(_trains, held, frozen)))
+    shared = {key: first[key] for key in rule.constants}
+    if any(USES_MATRICES in group for group in optimizer.param_groups):
+        others = (group for group in optimizer.param_groups if not group.get(USES_MATRICES))
         shared["exclude"] = [glob.escape(names[id(parameter)]) for group in others for parameter in group["params"]]
-    return kind.make(lambda step: float(first["lr"]), clip=clip, groups=groups, **shared)
+    return rule.make(lambda step: float(first["lr"]), clip=clip, groups=groups, **shared)
 
 
-def _matrices(muon: Transform, model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that Muon updates."""
+def _matrices(transform: Transform, model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are updated as matrices."""
     embedded = embedding_ids(model)
     return {
         id(parameter)
         for name, parameter in model.named_parameters()
-        if muon.orthogonalizes(muon.group_of(name, tuple(parameter.shape), embedding=id(parameter) in embedded))
+        if transform.takes_matrices(
+            transform.group_of(name, tuple(parameter.shape), embedding=id(parameter) in embedded)
+        )
     }
 
 
-def _by_muon(chosen: Muon, matrices: set[int], group: ParamGroup) -> list[ParamGroup]:
-    """Return a group as two: of the matrices that Muon updates, and of the parameters for AdamW."""
+def _apart(of_matrices: tuple[ParamGroup, ParamGroup], matrices: set[int], group: ParamGroup) -> list[ParamGroup]:
+    """Return a group as two, of matrices and of all other parameters, with the settings of each."""
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in group["params"]:
         parts[id(parameter) in matrices].append(parameter)
-    rate = chosen.lr if chosen.adamw_lr is None else chosen.adamw_lr
-    own: dict[bool, ParamGroup] = {
-        True: {"lr": chosen.lr, "momentum": chosen.momentum},
-        False: {"lr": rate, "betas": (chosen.beta1, chosen.beta2)},
-    }
-    kept = {key: value for key, value in group.items() if key != "param_names"}
-    return [own[uses] | kept | {"params": held, "use_muon": uses} for uses, held in parts.items() if held]
+    own: dict[bool, ParamGroup] = dict(zip((True, False), of_matrices, strict=True))
+    kept = {key: value for key, value in group.items() if key not in ("param_names", "lr")}
+    return [own[uses] | kept | {"params": held, USES_MATRICES: uses} for uses, held in parts.items() if held]
 
 
-def _check_group(number: int, group: ParamGroup, first: ParamGroup, kind: _Kind) -> None:
-    for key, value in kind.needs.items():
+def _check_group(number: int, group: ParamGroup, first: ParamGroup, rule: Rule) -> None:
+    for key, value in rule.needs.items():
         if group.get(key, value) != value:
             raise ConfigError(f"optimizer group {number}: {key}={group[key]} is not supported. It must be {value}.")
-    for key in kind.keys:
+    for key in rule.constants:
         if group[key] != first[key]:
             raise ConfigError(
                 f"optimizer group {number}: {key}={group[key]}, group 0 has {first[key]}. Groups may differ in lr, "

@@ -84,7 +84,7 @@ class UnitState:
 
     @property
     def waits_in_update(self) -> bool:
-        """Whether the host waits for the store's threads inside the deferred update: between two passes of Muon."""
+        """Whether the host waits for the store's threads inside the deferred update, between passes over matrices."""
         return self.deferred is not None and bool(self.spec.matrices) and any(part.lent is None for part in self.parts)
 
     def trains(self, slots: Iterable[int]) -> list[bool]:

@@ -17,7 +17,7 @@ from zero.core.secret import refuse_secrets
 from zero.core.setting_types import Natural, Whole, key
 from zero.core.stage import Stage
 from zero.errors import ConfigError
-from zero.settings.optimizers import SGD, Adagrad, AdamW, Optim
+from zero.settings.optimizers import AdamWSection, Optim
 from zero.settings.schedule import Decay, OneCycle, Schedule, Warmup, WarmupCosine
 from zero.settings.step_sections import Batch, PrecisionSection, Zero
 from zero.tracker.settings import JsonlSettings, TrackerSettings
@@ -30,7 +30,7 @@ class Settings(Section):
     seed: Natural = key(0, "seed of weights, data order, sample and random rounding", example="1")
     zero: Zero = Zero()
     batch: Batch = Batch()
-    optim: Optim = AdamW()
+    optim: Optim = AdamWSection()
     schedule: Schedule = WarmupCosine()
     precision: PrecisionSection = PrecisionSection()
     offload: Offload = Offload()
@@ -50,10 +50,7 @@ class Settings(Section):
                 f"schedule.warmup={self.warmup}, schedule.hold={schedule.hold}: no step of {total}={self.decayed} is "
                 "left for the decay. Lower one of them."
             )
-        has_momentum = not isinstance(self.optim, Adagrad | SGD) or (
-            isinstance(self.optim, SGD) and self.optim.momentum
-        )
-        if isinstance(schedule, OneCycle) and schedule.momentum and not has_momentum:
+        if isinstance(schedule, OneCycle) and schedule.momentum and not self.optim.has_momentum:
             raise ConfigError(
                 f"schedule.momentum=true: optim={self.optim.name} has no momentum. Set schedule.momentum=false."
             )

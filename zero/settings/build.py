@@ -4,16 +4,17 @@ from typing import Any
 
 from torch import nn
 
-from zero.core import lr_schedule, optim
-from zero.core.lr_schedule import Schedule, scaled
+from zero.core import lr_schedule
+from zero.core.groups import decay_matrices
+from zero.core.lr_schedule import Schedule
 from zero.core.optim import Transform
+from zero.core.optimizers import OPTIMIZERS, with_ema, with_moments
 from zero.core.precision import Precision
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.settings import Settings
-from zero.settings.optimizers import SGD, Adagrad, AdamW, Lion, Muon
 from zero.settings.schedule import Decay, LrRange, OneCycle, Warmup, WarmupLinear
 
 
@@ -59,29 +60,15 @@ def build_optimizer(config: Settings) -> Transform:
     """Make the optimizer with its schedule, clipping, decay and, if set, the moving average of the parameters."""
     transform, ema = _build_transform(config), config.optim.ema
     if config.optim.moments != "fp32":
-        transform = optim.with_moments(transform, config.optim.moments, seed=config.seed)
-    return transform if ema is None else optim.with_ema(transform, ema)
+        transform = with_moments(transform, config.optim.moments, seed=config.seed)
+    return transform if ema is None else with_ema(transform, ema)
 
 
 def _build_transform(config: Settings) -> Transform:
     chosen = config.optim
-    decay = optim.decay_matrices if chosen.decay == "matrices" else lambda name, shape: True
-    lr, cycled = build_schedule(config), _cycled_momentum(config)
+    decay = decay_matrices if chosen.decay == "matrices" else lambda name, shape: True
     shared: dict[str, Any] = {"weight_decay": chosen.weight_decay, "clip": chosen.clip, "decay": decay}
-    if isinstance(chosen, Adagrad):
-        return optim.adagrad(lr, eps=chosen.eps, **shared)
-    if isinstance(chosen, SGD):
-        return optim.sgd(lr, momentum=cycled or chosen.momentum, nesterov=chosen.nesterov, **shared)
-    betas: dict[str, Any] = {"beta1": cycled or chosen.beta1, "beta2": chosen.beta2}
-    if isinstance(chosen, Muon):
-        rest = None if chosen.adamw_lr is None else scaled(lr, chosen.adamw_lr / chosen.lr)
-        given = chosen.model_dump(include={"nesterov", "adjust", "exclude", "beta1", "beta2", "eps"})
-        blocks, momentum = chosen.blocks_by_pattern, cycled or chosen.momentum
-        return optim.muon(lr, momentum=momentum, blocks=blocks, adamw_lr=rest, **given, **shared)
-    if isinstance(chosen, Lion):
-        return optim.lion(lr, **betas, **shared)
-    make = optim.adamw if isinstance(chosen, AdamW) else optim.adam
-    return make(lr, **betas, eps=chosen.eps, **shared)
+    return OPTIMIZERS[chosen.name].build(chosen, build_schedule(config), _cycled_momentum(config), shared)
 
 
 def build_schedule(config: Settings) -> Schedule:

@@ -1,6 +1,9 @@
-"""Settings of each optimizer, with the defaults of `zero.adamw` and the others, which are torch's."""
+"""Settings of each optimizer, with the defaults of `zero.adamw` and the others, which are torch's.
 
-from typing import Annotated, Literal, Self
+They are apart from `zero.core.optimizers`, because settings are checked before torch is imported.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,7 +12,11 @@ from zero.core.setting_types import EXCLUDED, Adjust, Fraction, Names, NonNegati
 from zero.errors import ConfigError
 
 
-class _Optim(Section):
+class OptimizerSection(Section):
+    """The settings of an optimizer, by its name."""
+
+    if TYPE_CHECKING:
+        name: str
     lr: Rate = key(1e-3, "peak learning rate; the schedule scales it", example="3e-4")
     weight_decay: NonNegative = key(0.0, "pull towards zero, per step and unit of learning rate", example="0.1")
     decay: Literal["matrices", "all"] = key(
@@ -36,8 +43,23 @@ class _Optim(Section):
         example="0.999",
     )
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether a schedule can cycle a momentum."""
+        return True
 
-class Adam(_Optim):
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The settings of a group of `torch.optim` besides its rate, decay and betas."""
+        return {}
+
+    @property
+    def of_matrices(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The settings of a group of matrices, and of the group of all else, if these have others; else None."""
+        return None
+
+
+class AdamSection(OptimizerSection):
     """Adam; decay is added to the gradient."""
 
     name: Literal["adam"] = key("adam", "kind of optimizer")
@@ -45,15 +67,19 @@ class Adam(_Optim):
     beta2: Fraction = key(0.999, "memory of the gradient's square, per step", example="0.95")
     eps: Positive = key(1e-8, "added to the root of the second moment", example="1e-6")
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"eps": self.eps}
 
-class AdamW(Adam):
+
+class AdamWSection(AdamSection):
     """Adam with decoupled decay."""
 
     name: Literal["adamw"] = key("adamw", "kind of optimizer")  # type: ignore[assignment]
     weight_decay: NonNegative = key(0.01, "pull towards zero, per step and unit of learning rate", example="0.1")
 
 
-class SGD(_Optim):
+class SgdSection(OptimizerSection):
     """Gradient descent; decay is added to the gradient."""
 
     name: Literal["sgd"] = key("sgd", "kind of optimizer")
@@ -72,8 +98,16 @@ class SGD(_Optim):
             raise ConfigError("optim.nesterov=true needs optim.momentum above 0, such as optim.momentum=0.9")
         return self
 
+    @property
+    def has_momentum(self) -> bool:
+        return self.momentum > 0
 
-class Lion(_Optim):
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "nesterov": self.nesterov}
+
+
+class LionSection(OptimizerSection):
     """The sign of an averaged gradient, with decoupled decay."""
 
     name: Literal["lion"] = key("lion", "kind of optimizer")
@@ -82,7 +116,7 @@ class Lion(_Optim):
     beta2: Fraction = key(0.99, "memory of the gradient, per step", example="0.98")
 
 
-class Muon(_Optim):
+class MuonSection(OptimizerSection):
     """Matrices move along an orthogonalized momentum, all else by AdamW."""
 
     name: Literal["muon"] = key("muon", "kind of optimizer")
@@ -126,13 +160,32 @@ class Muon(_Optim):
         """Pattern of a parameter's name -> the number of matrices in it."""
         return {pattern: int(number) for pattern, _, number in (entry.rpartition(":") for entry in self.blocks)}
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"nesterov": self.nesterov, "eps": self.eps}
 
-class Adagrad(_Optim):
+    @property
+    def of_matrices(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        rate = self.lr if self.adamw_lr is None else self.adamw_lr
+        return {"lr": self.lr, "momentum": self.momentum}, {"lr": rate, "betas": (self.beta1, self.beta2)}
+
+
+class AdagradSection(OptimizerSection):
     """Steps shrink with the sum of all squared gradients; decay is added to the gradient."""
 
     name: Literal["adagrad"] = key("adagrad", "kind of optimizer")
     lr: Rate = key(1e-2, "peak learning rate; the schedule scales it", example="3e-3")
     eps: Positive = key(1e-10, "added to the root of the sum of squares", example="1e-8")
 
+    @property
+    def has_momentum(self) -> bool:
+        return False
 
-Optim = Annotated[AdamW | Adam | SGD | Lion | Adagrad | Muon, Field(discriminator="name")]
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"eps": self.eps, "lr_decay": 0.0}
+
+
+Optim = Annotated[
+    AdamWSection | AdamSection | SgdSection | LionSection | AdagradSection | MuonSection, Field(discriminator="name")
+]

@@ -1,8 +1,8 @@
 """Split a model into units, the groups of parameters that are gathered and released together.
 
 A tied weight belongs to the unit of the innermost site that contains its first occurrence in the module tree, and the
-innermost sites around its other occurrences need that unit too. Matrices that Muon updates have units of their
-own; the norms and biases beside them, of all sites, are one unit, which is called shared.
+innermost sites around its other occurrences need that unit too. Matrices that are updated as a whole have units of
+their own; the norms and biases beside them, of all sites, are one unit, which is called shared.
 
 By default every element of an outermost `ModuleList` or `Sequential` is a site. The other children, with parameters, of
 the modules that contain these lists are sites too, so that an embedding or a head is not gathered for the whole step. A
@@ -19,7 +19,7 @@ from torch import nn
 
 from zero.core.codec import Codec
 from zero.core.layout import Layout
-from zero.core.muon import Matrices
+from zero.core.matrices import Matrices
 from zero.core.optim import Transform
 from zero.core.suggest import meant
 from zero.distributed.mesh import local_part
@@ -32,7 +32,7 @@ AUTO = "auto"
 """The word that stands for the default policy in a list of class names."""
 
 SHARED, APART = "(vectors)", " matrices"
-"""The name of the unit of norms and biases beside matrices that Muon updates, and the end of the name of a unit of such
+"""The name of the unit of norms and biases beside such matrices, and the end of the name of a unit of such
 matrices beside a unit of other parameters of its site."""
 
 
@@ -69,8 +69,8 @@ def split(
         class_names: classes whose instances are sites; None for the default policy of this module's docstring. If
             "auto" is one of the names, the default policy is used, but instances of the other classes are sites as a
             whole.
-        optimizer: chooses the group of each parameter. Those that Muon updates get units of their own; None: all
-            parameters are in group 0.
+        optimizer: chooses the group of each parameter. Matrices that are updated as a whole get units of their own; None:
+            all parameters are in group 0.
         bucket_numel: units that follow each other are merged while their parameters have at most this many elements.
         coded: names of the frozen parameters that are stored as codes.
         codec: the format of these codes.
@@ -165,16 +165,16 @@ def _by_optimizer(
     optimizer: Transform | None,
     groups: Mapping[int, int],
 ) -> dict[int, str]:
-    """Return the names of units, by parameter id, with units of their own for the parameters that Muon updates.
+    """Return the names of units, by parameter id, with units of their own for matrices that are updated as a whole.
 
     Norms and biases beside these all share one unit, so that they take one gather and one reduction.
     """
-    if optimizer is None or optimizer.muon is None:
+    if optimizer is None or optimizer.matrix_rule is None:
         return names
     matrices = {
         key
         for key, (_, parameter, *_) in visited.items()
-        if parameter.requires_grad and optimizer.orthogonalizes(groups[key])
+        if parameter.requires_grad and optimizer.takes_matrices(groups[key])
     }
     mixed = {names[key] for key in matrices}
     vectors = {key for key, (_, _, shape, _) in visited.items() if names[key] in mixed and len(shape) < 2}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zero.core.layout import Layout, Slot
-from zero.core.muon import Matrices, owners
+from zero.core.matrices import Matrices, owners
 from zero.store import PageKind
 
 ROOT = "(root)"
@@ -48,7 +48,7 @@ class UnitSpec:
         expanded: the same parameters in a gathered buffer. This flat is never cut.
         lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
         moments: what the optimizer keeps of the trainable ones.
-        matrices: the trainable ones in batches, if Muon updates them, see `zero.core.muon`; else empty.
+        matrices: the trainable ones in batches, if they are updated as whole matrices; else empty.
         shared: whether it has the norms and biases of many sites; it stays gathered from the first of them to the last.
     """
 
@@ -75,7 +75,7 @@ class UnitSpec:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The begin of each rank's whole matrices in the flat that Muon updates, and the end of the flat."""
+        """The begin of each rank's whole matrices in the trainable flat, and the end of the flat."""
         return owners(self.matrices, self.trainable)
 
     def stored(self, kind: str) -> Layout:

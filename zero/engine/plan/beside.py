@@ -132,12 +132,16 @@ def replicated_names(
     return [frozenset(name for name in aliases if is_equal(name, group)) for group in norm_groups]
 
 
-def check_muon(splitting: Splitting, optimizer: Transform, placed: Mapping[str, Placed]) -> None:
-    """Raise PlanError if Muon would update a part of a matrix, because it needs the whole one."""
+def check_matrices(splitting: Splitting, optimizer: Transform, placed: Mapping[str, Placed]) -> None:
+    """Raise PlanError if this rank has a part of a matrix that is updated as a whole."""
     split = {name for name, placement in placed.items() if not all(is_equal for _, is_equal in placement.groups)}
-    for unit in splitting.units if optimizer.muon is not None else ():
+    rule = optimizer.matrix_rule
+    for unit in splitting.units if rule is not None else ():
         if unit.matrices and (parts := [slot.name for slot in unit.trainable.slots if slot.name in split]):
-            raise PlanError(f"Muon updates whole matrices, and of {some(parts)} this rank has a part. Use zero.adamw.")
+            assert rule is not None
+            raise PlanError(
+                f"{rule.title} updates whole matrices, and of {some(parts)} this rank has a part. Use zero.adamw."
+            )
 
 
 def refuse_equal_parts(model: nn.Module, replicated: Sequence[Collection[str]]) -> None:

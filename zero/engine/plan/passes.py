@@ -17,8 +17,8 @@ class Passes:
         self.facts = facts
 
     def of(self, unit: UnitSpec) -> tuple[Pass, ...]:
-        """Return the passes of a unit's update over its pages: two if Muon updates it, with whole matrices between."""
-        return self._muon_passes if unit.matrices else (self._pass,)
+        """Return the passes of a unit's update over its pages: two with whole matrices between, or one."""
+        return self._matrix_passes if unit.matrices else (self._pass,)
 
     def state_kinds(self, now: Pass) -> tuple[str, ...]:
         """Return the kinds of pages that a pass reads and writes; it uses one page of each, with the same number."""
@@ -48,11 +48,11 @@ class Passes:
         return Pass(optimizer.update, Kept(self.facts.precision.master, optimizer.forms(optimizer.moments)))
 
     @cached_property
-    def _muon_passes(self) -> tuple[Pass, Pass]:
-        optimizer, muon = self.facts.optimizer, self.facts.optimizer.muon
-        assert muon is not None
+    def _matrix_passes(self) -> tuple[Pass, Pass]:
+        optimizer, rule = self.facts.optimizer, self.facts.optimizer.matrix_rule
+        assert rule is not None
         momentum, rest = (optimizer.forms(moments) for moments in ((MOMENTUM,), optimizer.copies))
         return (
-            Pass(muon.mix, Kept(Master(), momentum), updates_params=False),
-            Pass(muon.descend, Kept(self.facts.precision.master, rest), reads_grad=False, factor=muon.factor),
+            Pass(rule.mix, Kept(Master(), momentum), updates_params=False),
+            Pass(rule.descend, Kept(self.facts.precision.master, rest), reads_grad=False, factor=rule.factor),
         )

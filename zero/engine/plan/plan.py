@@ -28,7 +28,7 @@ from zero.engine.model import (
     coded_names,
     split,
 )
-from zero.engine.plan.beside import Beside, check_muon, placements, replicated_names, worlds_beside
+from zero.engine.plan.beside import Beside, check_matrices, placements, replicated_names, worlds_beside
 from zero.engine.plan.facts import Facts, Reduction, Scope, facts_of, sharers
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.passes import Passes
@@ -181,7 +181,7 @@ class Plan:
         )
         self.activations = activations_of(splitting, policies)
         optimizer.check_groups(splitting.shapes())
-        check_muon(splitting, optimizer, placed)
+        check_matrices(splitting, optimizer, placed)
         self.beside = Beside(groups, placed, replicated_names(splitting, placed, groups, replicated))
         _, param_tier, grad_tier = lowest_tiers(self.offload)
         facts = facts_of(

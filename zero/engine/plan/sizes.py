@@ -58,10 +58,10 @@ class Sizes:
         return (self.facts.world.nodes - 1) * layout.S if self.facts.keeps_secondary else 0
 
     @property
-    def muon_numels(self) -> tuple[int, int, int] | tuple[()]:
+    def matrix_numels(self) -> tuple[int, int, int] | tuple[()]:
         """The elements of device memory for a unit's directions, a rank's whole matrices, and products of them.
 
-        They are largest over units, and over ranks, because all ranks must place pages alike; empty without Muon.
+        They are largest over units, and over ranks, because all ranks must place pages alike; empty without matrices.
         """
         units = [unit for unit in self.facts.units if unit.matrices]
         if not units:
@@ -71,7 +71,7 @@ class Sizes:
         return max(map(self.update_numel, units)), max(ranges, default=0), scratch
 
     @property
-    def muon_flops(self) -> int:
+    def matrix_flops(self) -> int:
         """The floating point operations that orthogonalize the matrices of a step, on the rank with most, per unit."""
 
         def most(unit: UnitSpec) -> int:
@@ -82,7 +82,7 @@ class Sizes:
         return sum(most(unit) for unit in self.facts.units if unit.matrices)
 
     @property
-    def muon_scratch_dtype(self) -> torch.dtype:
+    def matrix_scratch_dtype(self) -> torch.dtype:
         """The dtype in which matrices are multiplied: fp32 on a CPU, which may lack units for bf16."""
         return torch.float32 if self.facts.device_is_host else torch.bfloat16
 
@@ -156,8 +156,8 @@ class Sizes:
             "gradient buffers": (self.grad_buffer_sizes(), self.facts.grad_dtype),
         }
         held = {kind: dtype.itemsize * sum(sizes) for kind, (sizes, dtype) in kinds.items()}
-        *flats, scratch = self.muon_numels or (0,)
-        return held | {"matrices": 2 * sum(flats) + self.muon_scratch_dtype.itemsize * scratch}
+        *flats, scratch = self.matrix_numels or (0,)
+        return held | {"matrices": 2 * sum(flats) + self.matrix_scratch_dtype.itemsize * scratch}
 
     def gathered_at_turns(self) -> tuple[set[int], set[int]]:
         """Return the indices of the units that are still gathered when forward ends, and when backward ends."""

@@ -1,4 +1,4 @@
-"""Orthogonalize the directions of a unit that Muon updates, each matrix on one rank.
+"""Orthogonalize the directions of a unit of matrices, each matrix on one rank.
 
 The ranks have equal parts of the flat directions. Most matrices lie on one rank already; those that are cut, and the
 rest of them, travel to the rank that has their middle, and back, in bf16. If each rank has all directions, nothing
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zero.core.muon import orthogonalize
 from zero.distributed.routes import within_node
 from zero.engine.model import UnitSpec
 from zero.engine.plan import Part, Plan
@@ -28,13 +27,13 @@ class Orthogonalizer:
     def __init__(self, plan: Plan) -> None:
         world, device = plan.world, plan.world.compute
         self._plan, self._world, self.allocated_bytes = plan, world, 0
-        if plan.sizes.muon_numels:
+        if plan.sizes.matrix_numels:
             if not plan.facts.full_update:  # an order of operations of its own, beside gathers and sums
                 local = plan.facts.sharers < world.size
                 self._world = within_node(world, "update") if local else world.part(range(world.size), "update")
-            directions, owned, scratch = plan.sizes.muon_numels
+            directions, owned, scratch = plan.sizes.matrix_numels
             self._directions, self._owned = (device.zeros(numel, torch.bfloat16) for numel in (directions, owned))
-            self._scratch = device.zeros(scratch, plan.sizes.muon_scratch_dtype)
+            self._scratch = device.zeros(scratch, plan.sizes.matrix_scratch_dtype)
             self.allocated_bytes = sum(held.nbytes for held in (self._directions, self._owned, self._scratch))
 
     def directions(self, unit: UnitSpec) -> Tensor:
@@ -56,10 +55,12 @@ class Orthogonalizer:
 
     def _orthogonalize(self, unit: UnitSpec, flat: Tensor, first: int) -> None:
         """Orthogonalize the matrices that lie in `flat`, which begins at element `first` of the unit's flat."""
+        rule = self._plan.optimizer.matrix_rule
+        assert rule is not None
         for batch in unit.matrices:
             if first <= batch.start < first + flat.numel():
                 matrices = flat[batch.start - first : batch.stop - first]
-                orthogonalize(matrices.view(batch.number, batch.rows, batch.columns), self._scratch)
+                rule.orthogonalize(matrices.view(batch.number, batch.rows, batch.columns), self._scratch)
 
 
 class MatrixPasses:

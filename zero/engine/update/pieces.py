@@ -60,7 +60,7 @@ class Pieces:
         layout, now = unit.spec.trainable, self._plan.passes.of(unit.spec)[turn]
         if self._numbers.fused is not None and where.tile_numel and not unit.spec.matrices:
             for piece in pieces:
-                run_kernel(self._numbers.fused, now.kept, hyper, where, piece)
+                run_kernel(self._numbers.fused.rule, now.kept, hyper, where, piece)
             return
         for batch in _batches(pieces, where.piece_numel):
             places = [layout.pieces(*piece.range) for piece in batch] if now.kept.draws else []
@@ -100,12 +100,12 @@ class Pieces:
         return part._replace(tables=tuple(device.upload(table) for table in made))
 
 
-def run_kernel(optimizer: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece) -> None:
-    """Update a piece by one launch of the kernel for `optimizer`, see `zero.platform.kernels`."""
+def run_kernel(rule: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece) -> None:
+    """Update a piece by one launch of the kernel for `rule`, see `zero.platform.kernels`."""
     assert hyper.table is not None
     tables = [*piece.tables, hyper.table, permutation(device.device) if kept.draws else hyper.table]
     keys = [signed(key) for key in kept.keys(hyper.step)]
-    torch.ops.zero.update(piece.param_K, piece.kept, piece.grad_K, tables, keys, optimizer, device.tile_numel)
+    torch.ops.zero.update(piece.param_K, piece.kept, piece.grad_K, tables, keys, rule, device.tile_numel)
 
 
 def _batches(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:

@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from zero.core.fused import numbers, optimizer_of
+from zero.core.fused import numbers
 from zero.core.layout import Slot
 from zero.core.optim import Hyper
 from zero.core.update_counts import UpdateCounts
@@ -21,12 +21,12 @@ class StepNumbers:
 
     Attributes:
         counts: the number of updates of each parameter.
-        fused: the name of the optimizer in the kernel; None without a kernel.
+        fused: the rule of the kernel; None without a kernel.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._device, self._rank = plan, plan.world.compute, plan.rank
-        self.fused = optimizer_of(plan.optimizer) if self._device.tile_numel else None
+        self.fused = plan.optimizer.fused if self._device.tile_numel else None
         counted = (slot for unit in plan.units if not unit.matrices for slot in unit.trainable.slots)
         self.counts = UpdateCounts(counted, len(plan.optimizer.groups))
         self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its tensors
@@ -60,8 +60,8 @@ class StepNumbers:
         """Return `hyper` with the groups that trained in this step, and each number of updates."""
         hyper = self.counts.decide(hyper)
         if self.fused is not None:
-            muon = self._plan.optimizer.muon
-            first = 0 if muon is None else muon.groups
+            rule = self._plan.optimizer.matrix_rule
+            first = 0 if rule is None else rule.groups
             table = self._device.upload(numbers(self.fused, self._plan.optimizer.constants, hyper, first))
             self._decided = hyper._replace(table=table)
         else:

@@ -7,8 +7,8 @@ for the store's threads immediately, in the order in which units will be gathere
 page by page while the forward of earlier units computes, and `apply_deferred` waits for the remaining pages. The order
 changes no bit, because an update is elementwise and reads only its page, its gradient and `Hyper`.
 
-Muon's update of matrices is not elementwise. `apply_deferred` makes it in two passes over the pages, between which the
-ranks exchange whole matrices, so it is collective for such units.
+An update of whole matrices is not elementwise. `apply_deferred` makes it in two passes over the pages, between which
+the ranks exchange whole matrices, so it is collective for such units.
 
 `pieces` has the arithmetic; neighbouring pages on a GPU are one piece. `step_numbers` has the numbers.
 
@@ -93,7 +93,7 @@ class Updater:
     def schedule_update(self, unit: UnitState, hyper: Hyper) -> None:
         """Defer the update of `unit` to its next gather; queue its offloaded parts for the store's threads now.
 
-        Parts of Muon wait for that gather, because the ranks exchange directions, which they must do in one order.
+        Matrices wait for that gather, because the ranks exchange directions, which they must do in one order.
         """
         unit.deferred = hyper
         if all(part.on_device for part in unit.parts):

@@ -367,9 +367,9 @@ def _name(state: State, name: str | Tensor, kind: str) -> str:
 def _unknown(state: State, name: str, kind: str, held: list[str]) -> str:
     if name in (slot.name for unit in state.plan.units for slot in unit.frozen_slots):
         return f"{name} is frozen: it has no {kind}"
-    aliases = state.plan.facts.splitting.aliases()
-    if name in aliases:
-        return f"{name} is a matrix of Muon: it has no {kind}"
+    aliases, rule = state.plan.facts.splitting.aliases(), state.plan.optimizer.matrix_rule
+    if name in aliases and rule is not None:
+        return f"{name} is a matrix of {rule.title}: it has no {kind}"
     for full_name, names in aliases.items():
         if name in names:
             return f"{name} is tied to {full_name}. Use the name {full_name}."

@@ -237,7 +237,7 @@ def scaled_work(rates: Rates, times: Mapping[str, float]) -> Rates:
 
 def _update_seconds(plan: Plan, offloaded_numel: int, rates: Rates) -> tuple[dict[str, float], float]:
     """Return the seconds of updates beside the first forward, by part of the machine, and of those beside nothing."""
-    numel, products_s = sum(plan.sizes.update_numel(unit) for unit in plan.units), plan.sizes.muon_flops / rates.flops
+    numel, products_s = sum(plan.sizes.update_numel(unit) for unit in plan.units), plan.sizes.matrix_flops / rates.flops
     if plan.world.compute.shares_memory or plan.offload.compute != "host":
         return {}, numel / rates.update_numel + products_s
     return {

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from zero.core.fused import numbers, optimizer_of, tables
+from zero.core.fused import numbers, tables
 from zero.core.kept import Kept
 from zero.core.layout import Layout
 from zero.core.optim import Hyper
@@ -274,20 +274,20 @@ def _launch_s(device: Device) -> float:
 def _update_numel(config: Config, device: Device) -> float:
     """Measure the parameters updated per second, including the norm of their gradient, in pieces as in the engine."""
     optimizer, precision = build_optimizer(config), build_precision(config)
-    now = optimizer.groups[-1](1)._replace(lr=0.0, weight_decay=0.0)  # the last group is not Muon's
+    now = optimizer.groups[-1](1)._replace(lr=0.0, weight_decay=0.0)  # the last group has no matrices
     kept = Kept(precision.master, optimizer.forms(optimizer.moments))
     grad = torch.zeros(PROBE_NUMEL, device=device.device)
     param = torch.zeros(PROBE_NUMEL, dtype=precision.compute, device=device.device)
     state = [device.zeros(kept.numel(kind, PROBE_NUMEL), dtype) for kind, dtype in kept.dtypes.items()]
     layout = Layout.of({"probe": (PROBE_NUMEL,)}, world_size=1)
-    if device.tile_numel and (name := optimizer_of(optimizer)) is not None:
+    if device.tile_numel and (fused := optimizer.fused) is not None:
         hyper = Hyper(1, 1.0, (now,))
-        hyper = hyper._replace(table=device.upload(numbers(name, optimizer.constants, hyper)))
+        hyper = hyper._replace(table=device.upload(numbers(fused, optimizer.constants, hyper)))
         rows = [device.upload(table) for table in tables(layout, 0, PROBE_NUMEL, device.tile_numel)]
 
         def launch() -> None:
             device.sum_of_squares(grad)
-            run_kernel(name, kept, hyper, device, Piece(0, param, state, grad, rows))
+            run_kernel(fused.rule, kept, hyper, device, Piece(0, param, state, grad, rows))
 
         return PROBE_NUMEL / _fastest_s([launch], device, PROBE_S["other"])[0]
 

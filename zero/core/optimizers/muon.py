@@ -11,19 +11,28 @@ Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural netw
 Scalable for LLM Training", section 2.2 for the factor that matches AdamW's step; `torch.optim.Muon`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
 
+from zero.core import checks
+from zero.core.groups import Group, Mask, Number, decay_matrices
 from zero.core.layout import Layout, Slot
+from zero.core.lr_schedule import Schedule, scaled
+from zero.core.matrices import Matrices
+from zero.core.optim import MOMENTUM, Transform, make_transform
+from zero.core.optimizers.adam import of_adamw
+from zero.core.optimizers.rule import Rule
 from zero.core.setting_types import EXCLUDED, Adjust
 from zero.core.suggest import meant
 from zero.core.updates import PageBatch, average
+from zero.errors import ConfigError
 
 COEFFICIENTS = 3.4445, -4.775, 2.0315
 """Of x, x^3 and x^5. They raise small singular values fast rather than converge to 1."""
@@ -35,30 +44,6 @@ BATCH_NUMEL = 2**24
 
 ROUNDED_NUMEL = 2**20
 """Elements that are rounded at a time, because each takes a temporary tensor."""
-
-
-class Matrices(NamedTuple):
-    """A batch of matrices of one parameter: `number` of (rows, columns), one after another from `start` in a flat."""
-
-    start: int
-    number: int
-    rows: int
-    columns: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.number * self.rows * self.columns
-
-    @property
-    def scratch_numel(self) -> int:
-        """Elements of the scratch memory of `orthogonalize`."""
-        low, high = sorted((self.rows, self.columns))
-        return 2 * self.number * (low * high + low * low)
-
-    @property
-    def flops(self) -> int:
-        low, high = sorted((self.rows, self.columns))
-        return 2 * ITERATIONS * self.number * (2 * low * low * high + low**3)
 
 
 @dataclass(frozen=True)
@@ -82,6 +67,10 @@ class Muon:
     ema: float | None = None
     """The decay of the running mean of the parameters, see `with_ema`."""
 
+    @property
+    def title(self) -> str:
+        return "Muon"
+
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether Muon updates a parameter: a matrix, or several by `blocks`, whose name is not in `exclude`."""
         if self._is_excluded(name):
@@ -93,10 +82,10 @@ class Muon:
 
         A default pattern of `exclude` may match nothing.
         """
-        for key, patterns in (("blocks", [pattern for pattern, _ in self.blocks]), ("exclude", self.exclude)):
+        for name, patterns in (("blocks", [pattern for pattern, _ in self.blocks]), ("exclude", self.exclude)):
             for pattern in patterns:
-                if not (pattern in EXCLUDED or any(fnmatchcase(name, pattern) for name in shapes)):
-                    return f"optim.{key}: no parameter matches {pattern!r}{meant(pattern, shapes)}"
+                if not (pattern in EXCLUDED or any(fnmatchcase(other, pattern) for other in shapes)):
+                    return f"optim.{name}: no parameter matches {pattern!r}{meant(pattern, shapes)}"
         for pattern, _ in self.blocks:
             if not any(fnmatchcase(name, pattern) and not self._is_excluded(name) for name in shapes):
                 return f"optim.blocks: AdamW updates all that {pattern!r} matches. Take it out of optim.exclude."
@@ -119,7 +108,7 @@ class Muon:
             numel = rows * columns
             most = max(1, BATCH_NUMEL // max(numel, 1))
             batches += [
-                Matrices(slot.offset + first * numel, min(most, count - first), rows, columns)
+                Matrices(slot.offset + first * numel, min(most, count - first), rows, columns, ITERATIONS)
                 for first in range(0, count if numel else 0, most)
             ]
         return batches
@@ -145,6 +134,12 @@ class Muon:
         if self.ema is not None:
             average(self.ema, batch.moments[-1], batch.params)
 
+    def averaged(self, decay: float) -> Self:
+        return replace(self, ema=decay)
+
+    def orthogonalize(self, matrices_BMN: Tensor, scratch: Tensor) -> None:
+        orthogonalize(matrices_BMN, scratch)
+
     def _is_excluded(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
@@ -162,8 +157,8 @@ def orthogonalize(matrices_BMN: Tensor, scratch: Tensor) -> None:
 
     Args:
         matrices_BMN: (batch, rows, columns) bf16.
-        scratch: (`Matrices.scratch_numel`,), bf16; or fp32, in which each result is rounded to bf16: products of bf16
-            are slow on CPUs without units for it.
+        scratch: (`Matrices.scratch_numel`,), bf16; or fp32, in which each result is rounded to bf16: products of
+            bf16 are slow on CPUs without units for it.
     """
     a, b, c = COEFFICIENTS
     wide = matrices_BMN if matrices_BMN.shape[1] <= matrices_BMN.shape[2] else matrices_BMN.mT
@@ -192,13 +187,82 @@ def _rounded(values: Tensor) -> Tensor:
     return values
 
 
-def owners(batches: Sequence[Matrices], layout: Layout) -> tuple[int, ...]:
-    """Return where each rank's part of a flat begins, and the end, if no batch is on two ranks: W + 1 ascending cuts.
+def muon(
+    lr: Number,
+    *,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    weight_decay: Number = 0.1,
+    adjust: Adjust = "original",
+    blocks: Mapping[str, int] | None = None,
+    exclude: Sequence[str] = EXCLUDED,
+    adamw_lr: Number | None = None,
+    beta1: Number = 0.9,
+    beta2: Number = 0.95,
+    eps: float = 1e-8,
+    clip: float | None = None,
+    decay: Mask = decay_matrices,
+    groups: Sequence[Group] = (),
+) -> Transform:
+    """Make Muon for matrices, as `torch.optim.Muon`, and AdamW for all other parameters.
 
-    A batch is on the rank whose shard has its middle, so most of it is there already.
+    Its one moment per matrix is a momentum, whose matrices are orthogonalized in bf16 before they are subtracted, see
+    this module. Other arguments as in `adamw`.
+
+    Args:
+        lr: learning rate of the matrices.
+        momentum: decay of the momentum, 0 or more and less than 1; a number or a function of the step.
+        nesterov: use Nesterov momentum.
+        adjust: factor of the learning rate for a matrix: "original", the root of rows / columns if that is above 1; or
+            "match_rms_adamw", 0.2 times the root of the larger one, with which AdamW's learning rates fit.
+        blocks: number of matrices in a parameter, one below the other, by patterns of names, such as {"*.qkv.weight":
+            3}. Parameters of 3 and more dimensions that no pattern matches go to AdamW.
+        exclude: patterns of the names of matrices that AdamW updates, such as embeddings.
+        adamw_lr: learning rate of AdamW; None: `lr`.
+        beta1, beta2, eps: settings of AdamW.
+        groups: as in `adamw`; one beta is Muon's momentum, two are AdamW's.
+
+    Raises:
+        ConfigError: a setting is not a number or is out of range, or a number of matrices is not 1 or more.
     """
-    cuts = [0]
-    for rank in range(1, layout.world_size):
-        inside = (batch.start for batch in batches if batch.start + batch.stop >= 2 * rank * layout.S)
-        cuts.append(next(inside, layout.P))
-    return (*cuts, layout.P)
+    checks.one_of("optim.adjust", adjust, get_args(Adjust))
+    exclude, nesterov = checks.patterns("optim.exclude", exclude), checks.boolean("optim.nesterov", nesterov)
+    if not isinstance(blocks or {}, Mapping):
+        raise ConfigError(
+            f"optim.blocks={blocks!r}: must be a dict of patterns and numbers, such as {{'*.qkv.weight': 3}}"
+        )
+    for pattern, count in (blocks or {}).items():
+        checks.text("a pattern of optim.blocks", pattern)
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"optim.blocks: {pattern!r} has {count!r} matrices, but must have 1 or more")
+    shared: dict[str, Any] = {"weight_decay": weight_decay, "clip": clip, "decay": decay, "groups": groups}
+    betas, rest_lr = {"beta1": beta1, "beta2": beta2}, lr if adamw_lr is None else adamw_lr
+    rest = of_adamw(rest_lr, betas, eps, shared, others=(1,))
+    matrices = make_transform("muon", (MOMENTUM,), rest.update, (), lr, {"momentum": momentum}, **shared, others=(2,))
+    rule = Muon(len(matrices.groups), nesterov, adjust, tuple((blocks or {}).items()), exclude)
+    group = partial(_group_of, rule, matrices.group, rest.group)
+    return replace(rest, name="muon", groups=(*matrices.groups, *rest.groups), group=group, matrix_rule=rule)
+
+
+GroupOf = Callable[[str, tuple[int, ...]], int]
+
+
+def _group_of(muon: Muon, matrices: GroupOf, rest: GroupOf, name: str, shape: tuple[int, ...]) -> int:
+    return matrices(name, shape) if muon.takes(name, shape) else muon.groups + rest(name, shape)
+
+
+def _build(chosen: Any, lr: Schedule, momentum: Schedule | None, shared: Mapping[str, Any]) -> Transform:
+    rest = None if chosen.adamw_lr is None else scaled(lr, chosen.adamw_lr / chosen.lr)
+    given = chosen.model_dump(include={"nesterov", "adjust", "exclude", "beta2", "eps"})
+    return muon(
+        lr,
+        momentum=momentum or chosen.momentum,
+        beta1=momentum or chosen.beta1,
+        blocks=chosen.blocks_by_pattern,
+        adamw_lr=rest,
+        **given,
+        **shared,
+    )
+
+
+MUON = Rule(muon, _build, constants=("nesterov", "eps"))

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from tests.simulation import simulated_gpu
 from zero.distributed.routes import Routes, partial_numel
-from zero.distributed.world import ProcessWorld, World
+from zero.distributed.transport import Processes
+from zero.distributed.world import World
 from zero.errors import ConfigError, RankFailedError
 from zero.testing import run_processes, run_ranks
-from zero.testing.thread_world import ThreadWorld
+from zero.testing.thread_world import Threads
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]
 """Nodes, and ranks on each."""
@@ -227,16 +228,15 @@ def parts_used(world: World, **settings: bool) -> tuple[dict[str, bool], list[tu
     parts: dict[str, bool] = {}
     operations: list[tuple[str, str]] = []
 
-    class Recording(ThreadWorld):
-        def part(self, ranks, name, *, priority=False, alike=False):
-            parts[name] = priority
-            return super().part(ranks, name, priority=priority, alike=alike)
+    class Recording(Threads):
+        def open(self, *, priority):
+            parts[self.order.partition(" of ")[0]] = priority
 
         def _start(self, op, *args, **kwargs):
-            operations.append((self._name.partition(" of ")[0], op))
+            operations.append((self.order.partition(" of ")[0], op))
             return super()._start(op, *args, **kwargs)
 
-    world.__class__ = Recording
+    world._transport.__class__ = Recording
     routes, full = Routes(world, **settings), torch.zeros(world.size * NUMEL)
     shard, partial = full[:NUMEL].clone(), torch.empty(world.nodes * NUMEL)
     routes.gather(shard, full.clone(), what="parameters").wait()
@@ -268,7 +268,8 @@ def test_parts_for_gathers_by_node_have_priority_over_those_for_sums():
 
 def on_two_communicators(world: World) -> tuple[list[float], list[float]]:
     """Start sums and gathers in turn, and wait for the gathers first."""
-    assert isinstance(world, ProcessWorld)
+    transport = world._transport
+    assert isinstance(transport, Processes)
     routes, fulls, sums = Routes(world), torch.zeros(3, world.size), torch.zeros(3)
     handles = []
     for number in range(3):
@@ -278,7 +279,7 @@ def on_two_communicators(world: World) -> tuple[list[float], list[float]]:
         handles += [started, routes.gather(own, fulls[number])]
     for handle in (*handles[1::2], *handles[::2]):
         handle.wait()
-    assert [name.partition(" of ")[0] for name in world._processes._parts] == ["gather"]
+    assert [name.partition(" of ")[0] for name in transport._processes._parts] == ["gather"]
     return fulls.flatten().tolist(), sums.tolist()
 
 

@@ -154,7 +154,7 @@ def turn_in_a_circle() -> None:
         while world.rank == 1:
             pass
         world.at("step 3, backward")
-        world._processes._timeout_s = world._processes._wait_s = 0.25
+        world._transport._processes._timeout_s = world._transport._processes._wait_s = 0.25
         world.barrier("the end")
 
 

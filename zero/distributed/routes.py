@@ -49,7 +49,7 @@ class Routes:
     Args:
         gather_by_node, sum_by_node: whether gathers, and sums, go by node; there are several nodes with several ranks
             each.
-        native: whether the backend adds sums that do not go by node, see `World.native_reduce_scatter`.
+        native: whether the backend adds sums that do not go by node, see `World.reduce_scatter`.
         copies: whether each node has a copy of the state: gathers stay within a node, and sums are for all nodes.
         travels: the dtype in which a node's sum is sent to other nodes, if that is narrower than the sum.
     """
@@ -118,8 +118,9 @@ class Routes:
                 handle was waited for.
         """
         if self._sums is None or partial is None or not partial.numel():
-            add = self._world.native_reduce_scatter if self._native else self._world.reduce_scatter
-            return add(full_P, received, sum_S, accumulate=accumulate, what=what)
+            return self._world.reduce_scatter(
+                full_P, received, sum_S, native=self._native, accumulate=accumulate, what=what
+            )
         return self._sums.start(_Sum(full_P, received, sum_S, partial, accumulate, what))
 
     @property

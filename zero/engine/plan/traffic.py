@@ -9,7 +9,7 @@ import torch
 
 from zero.core.layout import VECTOR
 from zero.core.placement import Tier
-from zero.distributed.world import common_numels
+from zero.distributed.transport import common_numels
 from zero.engine.model import UnitSpec
 from zero.engine.plan.plan import Plan
 from zero.store import PageKind

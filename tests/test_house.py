@@ -160,6 +160,7 @@ def test_arithmetic_touches_nothing_outside():
             r"torch\.distributed(?!\.checkpoint)",
             {
                 "distributed.mesh",
+                "distributed.operations",
                 "distributed.process_group",
                 "distributed.rendezvous",
                 "testing.processes",

@@ -17,7 +17,7 @@ import zero
 from tests.common.small import Setting, train_small
 from tests.conftest import LONG_S
 from tests.simulation import simulated_gpu
-from zero.distributed.process_group import _LOST
+from zero.distributed.operations import _LOST
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.errors import ConfigError, RankFailedError, WorldError
 from zero.testing import run_processes, run_ranks

@@ -427,7 +427,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_operation():
 
     def late(world: World) -> None:
         world.barrier("start")
-        world.timeout_s = 0.2
+        world._transport.timeout_s = 0.2
         if world.rank == 1:
             release.wait(LONG_S)
         else:

@@ -228,13 +228,13 @@ class Processes(Transport):
         return self._processes.on_host(tensor, op)
 
     def at(self, place: str) -> None:
-        self._processes.at(place)
+        self._processes.operations.at(place)
 
     def fail(self, error: BaseException) -> None:
         if self.order:
-            self._processes.fail_beside(error)
+            self._processes.operations.fail_beside(error)
         else:
-            self._processes.fail(error)
+            self._processes.operations.fail(error)
 
     def close(self, *, keep_default: bool) -> None:
         self._processes.close(keep_default=keep_default)

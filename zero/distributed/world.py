@@ -55,8 +55,6 @@ class World(Hosts):
             not go by node.
         device: the device of this rank's full tensors.
         compute: streams, memory and measurements of that device, for the engine.
-        timeout_s: the longest wait for another rank, in seconds; then an error names the missing rank.
-        traffic: bytes that this rank received in gathers and reductions, and time of waits.
         coordinates: this rank's place in the dimensions beside the world, by name, such as {"tp": 1}: in checkpoints.
     """
 
@@ -64,7 +62,7 @@ class World(Hosts):
 
     def __init__(self, transport: Transport, whole: "World | None" = None) -> None:
         super().__init__(transport, whole)
-        self.ranks, self.timeout_s = transport.ranks, transport.timeout_s
+        self.ranks = transport.ranks
         self.compute, self.device = transport.compute, transport.compute.device
         self.local_size, self.nodes_alike = transport.local_size, transport.nodes_alike
         if whole is not None:
@@ -73,7 +71,13 @@ class World(Hosts):
             self.nodes_alike = whole.nodes_alike and nodes == sorted(nodes) and len({*Counter(nodes).values()}) == 1
 
     @property
+    def timeout_s(self) -> float:
+        """The longest wait for another rank, in seconds; then an error names the missing rank."""
+        return self._transport.timeout_s
+
+    @property
     def traffic(self) -> Collectives:
+        """Bytes that this rank received in gathers and reductions, and time of waits."""
         return self._counter.read()
 
     @property
@@ -105,8 +109,7 @@ class World(Hosts):
     def _count(self, nbytes: int, *, gather: bool, ring: bool = False) -> None:
         """Add to the traffic counter the `nbytes` that this rank receives from each other rank.
 
-        Args:
-            ring: it receives them from one rank instead, which is on another node for one rank of each node.
+        In a `ring` it receives them from one rank instead, which is on another node for one rank of each node.
         """
         received = nbytes * (self.size - 1)
         of_nodes = received // self.local_size * (self.nodes > 1) if ring else nbytes * (self.size - self.local_size)

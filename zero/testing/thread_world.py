@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero.distributed.failure import GRACE_S, by_rank, first_line, some_ranks
-from zero.distributed.process_group import signature_of
+from zero.distributed.operations import signature_of
 from zero.distributed.transport import Transport
 from zero.distributed.world import World
 from zero.errors import ConfigError, DeadlineError, RankFailedError, WorldError

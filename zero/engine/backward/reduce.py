@@ -111,7 +111,7 @@ class Reducer:
         self._local = plan.facts.local_sum  # microbatches are added up in `grad`, which is reduced after the last one
         self._full = plan.facts.full_update and not self._alone  # every rank needs the full sum
         self._apply, self._measure, self._first = updater.apply_deferred, updater.numbers.measure, first
-        self._by_node, self._received_numel = plan.facts.sums_by_node, plan.sizes.received_numel
+        self._by_node, self._received_numel = plan.facts.sum_route.by_node, plan.sizes.received_numel
         self._flats = ScratchPool(plan.sizes.flat_sizes(), plan.facts.flat_dtype, self._device)
         self._partials = ScratchPool(
             plan.sizes.partial_sizes(), torch.float32, self._device

@@ -29,7 +29,7 @@ from zero.distributed.world import World
 from zero.engine.model.on_meta import Operation
 from zero.engine.plan.traffic import traffic
 from zero.platform.handle import Done, Handle
-from zero.trainer.planning import paper_world
+from zero.trainer.planning import PaperWorld
 
 NODE_RANKS = 8
 WARM, STEPS = 2, 5
@@ -151,7 +151,7 @@ DECODERS = {
 
 def planned(model: nn.Module, ranks: int, dtype: str, device: Any = "cuda", reduce: Any = "auto") -> zero.Plan:
     """Return the plan of a run at stage 3, with gradients sent in `dtype`."""
-    world = paper_world(ranks, local_size=min(ranks, NODE_RANKS), device=device)
+    world = PaperWorld(ranks, local_size=min(ranks, NODE_RANKS), device=device)
     precision: Any = zero.Precision(dtype, reduce=dtype)  # type: ignore[arg-type]
     optimizer = zero.adamw(1e-4)
     return zero.Plan(

@@ -149,14 +149,14 @@ def large_plan(setting: "Setting") -> "zero.Plan":
     from zero.core.offload import Offload
     from zero.core.placement import Room, usable_bytes
     from zero.trainer.models import GPT, GPTConfig
-    from zero.trainer.planning import paper_world
+    from zero.trainer.planning import PaperWorld
 
     sizes = MODELS[setting.model]
     with zero.empty():
         model = GPT(GPTConfig(vocab=32000, seq=4096, heads=32, tied=False, **sizes))
     # the input of each block, and a block's own tensors, counted as 34 inputs (Korthikanti et al. 2022, section 4.1)
     activation_bytes = 2 * setting.tokens * sizes["width"] * (sizes["layers"] + 34)
-    world = paper_world(setting.ranks, local_size=setting.ranks, device="cuda")
+    world = PaperWorld(setting.ranks, local_size=setting.ranks, device="cuda")
     memory_bytes = GPUS[setting.gpu].memory_bytes
     room = Room(usable_bytes(Offload(), memory_bytes, memory_bytes), 2**41, 2**43)
     return plan_of(

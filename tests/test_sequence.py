@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import zero
-from zero.distributed.world import World
 from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError
 from zero.sequence import SequenceParallel, SharedRows, _documents, attention, open_group
 from zero.testing import run_processes, run_ranks
 from zero.trainer.models import GPT, GPTConfig, loss
-from zero.trainer.planning.machine import paper_world
+from zero.trainer.planning.machine import PaperWorld
 
 ROWS, TOKENS = 2, 12
 DOCUMENTS = {
@@ -82,9 +81,9 @@ def test_groups_are_consecutive_ranks():
     assert run_ranks(4, run) == [(0, [0, 1]), (1, [0, 1]), (0, [2, 3]), (1, [2, 3])]
     names = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "part", lambda world, ranks, name: names.append(name))
+        patch.setattr(PaperWorld, "part", lambda world, ranks, name: names.append(name))
         for size in (1, 2, 4):
-            open_group(paper_world(4, local_size=4, device="cpu"), size)
+            open_group(PaperWorld(4, local_size=4, device="cpu"), size)
     assert len(set(names)) == 3, "communicators of a GPU are found by their names"
     with pytest.raises(ConfigError, match="3 ranks do not divide into groups of 2"):
         run_ranks(3, partial(open_group, size=2))

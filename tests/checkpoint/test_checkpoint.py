@@ -45,7 +45,7 @@ from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import CheckpointError, StaleStateError
 from zero.platform.safetensors_files import NAMES, offsets
 from zero.testing import run_processes, run_ranks
-from zero.testing.thread_world import Threads, thread_worlds
+from zero.testing.thread_world import Threads
 from zero.tracker import Tracker
 from zero.trainer.config import Config
 from zero.trainer.saver import Saver, open_named
@@ -586,7 +586,7 @@ def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
             saving = Saving(state, Root(tmp_path / "root", slow if world.rank else None), behind=True)
             return checkpoint.step, saving.finish().name
 
-    worlds = thread_worlds(2, timeout_s=timeout_s)
+    worlds = [zero.World(rank) for rank in Threads.all_ranks(2, timeout_s=timeout_s)]
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(go, worlds)) == [(2, "step-0000000000")] * 2
 

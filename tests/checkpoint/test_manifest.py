@@ -41,7 +41,7 @@ from zero.core.placement import NO_LIMIT
 from zero.errors import CheckpointError
 from zero.platform.safetensors_files import header
 from zero.platform.step_folders import step_of
-from zero.trainer.planning import paper_world
+from zero.trainer.planning import PaperWorld
 
 SHA = "0123456789abcdef" * 4
 
@@ -364,7 +364,7 @@ def test_rank_0_makes_the_manifest_of_the_largest_model_in_two_seconds(width: in
     """Rank 0 alone publishes a save. Time all of that except opening files."""
     with torch.device("meta"):
         model = Model(width, depth)
-    world = paper_world(ranks, local_size=8, device="cpu")
+    world = PaperWorld(ranks, local_size=8, device="cpu")
     optimizer = zero.adamw(lr=1e-4)
     plan = zero.Plan(model, optimizer=optimizer, stage=3, precision="bf16", world=world, room=NO_LIMIT)
     began_s = time.process_time()

@@ -684,6 +684,7 @@ OTHERS = {
     "zero/tracker/track.py": "the same",
     "zero/distributed/process_group.py:ProcessGroup.open_part": "before NCCL splits a communicator",
     "zero/distributed/traffic.py:TrafficCounter.timed": "passes waits on",
+    "zero/distributed/transport.py:Processes._exchange": "between hosts, for what is in their memory",
     "zero/distributed/routes/copies.py:_Sums.start.add_nodes": "passes waits on",
     "zero/distributed/routes/node.py:SumsByNode.start.wait": "after an error: "
     "`test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again` has it",

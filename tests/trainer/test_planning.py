@@ -40,10 +40,10 @@ from zero.trainer.models.gpt_config import GPTConfig
 from zero.trainer.planning import (
     Activations,
     Machine,
+    PaperWorld,
     against_measured,
     choices,
     measured,
-    paper_world,
     probes,
     resolve_auto,
     trace,
@@ -127,7 +127,7 @@ def with_rows(settings: Config, ranks: int) -> Config:
 
 
 def test_a_world_on_paper_talks_to_nobody():
-    world = paper_world(64, local_size=8, device="cuda")
+    world = PaperWorld(64, local_size=8, device="cuda")
     assert (world.size, world.rank, world.local_size, world.device.type) == (64, 0, 8, "cuda")
     for talk in (
         lambda: world.barrier(),
@@ -1053,7 +1053,7 @@ def test_fewer_rows_than_ranks_are_planned_with_a_row_each():
 )
 def test_out_of_memory_names_what_was_planned_and_taken_and_what_is_not_set_yet(settings, ranks, ways):
     config = read(settings).on(ranks)
-    world = paper_world(ranks, local_size=ranks, device="cuda")
+    world = PaperWorld(ranks, local_size=ranks, device="cuda")
     plan = build_plan(config, model_of(config), world, room=NO_LIMIT)
     planned = size_text(tier_bytes(plan, "device"))
     assert out_of_memory(config, plan, 3 * GiB, 4 * GiB) == (

@@ -28,7 +28,7 @@ from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import open_data  # noqa: E402
 from zero.trainer.data.windows import slice_of  # noqa: E402
 from zero.trainer.evaluate import validation_loss  # noqa: E402
-from zero.trainer.planning import Activations, Machine, choices, paper_world, plan_text  # noqa: E402
+from zero.trainer.planning import Activations, Machine, PaperWorld, choices, plan_text  # noqa: E402
 from zero.trainer.planning.cost import compute_seconds  # noqa: E402
 from zero.trainer.planning.rates import assumed  # noqa: E402
 from zero.trainer.planning.tracing import Work  # noqa: E402
@@ -202,7 +202,7 @@ def test_activations_of_a_slice_are_those_that_are_planned_a_share_of_those_of_a
     planned, measured = {}, {}
     for sequence in (1, 2, 4):
         config = long_rows(sequence)
-        world = paper_world(sequence, local_size=sequence, device="cpu")
+        world = PaperWorld(sequence, local_size=sequence, device="cpu")
         planned[sequence] = Activations(config, build_task(config, world).model).of(1, "cpu").peak_bytes
         measured[sequence] = max(run_processes(sequence, peak_of_a_step, config))
         assert measured[sequence] == pytest.approx(planned[sequence], rel=0.1)
@@ -264,7 +264,7 @@ def _model_and_rates(config):
 def test_exchanges_are_predicted_to_take_time():
     """Each exchange brings this rank the other ranks' half of q, k, v or the result."""
     config = long_rows(2)
-    traced = Activations(config, build_task(config, paper_world(2, local_size=2, device="cpu")).model).of(1, "cpu")
+    traced = Activations(config, build_task(config, PaperWorld(2, local_size=2, device="cpu")).model).of(1, "cpu")
     slice_bytes = 512 * 64 * 4
     assert traced.forward.exchanged_bytes == 4 * 4 * slice_bytes / 2
     assert traced.backward.exchanged_bytes == traced.forward.exchanged_bytes

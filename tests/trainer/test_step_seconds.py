@@ -24,7 +24,7 @@ from zero.tracker import Tracker
 from zero.trainer.planning import Activations, Machine, plan_text, probes, resolve_auto, trace
 from zero.trainer.planning.choices import plan_choice
 from zero.trainer.planning.cost import Ahead, Rates, break_even, limits, step_seconds
-from zero.trainer.planning.machine import paper_world
+from zero.trainer.planning.machine import PaperWorld
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.tracing import Work
 
@@ -141,7 +141,7 @@ def test_codes_are_expanded_in_each_forward_and_each_backward(device, each):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)), nn.Linear(64, 1))
         model[:4].requires_grad_(False)
         precision = zero.Precision("bf16", frozen=frozen)
-        world = paper_world(1, local_size=1, device=device)
+        world = PaperWorld(1, local_size=1, device=device)
         plans.append(
             zero.Plan(model, optimizer=zero.adamw(1e-3), precision=precision, world=world, accumulate=3, room=NO_LIMIT)
         )

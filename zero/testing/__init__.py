@@ -2,12 +2,11 @@
 
 from zero.testing.processes import forked_ranks, run_processes
 from zero.testing.store_contract import StoreContract
-from zero.testing.thread_world import run_ranks, thread_worlds
+from zero.testing.thread_world import run_ranks
 
 __all__ = [
     "StoreContract",
     "forked_ranks",
     "run_processes",
     "run_ranks",
-    "thread_worlds",
 ]

@@ -150,6 +150,21 @@ class Threads(Transport):
         self._shared = shared
         self._numbers = Counter[tuple[str, bool]]()  # (order, aside) -> number of collectives started
 
+    @classmethod
+    def all_ranks(cls, size: int, *, nodes: int = 1, timeout_s: float = 120.0) -> "list[Threads]":
+        """Return the ranks of a new run, see `run_ranks`; each is used by one thread.
+
+        Raises:
+            ConfigError: `nodes` does not divide `size`.
+        """
+        if size % nodes:
+            raise ConfigError(f"{size} ranks do not divide by {nodes} nodes")
+        shared = _Shared(size)
+        ranks = [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
+        for rank in ranks:
+            rank.local_size = size // nodes
+        return ranks
+
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         if not self._shared.generator_lock.acquire(timeout=self.timeout_s):
@@ -227,26 +242,6 @@ def _move_broadcast(buffers: list[_Buffers], source: int) -> None:
             flat.copy_(buffers[source].source)
 
 
-def _all_ranks(size: int, nodes: int, timeout_s: float) -> list[Threads]:
-    """Return the ranks of a new run; each is used by one thread. `nodes` simulated machines have as many ranks each.
-
-    Raises:
-        ConfigError: `nodes` does not divide `size`.
-    """
-    if size % nodes:
-        raise ConfigError(f"{size} ranks do not divide by {nodes} nodes")
-    shared = _Shared(size)
-    ranks = [Threads(rank, shared, timeout_s=timeout_s) for rank in range(size)]
-    for rank in ranks:
-        rank.local_size = size // nodes
-    return ranks
-
-
-def thread_worlds(size: int, *, nodes: int = 1, timeout_s: float = 120.0) -> list[World]:
-    """Return the worlds of the ranks of a new run, see `run_ranks`; each is used by one thread."""
-    return [World(rank) for rank in _all_ranks(size, nodes, timeout_s)]
-
-
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, timeout_s: float = 120.0) -> list[Any]:
     """Run `fn(world, *args)` in `size` threads of this process, one for each rank.
 
@@ -265,7 +260,7 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, tim
             stop at once.
         DeadlineError: ranks were still running at the time limit; the message has their stacks.
     """
-    ranks = _all_ranks(size, nodes, timeout_s)
+    ranks = Threads.all_ranks(size, nodes=nodes, timeout_s=timeout_s)
     shared, worlds = ranks[0]._shared, [World(rank) for rank in ranks]
     results: list[Any] = [None] * size
 

@@ -25,7 +25,7 @@ NODE_RANKS = 8
 
 
 class Paper(Transport):
-    """Rank 0 of ranks for planning: a size and a device, but no other ranks. Collectives raise WorldError."""
+    """Rank 0 of ranks that do not exist, so collectives raise WorldError."""
 
     def __init__(self, size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> None:
         super().__init__(0, size, device=device, timeout_s=1.0)
@@ -47,9 +47,11 @@ class PaperGroup(Paper):
         return Done()
 
 
-def paper_world(size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> World:
-    """Return rank 0 of a world for planning."""
-    return World(Paper(size, local_size=local_size, device=device))
+class PaperWorld(World):
+    """Rank 0 of a world for planning: a size and a device, but no other ranks. Collectives raise WorldError."""
+
+    def __init__(self, size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> None:
+        super().__init__(Paper(size, local_size=local_size, device=device))
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Machine:
     @property
     def world(self) -> World:
         """A world of the machine's size for planning, without other ranks."""
-        return paper_world(self.ranks, local_size=self.ranks_per_node, device=self.device)
+        return PaperWorld(self.ranks, local_size=self.ranks_per_node, device=self.device)
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"

@@ -128,7 +128,8 @@ def loss_of(model: Any, row: "torch.Tensor") -> "torch.Tensor":
 
 def counted(world: Any, settings: dict[str, Any]) -> dict[str, Any]:
     from tests.simulation.simulated_gpu import count_launches, simulated_gpu
-    from zero.distributed.world import World, open_default_group
+    from zero.distributed.opening import open_default_group
+    from zero.distributed.world import World
 
     patch("triton.runtime.interpreter.InterpretedFunction.run").start()  # kernels need not run to be counted
     made = {"forward and backward": plain, "fsdp2": fsdp2}.get(settings["system"], ours)

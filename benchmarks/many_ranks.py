@@ -24,10 +24,11 @@ from zero.checkpoint.contents import flats
 from zero.checkpoint.manifest import FORMAT, File, Manifest, to_text
 from zero.core.placement import NO_LIMIT
 from zero.core.sizes import GiB, MiB
-from zero.distributed.world import Handle, World
+from zero.distributed.transport import Transport
+from zero.distributed.world import World
 from zero.engine.model.on_meta import Operation
 from zero.engine.plan.traffic import traffic
-from zero.platform.handle import Done, Then
+from zero.platform.handle import Done, Handle
 from zero.trainer.planning import PaperWorld
 
 NODE_RANKS = 8
@@ -35,26 +36,18 @@ WARM, STEPS = 2, 5
 """Steps before the measured ones, and measured steps."""
 
 
-class LoneWorld(World):
-    """Rank 0 of a world of any size. Collectives end at once; the other ranks' data are copies of its own.
+class Lone(Transport):
+    """Rank 0 of any number of ranks. Collectives end at once; the other ranks' data are copies of its own.
 
     Attributes:
         counts: collectives started, by kind.
-        seconds: the time in them, and in the sums of reductions.
+        seconds: the time in them, without waits.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size, device="cpu", timeout_s=1.0)
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
-
-    def _timed(self, handle: Handle) -> Handle:
-        def wait() -> None:  # a reduction adds the ranks' chunks here
-            begin_s = time.perf_counter()
-            handle.wait()
-            self.seconds += time.perf_counter() - begin_s
-
-        return Then(wait)
 
     def _copy(self, kind: str, into: Tensor, source: Tensor) -> Handle:
         begin_s = time.perf_counter()
@@ -63,20 +56,20 @@ class LoneWorld(World):
         self.seconds += time.perf_counter() - begin_s
         return Done()
 
-    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
+    def gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         kind = "exchanges" if aside else "gathers"
         return self._copy(kind, full_P.view(self.size, -1), shard_S.clone().expand(self.size, -1))
 
-    def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
+    def all_to_all(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
         return self._copy("reductions", recv_P.view(self.size, -1), full_P.view(self.size, -1)[0].expand(self.size, -1))
 
-    def _reshard(self, source: Tensor, into: Tensor, *cuts_and_op: Any) -> Handle:
+    def reshard(self, source: Tensor, into: Tensor, *cuts_and_op: Any) -> Handle:
         return self._copy("reductions", into, into)
 
-    def _sum(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
+    def reduce_scatter(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
         return self._copy("reductions", recv_S, full_P.view(self.size, -1)[0])
 
-    def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
+    def broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
         return self._copy("broadcasts", flat, flat)
 
 
@@ -97,23 +90,28 @@ class Measured(NamedTuple):
 
 def measure(ranks: int, units: int) -> Measured:
     """Train a model of `units` small layers on one rank of `ranks`."""
-    world = LoneWorld(ranks)
+    lone = Lone(ranks)
+    world = World(lone)
+
+    def seconds() -> float:
+        return lone.seconds + world.traffic.wait_s  # reductions are added up in waits
+
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(units)))
     plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, stage=3)
     state = zero.init(plan, zero.open_store(plan))
-    start, x = dict(world.counts), torch.ones(1, 8)
+    start, x = dict(lone.counts), torch.ones(1, 8)
     times, ends = [], []
     for _ in range(WARM + STEPS):
-        begin_s, quiet_s = time.perf_counter(), world.seconds
+        begin_s, quiet_s = time.perf_counter(), seconds()
         step = zero.Step(state)
         step.microbatch()
-        before_s, before_quiet_s = time.perf_counter(), world.seconds
+        before_s, before_quiet_s = time.perf_counter(), seconds()
         step.backward(state.model(x).mean())
-        after_s, after_quiet_s = time.perf_counter(), world.seconds
-        before = Counter(world.counts)
+        after_s, after_quiet_s = time.perf_counter(), seconds()
+        before = Counter(lone.counts)
         state, _ = step.finish()
-        end_s, end_quiet_s = time.perf_counter(), world.seconds
-        ends.append(dict(world.counts - before))
+        end_s, end_quiet_s = time.perf_counter(), seconds()
+        ends.append(dict(lone.counts - before))
         whole_s = end_s - begin_s - (end_quiet_s - quiet_s)
         times.append((whole_s, whole_s - (after_s - before_s) + (after_quiet_s - before_quiet_s)))
     step_s, bookkeeping_s = (statistics.median(column) for column in zip(*times[WARM:], strict=True))
@@ -195,7 +193,7 @@ def started(model: nn.Module, ranks: int) -> Started:
         drawn += sum({id(value): value.numel() for value in values.values()}.values())  # an alias is the same tensor
         run(operation, values)
 
-    world, optimizer = LoneWorld(ranks), zero.sgd(0.1)
+    world, optimizer = World(Lone(ranks)), zero.sgd(0.1)
     plan = zero.Plan(model, optimizer=optimizer, world=world, stage=3, precision="bf16", room=NO_LIMIT)
     store, begin_s = zero.open_store(plan), time.perf_counter()
     with patch.object(Operation, "run", counted):

@@ -40,6 +40,15 @@ ROOMS = [
 MOST_FILES = 12
 """The limit of the files in a room of the engine, besides its `__init__`."""
 
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ARGUMENTS = 350, 60, 10
+MOST_METHODS, MOST_ATTRIBUTES = 20, 15
+"""The limits of a file, a function and a class."""
+
+WITHIN_LIMITS = [
+    "distributed",
+]
+"""The rooms that keep these limits."""
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [
     path
@@ -117,6 +126,43 @@ def test_rooms_of_the_engine_are_entered_by_their_doors():
         assert len(files) - 1 <= MOST_FILES, f"zero/engine/{room} has {len(files) - 1} files: make two rooms of it"
 
 
+def functions_of(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def beyond_limits(path: Path) -> Iterator[str]:
+    """Yield what is too large in a file: its lines, or a class or function of it."""
+    lines = len(path.read_text().splitlines())
+    if lines > MOST_LINES:
+        yield f"{lines} lines"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ClassDef):
+            stored = {
+                target.attr
+                for target in ast.walk(node)
+                if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+                if isinstance(target.value, ast.Name) and target.value.id == "self"
+            }
+            if len(methods := functions_of(node)) > MOST_METHODS or len(stored) > MOST_ATTRIBUTES:
+                yield f"{node.name} has {len(methods)} methods and {len(stored)} attributes"
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            arguments = [*node.args.posonlyargs, *node.args.args]
+            arguments += node.args.kwonlyargs if node.name.startswith("_") else []  # keywords of public ones are free
+            if length > MOST_LINES_OF_A_FUNCTION or len(arguments) > MOST_ARGUMENTS:
+                yield f"{node.name} has {length} lines and {len(arguments)} arguments"
+
+
+@pytest.mark.parametrize("room", WITHIN_LIMITS)
+def test_a_room_keeps_the_limits(room):
+    """What is larger has several ideas: cut it where both halves can be understood alone."""
+    files = [path for path in FILES if room_of(path) == room]
+    beyond = {name_of(path): large for path in files if (large := [*beyond_limits(path)])}
+    assert not beyond
+    for folder in {path.parent for path in files}:
+        assert len([*folder.glob("*.py")]) - 1 <= MOST_FILES, f"{folder.name}: make two rooms of it"
+
+
 def test_every_folder_is_in_the_wheel():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in FILES}
@@ -160,6 +206,7 @@ def test_arithmetic_touches_nothing_outside():
             r"torch\.distributed(?!\.checkpoint)",
             {
                 "distributed.mesh",
+                "distributed.operations",
                 "distributed.process_group",
                 "distributed.rendezvous",
                 "testing.processes",

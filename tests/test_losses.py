@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.errors import ConfigError
 
 
@@ -191,7 +191,7 @@ def test_a_weight_is_gathered_where_another_module_reads_it(activations):
     batch = torch.ones(3, 5), torch.tensor([2, 10, 0])
     plain(*batch).backward()
     plan = zero.Plan(
-        ours, optimizer=zero.sgd(1.0), world=SoloWorld(), stage=3, units=["Linear"], activations=activations
+        ours, optimizer=zero.sgd(1.0), world=World.solo(), stage=3, units=["Linear"], activations=activations
     )
     with contextlib.closing(zero.open_store(plan)) as store:
         state = zero.init(plan, store, weights=plain.state_dict())

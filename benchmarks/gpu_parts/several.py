@@ -173,8 +173,8 @@ def _collectives(gpu: Gpu, nbytes: int) -> Iterator[tuple[str, Callable[[], None
     total, total_fp32 = own.float(), own_fp32.clone()
     yield "gather, bf16", lambda: world.gather(own, full).wait()
     yield "exact sum of bf16", lambda: world.reduce_scatter(full, received, total).wait()
-    yield "native sum of bf16", lambda: world.native_reduce_scatter(full, own, total).wait()
-    yield "native sum of fp32", lambda: world.native_reduce_scatter(full_fp32, own_fp32, total_fp32).wait()
+    yield "native sum of bf16", lambda: world.reduce_scatter(full, own, total, native=True).wait()
+    yield "native sum of fp32", lambda: world.reduce_scatter(full_fp32, own_fp32, total_fp32, native=True).wait()
 
 
 # -- laws --------------------------------------------------------------------------------------------------------------

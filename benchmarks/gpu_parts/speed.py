@@ -138,7 +138,7 @@ def _fsdp2(job: Job) -> System:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from zero.distributed.world import open_default_group
+    from zero.distributed.opening import open_default_group
 
     open_default_group()
     mesh = init_device_mesh(job.gpu.device.type, (job.gpu.world.size,))

@@ -45,7 +45,7 @@ from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import CheckpointError, StaleStateError
 from zero.platform.safetensors_files import NAMES, offsets
 from zero.testing import run_processes, run_ranks
-from zero.testing.thread_world import ThreadWorld
+from zero.testing.thread_world import Threads
 from zero.tracker import Tracker
 from zero.trainer.config import Config
 from zero.trainer.run.resume import open_named
@@ -587,7 +587,7 @@ def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
             saving = Saving(state, Root(tmp_path / "root", slow if world.rank else None), behind=True)
             return checkpoint.step, saving.finish().name
 
-    worlds = ThreadWorld.all_ranks(2, timeout_s=timeout_s)
+    worlds = [zero.World(rank) for rank in Threads.all_ranks(2, timeout_s=timeout_s)]
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(go, worlds)) == [(2, "step-0000000000")] * 2
 
@@ -650,13 +650,13 @@ def test_few_files_are_open_at_once_and_each_index_is_read_once(tmp_path: Path, 
 
 
 def test_a_result_of_rank_0_is_not_as_long_on_the_wire_as_the_world_is_wide(monkeypatch):
-    numels, real = [], ThreadWorld._gather
+    numels, real = [], Threads.gather
 
     def gather(world, shard_S, full_P, *rest):
         numels.append(full_P.numel())
         return real(world, shard_S, full_P, *rest)
 
-    monkeypatch.setattr(ThreadWorld, "_gather", gather)
+    monkeypatch.setattr(Threads, "gather", gather)
     assert run_ranks(3, lambda world: by_rank_0(world, lambda: "x" * 1000)) == ["x" * 1000] * 3
     assert max(numels, default=0) < 1000
 

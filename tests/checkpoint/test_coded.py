@@ -11,7 +11,7 @@ from tests.common.small import Setting, opened, slice_of, small_batch
 from tests.engine.test_coded import CODED, INFINITY, build, expanded
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.codec import CODECS, Codec
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.engine.whole.full import full_state_dict
 from zero.errors import CheckpointError
 from zero.formats.exports import export_checkpoint, whole_parameters
@@ -126,8 +126,8 @@ def test_codes_of_as_many_bytes_and_another_shape_are_refused_with_both_shapes(t
     [(path, _, _), *_] = run_ranks(1, saved, NF4, tmp_path)
 
     line = r"blocks.1.linear.weight \(13, 13\) for \(12, 14\) is of another shape than in the model"
-    with opened(SoloWorld(), NF4, bent) as (state, _), pytest.raises(CheckpointError, match=line):
-        load(state, open_checkpoint(SoloWorld(), path))
+    with opened(World.solo(), NF4, bent) as (state, _), pytest.raises(CheckpointError, match=line):
+        load(state, open_checkpoint(World.solo(), path))
 
 
 def half() -> torch.nn.Module:
@@ -171,8 +171,8 @@ def test_a_parameter_that_trains_now_begins_with_its_values(tmp_path: Path):
         return model
 
     [(path, there, _)] = run_ranks(1, saved, NF4, tmp_path)
-    with opened(SoloWorld(), NF4, unfrozen) as (state, _):
-        checkpoint = open_checkpoint(SoloWorld(), path)
+    with opened(World.solo(), NF4, unfrozen) as (state, _):
+        checkpoint = open_checkpoint(World.solo(), path)
         with pytest.raises(CheckpointError) as caught:
             load(state, checkpoint)
         assert str(caught.value).endswith(

@@ -14,7 +14,7 @@ from tests.common.small import Setting, Small, opened
 from tests.engine.test_coded import build
 from zero.checkpoint import Root, Saving, load, open_checkpoint, save, snapshot_bytes
 from zero.checkpoint.disk import Disk
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.testing import run_processes, run_ranks
 
 BF16 = Setting(precision="bf16")
@@ -80,7 +80,7 @@ def test_a_resumed_run_goes_on_with_the_file_of_its_checkpoint(tmp_path: Path):
 
 
 def test_an_edit_of_frozen_values_is_in_the_next_checkpoint(tmp_path: Path):
-    world, name = SoloWorld(), "blocks.0.linear.weight"
+    world, name = World.solo(), "blocks.0.linear.weight"
     with opened(world, BF16, build) as (state, step):
         before = save(state, tmp_path)
         zero.set_full(state, "blocks.0.gain", torch.tensor(0.5))
@@ -137,7 +137,7 @@ def test_a_link_that_fails_once_costs_one_copy(behind, code, tmp_path: Path, mon
     """The system refuses links to files of other users, as if the disk had no links."""
     if code == errno.EPERM:
         monkeypatch.setattr(NoLinks, "owner", lambda disk, path: os.geteuid() + 1)
-    world, root = SoloWorld(), Root(tmp_path / "root", NoLinks(code, times=1))
+    world, root = World.solo(), Root(tmp_path / "root", NoLinks(code, times=1))
     with opened(world, NF4, build) as (state, step):
         folders = []
         for number in range(3):
@@ -149,7 +149,7 @@ def test_a_link_that_fails_once_costs_one_copy(behind, code, tmp_path: Path, mon
 
 
 def test_a_file_that_was_cut_short_is_written_anew(tmp_path: Path):
-    world = SoloWorld()
+    world = World.solo()
     with opened(world, NF4, build) as (state, step):
         (path,) = save(state, tmp_path).glob("frozen-*.safetensors")
         os.truncate(path, 100)
@@ -159,7 +159,7 @@ def test_a_file_that_was_cut_short_is_written_anew(tmp_path: Path):
 
 
 def test_a_disk_without_links_gets_whole_files_and_is_asked_once(tmp_path: Path):
-    world, root = SoloWorld(), Root(tmp_path / "root", NoLinks())
+    world, root = World.solo(), Root(tmp_path / "root", NoLinks())
     with opened(world, NF4, build) as (state, step):
         folders = []
         for number in range(3):
@@ -174,7 +174,7 @@ def test_a_disk_without_links_gets_whole_files_and_is_asked_once(tmp_path: Path)
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_checkpoint_that_was_removed_or_replaced_is_not_linked(behind, tmp_path: Path):
-    world = SoloWorld()
+    world = World.solo()
     with opened(world, BF16, build) as (state, step):
         first = save(state, tmp_path)
         with opened(world, BF16.but(seed=9), build) as (other, _):

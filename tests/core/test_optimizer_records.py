@@ -61,4 +61,8 @@ def test_the_table_of_optimizers_is_that_of_settings_and_of_torch():
         rule = OPTIMIZERS[chosen.name]
         assert set(rule.constants) <= set(chosen.constants) | {"nesterov", "eps"}
         shared = {"weight_decay": 0.0, "clip": None, "decay": decay_matrices}
-        assert rule.build(chosen, lambda step, lr=chosen.lr: lr, None, shared).name == rule.make(chosen.lr).name == chosen.name
+        assert (
+            rule.build(chosen, lambda step, lr=chosen.lr: lr, None, shared).name
+            == rule.make(chosen.lr).name
+            == chosen.name
+        )

@@ -51,7 +51,7 @@ from zero import deepspeed
 from zero.deepspeed.checkpoints import _load_model
 from zero.deepspeed.optimizers import Optimizer
 from zero.deepspeed.utils import zero_to_fp32
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError, MachineError, OutsideUnitError
 from zero.testing import run_ranks
 from zero.tracker import RUNNING
@@ -969,7 +969,7 @@ def test_a_root_with_parameters_of_its_own_follows_and_is_saved_under_every_name
 
 
 def test_a_model_with_codes_loads_equal_values_and_refuses_others_before_it_writes():
-    state, _ = Setting(frozen="nf4").start(SoloWorld(), build)
+    state, _ = Setting(frozen="nf4").start(World.solo(), build)
     before = zero.full_state_dict(state)
     values = {name: value if name in CODED else value + 1 for name, value in before.items()}
     with pytest.raises(ConfigError, match=f"{CODED[-1]} cannot be edited"):

@@ -17,9 +17,8 @@ import zero
 from tests.common.small import Setting, train_small
 from tests.conftest import LONG_S
 from tests.simulation import simulated_gpu
-from zero.distributed.process_group import _LOST
+from zero.distributed.operations import _LOST
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
-from zero.distributed.world import SoloWorld
 from zero.errors import ConfigError, RankFailedError, WorldError
 from zero.testing import run_processes, run_ranks
 
@@ -74,7 +73,7 @@ def test_one_rank_is_a_world_of_a_mesh_too():
     try:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         with zero.World.from_mesh(mesh, "dp") as world:
-            assert isinstance(world, SoloWorld)
+            assert world.size == 1
             assert seen(world) == {"ranks": (0,), "rank": 0, "coordinates": {}}
     finally:
         dist.destroy_process_group()
@@ -149,7 +148,7 @@ def communicators(_: zero.World, *, more: str) -> Any:
     try:
         with zero.World.from_mesh(mesh, "dp", timeout_s=LONG_S) as world:
             assert seen(world.beside(mesh["tp"]))["ranks"] == tuple(mesh["tp"].mesh.tolist())
-            return len(world._processes._parts)
+            return len(world._transport._processes._parts)
     except (ConfigError, WorldError) as error:
         return str(error)
 

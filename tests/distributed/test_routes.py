@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from tests.simulation import simulated_gpu
-from zero.distributed.routes import Routes, partial_numel
-from zero.distributed.world import ProcessWorld, World
+from zero.distributed.routes import Routes, gather_route, partial_numel, sum_route
+from zero.distributed.transport import Processes
+from zero.distributed.world import World
 from zero.errors import ConfigError, RankFailedError
 from zero.testing import run_processes, run_ranks
-from zero.testing.thread_world import ThreadWorld
+from zero.testing.thread_world import Threads
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (4, 2)]
 """Nodes, and ranks on each."""
@@ -23,8 +24,20 @@ def rough(numel: int, dtype: torch.dtype, *seed: int) -> Tensor:
     return torch.ldexp(torch.randn(numel, generator=generator), exponents).to(dtype)
 
 
-def by_node(world: World, travels: torch.dtype = torch.float32) -> Routes:
-    return Routes(world, gather_by_node=True, sum_by_node=True, travels=travels)
+def routes_of(
+    world: World,
+    gather: str = "world",
+    reduce: str = "exact",
+    *,
+    copied: bool = False,
+    travels: torch.dtype = torch.float32,
+) -> Routes:
+    ways = gather_route(gather, world, copied=copied), sum_route(reduce, world, copied=copied)
+    return Routes(world, *ways, travels=travels)
+
+
+def by_node(world: World) -> Routes:
+    return routes_of(world, "node", "node")
 
 
 def gathered(world: World, keeps: bool) -> list[Tensor]:
@@ -95,7 +108,7 @@ def summed(world: World, dtype: torch.dtype, travels: torch.dtype, accumulate: b
 
     Where each node has a copy a rank's share is P / L.
     """
-    routes, sums, handles = Routes(world, sum_by_node=True, copies=copies, travels=travels), [], []
+    routes, sums, handles = routes_of(world, reduce="node", copied=copies, travels=travels), [], []
     sharers = world.local_size if copies else world.size
     share = world.size * NUMEL // sharers
     for number in range(2):
@@ -158,7 +171,7 @@ def test_a_share_that_nodes_cannot_divide_is_padded(numel):
     def summed_up(world: World) -> Tensor:
         own, full = torch.empty(numel // 2), rough(numel, torch.float32, world.rank)
         partial = torch.full((partial_numel(world, numel),), torch.nan)
-        routes = Routes(world, copies=True)
+        routes = routes_of(world, copied=True)
         routes.reduce_scatter(full, torch.empty_like(full), own, partial, accumulate=False).wait()
         return own
 
@@ -222,22 +235,21 @@ def test_a_rank_that_fails_is_named_to_those_who_wait_in_either_half():
     assert all("rank 3 failed first: ValueError: of its own" in text for _, text in told)
 
 
-def parts_used(world: World, **settings: bool) -> tuple[dict[str, bool], list[tuple[str, str]]]:
+def parts_used(world: World, *ways: str) -> tuple[dict[str, bool], list[tuple[str, str]]]:
     """Return the parts that `Routes` opens, each with its priority, and (part, operation) of each collective."""
     parts: dict[str, bool] = {}
     operations: list[tuple[str, str]] = []
 
-    class Recording(ThreadWorld):
-        def part(self, ranks, name, *, priority=False, alike=False):
-            parts[name] = priority
-            return super().part(ranks, name, priority=priority, alike=alike)
+    class Recording(Threads):
+        def open(self, *, priority):
+            parts[self.order.partition(" of ")[0]] = priority
 
         def _start(self, op, *args, **kwargs):
-            operations.append((self._name.partition(" of ")[0], op))
+            operations.append((self.order.partition(" of ")[0], op))
             return super()._start(op, *args, **kwargs)
 
-    world.__class__ = Recording
-    routes, full = Routes(world, **settings), torch.zeros(world.size * NUMEL)
+    world._transport.__class__ = Recording
+    routes, full = routes_of(world, *ways), torch.zeros(world.size * NUMEL)
     shard, partial = full[:NUMEL].clone(), torch.empty(world.nodes * NUMEL)
     routes.gather(shard, full.clone(), what="parameters").wait()
     routes.reduce_scatter(full, torch.empty_like(full), shard, partial, accumulate=False).wait()
@@ -258,7 +270,7 @@ def test_on_gpus_gathers_of_parameters_do_not_queue_behind_sums():
 def test_parts_for_gathers_by_node_have_priority_over_those_for_sums():
 
     def by_node_parts(world: World) -> dict[str, bool]:
-        return parts_used(world, gather_by_node=True, sum_by_node=True)[0]
+        return parts_used(world, "node", "node")[0]
 
     with simulated_gpu():
         for parts in run_ranks(4, by_node_parts, nodes=2):
@@ -268,8 +280,9 @@ def test_parts_for_gathers_by_node_have_priority_over_those_for_sums():
 
 def on_two_communicators(world: World) -> tuple[list[float], list[float]]:
     """Start sums and gathers in turn, and wait for the gathers first."""
-    assert isinstance(world, ProcessWorld)
-    routes, fulls, sums = Routes(world), torch.zeros(3, world.size), torch.zeros(3)
+    transport = world._transport
+    assert isinstance(transport, Processes)
+    routes, fulls, sums = routes_of(world), torch.zeros(3, world.size), torch.zeros(3)
     handles = []
     for number in range(3):
         rows = torch.full((world.size,), float(number + world.rank))
@@ -278,7 +291,7 @@ def on_two_communicators(world: World) -> tuple[list[float], list[float]]:
         handles += [started, routes.gather(own, fulls[number])]
     for handle in (*handles[1::2], *handles[::2]):
         handle.wait()
-    assert [name.partition(" of ")[0] for name in world._processes._parts] == ["gather"]
+    assert [name.partition(" of ")[0] for name in transport._processes._parts] == ["gather"]
     return fulls.flatten().tolist(), sums.tolist()
 
 

@@ -22,7 +22,8 @@ from tests.simulation import simulated_gpu
 from zero.distributed import stalled
 from zero.distributed.ordered_sum import ordered_sum
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
-from zero.distributed.world import ProcessWorld, SoloWorld, World, _ProcessPart
+from zero.distributed.transport import Processes
+from zero.distributed.world import World
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
 from zero.platform.device import Device
 from zero.testing import run_processes, run_ranks
@@ -115,7 +116,9 @@ def native_sums(world: World) -> dict[str, bool]:
             sums_of_both = []
             for _ in range(2):
                 sum_S = torch.full((numel,), 0.5)
-                handle = world.native_reduce_scatter(full_P, full_P.new_empty(numel), sum_S, accumulate=accumulate)
+                handle = world.reduce_scatter(
+                    full_P, full_P.new_empty(numel), sum_S, native=True, accumulate=accumulate
+                )
                 handle.wait()
                 sums_of_both.append(sum_S)
             expected = chunks.sum(0) + 0.5 * accumulate
@@ -177,37 +180,33 @@ def all_laws(world: World) -> dict[str, object]:
         warnings.warn("in a rank", stacklevel=1)
     return {
         "threads": torch.get_num_threads(),
-        "kind": type(world).__name__,
+        "kind": type(world._transport).__name__,
         **{law.__name__: law(world) for law in LAWS},
     }
 
 
-class CollectiveWorld(ProcessWorld):
+class Collectively(Processes):
     """The way that GPU tensors take, on host tensors."""
 
     def _by_collective(self, tensor: torch.Tensor) -> bool:
         return True
 
 
-class CollectivePart(_ProcessPart):
-    """A `CollectiveWorld` of some of its ranks."""
-
-    def __init__(self, whole: ProcessWorld, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-        super().__init__(whole, ranks, "part")
-        self._processes._parts[self._name] = group
-
-    def _by_collective(self, tensor: torch.Tensor) -> bool:
-        return True
+def part_of(whole: World, ranks: Sequence[int], group: dist.ProcessGroup) -> World:
+    """Return some ranks of a world of `Collectively`, with their communicator."""
+    part = whole.part(ranks, "part", for_host=True)
+    part._transport._processes._parts[part._transport.order] = group  # type: ignore[attr-defined]
+    return part
 
 
 def laws_and_stories(world: World) -> dict[str, object]:
     seen = all_laws(world) | {"after a slow rank": after_a_slow_rank(world)}
-    with CollectiveWorld(timeout_s=LONG_S, device="cpu") as collective:
+    with World(Collectively("cpu", timeout_s=LONG_S)) as collective:
         seen["by collective"] = {law.__name__: law(collective) for law in LAWS}
         ranks, number = (1, 2), torch.tensor([float(world.rank)])
         group = dist.new_group(ranks)
         if world.rank in ranks:
-            CollectivePart(collective, ranks, group).broadcast(number, 1).wait()
+            part_of(collective, ranks, group).broadcast(number, 1).wait()
         seen["from the second of the last two"] = number.item()
     return seen | {"stories": stories(world)}
 
@@ -278,7 +277,7 @@ def test_threads_and_processes_give_the_same_bits(outcome):
     threads = run_ranks(len(outcome), sums)
     assert [rank["sums"] for rank in outcome] == threads
     assert {rank["threads"] for rank in outcome} == {1}
-    assert {rank["kind"] for rank in outcome} == {"ProcessWorld"}
+    assert {rank["kind"] for rank in outcome} == {"Processes"}
 
 
 @pytest.mark.process
@@ -322,7 +321,7 @@ def test_the_sum_allocates_only_its_scratch(dtype, accumulate):
 def test_the_kernel_of_the_sum_gives_the_bits_of_the_operators(size, dtype):
     """Run the kernel in the interpreter of Triton, with the own chunk in another tensor than the received ones."""
     with simulated_gpu(fused=True):
-        gpu = SoloWorld().compute
+        gpu = World.solo().compute
     patterns = torch.randint(-(2**31), 2**31, (size + 1, RAGGED), generator=torch.Generator().manual_seed(size))
     received = patterns[:size].to(torch.int32).view(torch.float32).to(dtype)
     received[:, ::3] = torch.stack([rough(RAGGED, dtype, r)[::3] for r in range(size)])
@@ -340,7 +339,7 @@ def test_the_kernel_of_the_sum_gives_the_bits_of_the_operators(size, dtype):
 
 
 def test_sizes_and_dtypes_that_do_not_fit_are_refused():
-    world = SoloWorld()
+    world = World.solo()
     with pytest.raises(LayoutError, match=r"gather of head: .*, not shape \(3,\)"):
         world.gather(torch.zeros(2), torch.zeros(3), what="head")
     with pytest.raises(LayoutError, match="bfloat16"):
@@ -362,9 +361,9 @@ def test_a_sum_inside_its_own_summand_is_refused():
         run_ranks(2, inside)
 
 
-def test_a_solo_sum_may_be_its_summand_and_needs_no_scratch():
+def test_a_solo_sum_may_be_its_summand():
     full_P = torch.arange(3.0)
-    SoloWorld().reduce_scatter(full_P, torch.empty(0), full_P).wait()
+    World.solo().reduce_scatter(full_P, torch.empty(3), full_P).wait()
     assert full_P.tolist() == [0, 1, 2]
 
 
@@ -428,7 +427,7 @@ def test_a_rank_that_never_comes_is_named_with_its_last_operation():
 
     def late(world: World) -> None:
         world.barrier("start")
-        world.timeout_s = 0.2
+        world._transport.timeout_s = 0.2
         if world.rank == 1:
             release.wait(LONG_S)
         else:
@@ -526,7 +525,7 @@ def bare(monkeypatch):
 
 def test_without_torchruns_environment_the_world_is_solo(bare):
     world = World.from_env(device="cpu")
-    assert (type(world), world.rank, world.size, world.device.type) == (SoloWorld, 0, 1, "cpu")
+    assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
 
 
 def test_a_world_of_another_device_is_refused(bare):
@@ -645,7 +644,7 @@ def stories(outer: World) -> dict[str, str]:
     """What each case told this rank."""
     told = {}
     for case, timeout_s in CASES.items():
-        world = ProcessWorld(timeout_s=timeout_s, device="cpu")
+        world = World(Processes("cpu", timeout_s=timeout_s))
         try:
             if case is comes_late:
                 case(world)
@@ -753,9 +752,10 @@ def test_processes_name_what_they_did_differently(told):
 
 def differ_on_a_device(world: World) -> str:
     """The host waits for a device on which nothing ends before the connections are cut."""
-    assert isinstance(world, ProcessWorld)
+    transport = world._transport
+    assert isinstance(transport, Processes)
     stalled.DEVICE_PATIENCE_S = 0.5
-    processes, cut = world._processes, threading.Event()
+    processes, cut = transport._processes, threading.Event()
     processes._stalls._cut = cut.set
 
     def on_host(tensor: torch.Tensor) -> torch.Tensor:

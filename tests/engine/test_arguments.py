@@ -169,7 +169,7 @@ CALLS = [
     (lambda run: zero.open_checkpoint(run.world, ""), "zero.open_checkpoint: the folder is ''. Write its path"),
     (lambda run: zero.track(run.state, ""), "zero.track: the folder is ''. Write its path"),
     (lambda run: zero.adam(1e-3, decay="all"), "decay='all': must be a function of a parameter's name and shape"),
-    (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, not a SoloWorld"),
+    (lambda run: zero.track(run.state, run.world), "zero.track takes a folder second, not a World"),
     # an optimizer whose steps would change nothing
     (lambda run: torch.optim.SGD(run.model.parameters(), lr=1.0).step(), "Write state, metrics = step(state, [batch])"),
     (lambda run: torch.optim.AdamW(list(run.model.named_parameters())).step(), "a torch optimizer holds 0.weight"),

@@ -15,7 +15,7 @@ from tests.faults.disks import FaultyFiles, flip
 from tests.simulation import simulated_gpu
 from tests.simulation.simulated_gpu import count_launches
 from zero.core.codec import CODECS, Codec
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.engine.model.coded import CodedWeights
 from zero.engine.plan.traffic import traffic
 from zero.engine.whole.full import full_state_dict
@@ -237,7 +237,7 @@ def test_the_plan_counts_the_values_that_a_step_expands(codec, accumulate, offlo
         optimizer=zero.adamw(1e-3),
         precision=zero.Precision("bf16", frozen=codec),
         offload=offload,
-        world=SoloWorld(),
+        world=World.solo(),
         accumulate=accumulate,
     )
     expanded_numels, expand = list[int](), type(CODECS[codec]).expand
@@ -281,7 +281,7 @@ def planned(model: torch.nn.Module, coded: tuple[str, ...] = (), train: tuple[st
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in train)
     precision = zero.Precision("bf16", frozen="nf4", coded=coded)
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=SoloWorld(), precision=precision)
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=World.solo(), precision=precision)
     return {slot.name for unit in plan.units for slot in unit.codes.slots}
 
 
@@ -341,7 +341,7 @@ def as_codes(weights: dict[str, Tensor]) -> CodedWeights:
 @pytest.mark.parametrize("frozen", ["compute", "int8"])
 def test_codes_that_the_plan_does_not_keep_are_refused_with_what_to_type(frozen):
     with pytest.raises(PlanError) as caught:
-        train(SoloWorld(), Setting(frozen=frozen), as_codes(values()))
+        train(World.solo(), Setting(frozen=frozen), as_codes(values()))
     assert str(caught.value) == (
         "weights have blocks.0.linear.weight, blocks.1.linear.weight, blocks.2.linear.weight in nf4, but the plan does "
         'not. Give zero.Plan precision=zero.Precision("bf16", frozen="nf4", coded=list(weights.codes)).'
@@ -381,7 +381,7 @@ def test_a_damaged_page_of_codes_is_named_and_no_step_uses_it(tmp_path):
     setting, named = Setting(precision="bf16", frozen="nf4", offload=INFINITY), set()
 
     def train_on(disk: NvmeStore) -> float:
-        plan = setting.plan(SoloWorld(), build)
+        plan = setting.plan(World.solo(), build)
         with contextlib.closing(zero.open_store(plan, disk=disk)) as store:
             step = zero.make_step(plan, small_loss)
             _, metrics = step(zero.init(plan, store), [small_batch(0, 6)])
@@ -398,7 +398,7 @@ def test_a_damaged_page_of_codes_is_named_and_no_step_uses_it(tmp_path):
 
 
 def test_an_evaluation_in_inference_mode_computes_with_the_values():
-    state, step = Setting(frozen="nf4").start(SoloWorld(), build)
+    state, step = Setting(frozen="nf4").start(World.solo(), build)
     state, _ = step(state, [small_batch(0, 6)])
     state.model.eval()
     batch = small_batch(1, 6)
@@ -412,7 +412,7 @@ def test_an_evaluation_in_inference_mode_computes_with_the_values():
 
 
 def test_codes_cannot_be_edited():
-    state, _ = Setting(frozen="nf4").start(SoloWorld(), build)
+    state, _ = Setting(frozen="nf4").start(World.solo(), build)
     before = full_state_dict(state)
     with pytest.raises(ConfigError, match=r"blocks.2.linear.weight cannot be edited, because it is kept as codes."):
         zero.set_full(state, CODED[2], torch.zeros(13, 13))
@@ -425,7 +425,7 @@ def test_codes_cannot_be_edited():
 
 def test_a_closed_state_gives_the_values_back():
     weights = values()
-    state = zero.init(plan := Setting(frozen="nf4").plan(SoloWorld(), build), zero.open_store(plan), weights=weights)
+    state = zero.init(plan := Setting(frozen="nf4").plan(World.solo(), build), zero.open_store(plan), weights=weights)
     state.close()
     expected = expanded(weights, "nf4", "fp32")
     for name, parameter in plan.model.named_parameters():

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from tests.simulation import simulated_gpu
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.engine.forward.recompute import UNCOUNTED_NUMEL
 from zero.engine.memory.pool import Pool
 from zero.errors import StaleStateError, WorldError
@@ -1082,7 +1082,7 @@ MIXED = {
 @pytest.mark.parametrize(("build", "names"), MIXED.values(), ids=MIXED)
 def test_a_parameter_that_meets_another_dtype_is_noted_with_its_own_and_the_setting(build, names, precision):
     model, compute = build(), zero.Precision(precision).compute
-    plan = zero.Plan(model, optimizer=zero.sgd(LR), world=SoloWorld(), precision=precision)
+    plan = zero.Plan(model, optimizer=zero.sgd(LR), world=World.solo(), precision=precision)
     state = zero.init(plan, zero.open_store(plan))
     given = torch.ones(ROWS, WIDTH, dtype=torch.float32 if build is Chain else compute)
     x = given if isinstance(model, Router) else Batch(given, 0, 0)
@@ -1119,7 +1119,7 @@ class Fails(nn.Module):
     ids=["in fp32", "of a kernel", "of shapes"],
 )
 def test_an_error_that_is_not_of_the_plan_s_dtype_is_raised_as_it_is(precision, text, dtype):
-    plan = zero.Plan(Chain(lambda: Fails(text)), optimizer=zero.sgd(LR), world=SoloWorld(), precision=precision)
+    plan = zero.Plan(Chain(lambda: Fails(text)), optimizer=zero.sgd(LR), world=World.solo(), precision=precision)
     state = zero.init(plan, zero.open_store(plan))
     with pytest.raises(RuntimeError, match=re.escape(text) or "same dtype") as raised:
         state.model(Batch(torch.ones(ROWS, WIDTH, dtype=dtype), 0, 0))
@@ -1277,7 +1277,7 @@ def test_evaluation_between_steps_sees_the_update_and_disturbs_nothing(build, gu
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_edit_of_what_has_two_names_is_seen_after_an_evaluation(stage):
     model = Chain(TwoNamesOfFrozen)
-    plan = zero.Plan(copy.deepcopy(model), optimizer=zero.sgd(LR), world=SoloWorld(), stage=zero.Stage(stage))
+    plan = zero.Plan(copy.deepcopy(model), optimizer=zero.sgd(LR), world=World.solo(), stage=zero.Stage(stage))
     state = zero.init(plan, zero.open_store(plan))
     forward = zero.make_forward(plan, mean_square)
     for factor in (1.0, 0.5):

@@ -49,7 +49,7 @@ from tests.engine.test_gather import (
     sharded,
 )
 from zero.core.tree import replaced, tensors_in
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.engine.memory.saved_tensors import OnHost
 from zero.errors import OutsideUnitError, PlanError
 from zero.platform.device import Device
@@ -387,7 +387,7 @@ def test_a_model_trains_through_another_one_that_is_frozen_and_sharded(stage, in
 
 
 def test_a_frozen_model_has_nothing_to_train():
-    state = state_of(Chain().requires_grad_(False), SoloWorld())
+    state = state_of(Chain().requires_grad_(False), World.solo())
     with pytest.raises(PlanError, match="no trainable parameter"):
         zero.make_step(state.plan, mean_square)(state, [batch_of(0, 0)])
 
@@ -470,7 +470,7 @@ def test_an_activation_that_was_overwritten_on_its_way_is_refused_as_torch_does(
 
 
 def test_on_a_cpu_offloaded_activations_are_kept_where_they_are():
-    state = state_of(Chain(), SoloWorld(), activations="offload")
+    state = state_of(Chain(), World.solo(), activations="offload")
     assert state.runtime.sites.activations.allocated_bytes == 0
     assert not state.runtime.sites.activations.offloads
 
@@ -542,7 +542,7 @@ def test_dynamic_shapes_compile_once_for_all_lengths():
         plan = zero.Plan(
             nn.Sequential(*(Numbered(index) for index in range(3))),
             optimizer=zero.sgd(0.1),
-            world=SoloWorld(),
+            world=World.solo(),
             compile={"backend": backend, "dynamic": dynamic},
         )
         state, step = zero.init(plan, zero.open_store(plan), seed=0), zero.make_step(plan, lambda m, x: m(x).mean())

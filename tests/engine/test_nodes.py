@@ -718,7 +718,7 @@ def planned_on(world: zero.World, places: list[tuple[int, int]]) -> tuple[bool, 
         zero.init(plan, zero.open_store(plan))
         with pytest.raises(PlanError) if not placed.nodes_alike else nullcontext():
             Setting(between=("node", "exact")).plan(placed)
-        return placed.nodes_alike, plan.facts.gathers_by_node, plan.facts.gather
+        return placed.nodes_alike, plan.facts.gather_route.by_node, plan.facts.gather
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.common.small import (
 from tests.conftest import LONG_S
 from tests.faults.disks import FaultyFiles, ThrottledStore, fail, flip, short
 from tests.simulation import simulated_gpu
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.engine.update.update import GPU_GROUPS, Updater
 from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import ConfigError, StoreError
@@ -313,7 +313,7 @@ def _interrupt(grad):
 def test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again(drains, monkeypatch):
     """The interrupt arrives after reads have started and before any wait for them."""
     setting = Setting(offload=(("preset", "infinity"),), page_bytes=4 * KiB)
-    state, step = setting.start(SoloWorld(), wide, small_loss)
+    state, step = setting.start(World.solo(), wide, small_loss)
     store, residency = state.runtime.store, state.runtime.residency
     asked, drain, fetch = threading.Event(), store.drain, residency.gathers._fetch
     read = NvmeStore.read
@@ -338,7 +338,7 @@ def test_reads_that_an_interrupt_lost_have_ended_before_the_step_is_made_again(d
         monkeypatch.setattr(store, "drain", lambda: None)
     monkeypatch.setattr(residency.gathers, "_fetch", breaks_off)
     with pytest.raises(KeyboardInterrupt):
-        step(state, slice_of(small_batch(0, 6), SoloWorld(), 1))
+        step(state, slice_of(small_batch(0, 6), World.solo(), 1))
     assert store._workers._schedule.is_quiet == drains
     asked.set()
     drain()
@@ -435,7 +435,7 @@ def test_moments_take_what_their_form_says(tier, moments, nbytes):
     with zero.empty():
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     optimizer = zero.with_moments(zero.adamw(1e-3), moments)
-    plan = zero.Plan(model, optimizer=optimizer, units=("Linear",), world=SoloWorld(), offload=tier)
+    plan = zero.Plan(model, optimizer=optimizer, units=("Linear",), world=World.solo(), offload=tier)
     held = {kind: bytes_ for kinds in plan.bytes.values() for kind, bytes_ in kinds.items()}
     assert held["moments"] == nbytes * 4 * 64 * 64
 
@@ -493,7 +493,7 @@ def test_below_stage_3_parameters_stay_and_infinity_is_refused():
 def test_a_budget_that_is_too_small_names_the_least():
     offload = zero.Offload("cpu", host_budget=4096, page_bytes=8 * KiB)
     with pytest.raises(ConfigError, match=r"offload.host_budget=4.0 KiB: a rank needs at least .* MiB"):
-        zero.Plan(nn.Linear(512, 512), optimizer=zero.adamw(lr=1e-3), world=SoloWorld(), offload=offload)
+        zero.Plan(nn.Linear(512, 512), optimizer=zero.adamw(lr=1e-3), world=World.solo(), offload=offload)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zero
 from tests.common.small import Setting
 from tests.conftest import LONG_S
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.engine.forward.recompute import PRODUCTS
 from zero.engine.whole.full import digest
 from zero.testing import run_ranks
@@ -163,7 +163,7 @@ def test_a_kept_result_does_not_change_the_random_numbers_that_follow(operator, 
     def step(policy):
         torch.manual_seed(0)
         model = nn.Sequential(Block(CALLS[operator], p), Block(CALLS[operator], p))
-        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=SoloWorld(), activations=policy)
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=World.solo(), activations=policy)
         state, runs = zero.init(plan, zero.open_store(plan)), Runs()
 
         def loss(model, x):
@@ -272,7 +272,7 @@ def test_a_module_around_units_keeps_its_activations():
     plan = zero.Plan(
         Positions(Around),
         optimizer=zero.sgd(0.1),
-        world=SoloWorld(),
+        world=World.solo(),
         units=["Around", "Inner"],
         activations={"(root)": "remat", "blocks.0": "offload", "blocks.1*": "selective", "*second": "remat"},
     )
@@ -462,7 +462,7 @@ def test_a_mode_of_the_user_neither_sees_nor_changes_reads_edits_saves_and_loads
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), Outer])
 def test_selective_says_why_a_result_cannot_be_kept(build):
     plan = zero.Plan(
-        nn.Sequential(nn.Sequential(build())), optimizer=zero.sgd(0.1), world=SoloWorld(), activations="selective"
+        nn.Sequential(nn.Sequential(build())), optimizer=zero.sgd(0.1), world=World.solo(), activations="selective"
     )
     step = zero.Step(zero.init(plan, zero.open_store(plan)))
     step.microbatch()

@@ -248,7 +248,7 @@ def test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its
     def rank_main(world: zero.World, failures: int) -> tuple[str, int]:
         state, step = start(world, stage=3, reduce="node")
         state, _ = step(state, [batch_of(0, world.rank, 0)])
-        within, waited = state.runtime.routes._sums._within, []
+        within, waited = state.runtime.routes._start_sum.__self__._within, []
         whole = within.reduce_scatter
 
         class First(NamedTuple):

@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 import zero
 from tests.common.small import KiB, Setting, Small, slice_of, small_batch, small_loss
 from tests.conftest import LONG_S
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.engine.model.module_tree import ModuleTree
 from zero.engine.whole.full import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError, PlanError, RankFailedError, StaleStateError
@@ -38,7 +38,7 @@ def batch_for(world, number, accumulate=1):
 
 def test_a_spent_state_says_what_to_write():
     """Whoever forgets to keep the new state must not see numbers of a later step."""
-    world = SoloWorld()
+    world = World.solo()
     first, step = Setting().start(world)
     second, _ = step(first, batch_for(world, 0))
     for use in (
@@ -258,7 +258,7 @@ def assert_same(one, other):
 
 def test_first_values_depend_on_the_seed_alone():
     """Not on stage, world, precision or bucket, or on what is called a unit."""
-    expected = first_values(SoloWorld(), Setting())
+    expected = first_values(World.solo(), Setting())
     for size, stage in ((1, 0), (2, 1), (3, 2), (8, 3), (3, 3)):
         units = (None, ("Block",), ("Small",), ("Linear", "Norm", "Embedding"))[stage]
         setting = Setting(stage=stage, units=units, bucket=2048 * stage, precision=("fp32", "bf16", "fp16")[size % 3])
@@ -268,7 +268,7 @@ def test_first_values_depend_on_the_seed_alone():
             else:  # frozen parameters have no master
                 trained = {name for name in found if not name.startswith("blocks.2") and name != FROZEN}
                 assert_same({n: found[n] for n in trained}, {n: expected[n] for n in trained})
-    other = first_values(SoloWorld(), Setting(seed=1))
+    other = first_values(World.solo(), Setting(seed=1))
     assert not torch.equal(other["blocks.0.linear.weight"], expected["blocks.0.linear.weight"])
     assert not torch.equal(expected["blocks.0.linear.weight"], expected["blocks.1.linear.weight"])
 
@@ -278,7 +278,7 @@ FROZEN = "blocks.0.linear.bias"
 
 def test_making_first_values_leaves_torchs_generator_alone():
     before = torch.get_rng_state()
-    first_values(SoloWorld(), Setting())
+    first_values(World.solo(), Setting())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -291,7 +291,7 @@ class Bare(nn.Module):
 
 
 def test_an_owner_that_cannot_reset_itself_is_named():
-    plan = Setting().plan(SoloWorld(), Bare)
+    plan = Setting().plan(World.solo(), Bare)
     with pytest.raises(PlanError, match=r"at odd holds odd\.scale and has no reset_parameters\(\).*weights="):
         zero.init(plan, zero.open_store(plan))
 
@@ -330,11 +330,11 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
     save_file(missing, tmp_path / "missing.safetensors")
     for weights in (missing, tmp_path / "missing.safetensors"):
         with pytest.raises(PlanError, match=r"have no norm\.weight"):
-            with_weights(SoloWorld(), 3, weights)
+            with_weights(World.solo(), 3, weights)
     with pytest.raises(PlanError, match=r"have norm\.bias in shape \(4,\), but the model has \(13,\)"):
-        with_weights(SoloWorld(), 3, values | {"norm.bias": torch.zeros(4)})
+        with_weights(World.solo(), 3, values | {"norm.bias": torch.zeros(4)})
     with pytest.raises(PlanError, match="there is no such file"):
-        with_weights(SoloWorld(), 3, tmp_path / "nothing.safetensors")
+        with_weights(World.solo(), 3, tmp_path / "nothing.safetensors")
 
 
 # -- what is agreed, what is held --------------------------------------------------------------------------------------
@@ -574,7 +574,7 @@ def elsewhere(call):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_while_a_thread_uses_a_state_others_get_an_error_and_change_nothing(stage):
     """Forwards of several threads at once left wrong parameters behind."""
-    world = SoloWorld()
+    world = World.solo()
     state, step = Setting(stage=stage).start(world, Fragile, fragile_loss)
     plan, batch = state.plan, fragile_batch(world, 0, 1)
     forward = zero.make_forward(plan, lambda model, x: model(x, ""))
@@ -603,8 +603,8 @@ def test_while_a_thread_uses_a_state_others_get_an_error_and_change_nothing(stag
 
 def test_a_step_does_not_end_while_another_thread_runs_the_model():
     """A forward under way would go on with other parameters."""
-    state, _ = Setting().start(SoloWorld(), Fragile, fragile_loss)
-    [batch] = fragile_batch(SoloWorld(), 0, 1)
+    state, _ = Setting().start(World.solo(), Fragile, fragile_loss)
+    [batch] = fragile_batch(World.solo(), 0, 1)
     step = zero.Step(state)
     step.microbatch()
     step.backward(fragile_loss(state.model, batch))
@@ -618,7 +618,7 @@ def test_a_step_does_not_end_while_another_thread_runs_the_model():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_gets_an_error_instead_of_a_step_that_hangs():
     """A forked process has none of the store's threads."""
-    world = SoloWorld()
+    world = World.solo()
     state, step = Setting(offload=(("preset", "infinity"),)).start(world, Fragile, fragile_loss)
     state, _ = step(state, fragile_batch(world, 0, 1))
     child = os.fork()
@@ -633,7 +633,7 @@ def test_a_forked_process_gets_an_error_instead_of_a_step_that_hangs():
 
 
 def test_a_backward_before_the_first_microbatch_names_the_call_that_is_missing():
-    world = SoloWorld()
+    world = World.solo()
     state, _ = Setting().start(world, Fragile, fragile_loss)
     step = zero.Step(state)
     [batch] = fragile_batch(world, 0, 1)

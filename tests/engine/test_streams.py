@@ -683,14 +683,15 @@ OTHERS = {
     "zero/tracker/interval.py": "the same",
     "zero/tracker/track.py": "the same",
     "zero/distributed/process_group.py:ProcessGroup.open_part": "before NCCL splits a communicator",
-    "zero/distributed/world.py:World._timed": "passes waits on",
-    "zero/distributed/routes.py:_SumsForCopies.start.add_nodes": "passes waits on",
-    "zero/distributed/routes.py:_SumsByNode.start.wait": "after an error: "
+    "zero/distributed/traffic.py:TrafficCounter.timed": "passes waits on",
+    "zero/distributed/transport.py:Processes._exchange": "between hosts, for what is in their memory",
+    "zero/distributed/routes/copies.py:_Sums.start.add_nodes": "passes waits on",
+    "zero/distributed/routes/node.py:SumsByNode.start.wait": "after an error: "
     "`test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again` has it",
     "zero/engine/backward/reduce.py:Reductions._complete_oldest": "`World.reduce_scatter` waits",
     **dict.fromkeys(
         (
-            f"zero/distributed/world.py:World.{name}"
+            f"zero/distributed/agreement.py:Hosts.{name}"
             for name in ("exchange", "agree", "barrier", "gather_texts", "share")
         ),
         "between hosts, for what is in their memory",
@@ -721,10 +722,10 @@ NEEDED: dict[str, dict[str, str]] = {
     "checkpoint/pieces.py:_arrived ticket.wait": {"ticket": "saved, nvme"},
     "deepspeed/initialization.py:_broadcast_buffers world.broadcast().wait": {"collective": "a loop of one's own"},
     "deepspeed/initialization.py:_values_of_rank_0.fill world.broadcast().wait": {"collective": "a loop of one's own"},
-    "distributed/routes.py:_TwoHalves.go_on handle.wait": {"collective": "two nodes"},
-    "distributed/routes.py:_TwoHalves.wait handle.wait": {"collective": "two nodes"},
+    "distributed/routes/parts.py:Operation.go_on handle.wait": {"collective": "two nodes"},
+    "distributed/routes/parts.py:Operation.wait handle.wait": {"collective": "two nodes"},
     "distributed/world.py:World.all_reduce.add arrival.wait": {"collective": "a loop of one's own"},
-    "distributed/world.py:World._reduced.add arrival.wait": {"collective": "stage 0"},
+    "distributed/world.py:World.reduce_scatter.add arrival.wait": {"collective": "stage 0"},
     "engine/gather/fetch.py:_expanding.expand handle.wait": {
         "collective": "codes",
         "ticket": "codes, infinity, alone",

@@ -15,6 +15,7 @@ from tests.simulation import simulated_gpu
 from tests.simulation.instrumented_gpu import InstrumentedGpu
 from tests.simulation.simulated_gpu import Simulation
 from tests.simulation.simulated_time import RATES
+from zero.distributed.routes import Gather
 from zero.engine.whole.full import digest, full_state_dict
 from zero.engine.whole.measured import measured
 from zero.platform.timeline import Span, Timeline
@@ -208,15 +209,15 @@ def gathers_and_forwards(world: zero.World, tiers: tuple[tuple[str, str], ...]) 
     """Return the order of gathers and forwards: of a forward with pending updates, then of a second evaluation."""
     state = start(world, "cpu", tiers=tiers)
     told: list[str] = []
-    of_gathers = state.runtime.routes._gather_world
-    gather = of_gathers.gather
+    routes = state.runtime.routes
+    start_gather = routes._start_gather
 
-    def watched(shard_S: Tensor, full_P: Tensor, *, what: str = ""):
+    def watched(gather: Gather):
         assert current(world) == aside("gather")
-        told.append(f"gather {what}")
-        return gather(shard_S, full_P, what=what)
+        told.append(f"gather {gather.what}")
+        return start_gather(gather)
 
-    of_gathers.gather = watched  # type: ignore[method-assign]
+    routes._start_gather = watched
     for number, layer in enumerate(state.model):
         layer.register_forward_pre_hook(lambda *_, number=number: told.append(f"forward {number}"))
     state, _ = zero.make_step(state.plan, mean_square)(state, [ones()])

@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 
 import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.engine.model import unsupported
 from zero.errors import OutsideUnitError, PlanError, StaleStateError
 from zero.testing import run_ranks
@@ -79,7 +79,7 @@ def trained(build: Callable[[], nn.Module], stage: int, ranks: int = 1, **settin
 
 
 def plan_of(model: nn.Module, **settings: Any) -> zero.Plan:
-    return zero.Plan(model, optimizer=zero.sgd(LR), world=SoloWorld(), **settings)
+    return zero.Plan(model, optimizer=zero.sgd(LR), world=World.solo(), **settings)
 
 
 # -- taken over and given back -----------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_the_given_model_is_the_one_that_trains():
     model = Small().eval()
     classes = [type(module) for module in model.modules()]
     parameters, buffers = list(model.parameters()), dict(model.named_buffers())
-    with SoloWorld() as world:
+    with World.solo() as world:
         plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world)
         assert is_ordinary(model)
         state = zero.init(plan, zero.open_store(plan))
@@ -106,7 +106,7 @@ def test_the_given_model_is_the_one_that_trains():
 
 
 def test_a_model_that_was_taken_over_is_rejected_with_what_to_write():
-    with SoloWorld() as world:
+    with World.solo() as world:
         first, second = (zero.Plan(model, optimizer=zero.sgd(LR), world=world) for model in [chain()] * 2)
         state = zero.init(first, zero.open_store(first))
         line = r"^model: an earlier zero\.init .* Write copy\.deepcopy\(model\) before zero\.Plan to keep an original"
@@ -198,7 +198,7 @@ def reason_of(state: zero.State, how: str) -> str:
     ("build", "how"), [(Small, "exception"), (without_values, "spent"), (Small, "memory"), (without_values, "store")]
 )
 def test_a_model_whose_values_cannot_be_collected_says_so_and_can_be_planned_again(build, how, monkeypatch):
-    with SoloWorld() as world:
+    with World.solo() as world:
         model = build()
         plan = zero.Plan(model, optimizer=zero.adamw(LR), world=world, precision="bf16", offload=zero.Offload("nvme"))
         state = zero.init(plan, zero.open_store(plan))
@@ -238,7 +238,7 @@ def test_closing_after_another_rank_failed_gives_an_ordinary_model_without_value
 
 
 def test_a_module_that_trains_in_shards_is_not_copied_or_pickled():
-    with SoloWorld() as world:
+    with World.solo() as world:
         plan = zero.Plan(chain(), optimizer=zero.sgd(LR), world=world)
         state = zero.init(plan, zero.open_store(plan))
         for call in (copy.deepcopy, pickle.dumps):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import metadata
 
 from tests.conftest import SEED
 from zero.checkpoint import Tensors, open_checkpoint
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.errors import CheckpointError, ZeroError
 from zero.formats import ImportChoice, import_checkpoint, open_source
 from zero.formats.dcp import _Piece, is_whole
@@ -42,7 +42,7 @@ def values() -> dict[str, torch.Tensor]:
 def imported(from_: str, path: Path, root: Path, moments: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """What a checkpoint made of it holds."""
     checkpoint = open_checkpoint(
-        SoloWorld(), import_checkpoint(open_source(from_, path), root, ImportChoice(moments=moments)).folder
+        World.solo(), import_checkpoint(open_source(from_, path), root, ImportChoice(moments=moments)).folder
     )
     with Tensors(checkpoint) as files:
         return {

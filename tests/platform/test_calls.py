@@ -24,7 +24,8 @@ from tests.simulation.instrumented_gpu import SimulatedGpu
 from zero.core.placement import Room, budget_bytes
 from zero.core.sizes import GiB
 from zero.distributed import process_group
-from zero.distributed.world import ProcessWorld
+from zero.distributed.opening import open_transport
+from zero.distributed.transport import Processes
 from zero.engine.update.pieces import Pieces
 from zero.errors import HandshakeError, MachineError
 from zero.platform import cuda
@@ -40,8 +41,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BROKEN = """
 import sys, torch.distributed as dist
-import zero.distributed.process_group, zero.distributed.world
+import zero.distributed.process_group
 from zero.distributed.failure import Notes
+from zero.distributed.transport import Processes
+from zero.distributed.world import World
 from tests.simulation import simulated_gpu
 
 def told(owner, name, word):
@@ -58,7 +61,7 @@ if sys.argv[1] == "theirs":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 with simulated_gpu():
     try:
-        with zero.distributed.world.ProcessWorld(timeout_s=20, device="cpu"):
+        with World(Processes("cpu", timeout_s=20)):
             if sys.argv[2] == "broken":
                 raise ValueError("bad batch")
         print("left")
@@ -96,7 +99,7 @@ def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, mon
     store = dist.HashStore()
     for rank in range(2):
         store.set(f"here/{rank}", "a host")
-    monkeypatch.setattr(ProcessWorld, "_are_nodes_alike", lambda self: True)  # nobody is there to be asked
+    monkeypatch.setattr(Processes, "_are_nodes_alike", lambda self: True)  # nobody is there to be asked
     gpu = SimpleNamespace(uuid="GPU-7", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -107,9 +110,9 @@ def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, mon
     connected = []
     monkeypatch.setattr(process_group, "connect_all", lambda store, rank, *_, **__: connected.append(rank))
     monkeypatch.setattr(process_group, "StallWatch", lambda *_, **__: None)
-    ProcessWorld(timeout_s=20)  # the first to come has it
+    open_transport(timeout_s=20)  # the first to come has it
     with pytest.raises(MachineError) as refusal:
-        ProcessWorld(timeout_s=20)
+        open_transport(timeout_s=20)
     assert str(refusal.value) == (
         "rank 1 of 2 sees one GPU, which another rank uses. Type launch.ranks=1, or launch.device=cpu."
     )

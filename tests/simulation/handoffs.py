@@ -1,9 +1,9 @@
 """Record the order of jobs of the store and of collectives for the race detector of a simulated GPU.
 
-The methods of `WorkerPool`, `PrefetchStore` and `World` through which threads and ranks synchronize are wrapped. A job
-of the store is ordered after the call that submitted it and after earlier jobs on the same pages and the same slot, and
-before the end of a wait for its ticket. A collective runs on a stream of its own, the network. It is ordered after the
-work enqueued on the current stream so far, and before later work of a stream that waits for it.
+The methods of `WorkerPool`, `PrefetchStore`, `World` and its transports through which threads and ranks synchronize are
+wrapped. A job of the store is ordered after the call that submitted it and after earlier jobs on the same pages and the
+same slot, and before the end of a wait for its ticket. A collective runs on a stream of its own, the network. It is
+ordered after the work enqueued on the current stream so far, and before later work of a stream that waits for it.
 """
 
 from abc import ABC, abstractmethod
@@ -19,15 +19,17 @@ from torch import Tensor
 from tests.simulation.races import Past
 from tests.simulation.streams import Handoffs, Key, Marker, Streams, thread, untraced
 from zero.checkpoint import Saving
-from zero.distributed.world import Handle, Transport, World
+from zero.distributed.agreement import Hosts
+from zero.distributed.transport import Processes, Transport
+from zero.distributed.world import World
 from zero.platform.device import Device
-from zero.platform.handle import Then
+from zero.platform.handle import Handle, Then
 from zero.platform.modes import DeviceMode
 from zero.store.base import Page, Ticket
 from zero.store.events import Action, Copy, Modify, Move, Read, Transfer, Work
 from zero.store.prefetch import PrefetchStore
 from zero.store.workers import WorkerPool
-from zero.testing.thread_world import ThreadWorld
+from zero.testing.thread_world import Threads
 
 
 class InstrumentedDevice(Device, ABC):
@@ -97,8 +99,8 @@ def instrumentation() -> Iterator[None]:
         (World, "__enter__", _enter),
         (World, "__exit__", _exit),
     ]
-    wrapped += [(World, name, _between_hosts) for name in ("agree", "barrier", "gather_texts", "share")]
-    wrapped += [(world, name, wrap) for world in (ThreadWorld, Transport) for name, wrap in COLLECTIVES.items()]
+    wrapped += [(Hosts, name, _between_hosts) for name in ("agree", "barrier", "gather_texts", "share")]
+    wrapped += [(transport, name, wrap) for transport in (Threads, Processes) for name, wrap in COLLECTIVES.items()]
     with ExitStack() as undo:
         for owner, name, wrap in wrapped:
             undo.enter_context(patch.object(owner, name, partialmethod(wrap, getattr(owner, name))))
@@ -269,53 +271,53 @@ def _exit(world: World, original: Any, *error: Any) -> Any:
         thread.gpu = None
 
 
-def _between_hosts(world: World, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _between_hosts(hosts: Hosts, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a collective of small host tensors unrecorded, because with a GPU it uses gloo and no stream."""
     with untraced():
-        return original(world, *args, **kwargs)
+        return original(hosts, *args, **kwargs)
 
 
-def _gather(world: World, original: Any, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
-    if aside or not _is_traced(world, full_P):
+def _gather(here: Transport, original: Any, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
+    if aside or not _is_traced(here, full_P):
         with untraced():
-            return original(world, shard_S, full_P, op, aside=aside)
-    return _collective(world, op, shard_S, full_P, lambda into: original(world, shard_S, into, op))
+            return original(here, shard_S, full_P, op, aside=aside)
+    return _collective(here, op, shard_S, full_P, lambda into: original(here, shard_S, into, op))
 
 
-def _exchange(world: World, original: Any, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-    if not _is_traced(world, recv_P):
-        return original(world, full_P, recv_P, op)
-    return _collective(world, op, full_P, recv_P, lambda into: original(world, full_P, into, op))
+def _all_to_all(here: Transport, original: Any, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
+    if not _is_traced(here, recv_P):
+        return original(here, full_P, recv_P, op)
+    return _collective(here, op, full_P, recv_P, lambda into: original(here, full_P, into, op))
 
 
 def _reshard(
-    world: World, original: Any, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str
+    here: Transport, original: Any, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str
 ) -> Handle:
-    if not _is_traced(world, into):
-        return original(world, source, into, before, after, op)
-    return _collective(world, op, source, into, lambda late: original(world, source, late, before, after, op))
+    if not _is_traced(here, into):
+        return original(here, source, into, before, after, op)
+    return _collective(here, op, source, into, lambda late: original(here, source, late, before, after, op))
 
 
-def _broadcast(world: World, original: Any, flat: Tensor, source: int, op: str) -> Handle:
-    if not _is_traced(world, flat) or world.rank == source:
-        return original(world, flat, source, op)
-    return _collective(world, op, flat[:0], flat, lambda into: original(world, into, source, op))
+def _broadcast(here: Transport, original: Any, flat: Tensor, source: int, op: str) -> Handle:
+    if not _is_traced(here, flat) or here.rank == source:
+        return original(here, flat, source, op)
+    return _collective(here, op, flat[:0], flat, lambda into: original(here, into, source, op))
 
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {
-    "_gather": _gather,
-    "_exchange": _exchange,
-    "_reshard": _reshard,
-    "_sum": _exchange,
-    "_broadcast": _broadcast,
+    "gather": _gather,
+    "all_to_all": _all_to_all,
+    "reshard": _reshard,
+    "reduce_scatter": _all_to_all,
+    "broadcast": _broadcast,
 }
 
 
-def _is_traced(world: World, tensor: Tensor) -> bool:
-    return thread.gpu is world.compute and not thread.is_untraced and world.compute.is_home_of(tensor)
+def _is_traced(here: Transport, tensor: Tensor) -> bool:
+    return thread.gpu is here.compute and not thread.is_untraced and here.compute.is_home_of(tensor)
 
 
-def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Callable[[Tensor], Handle]) -> Handle:
+def _collective(here: Transport, op: str, source: Tensor, into: Tensor, start: Callable[[Tensor], Handle]) -> Handle:
     """Start a collective on a simulated stream of its own, the network; return the handle to wait for.
 
     On deferred streams, the result is also written to `into` as late as the waits allow.
@@ -325,7 +327,7 @@ def _collective(world: World, op: str, source: Tensor, into: Tensor, start: Call
         into: the tensor that receives the result.
         start: starts the real collective, which writes its result into the argument.
     """
-    gpu = world.compute
+    gpu = here.compute
     assert isinstance(gpu, InstrumentedDevice)
     streams = gpu.streams
     before, marker = Marker(), Marker()

@@ -34,7 +34,7 @@ DEVICE_FILES = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platfo
 """Files that define waits. The line of a wait is that of a caller outside of these files."""
 FORWARDING = {
     ("zero/platform/handle.py", "wait"),
-    ("zero/distributed/world.py", "wait"),
+    ("zero/distributed/traffic.py", "wait"),
     ("zero/store/workers.py", "wait"),
     ("zero/store/prefetch.py", "drain"),
 }

@@ -210,7 +210,7 @@ def test_of_runs_that_tokenise_at_once_the_slower_takes_what_the_faster_made(con
 
 
 def opened(world, config):
-    world.timeout_s = 1.5
+    world._transport.timeout_s = 1.5
     data = open_data(config, SEQ, 0, world)
     return data.digest, data.batch(2, world.rank, world.rank + 1).tolist()
 

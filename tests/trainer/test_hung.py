@@ -96,7 +96,8 @@ def arm(hang: Hang, folder: Path) -> None:
         if number == hang.step and worlds[0].rank == hang.rank:
             due.release()
         elif number == hang.step:
-            worlds[0]._processes._timeout_s = worlds[0]._processes._wait_s = PATIENCE_S / 2
+            processes = worlds[0]._transport._processes
+            processes.operations._timeout_s = processes._wait_s = PATIENCE_S / 2
         return microbatches(run, number)
 
     def stopping(*args: Any, **keys: Any) -> Any:

@@ -154,7 +154,8 @@ def turn_in_a_circle() -> None:
         while world.rank == 1:
             pass
         world.at("step 3, backward")
-        world._processes._timeout_s = world._processes._wait_s = 0.25
+        processes = world._transport._processes  # type: ignore[attr-defined]
+        processes.operations._timeout_s = processes._wait_s = 0.25
         world.barrier("the end")
 
 

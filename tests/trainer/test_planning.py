@@ -520,7 +520,7 @@ def nvme_plan(update: str = "lazy") -> zero.Plan:
 def test_a_serial_step_lasts_as_the_law_says():
     """C + O; what a lazy one lasts is tested in `test_step_seconds`."""
     plans = {update: nvme_plan(update) for update in ("lazy", "serial")}
-    pages = plans["lazy"].store_pages()
+    pages = plans["lazy"].pages.store_pages()
     on_disk_bytes = sum(spec.nbytes for page, spec in pages.items() if plans["lazy"].tier(page) == "nvme")
     offload_s = on_disk_bytes / ROUND.disk_read_bytes  # written at the same time and rate
     for forward_s, backward_s in ((offload_s / 2, offload_s), (2 * offload_s, 3 * offload_s)):

@@ -13,7 +13,7 @@ from torch import nn
 import zero
 from zero.checkpoint.contents import flats
 from zero.checkpoint.manifest import entries
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.errors import CheckpointError
 from zero.settings.build import build_optimizer
 from zero.trainer.compose import compose, settings_in
@@ -29,7 +29,7 @@ def settled(*words: str) -> Config:
 def planned(config: Config) -> zero.Plan:
     """A matrix, a bias and an embedding with the optimizer of a run."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
-    return zero.Plan(model, optimizer=build_optimizer(config), world=SoloWorld())
+    return zero.Plan(model, optimizer=build_optimizer(config), world=World.solo())
 
 
 def saved_by(config: Config):

@@ -23,7 +23,8 @@ from zero.deepspeed.runtime.dataloader import Loader
 from zero.deepspeed.runtime.lr_schedules import SCHEDULES, Scheduler
 from zero.deepspeed.zero import flag_leaf_modules, get_z3_leaf_modules
 from zero.distributed.mesh import local_part
-from zero.distributed.world import World, open_default_group
+from zero.distributed.opening import open_default_group
+from zero.distributed.world import World
 from zero.engine.init import init, open_store
 from zero.engine.model import buffers_of, frozen_matrices, is_meta, lacks_values, same_bits
 from zero.engine.plan import Plan

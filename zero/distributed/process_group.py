@@ -8,10 +8,8 @@ Every wait has a deadline. After a failed operation the group cannot be used aga
 """
 
 import os
-import re
 import time
 import zlib
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -21,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.distributed.failure import NAMING_S, LastWord, Note, Notes, explain_failure
+from zero.distributed.failure import NAMING_S, Note, Notes
+from zero.distributed.operations import Operations, signature_of
 from zero.distributed.rendezvous import (
     check_groups,
     connect_all,
@@ -36,12 +35,6 @@ from zero.distributed.stalled import StallWatch, Wait, cut_sockets, open_sockets
 from zero.errors import MachineError, WorldError
 from zero.platform.device import Device
 from zero.platform.handle import Done, Handle, Then
-
-_LOST = re.compile(r"\.cc:\d+\].*([Cc]onnection (closed|reset)|[Tt]imed out)", re.DOTALL)
-"""The errors of gloo, with its line, that end a collective of the script's, because of another rank."""
-
-RECENT_OPS = 64
-"""Number of latest operations that a rank remembers, to find the first one that differs between ranks."""
 
 
 class ProcessGroup:
@@ -58,15 +51,13 @@ class ProcessGroup:
 
     def __init__(self, rank: int, size: int, compute: Device, timeout_s: float) -> None:
         self.rank, self.size = rank, size
-        self._others = tuple(other for other in range(size) if other != rank)
         self.local_size = min(env_int("LOCAL_WORLD_SIZE", str(self.size)), self.size)
-        self._compute, self._timeout_s, self._wait_s = compute, timeout_s, timeout_s - min(NAMING_S, timeout_s / 2)
+        self._compute, self._wait_s = compute, timeout_s - min(NAMING_S, timeout_s / 2)
         self._store = open_key_value_store(self.rank, self.size, timeout_s)
         self._claim_gpu()
         address = store_address()  # read now, because the environment may have changed when the process ends
         self._notes = Notes(self._store, self.rank, self.size, partial(listens, address))
-        self._place = ""
-        self._hosts = hosts(self._store, self.size)
+        machines = hosts(self._store, self.size)
         hint = ""
         several = self.local_size < self.size
         if several or "LOCAL_WORLD_SIZE" in os.environ:
@@ -82,15 +73,11 @@ class ProcessGroup:
         )
         self._parts: dict[str, dist.ProcessGroup] = {}  # name of a part -> its GPU communicator
         connections = open_sockets() - before
-        self._numbers = Counter[str]()  # order -> number of operations started in it
-        self._started: deque[tuple[int, str]] = deque(maxlen=RECENT_OPS)
-        self._failure: WorldError | None = None
-        self._raised = False
-        self._last_word = LastWord(self._notes)
+        self.operations = Operations(self._notes, rank, size, machines, timeout_s)
         self._stalls = StallWatch(
             self._notes,
-            started=lambda: dict(self._started.copy()),  # an atomic copy: the training thread appends meanwhile
-            counted=self._numbers.copy,
+            started=self.operations.started,
+            counted=self.operations.counted,
             cut=partial(self._cut, connections),
         )
 
@@ -111,30 +98,6 @@ class ProcessGroup:
             backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
         )
         return dist.group.WORLD
-
-    def at(self, place: str) -> None:
-        """Record the phase that this rank is in, for the errors of ranks that wait for it."""
-        self._place = place
-        if Notes.board is not None:
-            Notes.board.set_place(self.rank, place)
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves because of `error`."""
-        self._raised = True
-        self._notes.post(Note.of_raise(error))
-
-    def fail_beside(self, error: BaseException) -> None:
-        """Do as `fail`, but if a collective of torch has lost another rank, note on `error` the rank that failed."""
-        lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _LOST.search(str(error)))
-        if not lost:
-            self.fail(error)
-            return
-        self._raised = True
-        mine = Note.of_wait(error, "a collective of torch", dict(self._started), None)
-        self._notes.post(mine)
-        notes = self._notes.read()
-        cause = explain_failure(self.rank, self.size, mine, notes, self._timeout_s, Notes.board, self._hosts)
-        error.add_note(str(cause))
 
     def open_part(self, ranks: Sequence[int], name: str, *, priority: bool = False) -> None:
         """Open a GPU communicator of some ranks. On a CPU nothing is opened, because messages are matched by tags.
@@ -160,18 +123,17 @@ class ProcessGroup:
         """Leave the group. With `keep_default` torch's default process group stays open."""
         if self._group is None:
             return
-        self._last_word.cancel()
+        self.operations.close()
         self._stalls.close()
         self._notes.post(Note.of_leaving())
         whole, self._group = self._group, None
         if self._stalls.is_cut and not self._compute.shares_memory:
             return  # torch has forgotten the aborted groups
-        failed = self._failure is not None or self._raised  # in an operation, or in this rank's own code
         for group in (*self._parts.values(), whole):
             is_default = self._owns_default and group is whole
             if keep_default and is_default:
                 continue
-            if failed and not self._compute.shares_memory:
+            if self.operations.has_failed and not self._compute.shares_memory:
                 abort(group)  # destroying it would wait for kernels that wait for a failed rank
             else:
                 dist.destroy_process_group(None if is_default else group)
@@ -187,13 +149,13 @@ class ProcessGroup:
         tag = self._begin(op, whole, order)
         if not whole.numel():
             return Done()
-        waited = Wait(order, self._numbers[order], signature_of(op, whole), (*(out or into),))
+        waited = Wait(order, self.operations.number(order), signature_of(op, whole), (*(out or into),))
         works = [(peer, self._try(op, peer, dist.irecv, flat, peer, self._group, tag)) for peer, flat in into.items()]
         works += [(peer, self._try(op, peer, dist.isend, flat, peer, self._group, tag)) for peer, flat in out.items()]
 
         def wait() -> None:
-            if self._failure is not None:
-                raise self._failure
+            if self.operations.failure is not None:
+                raise self.operations.failure
             end_s = time.monotonic() + self._wait_s
             with self._stalls.watching(waited):
                 for peer, work in works:
@@ -221,7 +183,8 @@ class ProcessGroup:
             return Done()
         group = self._parts[order] if order else self._group
         work = self._try(op, None, partial(collective, out, source, group=group, async_op=True))
-        waited = Wait(order, self._numbers[order], signature_of(op, whole), self._others)
+        others = tuple(rank for rank in range(self.size) if rank != self.rank)
+        waited = Wait(order, self.operations.number(order), signature_of(op, whole), others)
 
         def wait() -> None:  # blocks the host on a CPU only
             with self._stalls.watching(waited):
@@ -232,7 +195,7 @@ class ProcessGroup:
     def on_host(self, tensor: Tensor, op: str) -> Tensor:
         """Return a tensor in host memory. The host waits for the device, and so for collectives that were started."""
         try:
-            with self._stalls.watching(Wait("", self._numbers[""], op, ())):
+            with self._stalls.watching(Wait("", self.operations.number(""), op, ())):
                 copied = self._compute.on_host(tensor)
         except RuntimeError:
             self._check_cut(op)
@@ -253,7 +216,7 @@ class ProcessGroup:
         def fail() -> None:
             raise RuntimeError("the connections were cut")
 
-        if self._stalls.is_cut and self._failure is None:
+        if self._stalls.is_cut and self.operations.failure is None:
             self._try(op, None, fail)
 
     def _begin(self, op: str, whole: Tensor, order: str) -> int:
@@ -261,32 +224,16 @@ class ProcessGroup:
         if self._group is None:
             raise WorldError(f"{op}: rank {self.rank} has left this world. Open a new one.")
         self._check_cut(op)
-        if self._failure is not None:
-            raise self._failure
+        if self.operations.failure is not None:
+            raise self.operations.failure
         signature = signature_of(op, whole)
-        self._numbers[order] += 1
-        if not order.endswith(" aside"):  # operations of parts get larger numbers than those of the whole world
-            self._started.append((self._numbers[order] + (_tag(order) << 32 if order else 0), signature))
-        return _tag(f"{order} {self._numbers[order]} {signature}")
+        return _tag(f"{order} {self.operations.begin(order, _tag(order), signature)} {signature}")
 
     def _try(self, op: str, peer: int | None, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
         except RuntimeError as error:
-            if self._failure is None:
-                where = f"{op} ({self._place})" if self._place else op
-                mine = Note.of_wait(error, where, dict(self._started), peer)
-                self._notes.post(mine)
-                notes = self._notes.read()
-                self._failure = explain_failure(
-                    self.rank, self.size, mine, notes, self._timeout_s, Notes.board, self._hosts
-                )
-            raise self._failure from error
-
-
-def signature_of(op: str, whole: Tensor) -> str:
-    """Return a description of an operation, which must be the same on every rank."""
-    return f"{op}, {whole.numel()} elements of {whole.dtype}"
+            raise self.operations.failed(error, op, peer) from error
 
 
 def nccl_options(timeout: timedelta) -> "dist.ProcessGroupNCCL.Options":

@@ -260,10 +260,8 @@ def _wire(plan: Plan, store: PrefetchStore, units: tuple[UnitState, ...], takeov
     gradients = PagedGradients(plan, store, tape) if plan.facts.grads_offloaded else Gradients()
     routes = Routes(
         plan.world,
-        gather_by_node=plan.facts.gathers_by_node,
-        sum_by_node=plan.facts.sums_by_node,
-        native=plan.facts.sums_natively,
-        copies=plan.facts.sharers < plan.world.size,
+        plan.facts.gather_route,
+        plan.facts.sum_route,
         travels=plan.precision.reduce,
     )
     advance = partial(routes.advance, sums=False)

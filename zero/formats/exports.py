@@ -20,7 +20,7 @@ from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
 from zero.checkpoint.manifest import Entry
 from zero.core.codec import CODECS
 from zero.core.master import rounded
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
 from zero.formats.adapter import names_of_peft, refuse_adapters, write as write_adapter
 from zero.formats.safetensors_folder import write as write_hf
@@ -55,7 +55,7 @@ def open_newest(path: Path, progress: Progress = silent) -> tuple[Checkpoint, li
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    return open_at(SoloWorld(), path, progress)
+    return open_at(World.solo(), path, progress)
 
 
 def export_checkpoint(

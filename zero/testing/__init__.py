@@ -2,11 +2,10 @@
 
 from zero.testing.processes import forked_ranks, run_processes
 from zero.testing.store_contract import StoreContract
-from zero.testing.thread_world import ThreadWorld, run_ranks
+from zero.testing.thread_world import run_ranks
 
 __all__ = [
     "StoreContract",
-    "ThreadWorld",
     "forked_ranks",
     "run_processes",
     "run_ranks",

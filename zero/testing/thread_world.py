@@ -15,7 +15,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,10 +24,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero.distributed.failure import GRACE_S, by_rank, first_line, some_ranks
-from zero.distributed.process_group import signature_of
-from zero.distributed.world import Handle, World
+from zero.distributed.operations import signature_of
+from zero.distributed.transport import Transport
+from zero.distributed.world import World
 from zero.errors import ConfigError, DeadlineError, RankFailedError, WorldError
-from zero.platform.handle import Then
+from zero.platform.handle import Handle, Then
 
 
 class _Buffers(NamedTuple):
@@ -136,10 +136,8 @@ class _Shared:
         raise RankFailedError(f"rank {first} failed first: {cause} (rank {rank} was in {op})") from error
 
 
-class ThreadWorld(World):
-    """One rank of a world whose ranks are threads of this process. Each rank needs its own copy of a module.
-
-    `all_ranks` makes the ranks of a world, and `run_ranks` also runs their threads.
+class Threads(Transport):
+    """Threads of this process as ranks, seen from one of them. Each rank needs its own copy of a module.
 
     Raises, in collectives:
         WorldError: ranks run different operations, or a rank has left the world.
@@ -147,19 +145,14 @@ class ThreadWorld(World):
         DeadlineError: a rank did not start the collective within the timeout.
     """
 
-    def __init__(self, rank: int, shared: _Shared, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, rank: int, shared: _Shared, *, timeout_s: float) -> None:
         super().__init__(rank, shared.size, device="cpu", timeout_s=timeout_s)
         self._shared = shared
-        self._numbers = Counter[tuple[str, bool]]()  # (part, aside) -> number of collectives started
+        self._numbers = Counter[tuple[str, bool]]()  # (order, aside) -> number of collectives started
 
     @classmethod
-    def all_ranks(cls, size: int, *, nodes: int = 1, timeout_s: float = 120.0) -> "list[ThreadWorld]":
-        """Make the ranks of a new world; each is used by one thread.
-
-        Args:
-            size: number of ranks.
-            nodes: number of simulated machines, with an equal number of ranks on each.
-            timeout_s: maximum seconds that a rank waits for the others in a collective.
+    def all_ranks(cls, size: int, *, nodes: int = 1, timeout_s: float = 120.0) -> "list[Threads]":
+        """Return the ranks of a new run, see `run_ranks`; each is used by one thread.
 
         Raises:
             ConfigError: `nodes` does not divide `size`.
@@ -167,16 +160,10 @@ class ThreadWorld(World):
         if size % nodes:
             raise ConfigError(f"{size} ranks do not divide by {nodes} nodes")
         shared = _Shared(size)
-        worlds = [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
-        for world in worlds:
-            world.local_size = size // nodes
-        return worlds
-
-    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False, alike: bool = False) -> World:
-        part = copy(self)
-        members, name = [self._ranks[rank] for rank in ranks], f"{name} of {self._name}" if self._name else name
-        part._be_part(self.whole, members, name, alike=alike)
-        return part
+        ranks = [cls(rank, shared, timeout_s=timeout_s) for rank in range(size)]
+        for rank in ranks:
+            rank.local_size = size // nodes
+        return ranks
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -188,32 +175,32 @@ class ThreadWorld(World):
             self._shared.generator_lock.release()
 
     def fail(self, error: BaseException) -> None:
-        self._shared.fail(self._ranks[self.rank], error)
+        self._shared.fail(self.ranks[self.rank], error)
 
-    def close(self) -> None:
-        self._shared.leave(self._ranks[self.rank])
+    def close(self, *, keep_default: bool) -> None:
+        self._shared.leave(self.ranks[self.rank])
 
-    def _gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
+    def gather(self, shard_S: Tensor, full_P: Tensor, op: str, *, aside: bool = False) -> Handle:
         return self._start(op, _Buffers(shard_S, full_P), _move_gather, aside=aside)
 
-    def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
-        return self._start(op, _Buffers(full_P, recv_P), _move_exchange)
+    def all_to_all(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
+        return self._start(op, _Buffers(full_P, recv_P), _move_all_to_all)
 
-    def _reshard(self, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str) -> Handle:
+    def reshard(self, source: Tensor, into: Tensor, before: Sequence[int], after: Sequence[int], op: str) -> Handle:
         move = partial(_move_parts, before=before, after=after)
         return self._start(op, _Buffers(source, into, alike=source.new_empty(1)), move)
 
-    def _sum(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
+    def reduce_scatter(self, full_P: Tensor, recv_S: Tensor, op: str) -> Handle:
         return self._start(op, _Buffers(full_P, recv_S), _move_sum)
 
-    def _broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
+    def broadcast(self, flat: Tensor, source: int, op: str) -> Handle:
         return self._start(op, _Buffers(flat, flat), lambda buffers: _move_broadcast(buffers, source))
 
     def _start(self, op: str, buffers: _Buffers, move: _Move, *, aside: bool = False) -> Handle:
-        self._numbers[self._name, aside] += 1
-        rank, number = self._ranks[self.rank], (self._name, self._ranks, aside, self._numbers[self._name, aside])
-        collective = self._shared.start(rank, self._ranks, number, op, buffers, move)
-        return Then(lambda: self._shared.wait(rank, self._ranks, collective, op, self.timeout_s))
+        self._numbers[self.order, aside] += 1
+        rank, number = self.ranks[self.rank], (self.order, self.ranks, aside, self._numbers[self.order, aside])
+        collective = self._shared.start(rank, self.ranks, number, op, buffers, move)
+        return Then(lambda: self._shared.wait(rank, self.ranks, collective, op, self.timeout_s))
 
 
 def _move_gather(buffers: list[_Buffers]) -> None:
@@ -224,7 +211,7 @@ def _move_gather(buffers: list[_Buffers]) -> None:
                 slot_S.copy_(shard_S)
 
 
-def _move_exchange(buffers: list[_Buffers]) -> None:
+def _move_all_to_all(buffers: list[_Buffers]) -> None:
     size = len(buffers)
     for r, (_, recv_P, _) in enumerate(buffers):
         for (full_P, *_), slot_S in zip(buffers, recv_P.view(size, -1), strict=True):
@@ -260,7 +247,7 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, tim
 
     Args:
         size: number of ranks.
-        fn: the function. Its first argument is the rank's `ThreadWorld`. Each rank must make or copy its own model.
+        fn: the function. Its first argument is the rank's `World`. Each rank must make or copy its own model.
         args: further arguments of `fn`, shared by all ranks.
         nodes: number of simulated machines, with an equal number of ranks on each.
         timeout_s: maximum seconds of the run; also the timeout of collectives.
@@ -273,13 +260,13 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, nodes: int = 1, tim
             stop at once.
         DeadlineError: ranks were still running at the time limit; the message has their stacks.
     """
-    worlds = ThreadWorld.all_ranks(size, nodes=nodes, timeout_s=timeout_s)
-    shared = worlds[0]._shared
+    ranks = Threads.all_ranks(size, nodes=nodes, timeout_s=timeout_s)
+    shared, worlds = ranks[0]._shared, [World(rank) for rank in ranks]
     results: list[Any] = [None] * size
 
     core = _current_core() if size > 2 else None
 
-    def run(world: ThreadWorld) -> None:
+    def run(world: World) -> None:
         if core is not None:
             os.sched_setaffinity(0, {core})
         with contextlib.suppress(BaseException), world:

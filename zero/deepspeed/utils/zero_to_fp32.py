@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from zero.checkpoint import Checkpoint
 from zero.deepspeed.checkpoints import folder_of, open_saved
-from zero.distributed.world import SoloWorld
+from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
 from zero.formats.exports import export_checkpoint, whole_parameters
 
@@ -79,7 +79,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def _open(folder: str | PathLike[str], tag: str | None) -> Checkpoint:
-    opened, _ = open_saved(SoloWorld(), folder, tag)
+    opened, _ = open_saved(World.solo(), folder, tag)
     if opened is None:
         raise CheckpointError(f"{folder_of(folder, tag)}: there is no checkpoint. Pass save_dir of save_checkpoint.")
     return opened

@@ -123,7 +123,7 @@ class Reductions:
             self._gradients.open(unit, fresh=not again, held=True)
         sum_S, what = unit.own_grad_S(self._plan.rank), f"the gradient of {unit.spec.name}"
         of_node = partial_numel(self._plan.world, unit.spec.trainable.P)
-        while (partial := self.partials.take(of_node)) is None and self._plan.facts.sums_by_node:
+        while (partial := self.partials.take(of_node)) is None and self._plan.facts.sum_route.by_node:
             self._complete_oldest()
         flats, of_node_N = (sent.flat, received.flat), None if partial is None else partial.flat
         [handle] = self._tape.under_way(

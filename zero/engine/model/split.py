@@ -69,8 +69,8 @@ def split(
         class_names: classes whose instances are sites; None for the default policy of this module's docstring. If
             "auto" is one of the names, the default policy is used, but instances of the other classes are sites as a
             whole.
-        optimizer: chooses the group of each parameter. Matrices that are updated as a whole get units of their own; None:
-            all parameters are in group 0.
+        optimizer: chooses the group of each parameter, and the matrices that get units of their own; None: all are in
+            group 0.
         bucket_numel: units that follow each other are merged while their parameters have at most this many elements.
         coded: names of the frozen parameters that are stored as codes.
         codec: the format of these codes.

@@ -13,13 +13,23 @@ from zero.core.optim import Transform
 from zero.core.placement import Tier
 from zero.core.precision import Precision
 from zero.core.stage import Stage
+from zero.distributed.routes import (
+    GATHERS,
+    SUMS,
+    GatherRoute,
+    SumRoute,
+    are_even,
+    default_gather,
+    default_sum,
+    gather_route,
+    sum_route,
+)
 from zero.distributed.world import World
 from zero.engine.model import Splitting, UnitSpec
 from zero.errors import PlanError
 from zero.store import PageKind
 
 Scope = Literal["world", "node"]
-Reduction = Literal["exact", "native", "node"]
 
 
 def sharers(world: World, shard: Scope) -> int:
@@ -27,29 +37,32 @@ def sharers(world: World, shard: Scope) -> int:
     return world.local_size if shard == "node" else world.size
 
 
-def facts_of(
-    *, world: World, gather: Scope | Literal["auto"], reduce: Reduction | Literal["auto"], shard: Scope, **given: Any
-) -> "Facts":
+def facts_of(*, world: World, gather: str, reduce: str, shard: Scope, **given: Any) -> "Facts":
     """Return the facts of a run whose ways of sending may be "auto"; other arguments are fields of `Facts`.
 
     Raises:
         PlanError: the ranks are not on nodes as these ways need them.
     """
-    uneven = not world.nodes_alike or world.size % world.local_size
-    if uneven and "node" in (gather, reduce, shard):
+    sends_by_node = gather != "auto" and GATHERS[gather].by_node
+    adds_by_node = reduce != "auto" and SUMS[reduce].by_node
+    if not are_even(world) and (sends_by_node or adds_by_node or shard == "node"):
         raise PlanError(
             f"{world.size} ranks are not {world.local_size} consecutive ranks on each node. Start as many ranks on "
             "every node, or set zero.gather=world zero.reduce=exact zero.shard=world."
         )
-    if shard == "node" and reduce == "native":
+    if shard == "node" and reduce != "auto" and SUMS[reduce].backend_adds:
         raise PlanError("zero.shard=node adds by node. Set zero.reduce=auto.")
     if shard == "node" and world.local_size == 1 < world.size:
         raise PlanError("zero.shard=node shards nothing, because each node has one rank. Set zero.stage=0.")
-    if reduce == "auto":
-        reduce = "node" if world.local_size < world.size and not uneven else "exact"
-    scope: Scope = "world" if gather == "world" or uneven else "node"
-    facts = Facts(world=world, gather=scope, reduce=reduce, shard=shard, secondary=None, **given)
-    if gather == "node" or facts.param_tier != "nvme":  # with parameters on a disk host memory is probably too small
+    facts = Facts(
+        world=world,
+        gather=default_gather(world) if gather == "auto" else gather,
+        reduce=default_sum(world) if reduce == "auto" else reduce,
+        shard=shard,
+        secondary=None,
+        **given,
+    )
+    if sends_by_node or facts.param_tier != "nvme":  # with parameters on a disk host memory is probably too small
         facts = replace(facts, secondary="host" if facts.params_offloaded else "device")
     return facts
 
@@ -64,9 +77,7 @@ class Facts:
         kept_units: the indices of units that stay gathered between forward and backward.
         param_tier: the tier that holds parameters between two uses.
         grad_tier: the tier that holds gradients between backward and the update.
-        gather: "node" for hierarchical all-gathers within and between nodes, see `zero.distributed.routes`; or "world".
-        reduce: "exact" for sums of gradients in rank order; "native" for sums by the backend; "node" for hierarchical
-            sums within and between nodes.
+        gather, reduce: the names of the routes of parameters and of sums of gradients, see `zero.distributed.routes`.
         secondary: the tier of secondary shards, a rank's copies of shards of other nodes; None: no copies are kept.
         shard: "node" if each node holds a full copy of the state, sharded over its ranks; or "world".
     """
@@ -81,8 +92,8 @@ class Facts:
     kept_units: frozenset[int]
     param_tier: Tier
     grad_tier: Tier
-    gather: Scope
-    reduce: Reduction
+    gather: str
+    reduce: str
     secondary: Tier | None
     shard: Scope
 
@@ -152,21 +163,14 @@ class Facts:
         return self.world.rank % self.sharers
 
     @property
-    def has_nodes(self) -> bool:
-        """Whether there are several nodes with several ranks each; else hierarchical collectives equal plain ones."""
-        return 1 < self.world.local_size < self.world.size
+    def gather_route(self) -> GatherRoute:
+        """The route of gathers of parameters."""
+        return gather_route(self.gather, self.world, copied=self.sharers < self.world.size)
 
     @property
-    def gathers_by_node(self) -> bool:
-        return self.has_nodes and self.gather == "node" and self.shard == "world"
-
-    @property
-    def sums_by_node(self) -> bool:
-        return self.has_nodes and "node" in (self.reduce, self.shard)
-
-    @property
-    def sums_natively(self) -> bool:
-        return self.reduce == "native" and not self.sums_by_node
+    def sum_route(self) -> SumRoute:
+        """The route of sums of gradients."""
+        return sum_route(self.reduce, self.world, copied=self.sharers < self.world.size)
 
     @property
     def keeps_secondary(self) -> bool:
@@ -174,7 +178,7 @@ class Facts:
 
         They are refreshed by the first gather after an update.
         """
-        return self.secondary is not None and self.gathers_by_node and not self.resident
+        return self.secondary is not None and self.gather_route.by_node and not self.resident
 
     @property
     def full_update(self) -> bool:
@@ -210,7 +214,7 @@ class Facts:
 
         The received gradients are added in fp32, unless the backend adds: in this dtype, which is `precision.reduce`.
         """
-        if self.sums_natively:
+        if self.sum_route.backend_adds:
             return self.precision.reduce
         sent = self.grad_dtype if self.local_sum else self.precision.compute
         return min(self.precision.reduce, sent, key=lambda dtype: dtype.itemsize)

@@ -34,7 +34,7 @@ def settings_of(plan: Plan) -> dict[str, str]:
         agreed["norm_groups"] = " ".join(str(group.size) for group in plan.beside.groups)
     if "auto" in plan.offload.kinds:
         agreed["tiers of offload=auto"] = hashlib.sha256(repr(plan.placement).encode()).hexdigest()[:16]
-    if plan.facts.has_nodes and "node" in (plan.facts.gather, plan.facts.reduce, plan.facts.shard):
+    if plan.facts.gather_route.by_node or plan.facts.sum_route.by_node:
         agreed["ranks of a node"] = str(plan.world.local_size)
     for unit in plan.units:
         slots = repr((unit.trainable.slots, unit.frozen.slots, unit.codes.slots)).encode()

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from zero.engine.model import (
     split,
 )
 from zero.engine.plan.beside import Beside, check_matrices, placements, replicated_names, worlds_beside
-from zero.engine.plan.facts import Facts, Reduction, Scope, facts_of, sharers
+from zero.engine.plan.facts import Facts, Scope, facts_of, sharers
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.passes import Passes
 from zero.engine.plan.placing import (
@@ -144,8 +143,8 @@ class Plan:
         update: Update = "lazy",
         accumulate: int = 1,
         check_writes: bool = False,
-        gather: Scope | Literal["auto"] = "auto",
-        reduce: Reduction | Literal["auto"] = "auto",
+        gather: str = "auto",
+        reduce: str = "auto",
         shard: Scope = "world",
         norm_groups: Sequence[object] = (),
         replicated: Sequence[str] | None = None,

@@ -10,6 +10,7 @@ from zero.core import checks
 from zero.core.optim import Transform
 from zero.core.setting_types import RECOMPUTED, Activations
 from zero.core.suggest import some
+from zero.distributed.routes import GATHERS, SUMS
 from zero.distributed.world import World
 from zero.engine.arguments import type_text
 from zero.engine.model import APART, Backend, Site, Splitting, check_backend, refuse_taken
@@ -62,10 +63,10 @@ def check_settings(*, check_writes: bool, update: str, gather: str, reduce: str,
         checks.whole(key, number, least, of, PlanError)
     checks.boolean("zero.check_writes", check_writes, PlanError)
     for name, word, known in (
-        *(("update", update, Update), ("gather", gather, Literal["auto", "world", "node"])),
-        *(("reduce", reduce, Literal["auto", "exact", "native", "node"]), ("shard", shard, Scope)),
+        *(("update", update, get_args(Update)), ("gather", gather, ("auto", *GATHERS))),
+        *(("reduce", reduce, ("auto", *SUMS)), ("shard", shard, get_args(Scope))),
     ):
-        checks.one_of(f"zero.{name}", word, get_args(known), PlanError)
+        checks.one_of(f"zero.{name}", word, known, PlanError)
 
 
 def policies_of(activations: Activations | Mapping[str, Activations], compile: Backend) -> Mapping[str, Activations]:

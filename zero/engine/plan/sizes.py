@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 
 from zero.core.layout import Layout
-from zero.distributed.routes import partial_numel
 from zero.engine.memory import Pool
 from zero.engine.model import Flat, UnitSpec
 from zero.engine.plan.facts import Facts
@@ -48,7 +47,7 @@ class Sizes:
 
     def received_numel(self, layout: Layout) -> int:
         """Return the number of elements that a rank receives in the reduction of a flat gradient."""
-        return layout.S if self.facts.sums_natively else layout.P
+        return layout.S if self.facts.sum_route.backend_adds else layout.P
 
     def secondary_numel(self, layout: Layout) -> int:
         """Return the number of elements of this rank's secondary shard of a stored flat; 0 if none is kept.
@@ -118,7 +117,7 @@ class Sizes:
         largest = nlargest(3, layouts, key=lambda layout: layout.P)
         sizes = [numel for layout in largest[:2] for numel in (layout.P, self.received_numel(layout))]
         uses = Counter(unit for site in self.facts.splitting.sites for unit in site.units)
-        if self.facts.sums_natively and (self.facts.splitting.depth or max(uses.values(), default=0) > 1):
+        if self.facts.sum_route.backend_adds and (self.facts.splitting.depth or max(uses.values(), default=0) > 1):
             sizes += [layout.P for layout in largest[2:]]
         for unit in self.facts.units:
             if unit.shared and unit.trainable in layouts and unit.trainable not in largest[:2]:
@@ -127,7 +126,8 @@ class Sizes:
 
     def partial_sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each buffer for sums within a node: one for each reduction."""
-        return tuple(partial_numel(self.facts.world, P) for P in self.flat_sizes()[::2] if self.facts.sums_by_node)
+        route, world = self.facts.sum_route, self.facts.world
+        return tuple(route.partial_numel(world, P) for P in self.flat_sizes()[::2] if route.by_node)
 
     def grad_buffer_sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each buffer that offloaded gradients arrive in."""

@@ -5,11 +5,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-
 from zero.core.layout import VECTOR
 from zero.core.placement import Tier
-from zero.distributed.world import common_numels
+from zero.distributed.transport import common_numels
 from zero.engine.model import UnitSpec
 from zero.engine.plan.plan import Plan
 from zero.store import PageKind
@@ -208,11 +206,7 @@ def _expanding_bytes(plan: Plan, unit: UnitSpec) -> float:
 
 def _gather(plan: Plan, full_bytes: int) -> Load:
     """Return the bytes that a rank receives when flat tensors of `full_bytes` in total are all-gathered."""
-    size, local, nodes = plan.world.size, plan.world.local_size, plan.world.nodes
-    if plan.facts.sharers < size:
-        return Load(link=full_bytes * (local - 1) / local)
-    between = nodes - 1 if plan.facts.gathers_by_node else size - local
-    return Load(link=full_bytes * (size - 1) / size, wire=full_bytes * between / size)
+    return Load(**plan.facts.gather_route.received(plan.world, full_bytes)._asdict())
 
 
 def _sum(plan: Plan, numel: int) -> Load:
@@ -220,21 +214,8 @@ def _sum(plan: Plan, numel: int) -> Load:
 
     If each node has a copy of the state, this includes the exchange that gives every copy the sum.
     """
-    size, local, nodes, sent_bytes = (
-        plan.world.size,
-        plan.world.local_size,
-        plan.world.nodes,
-        plan.facts.flat_dtype.itemsize,
-    )
-    if plan.facts.sums_natively:  # around a ring over all ranks, of which two links of each node are wires
-        received = numel * sent_bytes * (size - 1) / size
-        return Load(link=received, wire=received / local if nodes > 1 else 0)
-    if not plan.facts.sums_by_node:
-        link, wire = (numel * sent_bytes * others / size for others in (size - 1, size - local))
-        return Load(link=link, wire=wire)
-    back_bytes = torch.float32.itemsize if plan.facts.sharers < size else 0  # each copy of the state gets the sum
-    wire = numel * (plan.precision.reduce.itemsize + back_bytes) * (nodes - 1) / size
-    return Load(link=numel * sent_bytes * (local - 1) / local + wire, wire=wire)
+    sent_bytes, travels_bytes = plan.facts.flat_dtype.itemsize, plan.precision.reduce.itemsize
+    return Load(**plan.facts.sum_route.received(plan.world, numel, sent_bytes, travels_bytes)._asdict())
 
 
 def _read(tier: Tier, nbytes: int, device_is_host: bool) -> Load:

@@ -65,11 +65,11 @@ def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", pr
         ConfigError: as `check_hf`; or a text cannot be read, or there are too few tokens.
         MachineError: the texts or the cache cannot be read or written, for example because the disk is full.
     """
-    from zero.distributed.world import SoloWorld
+    from zero.distributed.world import World
     from zero.trainer.data.tokens import open_tokens
 
     tokenizer = Tokenizer(config.tokenizer, config.end)
-    folder = _agreed(config, tokenizer, world or SoloWorld(), progress)
+    folder = _agreed(config, tokenizer, world or World.solo(), progress)
     held = folder / HELD
     tokens = TokensConfig(
         path=str(folder / TRAIN),

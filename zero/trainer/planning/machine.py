@@ -11,12 +11,13 @@ from zero.core.offload import Offload
 from zero.core.placement import Room, budget_bytes, usable_bytes, usable_host_bytes
 from zero.core.sizes import GiB, size_text
 from zero.core.suggest import meant
-from zero.distributed.world import Handle, World
+from zero.distributed.transport import Transport
+from zero.distributed.world import World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device, free_host_bytes
 from zero.platform.gpu_peaks import PEAKS, Peak, peak_of
-from zero.platform.handle import Done
+from zero.platform.handle import Done, Handle
 from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
 
@@ -24,8 +25,8 @@ NODE_RANKS = 8
 """Ranks on a node of a described machine, unless `plan.ranks_per_node` is set."""
 
 
-class PaperWorld(World):
-    """Rank 0 of a world for planning: a size and a device, but no other ranks. Collectives raise WorldError."""
+class Paper(Transport):
+    """Rank 0 of ranks that do not exist, so collectives raise WorldError."""
 
     def __init__(self, size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> None:
         super().__init__(0, size, device=device, timeout_s=1.0)
@@ -34,17 +35,24 @@ class PaperWorld(World):
     def _refuse(self, *arguments: Any, **_: Any) -> Handle:
         raise WorldError(f"{arguments[-1]}: a world on paper has no other ranks")
 
-    _gather = _exchange = _reshard = _sum = _broadcast = _refuse
+    gather = all_to_all = reshard = reduce_scatter = broadcast = _refuse
 
-    def part(self, ranks: Sequence[int], name: str, *, priority: bool = False, alike: bool = False) -> World:
+    def part(self, ranks: Sequence[int], name: str, *, alike: bool = False) -> Transport:
         return PaperGroup(len(ranks), local_size=len(ranks), device=self.compute.kind)
 
 
-class PaperGroup(PaperWorld):
+class PaperGroup(Paper):
     """Rank 0 of a group whose exchanges move nothing, for traces of tensors that have no memory."""
 
-    def _exchange(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
+    def all_to_all(self, full_P: Tensor, recv_P: Tensor, op: str) -> Handle:
         return Done()
+
+
+class PaperWorld(World):
+    """Rank 0 of a world for planning: a size and a device, but no other ranks. Collectives raise WorldError."""
+
+    def __init__(self, size: int, *, local_size: int, device: Literal["cuda", "cpu"]) -> None:
+        super().__init__(Paper(size, local_size=local_size, device=device))
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class Machine:
         return budget_bytes(offload.host_budget, self.room.host)
 
     @property
-    def world(self) -> PaperWorld:
+    def world(self) -> World:
         """A world of the machine's size for planning, without other ranks."""
         return PaperWorld(self.ranks, local_size=self.ranks_per_node, device=self.device)
 

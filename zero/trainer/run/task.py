@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zero.core.sizes import size_text
 from zero.core.suggest import some
-from zero.distributed.world import SoloWorld, World
+from zero.distributed.world import World
 from zero.engine.model import empty
 from zero.errors import ConfigError
 from zero.integrations.sequence import sequence_parallel
@@ -106,7 +106,7 @@ def _of_transformers(config: Config, chosen: HFConfig, shared_rows: SharedRows |
     whole_rows = None
     if shared_rows is not None:
         sequence_parallel(model, shared_rows.group)
-        whole_rows = SharedRows(SoloWorld(shared_rows.group.device))
+        whole_rows = SharedRows(World.solo(shared_rows.group.device))
     if chosen.lora.rank:
         add_lora(model, chosen)
     folder = Path(chosen.path)

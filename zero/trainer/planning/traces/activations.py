@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero.core.setting_types import RECOMPUTED, Activations as Policy
+from zero.distributed.world import World
 from zero.engine.model import split
 from zero.engine.plan import activations_of
 from zero.sequence import SharedRows
@@ -55,7 +56,7 @@ class Activations:
         self.site_names = [site.name for site in self._splitting.sites]
         self._compute = build_precision(config).compute
         sequence = config.zero.sequence
-        self._group = PaperGroup(sequence, local_size=sequence, device="cpu")
+        self._group = World(PaperGroup(sequence, local_size=sequence, device="cpu"))
         self._shared_rows = SharedRows(self._group) if sequence > 1 else None
         self._traced: dict[tuple[int, int, _Policies, bool], Traced] = {}
 

@@ -46,7 +46,7 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
     from step_systems import forget_peak
 
     import zero
-    from zero.platform.device import host_peak_bytes
+    from zero.platform.host_memory import host_peak_bytes
     from zero.settings.build import build_plan
     from zero.tracker import Tracker
     from zero.trainer.config import read

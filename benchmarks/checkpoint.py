@@ -130,7 +130,7 @@ def main() -> int:
     options = arguments()
     import torch
 
-    from zero.platform.device import host_peak_bytes
+    from zero.platform.host_memory import host_peak_bytes
     from zero.trainer.models import GPT, GPTConfig, loss
 
     torch.set_num_threads(options.threads)

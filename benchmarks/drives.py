@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from tests.faults.disks import Drive  # noqa: E402
-from zero.platform.device import aligned_zeros, work_alone  # noqa: E402
+from zero.platform.device import work_alone  # noqa: E402
+from zero.platform.host_memory import aligned_zeros  # noqa: E402
 from zero.store import PageGroup, NvmeStore, Page, PrefetchStore, Tiers, spread  # noqa: E402
 
 

@@ -53,7 +53,7 @@ def train(options: argparse.Namespace) -> None:
     import torch
 
     import zero
-    from zero.platform.device import host_peak_bytes
+    from zero.platform.host_memory import host_peak_bytes
     from zero.formats import export_checkpoint, open_newest
     from zero.trainer.models import hf
 

@@ -28,7 +28,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     from step_systems import forget_peak
 
     from zero.losses import linear_cross_entropy
-    from zero.platform.device import host_peak_bytes
+    from zero.platform.host_memory import host_peak_bytes
 
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)

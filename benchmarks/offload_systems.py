@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import step_systems
 from step_systems import BETAS, CLIP, EPS, LR, SEED, WEIGHT_DECAY, fill, forget_peak, replica
 
-from zero.platform.device import host_peak_bytes
+from zero.platform.host_memory import host_peak_bytes
 from zero.store import NvmeStore, Page, Store, Ticket
 from zero.trainer.data import TextConfig, open_data
 from zero.trainer.models import GPT, GPTConfig, loss
@@ -324,7 +324,7 @@ class _Buffers:
     """Three buffers in turn, each as long as the longest unit's pages of one kind: in use, ahead and behind."""
 
     def __init__(self, units: dict[int, dict[Any, Any]]) -> None:
-        from zero.platform.device import aligned_zeros
+        from zero.platform.host_memory import aligned_zeros
 
         self._units, self._turn = units, 0
         lengths = [sum(spec.numel for spec in pages.values()) for pages in units.values()]

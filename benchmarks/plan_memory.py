@@ -45,7 +45,7 @@ def train_with_preset(options: argparse.Namespace, preset: str) -> None:
     import torch
 
     import zero
-    from zero.platform.device import host_peak_bytes
+    from zero.platform.host_memory import host_peak_bytes
     from zero.trainer.models import GPT, loss
     from zero.trainer.models.gpt_config import GPTConfig
     from zero.trainer.planning import against_measured, measured, trace

@@ -48,7 +48,7 @@ def train(world: Any, options: argparse.Namespace) -> tuple[int, int, float, flo
     from step_systems import forget_peak
 
     import zero
-    from zero.platform.device import host_peak_bytes
+    from zero.platform.host_memory import host_peak_bytes
     from zero.settings.build import build_plan
     from zero.trainer.data.windows import slice_of
     from zero.trainer.run.task import build_task

@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from zero.platform.device import host_peak_bytes
+from zero.platform.host_memory import host_peak_bytes
 from zero.trainer.data import TextConfig, open_data
 from zero.trainer.models import GPT, GPTConfig, loss
 

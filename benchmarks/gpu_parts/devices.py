@@ -83,7 +83,7 @@ class Gpu:
         """Return the bytes of each tier that a plan may use."""
         from zero.core.offload import Offload
         from zero.core.placement import Room, usable_bytes
-        from zero.platform.device import free_host_bytes
+        from zero.platform.host_memory import free_host_bytes
 
         device = usable_bytes(Offload(), self.free_bytes(), torch.cuda.get_device_properties(self.device).total_memory)
         host = max(0, free_host_bytes() - HOST_RESERVE_BYTES) if host_bytes is None else host_bytes

@@ -29,8 +29,9 @@ from zero.distributed.transport import Processes
 from zero.engine.update.pieces import Pieces
 from zero.errors import HandshakeError, MachineError
 from zero.platform import cuda
+from zero.platform.arena import Arena
 from zero.platform.cuda import Cuda, compute_device
-from zero.platform.device import Arena, Device
+from zero.platform.device import Device
 from zero.testing import run_ranks
 from zero.trainer.config import read
 from zero.trainer.planning import machine

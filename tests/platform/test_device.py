@@ -15,7 +15,7 @@ from zero.platform.files import memory_of
 HELD_BYTES = 256 * 2**20
 
 CHILD = f"""
-from zero.platform.device import host_peak_bytes
+from zero.platform.host_memory import host_peak_bytes
 before = host_peak_bytes()
 held = b"x" * {HELD_BYTES}
 del held

@@ -23,8 +23,9 @@ from zero.core.sizes import GiB
 from zero.engine.plan.traffic import traffic
 from zero.engine.whole.full import digest
 from zero.errors import MachineError
+from zero.platform.arena import Arena
 from zero.platform.cuda import Cuda, claim_device
-from zero.platform.device import Arena, Device
+from zero.platform.device import Device
 from zero.testing import run_ranks
 
 PRESETS = ("none", "cpu", "nvme", "infinity")

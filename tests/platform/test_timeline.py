@@ -14,13 +14,13 @@ import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch
 from tests.faults.disks import ThrottledStore
 from zero.engine.whole.full import digest
+from zero.platform.tape import Tape
 from zero.platform.timeline import (
     EXPOSED,
     ROWS,
     Mark,
     Share,
     Span,
-    Tape,
     Timeline,
     computing,
     from_trace,

@@ -26,11 +26,12 @@ from tests.simulation.operators import (
 )
 from tests.simulation.simulated_time import RATES, Moment, Rates, latest
 from tests.simulation.streams import Handoffs, Marker, Streams, thread, untraced
-from zero.platform.device import Clock, Device, Event, aligned_zeros, work_alone
+from zero.platform.device import Clock, Device, Event, work_alone
+from zero.platform.host_memory import aligned_zeros
 
 ROOT = str(Path(__file__).parents[2])
 LIBRARY, RANKS = f"{ROOT}/zero/", f"{ROOT}/zero/testing/"
-DEVICE_FILES = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platform/timeline.py")
+DEVICE_FILES = ("zero/platform/device.py", "zero/platform/cuda.py", "zero/platform/tape.py")
 """Files that define waits. The line of a wait is that of a caller outside of these files."""
 FORWARDING = {
     ("zero/platform/handle.py", "wait"),

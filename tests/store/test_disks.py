@@ -18,7 +18,7 @@ from zero.engine.init import ROOM_SHARE
 from zero.engine.plan.placing import thread_count
 from zero.engine.whole.full import digest
 from zero.errors import SettingError, StoreError
-from zero.platform.device import aligned_zeros
+from zero.platform.host_memory import aligned_zeros
 from zero.platform.run_files import free_by_file_system
 from zero.store import MemoryStore, NvmeStore, Page, PageGroup, PrefetchStore, Store, Tiers, spread
 from zero.testing import run_ranks

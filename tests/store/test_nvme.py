@@ -100,7 +100,7 @@ def holds_what_is_written(store: Store) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 1023, 1024, 1025, 2 * 2048 + 64])
 @pytest.mark.parametrize("start", [0, 1, 64])
 def test_any_length_from_and_to_any_address(tmp_path, monkeypatch, request_bytes, numel, start):
-    monkeypatch.setattr("zero.platform.files.REQUEST_BYTES", request_bytes)
+    monkeypatch.setattr("zero.platform.scratch_file.REQUEST_BYTES", request_bytes)
     with contextlib.closing(NvmeStore(tmp_path)) as store:
         pages = [Page(0, "mu", number) for number in range(3)]
         for page in pages:

@@ -27,7 +27,8 @@ from zero.engine.model.split import split
 from zero.engine.plan.handshake import settings_of
 from zero.engine.plan.traffic import Load, traffic
 from zero.errors import ConfigError, WorldError
-from zero.platform.device import Device, free_host_bytes
+from zero.platform.device import Device
+from zero.platform.host_memory import free_host_bytes
 from zero.progress import Progress, silent
 from zero.settings.build import build_plan
 from zero.testing import run_ranks

@@ -46,7 +46,8 @@ from zero.engine.model import buffers_of
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.errors import CheckpointError, if_it_fails, with_class
-from zero.platform.device import PASSED, Arena
+from zero.platform.arena import Arena
+from zero.platform.device import PASSED
 from zero.platform.files import memory_of, naming
 from zero.platform.handle import Then
 from zero.platform.modes import unobserved

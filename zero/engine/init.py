@@ -30,10 +30,11 @@ from zero.engine.unit_state import UnitState
 from zero.engine.update import Gradients, PagedGradients, Updater
 from zero.engine.whole import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.errors import ConfigError, StoreError, if_it_fails
-from zero.platform.device import Arena, give_back_memory
+from zero.platform.arena import Arena
+from zero.platform.host_memory import give_back_memory
 from zero.platform.modes import unobserved
 from zero.platform.run_files import folders_of, free_by_file_system, in_memory
-from zero.platform.timeline import Tape
+from zero.platform.tape import Tape
 from zero.progress import Progress, reported, silent
 from zero.store import REQUEST_BYTES, MemoryStore, NvmeStore, Page, PrefetchStore, Store, Tiers, probe, spread
 

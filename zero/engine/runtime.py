@@ -17,7 +17,7 @@ from zero.engine.unit_state import UnitState
 from zero.engine.update import Gradients, Updater
 from zero.platform.handle import Handle
 from zero.platform.modes import unobserved
-from zero.platform.timeline import Tape
+from zero.platform.tape import Tape
 from zero.store import PrefetchStore
 
 

@@ -19,7 +19,7 @@ from zero.engine.full_flat import full_parameters
 from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.errors import MachineError, StaleStateError, WorldError, one_line
-from zero.platform.device import free_host_bytes
+from zero.platform.host_memory import free_host_bytes
 from zero.platform.modes import unobserved
 
 

@@ -1,4 +1,4 @@
-"""The compute device as the engine sees it: streams with events, memory and memory readings; and host memory.
+"""The compute device as the engine sees it: streams with events, memory and memory readings.
 
 The device in this file is a CPU, whose streams do nothing, because all work runs in program order. `cuda` has the GPU.
 
@@ -9,30 +9,16 @@ for that event only.
 """
 
 import ctypes
-import mmap
-import os
-import re
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import ClassVar, Literal
 
-import psutil
 import torch
 from torch import Tensor
 
-from zero.core.sizes import BLOCK_BYTES, round_up
-
-MEMORY_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-"""The files with the limit and the use of memory of a group in cgroups v1."""
-
-
-MOST_TOUCHING = 16
-"""Limit of the threads that touch an arena, because every rank of a node touches its own at the same time."""
+from zero.platform.host_memory import aligned_zeros, give_back_memory
 
 
 class Event:
@@ -266,86 +252,6 @@ class Device:
         return 0
 
 
-class Arena:
-    """One block of host memory from which a rank takes its buffers: page aligned, and pinned if there is a GPU.
-
-    torch's allocator for pinned memory rounds every block up to a power of two, which would waste memory. A page of the
-    system takes physical memory only after it has been touched or pinned.
-
-    Args:
-        nbytes: size of the block.
-        pin: pin the memory, so that copies overlap with compute.
-    """
-
-    def __init__(self, nbytes: int, device: Device, *, pin: bool = True) -> None:
-        memory = _mapping(max(nbytes, BLOCK_BYTES))
-        if not device.shares_memory:
-            _advise(memory)
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._taken, self.nbytes, self._device = 0, nbytes, device
-        device.adopt(self._bytes)
-        if pin and nbytes and not device.shares_memory:
-            _touch(self._bytes[:nbytes])
-        self.pinned = pin and nbytes > 0 and device.pin(self._bytes[:nbytes])
-
-    def take(self, nbytes: int) -> Tensor:
-        """Return the next `nbytes` bytes of the arena as an (nbytes,) uint8 tensor, page aligned.
-
-        Raises:
-            MemoryError: fewer bytes are left, because the plan made the arena too small.
-        """
-        start = self._taken
-        self._taken = round_up(start + nbytes)
-        if self._taken > round_up(self.nbytes):
-            raise MemoryError(f"the arena of {self.nbytes} bytes has less than {nbytes} bytes left")
-        return self._bytes[start : start + nbytes]
-
-    def close(self) -> None:
-        """Wait for all copies and unpin the memory. It is freed when the last tensor in it is freed."""
-        if self.pinned:
-            try:
-                self._device.join()
-            finally:
-                self.pinned = False
-                self._device.unpin(self._bytes)
-
-
-def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (numel,) zeros; on the host they have a memory mapping of their own.
-
-    A mapping is page aligned, so that direct I/O can read files into it, and it keeps large, long-lived buffers from
-    fragmenting the heap.
-    """
-    if device.type != "cpu" or numel == 0:
-        return torch.zeros(numel, dtype=dtype, device=device)
-    return torch.frombuffer(_mapping(numel * dtype.itemsize), dtype=dtype, count=numel)
-
-
-def _mapping(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _advise(memory: mmap.mmap) -> None:
-    """Exclude memory that a GPU reads by address from forked children, and use large pages, which are faster to pin.
-
-    If the pages were shared after a fork, for example with a data loader's worker, copy-on-write would move this
-    process's pages to other physical addresses.
-    """
-    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-        with suppress(OSError):  # a kernel without large pages
-            memory.madvise(advice)
-
-
-def _touch(memory: Tensor) -> None:
-    """Have the system provide all of `memory`, (n,) uint8, with a thread per core; pinning would use one thread.
-
-    torch's own threads are not enough, because torchrun sets OMP_NUM_THREADS=1.
-    """
-    count = min(len(os.sched_getaffinity(0)), MOST_TOUCHING)
-    with ThreadPoolExecutor(count, initializer=work_alone) as threads:
-        list(threads.map(Tensor.zero_, memory[::BLOCK_BYTES].chunk(4 * count)))
-
-
 def work_alone() -> None:
     """Limit CPU kernels called by this thread to one thread; for threads other than the training thread.
 
@@ -356,57 +262,3 @@ def work_alone() -> None:
     set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if set_threads is not None:
         set_threads(1)
-
-
-def give_back_memory() -> None:
-    """Return freed memory to the system, if malloc is glibc's.
-
-    With raised thresholds, as set by `launch.malloc`, malloc keeps freed memory in pieces, which later allocations
-    cannot always use.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def free_host_bytes() -> int:
-    """Return the bytes of host memory that this process can still allocate: available in the system and its cgroups."""
-    free = psutil.virtual_memory().available
-    for folder, limit, used in memory_groups():
-        try:
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))  # freed on demand
-            free = min(free, int((folder / limit).read_text()) - int((folder / used).read_text()) + cached)
-        except (OSError, ValueError):  # the files do not exist, or the limit is "max"
-            continue
-    return max(free, 0)
-
-
-def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
-    """Yield (folder, name of the limit's file, name of the usage's file) of this process's memory cgroups and parents.
-
-    Args:
-        top: a folder in place of `/`, for tests.
-    """
-    try:
-        lines = (top / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, names, path = line.split(":", 2)
-        if names == "" or "memory" in names.split(","):
-            root = top / "sys/fs/cgroup" / ("memory" if names else "")
-            files = ("memory.max", "memory.current") if names == "" else MEMORY_FILES_V1
-            inner = root / path.lstrip("/")
-            for folder in (inner, *inner.parents):
-                if folder == root or root in folder.parents:
-                    yield folder, *files
-
-
-def host_peak_bytes() -> int:
-    """Return the peak of this process's resident host memory in bytes.
-
-    VmHWM is read, because `getrusage` also counts the memory that the parent had when it forked this process.
-    """
-    peak_kib = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return 1024 * (int(peak_kib[1]) if peak_kib else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import psutil
 
 from zero.core.sizes import size_text
-from zero.platform.device import free_host_bytes
+from zero.platform.host_memory import free_host_bytes
 
 EVERY_S = 0.5
 

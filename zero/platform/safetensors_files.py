@@ -24,8 +24,8 @@ from torch import Tensor
 
 from zero.core.sizes import BLOCK_BYTES
 from zero.errors import CheckpointError, PlanError, in_short
-from zero.platform.device import aligned_zeros
 from zero.platform.files import Files, memory_of, move, naming
+from zero.platform.host_memory import aligned_zeros
 
 INDEX = "model.safetensors.index.json"
 

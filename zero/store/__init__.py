@@ -3,7 +3,7 @@
 Every class of stores passes the tests of `zero.testing.StoreContract`.
 """
 
-from zero.platform.files import REQUEST_BYTES
+from zero.platform.scratch_file import REQUEST_BYTES
 from zero.store.base import Page, PageKind, Store, Ticket
 from zero.store.events import PageGroup
 from zero.store.memory import MemoryStore

@@ -24,8 +24,9 @@ from zlib_ng.zlib_ng import crc32  # zlib's takes five times as long: 1.5 cores 
 
 from zero.core.sizes import round_up
 from zero.errors import StoreError, if_it_fails
-from zero.platform.files import REQUEST_BYTES, Files, ScratchFile, memory_of, named
+from zero.platform.files import Files, memory_of, named
 from zero.platform.handle import Done
+from zero.platform.scratch_file import REQUEST_BYTES, ScratchFile
 from zero.progress import Progress, silent
 from zero.store.base import Page, Pages, Store, Ticket, check_matching
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero.distributed.world import Collectives, World
-from zero.platform.device import host_peak_bytes
+from zero.platform.host_memory import host_peak_bytes
 from zero.store import Traffic
 
 TOTALS = (*(field.name for field in fields(Traffic)), *(f"comm_{name}" for name in Collectives._fields), "copy_bytes")

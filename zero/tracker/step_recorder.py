@@ -4,7 +4,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from zero.distributed.world import World
-from zero.platform.timeline import Tape, Timeline
+from zero.platform.tape import Tape
+from zero.platform.timeline import Timeline
 from zero.tracker.interval import Interval
 from zero.tracker.run_record import RECORDED
 

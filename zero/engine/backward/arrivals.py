@@ -32,7 +32,7 @@ from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.engine.unit_step import Phase, UnitStep
 from zero.engine.update import Gradients, Updater
-from zero.platform.timeline import Tape
+from zero.platform.tape import Tape
 
 
 class Reducer:

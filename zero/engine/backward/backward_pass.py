@@ -25,7 +25,7 @@ from zero.engine.memory import Buffer
 from zero.engine.unit_state import UnitState
 from zero.errors import StaleStateError
 from zero.platform.modes import unobserved
-from zero.platform.timeline import Tape
+from zero.platform.tape import Tape
 
 
 class BackwardPass:

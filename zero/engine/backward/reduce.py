@@ -32,7 +32,7 @@ from zero.engine.unit_state import UnitState
 from zero.engine.update import Gradients
 from zero.errors import WorldError
 from zero.platform.device import PASSED
-from zero.platform.timeline import Tape
+from zero.platform.tape import Tape
 
 
 @dataclass(eq=False)

@@ -53,8 +53,8 @@ from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.errors import ConfigError, OutsideUnitError
 from zero.platform.modes import unobserved
+from zero.platform.tape import Tape
 from zero.platform.threads import OneThread
-from zero.platform.timeline import Tape
 
 
 class SiteRunner:

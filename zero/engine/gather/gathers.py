@@ -14,7 +14,7 @@ from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Updater
 from zero.platform.handle import Handle
-from zero.platform.timeline import Tape
+from zero.platform.tape import Tape
 from zero.store import Ticket
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero.core.sizes import BLOCK_BYTES, round_up
-from zero.platform.device import Arena, Device, Event
+from zero.platform.arena import Arena
+from zero.platform.device import Device, Event
 from zero.platform.modes import unobserved
 
 LEAST_BYTES = 1 << 20

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from zero.core.tree import replaced, tensors_in
 from zero.engine.model.function_names import requested, writes
 from zero.errors import OutsideUnitError
-from zero.platform.device import aligned_zeros
+from zero.platform.host_memory import aligned_zeros
 
 MAPPED_BYTES = 1 << 20
 """Empty CPU tensors of at least this many bytes get a memory mapping of their own, see `_Empties`."""

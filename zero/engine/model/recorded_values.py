@@ -28,7 +28,7 @@ from zero.engine.model.on_meta import Operation, Recipe, RecordedRoot, Unmade, d
 from zero.engine.model.placeholder import ParameterPlaceholder
 from zero.engine.model.unit import Owner, Splitting
 from zero.errors import PlanError
-from zero.platform.device import aligned_zeros
+from zero.platform.host_memory import aligned_zeros
 
 BLOCK = 1 << 14
 """Elements that are drawn from one seed. Seeding a generator takes a tenth of the time of drawing so many numbers.

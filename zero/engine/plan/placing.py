@@ -16,7 +16,7 @@ from zero.engine.plan.facts import Facts
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.sizes import Sizes
 from zero.errors import ConfigError
-from zero.platform.device import free_host_bytes
+from zero.platform.host_memory import free_host_bytes
 from zero.store import PageKind
 
 LEAST_PAGE_BYTES, MOST_PAGE_BYTES, MANY_PAGES = 4 * MiB, 64 * MiB, 1024

@@ -30,7 +30,7 @@ from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.errors import StoreError
 from zero.platform.device import PASSED, Event
-from zero.platform.timeline import Tape
+from zero.platform.tape import Tape
 from zero.store import Page, PageKind, PrefetchStore, Ticket
 
 

@@ -35,7 +35,7 @@ from zero.engine.update.staging import Staging
 from zero.engine.update.step_numbers import StepNumbers
 from zero.errors import StaleStateError
 from zero.platform.device import PASSED, Event
-from zero.platform.timeline import Tape
+from zero.platform.tape import Tape
 from zero.store import PageKind, PrefetchStore, Ticket
 
 GPU_GROUPS = 4

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zero.core.sizes import GiB, size_text
-from zero.platform.device import memory_groups
+from zero.platform.host_memory import memory_groups
 from zero.trainer.config import Config
 from zero.trainer.doctor.host import Diagnosis, Host, judge
 

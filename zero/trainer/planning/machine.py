@@ -15,9 +15,10 @@ from zero.distributed.transport import Transport
 from zero.distributed.world import World
 from zero.errors import ConfigError, WorldError
 from zero.platform.cuda import compute_device
-from zero.platform.device import Device, free_host_bytes
+from zero.platform.device import Device
 from zero.platform.gpu_peaks import PEAKS, Peak, peak_of
 from zero.platform.handle import Done, Handle
+from zero.platform.host_memory import free_host_bytes
 from zero.platform.run_files import folders_of, free_by_file_system
 from zero.trainer.config import Config
 

@@ -20,8 +20,9 @@ from zero.distributed.world import World
 from zero.engine.plan import thread_count
 from zero.engine.update import Piece, run_kernel
 from zero.errors import StoreError
+from zero.platform.arena import Arena
 from zero.platform.cuda import compute_device
-from zero.platform.device import Arena, Device
+from zero.platform.device import Device
 from zero.platform.run_files import folders_of
 from zero.progress import Progress, reported, silent
 from zero.settings.build import build_optimizer, build_precision

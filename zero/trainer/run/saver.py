@@ -18,7 +18,7 @@ from zero.core.sizes import size_text
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError
-from zero.platform.device import free_host_bytes
+from zero.platform.host_memory import free_host_bytes
 from zero.platform.step_folders import step_of
 from zero.tracker import Tracker
 from zero.trainer.config import Config

@@ -225,7 +225,16 @@ def test_one_file_owns_each_outside_thing(module, allowed, why):
 
 
 def test_a_store_knows_keys_and_bytes():
-    below = ("store", "errors", "progress", "core.sizes", "platform.files", "platform.handle", "platform.threads")
+    below = (
+        "store",
+        "errors",
+        "progress",
+        "core.sizes",
+        "platform.files",
+        "platform.scratch_file",
+        "platform.handle",
+        "platform.threads",
+    )
     pairs = [(name_of(path), other) for path in FILES if room_of(path) == "store" for other in zero_imports(path)]
     assert not [pair for pair in pairs if not pair[1].startswith(below)], "a store does not know what its pages mean"
 
@@ -275,7 +284,7 @@ def test_threads_that_may_be_inside_torch_are_waited_for():
         (r"hasattr\(", (), "decide once from data, then act"),
         (
             r"\bdevice\.type\b|\bis_cuda\b(?!\")|torch\.cuda\.(Stream|Event|stream|synchronize|mem_get_info)\b",
-            ("platform.device", "platform.cuda"),
+            ("platform.device", "platform.host_memory", "platform.cuda"),
             "ask zero.platform.device.Device, which a simulated GPU can stand for",
         ),
     ],

@@ -107,7 +107,7 @@ def test_two_ranks_on_one_gpu_are_answered_with_the_words_to_type(as_rank_1, mon
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(cuda, "_has_kernels", lambda device: False)
-    monkeypatch.setattr(process_group, "open_store", lambda *_: store)
+    monkeypatch.setattr(process_group, "open_key_value_store", lambda *_: store)
     connected = []
     monkeypatch.setattr(process_group, "connect_all", lambda store, rank, *_, **__: connected.append(rank))
     monkeypatch.setattr(process_group, "StallWatch", lambda *_, **__: None)

@@ -545,15 +545,15 @@ MUTANTS = {
     ],
     "a slot is free before its write has ended": [
         (
-            "return _hold(state, group, held._replace(phase=Phase.WRITING)), Write(number, group, held.slot)",
+            "return _hold(state, group, held._replace(phase=GroupPhase.WRITING)), Write(number, group, held.slot)",
             "return _release(state, {group}), Write(number, group, held.slot)",
         ),
-        ("held = state.loaded[group]._replace(phase=Phase.LEAVING, waiting=waiting)", "pass"),
+        ("held = state.loaded[group]._replace(phase=GroupPhase.LEAVING, waiting=waiting)", "pass"),
         ("return _end(_left(_hold(state, group, held), group), number), ()", "return _end(state, number), ()"),
     ],
     "an operation ends before its write": [
         (
-            "return _hold(state, group, held._replace(phase=Phase.WRITING)), Write(number, group, held.slot)",
+            "return _hold(state, group, held._replace(phase=GroupPhase.WRITING)), Write(number, group, held.slot)",
             "return _end(_hold(state, group, held), number), Write(number, group, held.slot)",
         ),
         (
@@ -578,7 +578,7 @@ MUTANTS = {
     "one more worker": [("range(state.workers -", "range(1 + state.workers -")],
     "first come, first served": [("place = bisect(turns, turn)", "place = len(turns)")],
     "what is needed first is given up": [("max(ahead, key=", "min(ahead, key=")],
-    "a slot is taken while it is being read into": [(" and held.phase is Phase.READY}", "}")],
+    "a slot is taken while it is being read into": [(" and held.phase is GroupPhase.READY}", "}")],
     "nothing is given up": [("state = state if state.free else _give_up_one(state)", "")],
     "no last resort": [("if state.running or state.dirty or not held:", "if True:")],
     "the last resort comes first": [("if state.running or state.dirty or not held:", "if state.dirty or not held:")],
@@ -598,11 +598,13 @@ MUTANTS = {
     "a slot is free while somebody is to copy from it": [
         ("return state if copied or wanted", "return state if copied")
     ],
-    "what is written is read from the disk": [("(phase=Phase.LEAVING, waiting=waiting)", "(phase=Phase.LEAVING)")],
+    "what is written is read from the disk": [
+        ("(phase=GroupPhase.LEAVING, waiting=waiting)", "(phase=GroupPhase.LEAVING)")
+    ],
     "a read is of a slot that others are written from": [(" and copy.group == group", "")],
     "a slot that was copied from is never free": [("_end(_left(state, group), number), ()", "_end(state, number), ()")],
     "a copy before the work": [
-        ("if held is None or held.phase not in (Phase.DIRTY, Phase.WRITING):", "if held is None:")
+        ("if held is None or held.phase not in (GroupPhase.DIRTY, GroupPhase.WRITING):", "if held is None:")
     ],
     "a write as a copy": [("if event.writes or len(before)", "if len(before)")],
     "a copy overtakes": [("len(before) != 1", "not before")],

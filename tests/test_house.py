@@ -44,10 +44,36 @@ MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ARGUMENTS = 350, 60, 10
 MOST_METHODS, MOST_ATTRIBUTES = 20, 15
 """The limits of a file, a function and a class."""
 
-WITHIN_LIMITS = [
-    "distributed",
-]
-"""The rooms that keep these limits."""
+DEFENDED = {
+    "checkpoint.load file",
+    "checkpoint.load load",
+    "checkpoint.manifest file",
+    "checkpoint.open file",
+    "checkpoint.publish Root",
+    "checkpoint.publish file",
+    "checkpoint.save file",
+    "deepspeed.checkpoints file",
+    "deepspeed.config file",
+    "deepspeed.config_keys file",
+    "deepspeed.engine Engine",
+    "deepspeed.engine file",
+    "deepspeed.initialization initialize",
+    "deepspeed.metrics EngineInfo",
+    "engine.model.on_meta file",
+    "engine.model.placeholder file",
+    "engine.plan.plan __init__",
+    "engine.step file",
+    "engine.whole.full file",
+    "integrations.lightning __init__",
+    "integrations.lightning file",
+    "platform.device Device",
+    "platform.kernels _update",
+    "store.indexed_schedule Schedule",
+    "store.indexed_schedule file",
+    "store.prefetch PrefetchStore",
+    "store.workers WorkerPool",
+}
+"""What is larger, and why: see ARCHITECTURE.md."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [
@@ -134,7 +160,7 @@ def beyond_limits(path: Path) -> Iterator[str]:
     """Yield what is too large in a file: its lines, or a class or function of it."""
     lines = len(path.read_text().splitlines())
     if lines > MOST_LINES:
-        yield f"{lines} lines"
+        yield f"file has {lines} lines"
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             stored = {
@@ -146,21 +172,20 @@ def beyond_limits(path: Path) -> Iterator[str]:
             if len(methods := functions_of(node)) > MOST_METHODS or len(stored) > MOST_ATTRIBUTES:
                 yield f"{node.name} has {len(methods)} methods and {len(stored)} attributes"
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
+            text = ast.get_docstring(node, clean=False) or ""
+            length = (node.end_lineno or 0) - node.lineno + 1 - bool(text) * (text.count("\n") + 1)
             arguments = [*node.args.posonlyargs, *node.args.args]
             arguments += node.args.kwonlyargs if node.name.startswith("_") else []  # keywords of public ones are free
             if length > MOST_LINES_OF_A_FUNCTION or len(arguments) > MOST_ARGUMENTS:
                 yield f"{node.name} has {length} lines and {len(arguments)} arguments"
 
 
-@pytest.mark.parametrize("room", WITHIN_LIMITS)
-def test_a_room_keeps_the_limits(room):
+def test_files_classes_and_functions_keep_the_limits():
     """What is larger has several ideas: cut it where both halves can be understood alone."""
-    files = [path for path in FILES if room_of(path) == room]
-    beyond = {name_of(path): large for path in files if (large := [*beyond_limits(path)])}
-    assert not beyond
-    for folder in {path.parent for path in files}:
-        assert len([*folder.glob("*.py")]) - 1 <= MOST_FILES, f"{folder.name}: make two rooms of it"
+    beyond = {f"{name_of(path)} {large}" for path in FILES for large in beyond_limits(path)}
+    named = {what for what in beyond if " ".join(what.split()[:2]) in DEFENDED}
+    assert beyond == named, "a file has at most 350 lines, a class 20 methods and 15 attributes, a function 60 lines"
+    assert {" ".join(what.split()[:2]) for what in named} == DEFENDED, "these keep the limits: strike them out"
 
 
 def test_every_folder_is_in_the_wheel():
@@ -376,3 +401,20 @@ def test_public_names_tell_the_story():
     assert set(zero.__all__) == set(zero._HOME)
     for name in zero.__all__:
         assert getattr(zero, name).__doc__, f"zero.{name} has no docstring"
+
+
+def test_a_step_is_understood_from_a_few_files_that_name_no_feature():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    order = text[text.index("From these files, in this order") : text.index("## One step")]
+    folder, files = PACKAGE, list[Path]()
+    for name in re.findall(r"`([\w/]+\.py)`", order):
+        path = PACKAGE / name if "/" in name else folder / name
+        folder = path.parent
+        files.append(path)
+    assert 12 <= len(files) <= 15
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 3500
+    features = re.compile(
+        r"\b(muon|adamw?|adagrad|lion|sgd|replay|stream_weights|sequence_parallel|device_mesh|ema|deepspeed)\b", re.I
+    )
+    named = {name_of(path): words for path in files if (words := features.findall(path.read_text()))}
+    assert not named, "a feature has a record and a hook, so that a step is read without it"

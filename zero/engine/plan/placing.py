@@ -176,7 +176,6 @@ def place_pages(
     pages_each = max(map(table.updated_pages, table.facts.units), default=0)
     staged_pages = max(1, min(STAGED_BYTES // max(table.slot_bytes, 1), pages_each))
     staged_bytes = max(staged_pages * table.slot_bytes, 1)
-
     placed = partial(
         place,
         offload,
@@ -192,9 +191,8 @@ def place_pages(
         device_is_host=table.facts.device_is_host,
     )
     on_device = sum(table.sizes.buffer_bytes().values()) + table.secondary_bytes("device") + buffer_bytes
-    on_host = table.secondary_bytes("host") + host_activation_bytes
     bounce = bounce_bytes(table, offload)
-    on_host += thread_count(offload) * bounce
+    on_host = table.secondary_bytes("host") + host_activation_bytes + thread_count(offload) * bounce
     error: ConfigError | None = None
     for slots, staging_slots in _choices(table, offload, room, (offload.ahead or 0) // staged_bytes):
         try:
@@ -210,9 +208,7 @@ def place_pages(
         if (on_disk and not slots and (groups or table.copied_pages())) or (parts and not staging_slots):
             continue  # a slower tier than was hoped for, which needs slots
         if parts and offload.ahead is None and activation_bytes:
-            spare_bytes = 3 * 4 * max(unit.trainable.P for unit in table.facts.units)  # to read a whole unit in fp32
-            free_bytes = int(AHEAD_SHARE * (device_bytes - placement.bytes["device"])) - spare_bytes
-            staging_slots += max(free_bytes, 0) // staged_bytes
+            staging_slots += _bytes_ahead(table, device_bytes - placement.bytes["device"]) // staged_bytes
         keeps = 0 < parts <= staging_slots and "nvme" not in placement.optimizer.values()
         return placement, Slots(
             nbytes=table.slot_bytes,
@@ -226,6 +222,12 @@ def place_pages(
         )
     assert error is not None
     raise error
+
+
+def _bytes_ahead(table: PageTable, free_bytes: int) -> int:
+    """Return the bytes of a GPU for reading ahead, of those that are free."""
+    spare_bytes = 3 * 4 * max(unit.trainable.P for unit in table.facts.units)  # to read a whole unit in fp32
+    return max(int(AHEAD_SHARE * free_bytes) - spare_bytes, 0)
 
 
 def _group_bytes(table: PageTable, offload: Offload) -> list[tuple[int, int, int]]:

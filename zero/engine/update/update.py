@@ -65,7 +65,7 @@ class Updater:
         advance: Callable[[], None],
     ) -> None:
         self._plan, self._store, self._gradients, self._tape = plan, store, gradients, tape
-        self._device, self._full_update = plan.world.compute, plan.facts.full_update
+        self._device = plan.world.compute
         self._where = self._device.host if plan.offload.compute == "host" else self._device
         plan.passes.kept.prepare(self._where.device)
         self.matrices = MatrixPasses(plan, advance)
@@ -156,7 +156,7 @@ class Updater:
             ticket.wait()
         if not unit.spec.matrices:
             self._update_on_streams(unit)
-        self._applied(unit, resident=self._full_update)
+        self._applied(unit, resident=self._plan.facts.full_update)
 
     @torch.no_grad()
     def launch_ahead(self) -> None:
@@ -262,8 +262,8 @@ class Updater:
         start, stop, now = part.start, part.stop, self._plan.passes.of(unit.spec)[part.turn]
         paged = {page.kind: page_K for page, page_K in zip(part.groups[0].all, tensors, strict=True)}
         directions = self.matrices.directions(unit.spec) if unit.spec.matrices else None
-        params = unit.own_params(full_update=self._full_update) if now.updates_params else directions
-        own = unit.grad if unit.grad is None or self._full_update else unit.own_grad_S(self._plan.rank)
+        params = unit.own_params(full_update=self._plan.facts.full_update) if now.updates_params else directions
+        own = unit.grad if unit.grad is None or self._plan.facts.full_update else unit.own_grad_S(self._plan.rank)
         grad = own if now.reads_grad else directions
         param_K = paged.pop(PageKind.PARAM, None if params is None else params[start:stop])
         grad_K = paged.pop(PageKind.GRAD, None if grad is None else grad[start:stop])

@@ -25,7 +25,7 @@ from zero.checkpoint.manifest import FORMAT, File, Manifest, to_text
 from zero.core.placement import NO_LIMIT
 from zero.core.sizes import GiB, MiB
 from zero.distributed.world import Handle, World
-from zero.engine.model.on_meta import Operation
+from zero.engine.meta import Operation
 from zero.engine.plan.traffic import traffic
 from zero.platform.handle import Done, Then
 from zero.trainer.planning import PaperWorld

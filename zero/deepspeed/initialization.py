@@ -25,7 +25,8 @@ from zero.deepspeed.zero import flag_leaf_modules, get_z3_leaf_modules
 from zero.distributed.mesh import local_part
 from zero.distributed.world import World, open_default_group
 from zero.engine.init import init, open_store
-from zero.engine.model import buffers_of, frozen_matrices, is_meta, lacks_values, same_bits
+from zero.engine.meta import is_meta, lacks_values
+from zero.engine.model import buffers_of, frozen_matrices, same_bits
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.whole import Weights

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from zero.deepspeed.grads import is_trained
 from zero.distributed.rendezvous import rank_of_process
 from zero.distributed.world import World, open_default_group
-from zero.engine.model import ParameterPlaceholder, Unmade, absent
+from zero.engine.meta import Unmade, absent
+from zero.engine.model import ParameterPlaceholder
 from zero.engine.whole import Source, gathered, get_full, set_full
 from zero.errors import ConfigError, StaleStateError
 

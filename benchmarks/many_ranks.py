@@ -26,7 +26,7 @@ from zero.core.placement import NO_LIMIT
 from zero.core.sizes import GiB, MiB
 from zero.distributed.transport import Transport
 from zero.distributed.world import World
-from zero.engine.model.on_meta import Operation
+from zero.engine.meta import Operation
 from zero.engine.plan.traffic import traffic
 from zero.platform.handle import Done, Handle
 from zero.trainer.planning import PaperWorld

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import zero
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError
 from zero.sequence import SequenceParallel, SharedRows, _documents, attention, open_group
 from zero.testing import run_processes, run_ranks

@@ -45,16 +45,11 @@ if TYPE_CHECKING:
     )
     from zero.distributed.world import World as World
     from zero.engine.init import init as init, open_store as open_store
-    from zero.engine.model import empty as empty
+    from zero.engine.make_step import make_forward as make_forward, make_step as make_step, record as record
+    from zero.engine.meta import empty as empty
     from zero.engine.plan import Plan as Plan
     from zero.engine.state import State as State
-    from zero.engine.step import (
-        Metrics as Metrics,
-        Step as Step,
-        make_forward as make_forward,
-        make_step as make_step,
-        record as record,
-    )
+    from zero.engine.step import Metrics as Metrics, Step as Step
     from zero.engine.whole import (
         full_state_dict as full_state_dict,
         gathered as gathered,
@@ -76,11 +71,12 @@ _NAMES = {
     "core.optimizers": "adamw adam sgd lion adagrad muon with_ema with_moments",
     "core.groups": "Group",
     "core.lr_schedule": "linear_warmup warmup_linear warmup_cosine",
-    "engine.model": "empty",
+    "engine.meta": "empty",
     "engine.plan": "Plan",
     "engine.init": "open_store init",
     "engine.state": "State",
-    "engine.step": "make_step Step Metrics make_forward record",
+    "engine.make_step": "make_step make_forward record",
+    "engine.step": "Step Metrics",
     "platform.timeline": "Timeline",
     "engine.whole": "full_state_dict gathered get_full set_full stream_weights",
     "checkpoint": "save load open_checkpoint open_latest",

@@ -30,7 +30,7 @@ from gpu_parts.training import (
     torch_optimizer,
     whole_model,
 )
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import ZeroError
 from zero.trainer.models import GPTConfig, loss
 

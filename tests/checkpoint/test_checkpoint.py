@@ -41,7 +41,7 @@ from zero.checkpoint.save import by_rank_0, check_shared, version
 from zero.checkpoint.shard import ShardReader, ShardWriter
 from zero.engine.model.takeover import buffers_of
 from zero.engine.runtime import Runtime
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import CheckpointError, StaleStateError
 from zero.platform.safetensors_files import NAMES, offsets
 from zero.testing import run_processes, run_ranks

@@ -12,7 +12,7 @@ from tests.engine.test_coded import CODED, INFINITY, build, expanded
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.codec import CODECS, Codec
 from zero.distributed.world import World
-from zero.engine.whole.full import full_state_dict
+from zero.engine.whole.read import full_state_dict
 from zero.errors import CheckpointError
 from zero.formats.exports import export_checkpoint, whole_parameters
 from zero.testing import run_ranks

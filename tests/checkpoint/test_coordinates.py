@@ -11,7 +11,7 @@ import torch
 import zero
 from tests.conftest import LONG_S
 from tests.engine.test_beside import KINDS, Pair, grid, opened, pair_loss, rows_of
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import CheckpointError
 from zero.testing import run_processes, run_ranks
 

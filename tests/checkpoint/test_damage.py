@@ -30,7 +30,7 @@ from tests.faults.disks import FaultyDisk, fail
 from zero.checkpoint import Root, Saving, load, open_checkpoint, save
 from zero.checkpoint.hashes import BLOCK_BYTES, hash_block
 from zero.checkpoint.manifest import Index, index_to_text
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import CheckpointError
 from zero.testing import run_ranks
 
@@ -247,7 +247,7 @@ import torch
 import zero
 from tests.common.small import Setting, slice_of, small_batch
 from zero.checkpoint import Root, load, open_checkpoint, open_latest, save
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.testing import run_ranks
 
 def go(world, root):

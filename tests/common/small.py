@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zero
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 
 KiB = 1024
 

@@ -18,7 +18,7 @@ from zero.core.groups import Group
 from zero.core.lr_schedule import Cycle, CycledMomentum, OneCycle
 from zero.core.optimizers import adagrad, adam, adamw, lion, sgd
 from zero.core.updates import PageBatch
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import ConfigError
 from zero.testing import run_ranks
 

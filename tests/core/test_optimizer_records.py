@@ -13,7 +13,7 @@ from zero.core.optim import Transform, make_transform
 from zero.core.optimizers import OPTIMIZERS
 from zero.core.updates import PageBatch
 from zero.deepspeed.optimizers import TORCH
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.settings.optimizers import Optim
 from zero.testing import run_ranks
 

@@ -708,7 +708,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(tag, tmp_path: Pa
             train(engine, *range(first, last))
             if save:
                 engine.save_checkpoint(save, tag=tag, client_state={"rows": [1, 2]})
-            return zero.engine.whole.full.digest(engine.state), engine.get_lr()
+            return zero.engine.whole.read.digest(engine.state), engine.get_lr()
 
     never_stopped = run_ranks(2, lambda world: run(world, 0, 5))[0]
     run_ranks(2, lambda world: run(world, 0, 3, save=tmp_path))

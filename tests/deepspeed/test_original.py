@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 import zero.deepspeed as deepspeed
 from tests.deepspeed.harness import SGD, WIDTH, Net, close, config, engine_of, net, plain as plain_loop, rows, same, sgd
-from zero.engine.model.on_meta import is_meta
+from zero.engine.meta import is_meta
 from zero.errors import ConfigError, OutsideUnitError, StaleStateError
 from zero.testing import run_ranks
 

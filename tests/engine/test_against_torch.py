@@ -16,7 +16,7 @@ from torch import nn
 import zero
 from tests.common.small import Setting, slice_of, train_small
 from zero.core import lr_schedule
-from zero.engine.whole.full import full_state_dict
+from zero.engine.whole.read import full_state_dict
 from zero.testing import run_ranks
 from zero.trainer.models import GPT, GPTConfig, loss as gpt_loss
 

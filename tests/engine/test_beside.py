@@ -28,7 +28,7 @@ from tests.conftest import LONG_S
 from tests.simulation import simulated_gpu
 from zero.engine.memory import saved_tensors
 from zero.engine.memory.saved_tensors import OnHost
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import ConfigError, HandshakeError, OutsideUnitError, PlanError, RankFailedError
 from zero.testing import run_processes, run_ranks
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import zero
 from zero.engine.model.takeover import move_buffers
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.testing import run_ranks
 
 

@@ -18,8 +18,8 @@ from zero.core.codec import CODECS, Codec
 from zero.distributed.world import World
 from zero.engine.model.coded import CodedWeights
 from zero.engine.plan.traffic import traffic
-from zero.engine.whole.full import full_state_dict
 from zero.engine.whole.measured import measured
+from zero.engine.whole.read import full_state_dict
 from zero.errors import ConfigError, PlanError, StoreError
 from zero.store import NvmeStore
 from zero.testing import run_ranks

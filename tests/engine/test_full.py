@@ -11,7 +11,7 @@ from torch import nn
 import zero
 from tests.common.small import KiB, Setting, in_bf16, slice_of, small_batch, small_loss
 from zero.engine.step import Step
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError, StaleStateError, WorldError
 from zero.testing import run_ranks
 

@@ -17,7 +17,7 @@ from tests.simulation import simulated_gpu
 from tests.simulation.simulated_gpu import count_launches
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.placement import DoesNotFit
-from zero.engine.whole.full import digest, full_state_dict, get_full
+from zero.engine.whole.read import digest, full_state_dict, get_full
 from zero.errors import ConfigError
 from zero.testing import run_processes, run_ranks
 from zero.trainer.models import GPT, loss as gpt_loss

@@ -24,8 +24,8 @@ from zero.core.layout import Layout
 from zero.core.placement import Room
 from zero.core.sizes import round_up
 from zero.engine.plan.traffic import traffic
-from zero.engine.whole.full import digest, full_state_dict
 from zero.engine.whole.measured import measured
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import ConfigError, PlanError, WorldError
 from zero.testing import run_processes, run_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.common.small import Setting, slice_of
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.testing import run_processes, run_ranks
 
 KiB = 1024

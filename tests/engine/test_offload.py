@@ -29,7 +29,7 @@ from tests.faults.disks import FaultyFiles, ThrottledStore, fail, flip, short
 from tests.simulation import simulated_gpu
 from zero.distributed.world import World
 from zero.engine.update.update import GPU_GROUPS, Updater
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import ConfigError, StoreError
 from zero.store import MemoryStore, NvmeStore, Store
 from zero.testing import run_processes, run_ranks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.common.small import Setting, adamw_in_8bit, adamw_in_bf16, slice_of
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.testing import run_ranks
 
 KiB = 1024

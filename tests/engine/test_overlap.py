@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import zero
 from tests.simulation import simulated_gpu
-from zero.engine.model.on_meta import Operation
-from zero.engine.whole.full import digest
+from zero.engine.meta import Operation
+from zero.engine.whole.read import digest
 from zero.testing import run_ranks
 
 WIDTH, LAYERS = 16, 5

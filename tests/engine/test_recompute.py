@@ -18,7 +18,7 @@ from tests.common.small import Setting
 from tests.conftest import LONG_S
 from zero.distributed.world import World
 from zero.engine.forward.recompute import PRODUCTS
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.testing import run_ranks
 
 aten = torch.ops.aten

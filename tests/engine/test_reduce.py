@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero
 from tests.simulation import simulated_gpu
 from zero.engine.backward import BackwardPass
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError, StaleStateError
 from zero.platform.handle import Handle
 from zero.testing import run_ranks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import WorldError
 from zero.testing import run_processes, run_ranks
 

@@ -13,7 +13,7 @@ from tests.common.small import KiB, Setting, adamw_in_8bit, deterministic, slice
 from tests.simulation import simulated_gpu
 from tests.simulation.simulated_gpu import count_launches
 from zero.engine.checksums import Checksums, checksum
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import ConfigError, MachineError, StaleStateError
 from zero.platform.files import memory_of
 from zero.store import Page, PageKind

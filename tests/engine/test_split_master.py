@@ -11,7 +11,7 @@ import torch
 import zero
 from tests.common.small import KiB, Setting, in_bf16, slice_of, small_batch, small_loss
 from zero.checkpoint import load, open_checkpoint, save
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.testing import run_ranks
 
 EVERYWHERE = [

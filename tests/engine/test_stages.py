@@ -9,7 +9,7 @@ import torch
 
 import zero
 from tests.common.small import Setting, adamw_in_8bit, adamw_in_bf16, slice_of, small_batch, train_small
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.platform.device import Device
 from zero.testing import run_processes, run_ranks
 from zero.trainer.models import GPT, GPTConfig, loss as gpt_loss

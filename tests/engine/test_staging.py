@@ -12,7 +12,7 @@ from zero.core.placement import DoesNotFit
 from zero.engine.unit_state import UnitState
 from zero.engine.update.pieces import Pieces
 from zero.engine.update.update import Updater
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import StaleStateError
 from zero.testing import run_ranks
 

@@ -22,7 +22,7 @@ from tests.common.small import KiB, Setting, Small, slice_of, small_batch, small
 from tests.conftest import LONG_S
 from zero.distributed.world import World
 from zero.engine.model.module_tree import ModuleTree
-from zero.engine.whole.full import digest, full_state_dict
+from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import ConfigError, HandshakeError, PlanError, RankFailedError, StaleStateError
 from zero.testing import run_processes, run_ranks
 

@@ -11,7 +11,7 @@ from tests.common.small import KiB, Setting, Small, adamw_in_bf16, slice_of, sma
 from tests.simulation import simulated_gpu
 from tests.trainer.test_planning import peak_of
 from zero.engine.whole import streaming
-from zero.engine.whole.full import gathered
+from zero.engine.whole.edit import gathered
 from zero.errors import ConfigError, HandshakeError, StaleStateError
 from zero.testing import run_ranks
 

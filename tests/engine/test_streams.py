@@ -28,7 +28,7 @@ from tests.simulation.streams import Streams
 from zero.checkpoint import Saving, load, open_checkpoint, save
 from zero.deepspeed.zero import safe_get_full_grad
 from zero.engine.memory import saved_tensors
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.sequence import SequenceParallel, SharedRows, attention, open_group
 from zero.testing import run_processes, run_ranks
 
@@ -735,7 +735,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/gather/fetch.py:lending.fetch.copy_and_gather ticket.wait": {"ticket": "cpu, state on a disk"},
     "engine/gather/fetch.py:reading.read.gather ticket.wait": {"ticket": "infinity"},
     "engine/whole/flat_writer.py:_to_pages.keep store.write().wait": {"ticket": "whole master"},
-    "engine/whole/full.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
+    "engine/whole/edit.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
     "engine/full_flat.py:summed_gradient runtime.gradients.left().wait": {"wait": "a loop of one's own at stage 1"},
     "engine/full_flat.py:gather_flat runtime.routes.gather().wait": {"collective": "stage 1"},
     "engine/full_flat.py:updated_range load().wait": {"ticket": "nvme"},

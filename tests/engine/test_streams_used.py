@@ -16,8 +16,8 @@ from tests.simulation.instrumented_gpu import InstrumentedGpu
 from tests.simulation.simulated_gpu import Simulation
 from tests.simulation.simulated_time import RATES
 from zero.distributed.routes import Gather
-from zero.engine.whole.full import digest, full_state_dict
 from zero.engine.whole.measured import measured
+from zero.engine.whole.read import digest, full_state_dict
 from zero.platform.timeline import Span, Timeline
 from zero.store.workers import WorkerPool
 from zero.testing import run_ranks

@@ -26,8 +26,8 @@ transformers = pytest.importorskip("transformers")
 import train  # noqa: E402
 import zero  # noqa: E402
 from zero.core.codec import CODECS  # noqa: E402
-from zero.engine.model.on_meta import is_meta  # noqa: E402
-from zero.engine.whole.full import full_state_dict  # noqa: E402
+from zero.engine.meta import is_meta  # noqa: E402
+from zero.engine.whole.read import full_state_dict  # noqa: E402
 from zero.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
 from zero.formats import export_checkpoint, open_newest  # noqa: E402
 from zero.platform.safetensors_files import StoredWeights  # noqa: E402

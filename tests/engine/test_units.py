@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zero
-from zero.engine.model.on_meta import is_meta
+from zero.engine.meta import is_meta
 from zero.engine.model.split import split
 from zero.engine.model.takeover import Takeover
 from zero.engine.model.unit import Splitting

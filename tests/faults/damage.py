@@ -28,7 +28,7 @@ from zero.checkpoint.manifest import CAP_BYTES, step_name
 from zero.checkpoint.publish import MANIFEST_NAME
 from zero.distributed.world import World
 from zero.engine.state import State
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import CheckpointError
 from zero.testing.thread_world import run_ranks
 

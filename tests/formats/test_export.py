@@ -30,7 +30,7 @@ from tests.conftest import LONG_S
 from zero.checkpoint import load, open_checkpoint, save
 from zero.checkpoint.manifest import from_text, to_text
 from zero.engine.model.takeover import buffers_of
-from zero.engine.whole.full import full_state_dict
+from zero.engine.whole.read import full_state_dict
 from zero.errors import CheckpointError, ConfigError, ZeroError
 from zero.formats import (
     ImportChoice,

@@ -6,7 +6,7 @@ from torch import nn
 
 import zero
 from zero.engine.model.coded import CodedWeights
-from zero.engine.whole.full import full_state_dict
+from zero.engine.whole.read import full_state_dict
 from zero.errors import PlanError
 from zero.formats import from_bitsandbytes
 from zero.testing import run_ranks

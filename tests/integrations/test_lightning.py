@@ -39,7 +39,7 @@ from tests.faults.crash import Killed, kill  # noqa: E402
 from zero.checkpoint import Root  # noqa: E402
 from zero.checkpoint.claim import Claim  # noqa: E402
 from zero.checkpoint.disk import Disk  # noqa: E402
-from zero.engine.model.on_meta import is_meta  # noqa: E402
+from zero.engine.meta import is_meta  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
 from zero.integrations.foreign_loop import PLAN_SETTINGS  # noqa: E402
 from zero.integrations.lightning import ZeroStrategy  # noqa: E402

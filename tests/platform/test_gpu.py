@@ -21,7 +21,7 @@ from tests.simulation.simulated_gpu import count_launches
 from zero.checkpoint import load, open_checkpoint, save
 from zero.core.sizes import GiB
 from zero.engine.plan.traffic import traffic
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import MachineError
 from zero.platform.arena import Arena
 from zero.platform.cuda import Cuda, claim_device

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch
 from tests.faults.disks import ThrottledStore
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.platform.tape import Tape
 from zero.platform.timeline import (
     EXPOSED,

@@ -16,7 +16,7 @@ from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, 
 from tests.faults.disks import ThrottledStore
 from zero.engine.init import ROOM_SHARE
 from zero.engine.plan.placing import thread_count
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import SettingError, StoreError
 from zero.platform.host_memory import aligned_zeros
 from zero.platform.run_files import free_by_file_system

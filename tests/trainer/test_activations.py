@@ -17,7 +17,7 @@ from tests.trainer.test_planning import ROUND, config, gpu, model_of
 from zero.core.placement import NO_LIMIT
 from zero.engine.model.split import split
 from zero.engine.plan.traffic import traffic
-from zero.engine.whole.full import digest
+from zero.engine.whole.read import digest
 from zero.errors import ConfigError, PlanError
 from zero.settings.build import build_plan
 from zero.testing import run_ranks

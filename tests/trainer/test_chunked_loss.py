@@ -8,8 +8,8 @@ import torch
 import zero
 from tests.common.small import KiB, Setting, slice_of
 from zero import losses
-from zero.engine.model.on_meta import empty
-from zero.engine.whole.full import full_state_dict
+from zero.engine.meta import empty
+from zero.engine.whole.read import full_state_dict
 from zero.testing import run_ranks
 from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig, hf, loss

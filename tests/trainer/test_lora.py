@@ -20,7 +20,7 @@ peft = pytest.importorskip("peft")
 import train  # noqa: E402
 import zero  # noqa: E402
 from zero.__main__ import main as zero_train  # noqa: E402
-from zero.engine.whole.full import full_state_dict  # noqa: E402
+from zero.engine.whole.read import full_state_dict  # noqa: E402
 from zero.errors import OutsideUnitError, PlanError  # noqa: E402
 from zero.formats import export_checkpoint, open_newest  # noqa: E402
 from zero.settings.build import build_plan  # noqa: E402

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 import train  # noqa: E402
 import zero  # noqa: E402
 from tests.trainer.test_planning import gpu, peak_of  # noqa: E402
-from zero.engine.whole.full import full_state_dict  # noqa: E402
+from zero.engine.whole.read import full_state_dict  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.settings.build import build_plan  # noqa: E402
 from zero.testing import run_processes, run_ranks  # noqa: E402

@@ -26,7 +26,8 @@ from zero.distributed.mesh import local_part
 from zero.distributed.opening import open_default_group
 from zero.distributed.world import World
 from zero.engine.init import init, open_store
-from zero.engine.model import buffers_of, frozen_matrices, is_meta, lacks_values, same_bits
+from zero.engine.meta import is_meta, lacks_values
+from zero.engine.model import buffers_of, frozen_matrices, same_bits
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.whole import Weights

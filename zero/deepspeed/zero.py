@@ -14,7 +14,8 @@ from zero.deepspeed.grads import is_trained
 from zero.distributed.opening import open_default_group
 from zero.distributed.rendezvous import rank_of_process
 from zero.distributed.world import World
-from zero.engine.model import ParameterPlaceholder, Unmade, absent
+from zero.engine.meta import Unmade, absent
+from zero.engine.model import ParameterPlaceholder
 from zero.engine.whole import Source, gathered, get_full, set_full
 from zero.errors import ConfigError, StaleStateError
 

@@ -40,7 +40,8 @@ from zero.core.precision import Precision as ComputePrecision
 from zero.core.stage import Stage
 from zero.deepspeed.engine import Engine
 from zero.distributed.world import World
-from zero.engine.model import Backend, ParameterPlaceholder, empty
+from zero.engine.meta import empty
+from zero.engine.model import Backend, ParameterPlaceholder
 from zero.engine.whole import Weights
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, new_engine

@@ -6,9 +6,6 @@ in a heap ordered by turn, and the others know which operations they wait for, s
 `tests/store/test_indexed_schedule.py` compares the two.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
-
 from zero.store.base import Page
 from zero.store.events import (
     Action,
@@ -19,80 +16,13 @@ from zero.store.events import (
     GroupPhase,
     Modify,
     Move,
-    PageGroup,
     Read,
     Transfer,
     Work,
     Write,
 )
-
-Turn = tuple[int, ...]
-
-
-class _Operation:
-    """A modification or a transfer that has not ended.
-
-    Attributes:
-        turn: sort key; of the operations that can start, the one with the smallest turn starts first.
-        after: numbers of earlier operations that must end before this one starts.
-        before: numbers of later operations that have this one in their `after`.
-        source: the group from whose slot a read is copied once a worker is free; the group's write may have ended by
-            then.
-    """
-
-    __slots__ = ("after", "before", "event", "source", "turn")
-
-    def __init__(self, event: Modify | Transfer, turn: tuple[Turn, int]) -> None:
-        self.event, self.turn = event, turn
-        self.after: set[int] = set()
-        self.before: tuple[int, ...] = ()
-        self.source: PageGroup | None = None
-
-
-class _Held:
-    """A group in a slot.
-
-    Attributes:
-        number: the number of the operation that it is loaded for; None if it was read ahead.
-        readers: the number of reads that copy from the slot, or will once a worker is free.
-        stale: whether a page was written by an operation while the group was being read ahead.
-    """
-
-    __slots__ = ("number", "phase", "readers", "slot", "stale")
-
-    def __init__(self, slot: int, number: int | None) -> None:
-        self.slot, self.number, self.readers = slot, number, 0
-        self.phase, self.stale = GroupPhase.READING, False
-
-
-class _Queue:
-    """Operations in one of the four queues where they wait to be started.
-
-    An operation that waits for other operations is only in `members`. `push` adds it to the heap when it waits for
-    none.
-    """
-
-    def __init__(self) -> None:
-        self.members: set[int] = set()
-        self._line: list[tuple[tuple[Turn, int], int]] = []
-
-    def push(self, turn: tuple[Turn, int], number: int) -> None:
-        heappush(self._line, (turn, number))
-
-    def take(self, start: Callable[[int], Action | None]) -> Action | None:
-        """Remove the first operation for which `start` returns an action, and return that action."""
-        passed, action = [], None
-        while self._line and action is None:
-            entry = heappop(self._line)
-            if entry[1] in self.members:  # otherwise a duplicate entry of an operation that left
-                action = start(entry[1])
-                if action is None:
-                    passed.append(entry)
-                else:
-                    self.members.discard(entry[1])
-        for entry in passed:
-            heappush(self._line, entry)
-        return action
+from zero.store.loaded_groups import LoadedGroups
+from zero.store.page_operations import OperationQueue, PageOperation, PageOperations
 
 
 class Schedule:
@@ -108,15 +38,9 @@ class Schedule:
     """
 
     def __init__(self, *, slots: int, workers: int, read_ahead: int) -> None:
-        self._workers, self._ahead_limit = workers, read_ahead
-        self._free = list(range(slots))
-        self._expected: dict[PageGroup, int] = {}  # group -> its position
-        self._loaded: dict[PageGroup, _Held] = {}
-        self._ahead: dict[PageGroup, _Held] = {}  # the loaded groups that were read ahead
-        self._ahead_with: dict[Page, list[PageGroup]] = {}
-        self._operations: dict[int, _Operation] = {}
-        self._touching: dict[Page, tuple[tuple[int, bool], ...]] = {}  # page -> (operation, whether it writes the page)
-        self._unloaded, self._ready, self._dirty, self._queued = _Queue(), _Queue(), _Queue(), _Queue()
+        self._workers = workers
+        self._loaded, self._operations = LoadedGroups(slots, read_ahead), PageOperations()
+        self._unloaded, self._ready, self._dirty, self._queued = (OperationQueue() for _ in range(4))
         self.running: set[Action] = set()
 
     @property
@@ -129,7 +53,7 @@ class Schedule:
         actions: list[Action] = []
         match event:
             case Expect(groups):
-                self._expect(groups)
+                self._loaded.expect(groups)
             case Modify():
                 self._modify(event)
             case Transfer():
@@ -147,66 +71,41 @@ class Schedule:
     def would_start(self, event: Transfer) -> bool:
         """Return whether `event`, submitted with `here`, would start at once."""
         if event.writes:
-            return event.page not in self._touching and not self._is_being_read(event.page)
-        return not self._is_written(event.page)
+            return not self._operations.is_touched(event.page) and not self._is_being_read(event.page)
+        return not self._operations.is_written(event.page)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _expect(self, groups: Iterable[PageGroup]) -> None:
-        self._expected = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-        for group, held in [*self._ahead.items()]:
-            if held.phase is GroupPhase.READY and group not in self._expected:
-                self._release(group)
-
     def _modify(self, event: Modify) -> None:
         group, number = event.group, event.number
-        self._enter(_Operation(event, (event.priority, number)), group.pages + group.out, group.beside)
-        self._expected.pop(group, None)
+        written = group.pages + group.out
+        self._operations.submit(PageOperation(event, (event.priority, number)), written, group.beside)
+        self._loaded.outdate(written, group)
         if event.in_place:
             self._wait_in(self._ready, number)
             return
-        held = self._loaded.get(group)
-        if held is None or held.number is not None or held.stale:
+        held = self._loaded.claim(group, number)
+        if held is None:
             self._wait_in(self._unloaded, number)
-            return
-        self._forget_ahead(group)
-        held.number = number
-        if held.phase is GroupPhase.READY:
+        elif held.phase is GroupPhase.READY:
             self._wait_in(self._ready, number)
 
     def _transfer(self, event: Transfer, actions: list[Action]) -> None:
-        operation, pages = _Operation(event, ((), event.number)), (event.page,)
-        self._enter(operation, *((pages, ()) if event.writes else ((), pages)))
+        written, read = ((event.page,), ()) if event.writes else ((), (event.page,))
+        self._operations.submit(PageOperation(event, ((), event.number)), written, read)
+        self._loaded.outdate(written, None)
         if event.here and self._can_start(event.number):
             actions.append(Move(event.number, event.page, event.writes))
         else:
             self._wait_in(self._queued, event.number)
 
-    def _enter(self, operation: _Operation, written: Sequence[Page], read: Sequence[Page]) -> None:
-        """Add an operation behind every conflicting one, and drop read-ahead groups with pages that it writes."""
-        event, number = operation.event, operation.event.number
-        self._operations[number] = operation
-        for pages, writes in ((written, True), (read, False)):
-            for page in pages:
-                others = self._touching.get(page, ())
-                for other, wrote in others:
-                    if (writes or wrote) and other != number and other not in operation.after:
-                        operation.after.add(other)
-                        self._operations[other].before += (number,)
-                self._touching[page] = (*others, (number, writes))
-        modified = event.group if isinstance(event, Modify) else None
-        for page in written:
-            for group in [group for group in self._ahead_with.get(page, ()) if group != modified]:
-                if self._ahead[group].phase is GroupPhase.READING:
-                    self._ahead[group].stale = True
-                else:
-                    self._release(group)
-
     def _finished(self, action: Action) -> None:
         self.running.discard(action)
         match action:
             case Read(group):
-                self._arrived(group)
+                loaded_for = self._loaded.arrived(group)
+                if loaded_for is not None:
+                    self._wait_in(self._ready, loaded_for)
             case Work(number, group, int(_)):
                 self._loaded[group].phase = GroupPhase.DIRTY
                 self._operations[number].turn = (), number  # a write of an earlier step comes first
@@ -216,41 +115,17 @@ class Schedule:
                         self._may_copy(later)
             case Write(number, group):
                 self._loaded[group].phase = GroupPhase.LEAVING
-                self._leave(group)
+                self._loaded.release_if_written(group)
                 self._end(number)
             case Copy(number, _, group):
                 self._loaded[group].readers -= 1
-                self._leave(group)
+                self._loaded.release_if_written(group)
                 self._end(number)
             case _:
                 self._end(action.number)
 
-    def _arrived(self, group: PageGroup) -> None:
-        held = self._loaded[group]
-        if held.stale or (held.number is None and group not in self._expected):
-            self._release(group)
-            return
-        held.phase = GroupPhase.READY
-        if held.number is not None:
-            self._wait_in(self._ready, held.number)
-
-    def _leave(self, group: PageGroup) -> None:
-        """Free the slot of a group that is written, unless a read still copies from it, or will."""
-        held = self._loaded[group]
-        if not held.readers and held.phase is GroupPhase.LEAVING:
-            self._release(group)
-
     def _end(self, number: int) -> None:
-        operation = self._operations.pop(number)
-        event = operation.event
-        for page in (event.page,) if isinstance(event, Transfer) else event.group.all:
-            others = tuple(touch for touch in self._touching.pop(page, ()) if touch[0] != number)
-            if others:
-                self._touching[page] = others
-        for later in operation.before:
-            if later not in self._operations:  # `later` was a copy from the slot and ended first
-                continue
-            self._operations[later].after.discard(number)
+        for later in self._operations.end(number):
             if self._operations[later].after:
                 self._may_copy(later)
                 continue
@@ -270,7 +145,8 @@ class Schedule:
     def _work(self, number: int) -> Action | None:
         if not self._can_start(number):
             return None
-        event = self._modify_of(number)
+        event = self._operations[number].event
+        assert isinstance(event, Modify)
         if event.in_place:
             return Work(number, event.group, None)
         held = self._loaded[event.group]
@@ -282,36 +158,30 @@ class Schedule:
         reads = sum(isinstance(action, Read) for action in self.running)
         writes = sum(isinstance(action, Write) for action in self.running)
         if reads <= writes:
-            return self._next_read() or self._next_ahead() or self._dirty.take(self._write)
-        return self._dirty.take(self._write) or self._next_read() or self._next_ahead()
+            return self._next_read() or self._dirty.take(self._write)
+        return self._dirty.take(self._write) or self._next_read()
 
     def _write(self, number: int) -> Action:
-        group = self._modify_of(number).group
+        group = self._operations[number].group
         self._loaded[group].phase = GroupPhase.WRITING
         return Write(number, group, self._loaded[group].slot)
 
     def _next_read(self) -> Action | None:
-        return self._unloaded.take(self._load) if self._unloaded.members and self._has_slot() else None
+        """Return the read of a group for an operation, else the read of an announced group."""
+        needed = self._unloaded.take(self._load) if self._unloaded.members and self._has_slot() else None
+        return needed or self._loaded.next_ahead(self._operations.is_written)
 
     def _load(self, number: int) -> Action | None:
-        group = self._modify_of(number).group
+        group = self._operations[number].group
         if group in self._loaded or not self._can_start(number):
             return None
-        if not self._free:
+        if not self._loaded.free:
             self._give_up_one()
-        return self._read(group, number)
-
-    def _next_ahead(self) -> Action | None:
-        if not self._free or len(self._ahead) >= self._ahead_limit:
-            return None
-        group = next((group for group in self._expected if group not in self._loaded), None)
-        if group is None or any(self._is_written(page) for page in group.pages):
-            return None  # the groups after one that an operation writes are needed later, so they wait as well
-        return self._read(group, None)
+        return self._loaded.read(group, number)
 
     def _has_slot(self) -> bool:
         """Return whether a slot is free, or `_give_up_one` can free one."""
-        if self._free or any(held.phase is GroupPhase.READY for held in self._ahead.values()):
+        if self._loaded.free or self._loaded.ready_ahead():
             return True
         if self.running or self._dirty.members:
             return False
@@ -324,19 +194,17 @@ class Schedule:
         next modification, which cannot start without a slot. Then the one of these groups whose turn is last is
         unloaded again.
         """
-        ahead = [group for group, held in self._ahead.items() if held.phase is GroupPhase.READY]
-        if ahead:
-            self._release(max(ahead, key=self._expected.__getitem__))
+        if self._loaded.release_last_ahead():
             return
         held = (held.number for held in self._loaded.values() if held.number in self._ready.members)
         _, number = max(self._operations[number].turn for number in held if number is not None)
         self._ready.members.discard(number)
         self._wait_in(self._unloaded, number)
-        self._release(self._modify_of(number).group)
+        self._loaded.release(self._operations[number].group)
 
-    # -- bookkeeping ---------------------------------------------------------------------------------------------------
+    # -- what an operation waits for -----------------------------------------------------------------------------------
 
-    def _wait_in(self, queue: _Queue, number: int) -> None:
+    def _wait_in(self, queue: OperationQueue, number: int) -> None:
         queue.members.add(number)
         operation = self._operations[number]
         if not operation.after:
@@ -350,22 +218,14 @@ class Schedule:
         The slot stays until the read ends.
         """
         operation = self._operations[number]
-        if number in self._queued.members and operation.source is None:
-            operation.source = self._written_by(number)
-            if operation.source is not None:
-                self._loaded[operation.source].readers += 1
-                self._queued.push(operation.turn, number)
-
-    def _written_by(self, number: int) -> PageGroup | None:
-        """Return the group from whose slot a read can be copied: it waits only for that group's write. Else None."""
-        operation = self._operations[number]
-        if not isinstance(operation.event, Transfer) or operation.event.writes or len(operation.after) != 1:
-            return None
-        (before,) = (self._operations[number].event for number in operation.after)
-        if not isinstance(before, Modify):
-            return None
-        held = self._loaded.get(before.group)
-        return before.group if held is not None and held.phase in (GroupPhase.DIRTY, GroupPhase.WRITING) else None
+        if number not in self._queued.members or operation.source is not None:
+            return
+        group = self._operations.only_modification_before(number)
+        held = None if group is None else self._loaded.get(group)
+        if held is not None and held.phase in (GroupPhase.DIRTY, GroupPhase.WRITING):
+            operation.source = group
+            held.readers += 1
+            self._queued.push(operation.turn, number)
 
     def _can_start(self, number: int) -> bool:
         """Return whether all conflicting operations have ended and no page that this one writes is being read ahead."""
@@ -377,32 +237,5 @@ class Schedule:
             return not any(map(self._is_being_read, event.group.pages + event.group.out))
         return not (event.writes and self._is_being_read(event.page))
 
-    def _is_written(self, page: Page) -> bool:
-        return any(writes for _, writes in self._touching.get(page, ()))
-
     def _is_being_read(self, page: Page) -> bool:
         return any(isinstance(action, Read) and page in action.group.pages for action in self.running)
-
-    def _modify_of(self, number: int) -> Modify:
-        event = self._operations[number].event
-        assert isinstance(event, Modify)
-        return event
-
-    def _read(self, group: PageGroup, number: int | None) -> Action:
-        held = self._loaded[group] = _Held(heappop(self._free), number)
-        if number is None:
-            self._ahead[group] = held
-            for page in group.pages:
-                self._ahead_with.setdefault(page, []).append(group)
-        return Read(group, held.slot)
-
-    def _release(self, group: PageGroup) -> None:
-        self._forget_ahead(group)
-        heappush(self._free, self._loaded.pop(group).slot)
-
-    def _forget_ahead(self, group: PageGroup) -> None:
-        if self._ahead.pop(group, None) is not None:
-            for page in group.pages:
-                self._ahead_with[page].remove(group)
-                if not self._ahead_with[page]:
-                    del self._ahead_with[page]

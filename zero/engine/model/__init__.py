@@ -3,7 +3,6 @@
 from zero.engine.model.coded import CodedWeights, checked_codes, coded, coded_names, codes_in, frozen_matrices
 from zero.engine.model.compile import Backend, Compiler, check_backend, described
 from zero.engine.model.module_tree import ModuleTree
-from zero.engine.model.on_meta import Unmade, absent, empty, is_meta, lacks_values
 from zero.engine.model.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.model.recorded_values import RecordedValues, reached
 from zero.engine.model.split import APART, embedding_ids, split
@@ -40,8 +39,6 @@ __all__ = [
     "Splitting",
     "Takeover",
     "UnitSpec",
-    "Unmade",
-    "absent",
     "attach",
     "buffers_of",
     "call_through",
@@ -53,11 +50,8 @@ __all__ = [
     "codes_in",
     "described",
     "embedding_ids",
-    "empty",
     "frozen_matrices",
     "in_backward",
-    "is_meta",
-    "lacks_values",
     "move_buffers",
     "note_dtypes",
     "reached",

@@ -11,8 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.tree import replaced, tensors_in
 from zero.engine.memory import storage_address
-from zero.engine.model.function_names import requested, writes
-from zero.engine.model.on_meta import Recipe, Unmade, is_meta
+from zero.engine.meta import Recipe, Unmade, is_meta, requested, writes
 from zero.errors import ConfigError, OutsideUnitError, PlanError
 
 # attributes and methods that do not read values

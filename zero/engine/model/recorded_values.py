@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zero.distributed.world import World
-from zero.engine.model.function_names import writes
-from zero.engine.model.on_meta import Operation, Recipe, RecordedRoot, Unmade, dispatch_trunc_normal, is_meta
+from zero.engine.meta import Operation, Recipe, RecordedRoot, Unmade, dispatch_trunc_normal, is_meta, writes
 from zero.engine.model.placeholder import ParameterPlaceholder
 from zero.engine.model.unit import Owner, Splitting
 from zero.errors import PlanError

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero.core.suggest import some
 from zero.distributed.mesh import Placed, is_dtensor, local_part
-from zero.engine.model.on_meta import Unmade, is_meta
+from zero.engine.meta import Unmade, is_meta
 from zero.engine.model.padded_encoder import watch_encoders
 from zero.engine.model.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer, version_of
 from zero.engine.model.unit import Site, Splitting

@@ -15,7 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from zero.core.precision import DTYPES, Precision
 from zero.core.suggest import some
 from zero.distributed.mesh import is_dtensor
-from zero.engine.model.on_meta import Unmade, is_meta
+from zero.engine.meta import Unmade, is_meta
 from zero.errors import PlanError
 from zero.platform.safetensors_files import NAMES
 

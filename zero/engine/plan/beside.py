@@ -16,7 +16,8 @@ from zero.core.optim import Transform
 from zero.core.suggest import meant, some
 from zero.distributed.mesh import Placed, local_part
 from zero.distributed.world import World
-from zero.engine.model import Splitting, is_meta
+from zero.engine.meta import is_meta
+from zero.engine.model import Splitting
 from zero.errors import PlanError
 
 

@@ -1,9 +1,11 @@
 """Whole values: read, edit, stream and write full parameters, whatever their sharding and tier."""
 
+from zero.engine.whole.edit import gathered, set_full
 from zero.engine.whole.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
 from zero.engine.whole.flat_writer import FlatWriter
-from zero.engine.whole.full import Source, full_state_dict, full_values, gathered, get_full, set_full
 from zero.engine.whole.measured import measured
+from zero.engine.whole.names import Source
+from zero.engine.whole.read import full_state_dict, full_values, get_full
 from zero.engine.whole.streaming import stream_weights
 
 __all__ = [

@@ -24,6 +24,7 @@ from zero.core.suggest import meant, some
 from zero.distributed.mesh import local_part
 from zero.distributed.world import World
 from zero.engine.memory import Buffer
+from zero.engine.meta import is_meta
 from zero.engine.model import (
     ParameterPlaceholder,
     RecordedValues,
@@ -32,7 +33,6 @@ from zero.engine.model import (
     buffers_of,
     checked_codes,
     coded,
-    is_meta,
     reached,
 )
 from zero.engine.plan import Plan

@@ -22,7 +22,7 @@ from zero.engine.model import Flat
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.unit_state import UnitState
-from zero.engine.whole.full import Source, state_of
+from zero.engine.whole.names import Source, state_of
 from zero.errors import ConfigError
 from zero.platform.modes import unobserved_items
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero.engine.model import empty
+from zero.engine.meta import empty
 from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
 from zero.platform.installed import require_hf

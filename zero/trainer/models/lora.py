@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from zero.core.suggest import nearest
-from zero.engine.model import empty
+from zero.engine.meta import empty
 from zero.errors import ConfigError, in_short
 from zero.platform.installed import require_hf
 from zero.trainer.models.hf_config import HFConfig

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero.core.sizes import size_text
 from zero.core.suggest import some
 from zero.distributed.world import World
-from zero.engine.model import empty
+from zero.engine.meta import empty
 from zero.errors import ConfigError
 from zero.integrations.sequence import sequence_parallel
 from zero.sequence import SharedRows, open_group

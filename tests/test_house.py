@@ -59,14 +59,11 @@ DEFENDED = {
     "deepspeed.engine file",
     "deepspeed.initialization initialize",
     "deepspeed.metrics EngineInfo",
-    "engine.model.placeholder file",
     "engine.plan.plan __init__",
     "integrations.lightning __init__",
     "integrations.lightning file",
     "platform.device Device",
     "platform.kernels _update",
-    "store.prefetch PrefetchStore",
-    "store.workers WorkerPool",
 }
 """What is larger, and why: see ARCHITECTURE.md."""
 

@@ -474,7 +474,7 @@ def test_an_offloaded_plan_is_true(size, offload, precision):
             assert home.overflowed == 0
         if parts.residency.pool is not None:
             assert parts.residency.pool.allocated_bytes == told["device"]["gathered units"]
-        assert sum(slot.nbytes for slot in parts.store._slots) == told.get("host", {}).get("arena", 0)
+        assert sum(slot.nbytes for slot in parts.store._executor.slots) == told.get("host", {}).get("arena", 0)
         return True
 
     assert run_ranks(size, rank_main) == [True] * size

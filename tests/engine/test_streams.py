@@ -707,7 +707,7 @@ OTHERS = {
         "the end of a file",
     ),
     "zero/checkpoint/save.py:Saving._await_copies": "`Runtime.await_copies`, which is in the list, calls it",
-    "zero/store/prefetch.py:PrefetchStore._copy": "an inner store's, which does its work when it is asked",
+    "zero/store/executor.py:Executor._copy": "an inner store's, which does its work when it is asked",
     "zero/trainer/planning/probes.py": "a probe's time is taken when all is done",
     "zero/engine/step.py:Step._reduce": "the reducer, whose waits are in the list",
     "zero/deepspeed/engine.py": "a step, whose waits are in the list",

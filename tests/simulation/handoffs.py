@@ -1,9 +1,10 @@
 """Record the order of jobs of the store and of collectives for the race detector of a simulated GPU.
 
-The methods of `WorkerPool`, `PrefetchStore`, `World` and its transports through which threads and ranks synchronize are
-wrapped. A job of the store is ordered after the call that submitted it and after earlier jobs on the same pages and the
-same slot, and before the end of a wait for its ticket. A collective runs on a stream of its own, the network. It is
-ordered after the work enqueued on the current stream so far, and before later work of a stream that waits for it.
+The methods of `WorkerPool`, `Executor`, `PrefetchStore`, `World` and its transports through which threads and ranks
+synchronize are wrapped. A job of the store is ordered after the call that submitted it and after earlier jobs on the
+same pages and the same slot, and before the end of a wait for its ticket. A collective runs on a stream of its own, the
+network. It is ordered after the work enqueued on the current stream so far, and before later work of a stream that
+waits for it.
 """
 
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from zero.platform.handle import Handle, Then
 from zero.platform.modes import DeviceMode
 from zero.store.base import Page, Ticket
 from zero.store.events import Action, Copy, Modify, Move, Read, Transfer, Work
+from zero.store.executor import Executor
 from zero.store.prefetch import PrefetchStore
 from zero.store.workers import WorkerPool
 from zero.testing.thread_world import Threads
@@ -89,8 +91,8 @@ def instrumentation() -> Iterator[None]:
         (WorkerPool, "await_end", _await_end),
         (WorkerPool, "drain", _drain),
         (WorkerPool, "leave", _leave),
-        (PrefetchStore, "_carry_out", _carry_out),
-        (PrefetchStore, "_copy", _copy),
+        (Executor, "carry_out", _carry_out),
+        (Executor, "_copy", _copy),
         (PrefetchStore, "bounce_buffer", _bounce_buffer),
         (Saving, "_start", _start),
         (Saving, "_write_behind", _write_behind),
@@ -153,46 +155,47 @@ def _do_here(workers: WorkerPool, original: Any, event: Transfer, job: Callable[
     if thread.gpu is None:
         return original(workers, event, job)
     handoffs = thread.gpu.handoffs
-    return original(workers, event, lambda: handoffs.ordered([(id(workers), event.page)], job))
+    return original(workers, event, lambda: handoffs.ordered([(id(workers.executor), event.page)], job))
 
 
 def _await_end(workers: WorkerPool, original: Any, ticket: Any) -> None:
     gpu = thread.gpu
     original(workers, ticket)  # also if a test removes the wait, so that the job is recorded before later work
     if gpu is not None and gpu.keeps_wait("ticket"):
-        with workers.watch("wait"):  # a wait in simulated time, also if the job has ended by the machine's clock
-            gpu.handoffs.acquire((id(workers), ticket.event.number))
+        with workers.executor.watch(
+            "wait"
+        ):  # a wait in simulated time, also if the job has ended by the machine's clock
+            gpu.handoffs.acquire((id(workers.executor), ticket.event.number))
 
 
 def _drain(workers: WorkerPool, original: Any) -> None:
     original(workers)
     gpu = thread.gpu
     if gpu is not None and gpu.keeps_wait("drain"):
-        gpu.handoffs.acquire_all(id(workers))
+        gpu.handoffs.acquire_all(id(workers.executor))
 
 
 def _leave(workers: WorkerPool, original: Any) -> None:
     original(workers)
     if thread.gpu is not None:
-        thread.gpu.handoffs.acquire_all(id(workers))  # because all threads of the pool have ended
+        thread.gpu.handoffs.acquire_all(id(workers.executor))  # because all threads of the pool have ended
 
 
-def _carry_out(store: PrefetchStore, original: Any, action: Action, job: Any) -> None:
+def _carry_out(executor: Executor, original: Any, action: Action, job: Any) -> None:
     gpu = thread.gpu
     if gpu is None:
-        return original(store, action, job)
+        return original(executor, action, job)
     gpu.streams.begin_action()
     if isinstance(job, _Job):
         gpu.streams.host.join(job.past)
-    workers = id(store._workers)
-    keys: list[Key] = [(workers, page) for page in _pages(action)]
+    keys: list[Key] = [(id(executor), page) for page in _pages(action)]
     if not isinstance(action, Move) and action.slot is not None:
-        keys.append((workers, "slot", action.slot))
+        keys.append((id(executor), "slot", action.slot))
         if isinstance(action, Read) or not action.group.pages:
-            gpu.handoffs.take_over(keys[-1], store._slots[action.slot])
-    gpu.handoffs.ordered(keys, lambda: original(store, action, job))
+            gpu.handoffs.take_over(keys[-1], executor.slots[action.slot])
+    gpu.handoffs.ordered(keys, lambda: original(executor, action, job))
     if isinstance(action, Work | Move | Copy):
-        gpu.handoffs.release((workers, action.number))
+        gpu.handoffs.release((id(executor), action.number))
     return None
 
 
@@ -202,12 +205,12 @@ def _pages(action: Action) -> Sequence[Page]:
     return action.group.all
 
 
-def _copy(store: PrefetchStore, original: Any, page: Page, tensor: Tensor, writes: bool) -> None:
-    if thread.gpu is not None and store.in_place(page) is None:
+def _copy(executor: Executor, original: Any, page: Page, tensor: Tensor, writes: bool) -> None:
+    if thread.gpu is not None and executor._inner.in_place(page) is None:
         thread.gpu.access_on_host(tensor, writes=not writes)
         with untraced():
-            return original(store, page, tensor, writes)
-    return original(store, page, tensor, writes)
+            return original(executor, page, tensor, writes)
+    return original(executor, page, tensor, writes)
 
 
 @contextmanager

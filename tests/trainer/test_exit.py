@@ -31,8 +31,7 @@ def native():
 """
 
 WORK = """
-from zero.store import MemoryStore, Page
-from zero.store.events import Group
+from zero.store import MemoryStore, Page, PageGroup
 from zero.store.prefetch import PrefetchStore
 
 begun, ended = [], []
@@ -49,16 +48,16 @@ store = PrefetchStore(MemoryStore(torch.device("cpu")), [], threads=2, read_ahea
 for number in range(200):
     page = Page(0, "master", number)
     store.allocate(page, 16, torch.float32)
-    store.modify(Group(0, number, (page,)), work)
+    store.modify(PageGroup(0, number, (page,)), work)
 inside.wait()
 """
 
 MODEL = """
 from torch import nn
-from zero.store.prefetch import PrefetchStore
+from zero.store.executor import Executor
 
-carry_out = PrefetchStore._carry_out
-PrefetchStore._carry_out = lambda *given: (armed.is_set() and native(), carry_out(*given))
+carry_out = Executor.carry_out
+Executor.carry_out = lambda *given: (armed.is_set() and native(), carry_out(*given))
 model, rows = nn.Linear(32, 32), torch.randn(4, 32)
 """
 
@@ -128,11 +127,11 @@ def test_the_end_has_a_limit_and_no_child_waits(tmp_path):
     done = ended(
         """
         import os, threading, warnings
-        from zero.platform.threads import Beside
+        from zero.platform.threads import BackgroundThread
 
         warnings.simplefilter("ignore")  # Python 3.12 and newer warn of a fork beside threads
-        Beside(threading.Event().wait, name="a disk that hangs", limit_s=0.2).start()
-        given_up = Beside(threading.Event().wait, name="given up")
+        BackgroundThread(threading.Event().wait, name="a disk that hangs", limit_s=0.2).start()
+        given_up = BackgroundThread(threading.Event().wait, name="given up")
         given_up.start()
         given_up.limit_s = 0.0
         child = os.fork()

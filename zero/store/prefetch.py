@@ -4,26 +4,23 @@
 announces the groups that will be modified next, so that they are read ahead. Every page can also be read and written on
 its own. Operations on one page run in the order in which they were submitted.
 
-A page that the inner store lends (`in_place`) is never copied to a slot: the function gets the page itself.
-
-`workers` has the threads, the waits and the failures; this file executes one action on pages and slots.
+`workers` has the threads, the waits and the failures; `executor` executes one action on pages and slots.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero.core.sizes import round_up
 from zero.errors import StoreError
 from zero.platform.handle import Done
 from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching
-from zero.store.events import Action, Copy, Expect, Modify, Move, PageGroup, Read, Transfer, Work, Write
-from zero.store.traffic_counter import Traffic, TrafficCounter
+from zero.store.events import Expect, Modify, PageGroup, Transfer
+from zero.store.executor import Executor
+from zero.store.traffic_counter import Traffic
 from zero.store.workers import WorkerPool
 
 
@@ -54,22 +51,13 @@ class PrefetchStore(Store):
         timeout_s: float = 300.0,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self._inner, self._slots = inner, tuple(slots)
         self._bounce_buffers, self._idle = tuple(bounce_buffers), list(bounce_buffers)
-        self._sizes = Pages[tuple[int, torch.dtype]]()
-        self._shapes: dict[PageGroup, _Shape] = {}
-        self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # the pages in each slot
+        self._inner, self._sizes = inner, Pages[tuple[int, torch.dtype]]()
+        self._executor = Executor(inner, slots, self._sizes)
         self._versions: Counter[Page] = Counter()
-        self._meter = TrafficCounter()
         self._claimed = False
         self._workers = WorkerPool(
-            slots=len(slots),
-            threads=threads,
-            read_ahead=read_ahead,
-            timeout_s=timeout_s,
-            prepare=prepare,
-            carry_out=self._carry_out,
-            meter=self._meter,
+            self._executor, threads=threads, read_ahead=read_ahead, timeout_s=timeout_s, prepare=prepare
         )
 
     # -- the interface of every store --
@@ -118,7 +106,7 @@ class PrefetchStore(Store):
     @property
     def slots_bytes(self) -> int:
         """Return the bytes of all slots and bounce buffers."""
-        return sum(memory.nbytes for memory in (*self._slots, *self._bounce_buffers))
+        return sum(memory.nbytes for memory in (*self._executor.slots, *self._bounce_buffers))
 
     @contextmanager
     def bounce_buffer(self) -> Iterator[Tensor]:
@@ -136,8 +124,7 @@ class PrefetchStore(Store):
             StoreError: a thread is still running after `timeout_s`. The inner store stays open then.
         """
         self._workers.leave()
-        self._shapes.clear()
-        self._inner.close()
+        self._executor.close()
 
     def claim(self) -> None:
         """Reserve the store for one state.
@@ -151,7 +138,7 @@ class PrefetchStore(Store):
 
     def observe(self, watch: Watch) -> None:
         """Call `watch` around every later action: reads, writes and work in the threads, and waits of callers."""
-        self._workers.watch = watch
+        self._executor.watch = watch
 
     # -- groups --
 
@@ -161,7 +148,7 @@ class PrefetchStore(Store):
         Raises:
             StoreError: a page is unknown, or a group is larger than a slot.
         """
-        self._workers.post(Expect(tuple(group for group in groups if self._shape(group).reads)))
+        self._workers.post(Expect(tuple(group for group in groups if self._executor.layout(group).reads)))
 
     def modify(
         self, group: PageGroup, work: Callable[[tuple[Tensor, ...]], None], priority: tuple[int, ...] = ()
@@ -180,7 +167,7 @@ class PrefetchStore(Store):
         Raises:
             StoreError: a page is unknown, or the group is larger than a slot.
         """
-        return self._workers.submit(Modify(0, group, priority, self._shape(group).is_in_place), work)
+        return self._workers.submit(Modify(0, group, priority, self._executor.layout(group).is_in_place), work)
 
     def drain(self) -> None:
         """Wait until all operations have ended and all pages are written. Announced groups may stay in slots.
@@ -192,7 +179,7 @@ class PrefetchStore(Store):
 
     @property
     def traffic(self) -> Traffic:
-        return self._meter.read_off()
+        return self._executor.meter.read_off()
 
     # -- in the calling thread --
 
@@ -202,119 +189,12 @@ class PrefetchStore(Store):
             self._versions[page] += 1
         event = Transfer(0, page, writes)
         if self._inner.in_place(page) is None:
-            return self._workers.submit(event, partial(self._move, page, tensor, writes))
-        self._workers.do_here(event, partial(self._copy_here, page, tensor, writes))
+            return self._workers.submit(event, partial(self._executor.move, page, tensor, writes))
+        self._workers.do_here(event, partial(self._executor.copy_in_caller, page, tensor, writes))
         return Done()
-
-    def _shape(self, group: PageGroup) -> "_Shape":
-        shape = self._shapes.get(group)
-        if shape is None:
-            shape = self._shapes[group] = self._new_shape(group)
-        return shape
-
-    def _new_shape(self, group: PageGroup) -> "_Shape":
-        """Lay out the pages of a group one after another from the slot's start, without the pages in place."""
-        places, end = [], 0
-        for page in group.all:
-            (numel, dtype), view = self._sizes[page], self._inner.in_place(page)
-            nbytes = numel * dtype.itemsize if view is None else 0
-            places.append(_Place(slice(end, end + nbytes), dtype, view))
-            end += round_up(nbytes)
-        room = self._slots[0].nbytes if self._slots else 0
-        if end > room:
-            raise StoreError(f"{group} takes {end} bytes of memory, but a slot of the arena has {room}")
-        moving = [number for number, place in enumerate(places) if place.view is None]
-        beside, out = len(group.pages), len(group.pages) + len(group.beside)
-        return _Shape(
-            tuple(places),
-            reads=tuple(number for number in moving if number < beside),
-            beside=tuple(number for number in moving if beside <= number < out),
-            writes=tuple(number for number in moving if not beside <= number < out),
-        )
-
-    # -- in worker threads --
-
-    def _carry_out(self, action: Action, job: Callable[..., None]) -> None:
-        """Execute one action. The schedule gives no other action its slot or its pages meanwhile."""
-        match action:
-            case Move():
-                job()
-            case Copy(_, page, group, slot):
-                job(self._opened[slot][group.all.index(page)])
-            case Read(group, slot):
-                self._opened[slot] = self._shape(group).open(self._slots[slot])
-                self._move_all(group, self._shape(group).reads, self._opened[slot], writes=False)
-            case Work(_, group, slot):
-                opened = self._shape(group).open(None) if slot is None else self._opened[slot]
-                self._move_all(group, self._shape(group).beside, opened, writes=False)
-                with self._workers.watch(_action_on(group), group.unit, group.number):
-                    job(opened)
-            case Write(_, group, slot):
-                self._move_all(group, self._shape(group).writes, self._opened[slot], writes=True)
-
-    def _move_all(
-        self, group: PageGroup, numbers: tuple[int, ...], opened: tuple[Tensor, ...], *, writes: bool
-    ) -> None:
-        for number in numbers:
-            self._move(group.all[number], opened[number], writes)
-
-    def _move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
-        with self._workers.watch("write" if writes else "read", *page):
-            if slot_K is not None:  # the page is still in memory, because it is written now or was just written
-                tensor.copy_(slot_K)
-                return
-            with self._meter.moving(tensor.nbytes, writes):
-                self._copy(page, tensor, writes)
-
-    def _copy(self, page: Page, tensor: Tensor, writes: bool) -> None:
-        (self._inner.write if writes else self._inner.read)(page, tensor).wait()
-
-    def _copy_here(self, page: Page, tensor: Tensor, writes: bool) -> None:
-        with self._workers.watch("wait"), self._workers.watch("write" if writes else "read", *page):
-            self._copy(page, tensor, writes)
-
-
-def _action_on(group: PageGroup) -> str:
-    """Return the name of the work on a group for `Watch`: without `pages` it only reads `beside` or writes `out`."""
-    if group.pages:
-        return "work"
-    return "read" if group.beside else "write"
 
 
 def _adjoin(first: Tensor, second: Tensor) -> bool:
     """Return whether the second 1-D tensor begins where the first ends, in one storage."""
     same_storage = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     return same_storage and first.data_ptr() + first.nbytes == second.data_ptr()
-
-
-class _Place(NamedTuple):
-    """The location of one page while its group is loaded: in the slot, or in place."""
-
-    part: slice
-    """Range of bytes in the slot."""
-    dtype: torch.dtype
-    view: Tensor | None
-    """The page itself if it is in place; it then takes no bytes of the slot."""
-
-
-class _Shape(NamedTuple):
-    """The layout of a group in memory: each page's location, and the indexes of the pages that each action moves."""
-
-    places: tuple[_Place, ...]
-    reads: tuple[int, ...]
-    beside: tuple[int, ...]
-    writes: tuple[int, ...]
-
-    @property
-    def is_in_place(self) -> bool:
-        return not (self.reads or self.beside or self.writes)
-
-    def open(self, slot: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the pages as tensors: views of the slot, or the pages in place."""
-        opened = []
-        for part, dtype, view in self.places:
-            if view is None:
-                assert slot is not None
-                view = slot[part].view(dtype)
-            opened.append(view)
-        return tuple(opened)

@@ -12,16 +12,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from zero.errors import StoreError
 from zero.platform.threads import BackgroundThread, uninterrupted
-from zero.store.base import Ticket, Watch, watch_nothing
+from zero.store.base import Ticket
 from zero.store.events import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
+from zero.store.executor import Executor
 from zero.store.indexed_schedule import Schedule
-from zero.store.traffic_counter import TrafficCounter
 
 IDLE_S = 1.0
 """Seconds after which an idle worker looks for work, in case an interrupt swallowed a wake-up."""
@@ -64,22 +65,14 @@ class WorkerPool:
     """The schedule's state, one lock around it, and the threads that execute its actions.
 
     Args:
-        carry_out: called with an action and the `job` of its operation, to execute the action.
+        prepare: called once in each thread before its first action.
     """
 
     def __init__(
-        self,
-        slots: int,
-        threads: int,
-        read_ahead: int,
-        timeout_s: float,
-        prepare: Callable[[], None],
-        carry_out: Callable[[Action, Callable[..., None]], None],
-        meter: TrafficCounter,
+        self, executor: Executor, *, threads: int, read_ahead: int, timeout_s: float, prepare: Callable[[], None]
     ) -> None:
-        self._schedule = Schedule(slots=slots, workers=threads, read_ahead=read_ahead)
-        self._timeout_s, self._prepare, self._carry_out, self._meter = timeout_s, prepare, carry_out, meter
-        self.watch: Watch = watch_nothing
+        self._schedule = Schedule(slots=len(executor.slots), workers=threads, read_ahead=read_ahead)
+        self.executor, self._timeout_s, self._prepare = executor, timeout_s, prepare
         self._size = threads
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -162,15 +155,6 @@ class WorkerPool:
                 raise StoreError(f"{thread.name}: not ended after {self._timeout_s:g} s, so the store stays open")
         self._threads.clear()
 
-    def _stop(self) -> None:
-        """Fail all operations at interpreter exit.
-
-        Actions already running finish. A wait for any other operation raises the StoreError below.
-        """
-        self._fail(
-            StoreError("the script ended with an open store. Close the store or destroy the engine first."), None
-        )
-
     # -- in worker threads --
 
     def _run(self) -> None:
@@ -180,7 +164,7 @@ class WorkerPool:
             self._prepare()
             with torch.no_grad():
                 while (action := action or self._next()) is not None:
-                    self._carry_out(action, self._job_of(action))
+                    self.executor.carry_out(action, self._job_of(action))
                     action = self._finish(action, keep_first=True)
         except BaseException as error:
             self._fail(error, action)
@@ -249,8 +233,9 @@ class WorkerPool:
             watcher.called.notify()
 
     def _start_threads(self) -> None:
+        ended = StoreError("the script ended with an open store. Close the store or destroy the engine first.")
         for number in range(self._size):
-            thread = BackgroundThread(self._run, name=f"store worker {number}", stop=self._stop)
+            thread = BackgroundThread(self._run, name=f"store worker {number}", stop=partial(self._fail, ended, None))
             thread.start()
             self._threads.append(thread)
 
@@ -267,11 +252,11 @@ class WorkerPool:
         self._watchers.append(watcher)
         begun_s = time.monotonic()
         try:
-            with self.watch("wait"):
+            with self.executor.watch("wait"):
                 watcher.called.wait_for(lambda: self._failure is not None or holds(), self._timeout_s)
         finally:
             self._watchers.remove(watcher)
-            self._meter.waited(time.monotonic() - begun_s)
+            self.executor.meter.waited(time.monotonic() - begun_s)
         self._raise_failure()
         if not holds():
             under_way = ", ".join(sorted(map(_words, self._schedule.running))) or "nothing"

@@ -11,16 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.tree import replaced, tensors_in
 from zero.engine.memory import storage_address
-from zero.engine.meta import Recipe, Unmade, is_meta, requested, writes
+from zero.engine.meta import Recipe, Unmade, is_meta, requested
+from zero.engine.model.read_only import METADATA, call_for_reading, reject_writing, reject_written, version_of
 from zero.errors import ConfigError, OutsideUnitError, PlanError
-
-# attributes and methods that do not read values
-_METADATA = frozenset(
-    {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
-    | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
-    | {"stride", "is_contiguous", "data_ptr", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__"}
-    | {"_version", "_base", "_backward_hooks", "requires_grad_", "is_inference"}
-)
 
 _MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"})
 """Attributes and methods that expose a tensor's memory as another object than a tensor."""
@@ -241,13 +234,13 @@ class ParameterPlaceholder(nn.Parameter):
         if request == "stride" or request == "is_contiguous":  # as of the gathered parameter
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
         _refuse_gradient(func, request, args, kwargs)
-        if request in _METADATA:
+        if request in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if full := _full_values_of((args, kwargs)):
             args, kwargs = replaced((args, kwargs), full)
             return func(*args, **kwargs)
-        _refuse_writing(cls, func, request, args, kwargs)
+        reject_writing(cls, func, request, args, kwargs)
         if request in ("detach", "data"):
             return args[0].constant()
         return _read(func, args, kwargs, clone=request in _MEMORY)
@@ -274,58 +267,6 @@ def _full_values_of(arguments: Any) -> dict[int, Tensor]:
         for tensor in tensors_in(arguments)
         if isinstance(tensor, ParameterPlaceholder) and tensor.full_value is not None
     }
-
-
-class Part(Tensor):
-    """A read-only view or copy of a parameter's values. Writes raise, because they would not reach the parameter."""
-
-    full_name: str
-
-    @classmethod
-    def of(cls, tensor: Tensor, name: str) -> "Part":
-        part = tensor.as_subclass(cls)
-        part.full_name = name
-        return part
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().clone().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self._plain().detach().clone()
-
-    def _plain(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs, (request, _) = kwargs or {}, requested(func)
-        if request in _METADATA or request in ("grad", "retain_grad", "register_hook"):  # need no values
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        _refuse_writing(cls, func, request, args, kwargs)
-        parts = {id(part): part for part in tensors_in((args, kwargs)) if isinstance(part, Part)}
-        names = {storage_address(part): part.full_name for part in parts.values()}
-        args, kwargs = replaced((args, kwargs), {key: part._plain() for key, part in parts.items()})
-        return _for_reading(func, args, kwargs, names)
-
-
-def _refuse_writing(cls: type[ParameterPlaceholder | Part], func: Any, request: str, args: Any, kwargs: Any) -> None:
-    first = next(iter((*args, *kwargs.values())), None)
-    for tensor in tensors_in([kwargs.get("out"), first if func.__name__ == "__set__" or writes(request) else None]):
-        if isinstance(tensor, cls):
-            _refuse_written(tensor.full_name, request)
-    if kwargs.get("inplace") and isinstance(first, cls):
-        _refuse_written(first.full_name, f"{request}(inplace=True)")
-
-
-def _refuse_written(name: str, by: str) -> None:
-    raise OutsideUnitError(
-        f"parameter {name} was written to by {by}, but it is in shards. Write with zero.gathered(state or engine, "
-        "names, modify=True) or zero.set_full, to a clone() of it, or after state.close()."
-    )
 
 
 def _refuse_gradient(func: Any, request: str, args: Any, kwargs: Any) -> None:
@@ -377,35 +318,11 @@ def _read(func: Any, args: Any, kwargs: Any, *, clone: bool) -> Any:
     operands = {key: value.clone() for key, value in values.items()} if clone else values
     before = {key: version_of(value) for key, value in values.items()}
     args, kwargs = replaced((args, kwargs), operands)
-    result = _for_reading(func, args, kwargs, names, clone_views=True)  # other units reuse the gathered memory
+    result = call_for_reading(func, args, kwargs, names, clone_views=True)  # other units reuse the gathered memory
     for key, value in values.items():
         if version_of(value) != before[key]:
-            _refuse_written(placeholders[key].full_name, func.__name__)
+            reject_written(placeholders[key].full_name, func.__name__)
     return result
-
-
-def _for_reading(func: Any, args: Any, kwargs: Any, names: Mapping[int, str], *, clone_views: bool = False) -> Any:
-    """Call `func` and make its results read-only: views of parameters become `Part`, numpy arrays not writable.
-
-    Args:
-        names: the address of a parameter's values -> the parameter's name.
-        clone_views: copy views that do not require a gradient.
-    """
-    walks = func.__name__ == "__iter__"
-    result = Tensor.unbind(args[0]) if walks else func(*args, **kwargs)
-    parts = {}
-    for tensor in tensors_in(result):
-        if tensor.numel() and (name := names.get(storage_address(tensor))) is not None:
-            parts[id(tensor)] = Part.of(tensor.clone() if clone_views and not tensor.requires_grad else tensor, name)
-    result = replaced(result, parts)
-    if type(result).__name__ == "ndarray":  # compared by name to avoid importing numpy
-        result.flags.writeable = False
-    return iter(result) if walks else result
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the tensor's version counter; 0 for an inference tensor of the user, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def register_hooks(parameter: Tensor, hooks: Mapping[int, Hook]) -> None:

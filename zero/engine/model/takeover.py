@@ -20,7 +20,8 @@ from zero.core.suggest import some
 from zero.distributed.mesh import Placed, is_dtensor, local_part
 from zero.engine.meta import Unmade, is_meta
 from zero.engine.model.padded_encoder import watch_encoders
-from zero.engine.model.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer, version_of
+from zero.engine.model.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer
+from zero.engine.model.read_only import version_of
 from zero.engine.model.unit import Site, Splitting
 from zero.errors import ConfigError, PlanError, StaleStateError, if_it_fails
 from zero.platform.modes import unobserved

@@ -14,8 +14,9 @@ require("torch", "pydantic", "yaml", "psutil", "rich", "packaging", "safetensors
 
 if TYPE_CHECKING:
     from zero import deepspeed as deepspeed, losses as losses, sequence as sequence
+    from zero.checkpoint.find import open_latest as open_latest
     from zero.checkpoint.load import load as load
-    from zero.checkpoint.open import open_checkpoint as open_checkpoint, open_latest as open_latest
+    from zero.checkpoint.open import open_checkpoint as open_checkpoint
     from zero.checkpoint.save import save as save
     from zero.core.groups import Group as Group
     from zero.core.loss_scale import LossScaling as LossScaling

@@ -37,8 +37,8 @@ import zero  # noqa: E402
 from tests.conftest import LONG_S  # noqa: E402
 from tests.faults.crash import Killed, kill  # noqa: E402
 from zero.checkpoint import Root  # noqa: E402
-from zero.checkpoint.claim import Claim  # noqa: E402
-from zero.checkpoint.disk import Disk  # noqa: E402
+from zero.checkpoint.files.claim import Claim  # noqa: E402
+from zero.checkpoint.files.disk import Disk  # noqa: E402
 from zero.engine.meta import is_meta  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
 from zero.integrations.foreign_loop import PLAN_SETTINGS  # noqa: E402

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from zero import checkpoint
 from zero.checkpoint import Checkpoint
-from zero.checkpoint.json_values import from_json, to_json
-from zero.checkpoint.load import one_sided
-from zero.checkpoint.publish import sweep_beside
-from zero.checkpoint.save import by_rank_0, tied_names
+from zero.checkpoint.agreement import by_rank_0
+from zero.checkpoint.contents import tied_names
+from zero.checkpoint.files.publish import sweep_beside
+from zero.checkpoint.format.json_values import from_json, to_json
+from zero.checkpoint.match import one_sided
 from zero.core.suggest import some
 from zero.deepspeed.metrics import EngineInfo, make_folder
 from zero.deepspeed.optimizers import check_group_count, optimizer_settings, restore

@@ -18,8 +18,8 @@ import torch
 import yaml
 from torch import nn
 
-from zero.checkpoint.json_values import to_json
-from zero.checkpoint.save import by_rank_0
+from zero.checkpoint.agreement import by_rank_0
+from zero.checkpoint.format.json_values import to_json
 from zero.deepspeed.optimizers import Optimizer, optimizer_settings
 from zero.distributed.world import World
 from zero.engine.state import State

@@ -32,9 +32,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from zero.checkpoint.claim import Claim, is_of_this_boot, unclaimed
-from zero.checkpoint.disk import Disk
-from zero.checkpoint.save import by_rank_0
+from zero.checkpoint.agreement import by_rank_0
+from zero.checkpoint.files.claim import Claim, is_of_this_boot, unclaimed
+from zero.checkpoint.files.disk import Disk
 from zero.core.offload import Offload
 from zero.core.precision import Precision as ComputePrecision
 from zero.core.stage import Stage

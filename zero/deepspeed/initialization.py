@@ -14,7 +14,7 @@ from torch import nn
 
 from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
-from zero.deepspeed.config_keys import ZeroOptimization
+from zero.deepspeed.config.keys import ZeroOptimization
 from zero.deepspeed.engine import Engine
 from zero.deepspeed.metrics import RunLog, run_settings
 from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, optimizer_names, trained, transform

@@ -622,11 +622,11 @@ import os, sys
 from unittest import mock
 from tests.integrations.test_lightning import fitted
 from zero.checkpoint import Root
-from zero.integrations import lightning
+from zero.integrations import lightning_folder
 
 path, at = sys.argv[1:]
 made = fitted(os.path.dirname(path), {"stage": 3}, max_epochs=1)
-place = (Root, "publish") if at == "state" else (lightning, "give_name")
+place = (Root, "publish") if at == "state" else (lightning_folder, "give_name")
 with mock.patch.object(*place, lambda *_: os._exit(7)):
     made.save_checkpoint(path)
 """

@@ -30,7 +30,6 @@ from torchmetrics import Metric
 from zero.core.offload import Offload
 from zero.core.precision import Precision as ComputePrecision
 from zero.core.stage import Stage
-from zero.deepspeed.engine import Engine
 from zero.distributed.world import World
 from zero.engine.meta import empty
 from zero.engine.model import Backend
@@ -39,6 +38,7 @@ from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import check_precision, new_engine
 from zero.integrations.lightning_features import check_features
 from zero.integrations.lightning_folder import load_folder, save_folder
+from zero.user_loop.engine import Engine
 
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 """Lightning's precisions -> the engine's."""

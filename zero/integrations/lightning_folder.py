@@ -14,10 +14,10 @@ from pathlib import Path
 from zero.checkpoint.agreement import by_rank_0
 from zero.checkpoint.files.claim import Claim, is_of_this_boot, unclaimed
 from zero.checkpoint.files.disk import Disk
-from zero.deepspeed.engine import Engine
 from zero.errors import CheckpointError
 from zero.integrations.foreign_loop import STATE_FOLDER
 from zero.platform.files import Files, give_name, naming, sync
+from zero.user_loop.engine import Engine
 
 LOOP_FILE = "lightning.ckpt"
 """The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""

@@ -9,7 +9,7 @@ Bounds of rates and momentums are numbers, or lists with a number for each group
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,18 +21,6 @@ from zero.errors import ConfigError
 
 SECOND_BETA = 0.99
 """The second beta that DeepSpeed's OneCycle sets."""
-
-
-class Scheduler(Protocol):
-    """The methods of a scheduler that an engine calls; torch's schedulers have them."""
-
-    def step(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def get_last_lr(self) -> Sequence[float]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class _Schedule(ABC):

@@ -71,7 +71,8 @@ def drop_from_cache(path: Path) -> None:
 @contextlib.contextmanager
 def unhashed():
     """Make saves in the block without hashes, to measure hashing. Such checkpoints cannot be loaded."""
-    from zero.checkpoint import hashes, shard
+    from zero.checkpoint.files import shard
+    from zero.checkpoint.format import hashes
 
     real = shard.hash_block
     shard.hash_block = lambda block: hashes.FileHash(

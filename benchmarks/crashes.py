@@ -54,7 +54,7 @@ def config_of(offload: Path) -> Any:
 
 def place_of(site: str) -> tuple[type, str]:
     """Return the (class, method) of a site."""
-    from zero.checkpoint.disk import Disk
+    from zero.checkpoint.files.disk import Disk
     from zero.engine.backward import BackwardPass
     from zero.engine.forward import SiteRunner
     from zero.store import PrefetchStore

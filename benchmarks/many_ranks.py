@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import zero
 from zero.checkpoint.contents import flats
-from zero.checkpoint.manifest import FORMAT, File, Manifest, to_text
+from zero.checkpoint.format.texts import FORMAT, to_text
+from zero.checkpoint.format.manifest import File, Manifest
 from zero.core.placement import NO_LIMIT
 from zero.core.sizes import GiB, MiB
 from zero.distributed.transport import Transport

@@ -14,8 +14,9 @@ require("torch", "pydantic", "yaml", "psutil", "rich", "packaging", "safetensors
 
 if TYPE_CHECKING:
     from zero import deepspeed as deepspeed, losses as losses, sequence as sequence
+    from zero.checkpoint.find import open_latest as open_latest
     from zero.checkpoint.load import load as load
-    from zero.checkpoint.open import open_checkpoint as open_checkpoint, open_latest as open_latest
+    from zero.checkpoint.open import open_checkpoint as open_checkpoint
     from zero.checkpoint.save import save as save
     from zero.core.groups import Group as Group
     from zero.core.loss_scale import LossScaling as LossScaling
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     )
     from zero.core.precision import Precision as Precision
     from zero.core.stage import Stage as Stage
-    from zero.deepspeed.engine import Engine as Engine
     from zero.deepspeed.initialization import (
         add_config_arguments as add_config_arguments,
         init_distributed as init_distributed,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from zero.integrations.sequence import sequence_parallel as sequence_parallel
     from zero.platform.timeline import Timeline as Timeline
     from zero.tracker.track import track as track
+    from zero.user_loop.engine import Engine as Engine
 
 _NAMES = {
     "distributed.world": "World",
@@ -81,7 +82,7 @@ _NAMES = {
     "engine.whole": "full_state_dict gathered get_full set_full stream_weights",
     "checkpoint": "save load open_checkpoint open_latest",
     "deepspeed.initialization": "initialize init_distributed add_config_arguments",
-    "deepspeed.engine": "Engine",
+    "user_loop.engine": "Engine",
     "tracker.track": "track",
     "integrations.sequence": "sequence_parallel",
     "errors": "ZeroError",

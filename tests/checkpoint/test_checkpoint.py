@@ -35,10 +35,12 @@ from tests.common.small import (
 from tests.conftest import LONG_S
 from tests.faults.crash import Killed, kill
 from zero.checkpoint import Root, Saving, Tensors, load, open_at, open_checkpoint, open_latest, save, snapshot_bytes
-from zero.checkpoint.disk import Disk
-from zero.checkpoint.manifest import from_text, held, to_text
-from zero.checkpoint.save import by_rank_0, check_shared, version
-from zero.checkpoint.shard import ShardReader, ShardWriter
+from zero.checkpoint.agreement import by_rank_0, check_shared
+from zero.checkpoint.files.disk import Disk
+from zero.checkpoint.files.shard import ShardReader, ShardWriter
+from zero.checkpoint.format.facts import version
+from zero.checkpoint.format.manifest import held
+from zero.checkpoint.format.texts import from_text, to_text
 from zero.engine.model.takeover import buffers_of
 from zero.engine.runtime import Runtime
 from zero.engine.whole.read import digest, full_state_dict
@@ -490,7 +492,7 @@ def test_a_later_buffer_that_no_file_holds_is_refused_by_every_rank_and_leaves_n
 @pytest.mark.parametrize(
     ("limit", "said"),
     [
-        ("zero.checkpoint.manifest.CAP_BYTES", "the manifest would have"),
+        ("zero.checkpoint.format.texts.CAP_BYTES", "the manifest would have"),
         ("zero.platform.safetensors_files.MOST_HEADER_BYTES", "parts need a header of"),
     ],
 )
@@ -593,7 +595,7 @@ def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
 
 
 def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_is(tmp_path: Path, monkeypatch):
-    for module in ("hashes", "manifest", "shard", "open"):
+    for module in ("format.hashes", "format.texts", "files.shard", "open"):
         monkeypatch.setattr(sys.modules[f"zero.checkpoint.{module}"], "BLOCK_BYTES", 2**20)
     _, path = saved(zero.World.from_env(), Setting(), tmp_path, steps=0, build=lambda: Small(width=500))
     (file,), (frozen,) = path.glob("rank-*.safetensors"), path.glob("frozen-*.safetensors")
@@ -633,7 +635,7 @@ def test_few_files_are_open_at_once_and_each_index_is_read_once(tmp_path: Path, 
     monkeypatch.setattr(Disk, "open", lambda disk, path, *flags: (names.append(path.name), real(disk, path, *flags))[1])
 
     def read(most):
-        monkeypatch.setattr("zero.checkpoint.open.OPEN_FILES", most)
+        monkeypatch.setattr("zero.checkpoint.tensors.OPEN_FILES", most)
         names.clear()
         with Tensors(checkpoint) as files:
             for entry in checkpoint.manifest.entries:

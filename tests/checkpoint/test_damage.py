@@ -28,8 +28,9 @@ from tests.conftest import LONG_S, SEED
 from tests.faults.damage import DAMAGED, GOOD, KINDS, Case, Verdict, cases, fuzz, write_manifest
 from tests.faults.disks import FaultyDisk, fail
 from zero.checkpoint import Root, Saving, load, open_checkpoint, save
-from zero.checkpoint.hashes import BLOCK_BYTES, hash_block
-from zero.checkpoint.manifest import Index, index_to_text
+from zero.checkpoint.format.hashes import BLOCK_BYTES, hash_block
+from zero.checkpoint.format.manifest import Index
+from zero.checkpoint.format.texts import index_to_text
 from zero.engine.whole.read import digest
 from zero.errors import CheckpointError
 from zero.testing import run_ranks
@@ -95,7 +96,7 @@ def test_files_of_several_mib_are_no_different(tmp_path: Path):
 
 def test_the_trial_sees_what_loads_silently(kept: Path, monkeypatch: pytest.MonkeyPatch):
     """Without the hashes of the blocks and the MiB, the fuzz above would not pass."""
-    monkeypatch.setattr("zero.checkpoint.shard.ShardReader._compare", lambda *_: None)
+    monkeypatch.setattr("zero.checkpoint.files.shard.ShardReader._compare", lambda *_: None)
     wanted = [Case(SEED + number, "one bit") for number in range(12)]
     outcomes = Counter(result.outcome for result in fuzz(1, start_of(), kept, wanted))
     assert outcomes["silent"] >= 4

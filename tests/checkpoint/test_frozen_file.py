@@ -13,7 +13,7 @@ from tests.checkpoint.test_coded import NF4, assert_same, full, stepped
 from tests.common.small import Setting, Small, opened
 from tests.engine.test_coded import build
 from zero.checkpoint import Root, Saving, load, open_checkpoint, save, snapshot_bytes
-from zero.checkpoint.disk import Disk
+from zero.checkpoint.files.disk import Disk
 from zero.distributed.world import World
 from zero.testing import run_processes, run_ranks
 

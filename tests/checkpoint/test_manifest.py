@@ -16,26 +16,28 @@ from torch import nn
 
 import zero
 from zero.checkpoint.contents import flats
-from zero.checkpoint.hashes import SPAN_BYTES, FileHash, hash_block
-from zero.checkpoint.manifest import (
-    CAP_BYTES,
-    FORMAT,
+from zero.checkpoint.format.hashes import SPAN_BYTES, FileHash, hash_block
+from zero.checkpoint.format.manifest import (
     ITEM_BYTES,
     File,
     Flat,
     Index,
     Manifest,
     file_name,
-    from_text,
     held,
+    index_name,
+    step_name,
+)
+from zero.checkpoint.format.random_generators import random_state
+from zero.checkpoint.format.texts import (
+    CAP_BYTES,
+    FORMAT,
+    from_text,
     index_cap_bytes,
     index_from_text,
-    index_name,
     index_to_text,
-    step_name,
     to_text,
 )
-from zero.checkpoint.save import random_state
 from zero.core.layout import Layout
 from zero.core.placement import NO_LIMIT
 from zero.errors import CheckpointError

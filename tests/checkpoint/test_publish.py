@@ -23,23 +23,13 @@ from hypothesis import given, settings, strategies as st
 
 from tests.faults.crash import CrashDisk, Killed, Tree, kill
 from tests.faults.disks import FaultyDisk, fail
-from zero.checkpoint.disk import Disk, read_bytes
-from zero.checkpoint.hashes import FileHash
-from zero.checkpoint.manifest import (
-    CAP_BYTES,
-    FORMAT,
-    File,
-    Flat,
-    Index,
-    Manifest,
-    file_name,
-    index_from_text,
-    index_name,
-    step_name,
-    to_text,
-)
-from zero.checkpoint.publish import MANIFEST_NAME, Root
-from zero.checkpoint.shard import ShardReader, ShardWriter
+from zero.checkpoint.files.disk import Disk, read_bytes
+from zero.checkpoint.files.listing import read_manifest
+from zero.checkpoint.files.publish import MANIFEST_NAME, Root
+from zero.checkpoint.files.shard import ShardReader, ShardWriter
+from zero.checkpoint.format.hashes import FileHash
+from zero.checkpoint.format.manifest import File, Flat, Index, Manifest, file_name, index_name, step_name
+from zero.checkpoint.format.texts import CAP_BYTES, FORMAT, index_from_text, to_text
 from zero.core.layout import Layout
 from zero.errors import CheckpointError
 from zero.platform.files import appearing, move
@@ -104,7 +94,7 @@ def one_line(error: CheckpointError, about: Path) -> None:
 def accepted(root: Root, folder: Path) -> bytes | None:
     """What the folder holds, if manifest and hashes say that it is what was written."""
     try:
-        found = root.read_manifest(folder)
+        found = read_manifest(folder, root.disk)
         data = bytearray(WORLD * 4 * NUMEL)
         for rank, file in enumerate(found.files):
             path = folder / file_name(rank, found.world)
@@ -200,7 +190,7 @@ class Story:
         """Publish a step that has the files of another one."""
         folder, tmp = self.root.path / step_name(source), self.root.begin(step)
         self._complete[step] = set(self.promised[source])
-        files = self.root.read_manifest(folder).files
+        files = read_manifest(folder, self.root.disk).files
         assert all(self.root.link(folder, tmp, number, WORLD, file) for number, file in enumerate(files))
         self.root.publish(tmp, step, to_text(manifest(step, list(files))))
         self.promised[step] = self.promised[source]
@@ -653,7 +643,7 @@ def test_junk_is_no_step_and_stays(root):
     assert root.steps() == list(range(9, 15))
     for step in range(11, 15):
         with pytest.raises(CheckpointError, match="is a link, or not a folder"):
-            root.read_manifest(root.path / step_name(step))
+            read_manifest(root.path / step_name(step), root.disk)
     root.sweep()
     root.retain(2, None, lambda folder: True)
     swept = {name for name in JUNK if name.startswith((".tmp-", ".del-"))}
@@ -720,9 +710,9 @@ def test_a_world_writable_root_is_refused(tmp_path, linked):
     root = Root(path)
     for mode in (0o755, 0o775, 0o1777):
         path.chmod(mode)
-        root.read_manifest(path / folder.name)
+        read_manifest(path / folder.name, root.disk)
     path.chmod(0o757)
-    for look in (lambda: root.read_manifest(path / folder.name), root.sweep, lambda: save(root, 40)):
+    for look in (lambda: read_manifest(path / folder.name, root.disk), root.sweep, lambda: save(root, 40)):
         with pytest.raises(CheckpointError, match=rf"^{tmp_path}/\w+: every user may write to it\. .* chmod o-w"):
             look()
     assert os.listdir(path) == [folder.name]
@@ -744,7 +734,7 @@ def retold(change: Callable[[Manifest], Manifest]) -> Callable[[Path], object]:
     """A manifest that is right in itself and wrong about the folder."""
 
     def damage(folder: Path) -> None:
-        found = Root(folder.parent).read_manifest(folder)
+        found = read_manifest(folder)
         (folder / MANIFEST_NAME).write_text(to_text(change(found)))
 
     return damage
@@ -809,12 +799,12 @@ DAMAGE = {
 def test_what_is_not_whole_is_refused_in_one_line(root, name):
     damage, expected = DAMAGE[name]
     folder = save(root, 20)
-    assert root.read_manifest(folder).step == 20
+    assert read_manifest(folder, root.disk).step == 20
     damage(folder)
     folder = root.path / step_name(root.steps()[-1])
     descriptors = os.listdir("/proc/self/fd")
     with pytest.raises(CheckpointError, match=expected) as refused:
-        root.read_manifest(folder)
+        read_manifest(folder, root.disk)
     assert str(refused.value).startswith(str(root.path))
     assert "\n" not in str(refused.value)
     assert os.listdir("/proc/self/fd") == descriptors
@@ -825,7 +815,7 @@ def test_files_of_equal_size_that_changed_places_are_told_by_their_hashes(root):
     (folder / A).rename(root.path / "x")
     (folder / B).rename(folder / A)
     (root.path / "x").rename(folder / B)
-    root.read_manifest(folder)
+    read_manifest(folder, root.disk)
     assert accepted(root, folder) is None
 
 
@@ -833,13 +823,13 @@ def test_a_link_to_a_checkpoint_is_none_and_a_folder_of_any_name_is(root, tmp_pa
     folder = save(root, 20)
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(CheckpointError, match="link: is a link, or not a folder"):
-        root.read_manifest(tmp_path / "link")
+        read_manifest(tmp_path / "link", root.disk)
     with pytest.raises(CheckpointError, match="nowhere: is a link, or not a folder"):
-        root.read_manifest(tmp_path / "nowhere")
+        read_manifest(tmp_path / "nowhere", root.disk)
     with pytest.raises(CheckpointError, match=r"manifest\.json: is a link, or not a folder"):
-        root.read_manifest(folder / MANIFEST_NAME)
+        read_manifest(folder / MANIFEST_NAME, root.disk)
     shutil.copytree(folder, tmp_path / "the best one")
-    assert root.read_manifest(tmp_path / "the best one").step == 20
+    assert read_manifest(tmp_path / "the best one", root.disk).step == 20
 
 
 def test_only_what_would_be_accepted_is_published(root):

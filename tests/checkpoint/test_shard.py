@@ -23,10 +23,10 @@ from torch import Tensor
 
 from tests.conftest import SEED
 from tests.faults.disks import Call, Fault, FaultyDisk, drop, fail, flip, misplace, short
-from zero.checkpoint import shard
-from zero.checkpoint.disk import Disk
-from zero.checkpoint.hashes import FileHash
-from zero.checkpoint.shard import ShardReader, ShardWriter
+from zero.checkpoint.files import shard
+from zero.checkpoint.files.disk import Disk
+from zero.checkpoint.files.shard import ShardReader, ShardWriter
+from zero.checkpoint.format.hashes import FileHash
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
 from zero.platform.safetensors_files import NAMES, FilePart, by_width, header, offsets

@@ -12,10 +12,10 @@ from zero.core.groups import Group, Number, decay_matrices
 from zero.core.optim import Transform, make_transform
 from zero.core.optimizers import OPTIMIZERS
 from zero.core.updates import PageBatch
-from zero.deepspeed.optimizers import TORCH
 from zero.engine.whole.read import digest
 from zero.settings.optimizers import Optim
 from zero.testing import run_ranks
+from zero.user_loop.optimizers import TORCH
 
 
 def sign_descent(lr: Number, *, beta: Number = 0.9, weight_decay: Number = 0.0, clip: float | None = None) -> Transform:

@@ -147,7 +147,7 @@ def test_a_whole_model_is_on_rank_0_for_its_state_dict(stage: int):
 def test_a_clock_counts_rows_from_a_steps_first_forward_to_its_end(monkeypatch):
     """DeepSpeed's: without the first two steps, and what lies between steps or is not training."""
     now_s = [100.0]
-    monkeypatch.setattr("zero.deepspeed.metrics.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("zero.user_loop.run_log.time.perf_counter", lambda: now_s[0])
     with engine_of(gradient_accumulation_steps=2) as engine:
         timer, told = engine.tput_timer, []
         for step in range(5):

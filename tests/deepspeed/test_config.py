@@ -21,9 +21,11 @@ import train
 import zero
 from zero.core import schema
 from zero.core.setting_types import MOST
-from zero.deepspeed import config_source
-from zero.deepspeed.config import overrides, translate
-from zero.deepspeed.config_keys import IGNORED, OPTIMIZERS, REJECTED, SCHEDULERS, Keys
+from zero.deepspeed.config import overrides, source, translate
+from zero.deepspeed.config.keys import Keys
+from zero.deepspeed.config.optimizer_keys import OPTIMIZERS
+from zero.deepspeed.config.schedule_keys import SCHEDULERS
+from zero.deepspeed.config.unsupported_keys import IGNORED, REJECTED
 from zero.errors import ConfigError
 from zero.settings.build import build_optimizer, build_schedule
 from zero.trainer import compose
@@ -282,7 +284,7 @@ def test_older_spellings_comments_and_never_are_read(written, same):
 def test_comments_and_commas_are_read_with_hjson_and_the_line_names_it(tmp_path, monkeypatch):
     text = '{\n  "train_batch_size": 8, // rows\n  "bf16": {"enabled": true,},\n}\n'
     with monkeypatch.context() as without:
-        without.setattr(config_source, "find_spec", lambda name: None)
+        without.setattr(source, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"not JSON: .*line 2 column 26.* need hjson: pip install hjson"):
             translate(text)
     pytest.importorskip("hjson")

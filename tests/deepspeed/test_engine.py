@@ -48,14 +48,14 @@ from tests.deepspeed.harness import (
 )
 from tests.engine.test_coded import CODED, build
 from zero import deepspeed
-from zero.deepspeed.checkpoints import _load_model
-from zero.deepspeed.optimizers import Optimizer
 from zero.deepspeed.utils import zero_to_fp32
 from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError, MachineError, OutsideUnitError
 from zero.testing import run_ranks
 from zero.tracker import RUNNING
 from zero.tracker.report import run as report
+from zero.user_loop.full_models import load_model
+from zero.user_loop.optimizers import Optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = pytest.mark.parametrize("stage", range(4))
@@ -973,9 +973,9 @@ def test_a_model_with_codes_loads_equal_values_and_refuses_others_before_it_writ
     before = zero.full_state_dict(state)
     values = {name: value if name in CODED else value + 1 for name, value in before.items()}
     with pytest.raises(ConfigError, match=f"{CODED[-1]} cannot be edited"):
-        _load_model(state, {**values, CODED[-1]: torch.zeros(13, 13)}, strict=False)
+        load_model(state, {**values, CODED[-1]: torch.zeros(13, 13)}, strict=False)
     same(zero.full_state_dict(state), before)
-    _load_model(state, values, strict=False)
+    load_model(state, values, strict=False)
     same(zero.full_state_dict(state), values)
 
 

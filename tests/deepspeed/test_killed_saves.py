@@ -10,7 +10,7 @@ import pytest
 import zero
 from tests.conftest import LONG_S
 from tests.deepspeed.harness import config, net
-from zero.checkpoint.publish import Root
+from zero.checkpoint.files.publish import Root
 
 DIE = """
 import os, sys

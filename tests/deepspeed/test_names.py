@@ -17,7 +17,7 @@ import zero
 from tests.conftest import LONG_S
 from tests.deepspeed.harness import SGD, WIDTH, Net, engine_of, net, rows, same, train, trained
 from zero import deepspeed
-from zero.checkpoint.json_values import from_json
+from zero.checkpoint.format.json_values import from_json
 from zero.deepspeed.runtime import lr_schedules
 from zero.deepspeed.runtime.utils import see_memory_usage
 from zero.errors import CheckpointError, ConfigError

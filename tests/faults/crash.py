@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint.disk import FOLDER_MODE, Disk
+from zero.checkpoint.files.disk import FOLDER_MODE, Disk
 from zero.platform.files import FILE_MODE, READ
 
 Tree = tuple[tuple[str, Any], ...]

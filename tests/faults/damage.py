@@ -24,8 +24,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from zero.checkpoint import load, open_checkpoint, open_latest
-from zero.checkpoint.manifest import CAP_BYTES, step_name
-from zero.checkpoint.publish import MANIFEST_NAME
+from zero.checkpoint.files.publish import MANIFEST_NAME
+from zero.checkpoint.format.manifest import step_name
+from zero.checkpoint.format.texts import CAP_BYTES
 from zero.distributed.world import World
 from zero.engine.state import State
 from zero.engine.whole.read import digest

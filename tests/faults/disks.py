@@ -26,7 +26,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from zero.checkpoint.disk import Disk
+from zero.checkpoint.files.disk import Disk
 from zero.platform.files import Files
 from zero.platform.handle import Done
 from zero.store.base import Page, Store, Ticket

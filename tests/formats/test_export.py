@@ -28,7 +28,7 @@ import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss
 from tests.conftest import LONG_S
 from zero.checkpoint import load, open_checkpoint, save
-from zero.checkpoint.manifest import from_text, to_text
+from zero.checkpoint.format.texts import from_text, to_text
 from zero.engine.model.takeover import buffers_of
 from zero.engine.whole.read import full_state_dict
 from zero.errors import CheckpointError, ConfigError, ZeroError

@@ -37,8 +37,8 @@ import zero  # noqa: E402
 from tests.conftest import LONG_S  # noqa: E402
 from tests.faults.crash import Killed, kill  # noqa: E402
 from zero.checkpoint import Root  # noqa: E402
-from zero.checkpoint.claim import Claim  # noqa: E402
-from zero.checkpoint.disk import Disk  # noqa: E402
+from zero.checkpoint.files.claim import Claim  # noqa: E402
+from zero.checkpoint.files.disk import Disk  # noqa: E402
 from zero.engine.meta import is_meta  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
 from zero.integrations.foreign_loop import PLAN_SETTINGS  # noqa: E402
@@ -622,11 +622,11 @@ import os, sys
 from unittest import mock
 from tests.integrations.test_lightning import fitted
 from zero.checkpoint import Root
-from zero.integrations import lightning
+from zero.integrations import lightning_folder
 
 path, at = sys.argv[1:]
 made = fitted(os.path.dirname(path), {"stage": 3}, max_epochs=1)
-place = (Root, "publish") if at == "state" else (lightning, "give_name")
+place = (Root, "publish") if at == "state" else (lightning_folder, "give_name")
 with mock.patch.object(*place, lambda *_: os._exit(7)):
     made.save_checkpoint(path)
 """

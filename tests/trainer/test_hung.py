@@ -37,7 +37,7 @@ class Hang(NamedTuple):
     step: int
 
     def method(self) -> tuple[type, str]:
-        from zero.checkpoint.disk import Disk
+        from zero.checkpoint.files.disk import Disk
         from zero.engine.backward import BackwardPass
         from zero.engine.forward import SiteRunner
         from zero.engine.update.update import Updater

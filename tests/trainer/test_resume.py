@@ -15,7 +15,7 @@ import pytest
 import train
 import zero
 from tests.conftest import LONG_S
-from zero.checkpoint.manifest import from_text, to_text
+from zero.checkpoint.format.texts import from_text, to_text
 from zero.errors import CheckpointError, MachineError
 from zero.testing import forked_ranks
 from zero.tracker import Tracker

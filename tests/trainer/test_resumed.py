@@ -12,7 +12,7 @@ from torch import nn
 
 import zero
 from zero.checkpoint.contents import flats
-from zero.checkpoint.manifest import entries
+from zero.checkpoint.format.manifest import entries
 from zero.distributed.world import World
 from zero.errors import CheckpointError
 from zero.settings.build import build_optimizer

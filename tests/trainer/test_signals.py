@@ -21,8 +21,8 @@ import pytest
 
 import train
 from tests.conftest import LONG_S
-from zero.checkpoint.disk import Disk
-from zero.checkpoint.shard import ShardReader
+from zero.checkpoint.files.disk import Disk
+from zero.checkpoint.files.shard import ShardReader
 from zero.engine.backward import BackwardPass
 from zero.engine.forward import SiteRunner
 from zero.engine.update.update import Updater

@@ -8,9 +8,9 @@ page size. The alignment gaps between the tensors of a flat are not saved.
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zero.checkpoint.manifest import FROZEN_KINDS, ITEM_BYTES, Flat
+from zero.checkpoint.format.manifest import FROZEN_KINDS, ITEM_BYTES, Flat
 from zero.core.layout import Layout
 from zero.engine.model import UnitSpec
 from zero.engine.plan import Plan
@@ -59,3 +59,13 @@ def check_sizes(buffers: Mapping[str, Tensor]) -> None:
                 f"buffer {name}: a checkpoint cannot hold {buffer.dtype}. Register it with persistent=False if the "
                 "model can compute it again, or set checkpoint.every=0."
             )
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return alias -> first name of the tensors that have several names in the model's state dict.
+
+    A checkpoint holds such a tensor once, under its first name.
+    """
+    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from zero.checkpoint.manifest import File
+from zero.checkpoint.format.manifest import File
 from zero.engine.runtime import Runtime
 
 

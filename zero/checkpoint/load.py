@@ -1,14 +1,11 @@
 """Load a checkpoint into a state of the same model; stage, tier, world size, page size and units may differ.
 
-Every name, shape and dtype is compared before the first value is written. Then each rank reads the ranges that its
-flats cover, and a `FlatWriter` writes them to shards and pages. Model and checkpoint must have the same names, except
-for tensors in `partial`.
+Every name, shape and dtype is compared before the first value is written, see `match`. Then each rank reads the ranges
+that its flats cover, and a `FlatWriter` writes them to shards and pages.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from fnmatch import fnmatchcase
-from glob import escape
+from collections.abc import Callable, Iterable, Mapping, Set
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,25 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, WEIGHTS, flats
+from zero.checkpoint.agreement import gather_reports
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, flats
+from zero.checkpoint.format.facts import Numbers, lineage_of, numbers_of
+from zero.checkpoint.format.manifest import FROZEN_KINDS, Entry, files_of, held
+from zero.checkpoint.format.random_generators import set_random
 from zero.checkpoint.frozen_file import frozen_version, remember
-from zero.checkpoint.manifest import FROZEN_KINDS, Entry, entries, files_of, held
-from zero.checkpoint.open import (
-    Checkpoint,
-    Numbers,
-    Tensors,
-    index_of,
-    lineage_of,
-    numbers_of,
-    set_random,
-    shape_of,
-    weights_of,
-)
-from zero.checkpoint.publish import check_coordinates
-from zero.checkpoint.save import gather_reports
+from zero.checkpoint.match import Key, Match, match
+from zero.checkpoint.tensors import Checkpoint, Tensors, index_of
 from zero.core.codec import CODECS
 from zero.core.layout import Slot
-from zero.core.suggest import some
 from zero.engine.arguments import check_type, type_text
 from zero.engine.full_flat import own_codes
 from zero.engine.model import UnitSpec, buffers_of, checked_codes, coded
@@ -46,9 +34,6 @@ from zero.errors import CheckpointError, ConfigError
 from zero.platform.modes import unobserved
 from zero.progress import Progress, reported, silent
 from zero.store import PageKind
-
-Key = tuple[str, str]
-"""(name, kind) of a tensor."""
 
 
 @unobserved()
@@ -91,27 +76,18 @@ def load(
             "state = zero.load(state, zero.open_checkpoint(world, folder))."
         )
     runtime, plan = state.runtime, state.plan
-    check_coordinates(checkpoint.folder, checkpoint.manifest.facts.get("coordinates", {}), plan.world.coordinates)
+    _check_coordinates(checkpoint.folder, checkpoint.manifest.facts.get("coordinates", {}), plan.world.coordinates)
     runtime.tree.check()
     runtime.settle()
-    partial, convert = tuple(partial), tuple(convert)
-    buffers = buffers_of(state.model)
-    wanted = _tensors(plan, buffers)
-    saved = _entries(checkpoint, wanted)
-    begun = _begun(plan, wanted, saved) if moments else {}
-    if begun:
-        note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}, which starts as a copy of the parameters")
-    saved |= begun
-    for name, entry in weights_of(checkpoint, weights).items():
-        saved |= {key: entry for kind in WEIGHTS if (key := (name, kind)) in saved}
+    buffers, patterns = buffers_of(state.model), {"partial": tuple(partial), "convert": tuple(convert)}
+    matched = match(checkpoint, plan, buffers, **patterns, moments=moments, weights=weights, note=note)
+    return _loaded(state, checkpoint, matched, buffers, progress)
 
-    def stays(key: Key) -> bool:
-        return _named(key, partial) or not (moments or key[1] in {*WEIGHTS, BUFFER})
 
-    kept = {key for key in wanted if stays(key)}
-    _check_partial(checkpoint.folder, partial, wanted, saved, note)
-    loaded = {key: entry for key, entry in saved.items() if not stays(key)}
-    _match(checkpoint, loaded, wanted, kept, convert, plan.facts.splitting.shapes())
+def _loaded(
+    state: State, checkpoint: Checkpoint, matched: Match, buffers: Mapping[str, Tensor], progress: Progress
+) -> State:
+    runtime, plan, kept = state.runtime, state.plan, matched.kept
     numbers = numbers_of(checkpoint.folder, checkpoint.manifest)
     values = _current(state, kept - _untouched(plan, kept))
     scale = plan.precision.scale.resumed(numbers.scale, dynamic=numbers.dynamic)
@@ -122,7 +98,7 @@ def load(
     def fill() -> dict[str, Any]:
         if checkpoint.manifest.world == plan.world.size:
             generators.append(index_of(checkpoint, plan.world.rank).random)
-        _fill(following, checkpoint, saved, values, buffers, kept, progress)
+        _fill(following, checkpoint, matched, values, buffers, progress)
         return {}
 
     gather_reports(plan.world, fill)
@@ -138,7 +114,16 @@ def load(
     return following
 
 
-def _rested(state: State, numbers: Numbers, kept: set[Key]) -> dict[str, int]:
+def _check_coordinates(folder: Path, saved: object, coordinates: Mapping[str, int]) -> None:
+    """Raise CheckpointError if the checkpoint in `folder`, with coordinates `saved`, is of other coordinates."""
+    if saved != coordinates:
+        raise CheckpointError(
+            f"{folder}: has coordinates {saved}, but this rank {dict(coordinates)}. Pass the folder that zero.save got "
+            "to zero.open_latest, which opens each rank's own."
+        )
+
+
+def _rested(state: State, numbers: Numbers, kept: Set[Key]) -> dict[str, int]:
     """Return the steps without an update by parameter; one that keeps a moment also keeps its number of updates.
 
     Where that number is larger than the checkpoint's step, the steps without an update are negative.
@@ -151,7 +136,7 @@ def _rested(state: State, numbers: Numbers, kept: set[Key]) -> dict[str, int]:
     return numbers.rested | {name: numbers.step - state.step + before.get(name, 0) for name in names}
 
 
-def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: set[Key]) -> None:
+def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: Set[Key]) -> None:
     """Note that a checkpoint has the file of frozen values that this rank would save."""
     manifest, world, listed = checkpoint.manifest, runtime.plan.world, flats(runtime.plan, {})
     numbers = files_of(listed, world.rank, world.size)
@@ -164,120 +149,7 @@ def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: set[Key]) -
             remember(runtime, checkpoint.folder, manifest.files[number], frozen_version(runtime))
 
 
-# -- names and dtypes --------------------------------------------------------------------------------------------------
-
-
-def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[Key, Entry]:
-    """Return an entry for every tensor of a plan's state, empty tensors included."""
-    return {(entry.name, entry.kind): entry for entry in entries(flats(plan, buffers))}
-
-
-def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
-    """Return the entries of a checkpoint by (name, kind).
-
-    A parameter that is trained, frozen or coded in the model and not in the checkpoint gets the model's kind.
-    """
-    saved = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
-    for name, kind in wanted:
-        others = [(name, other) for other in WEIGHTS if (name, other) in saved] if kind in WEIGHTS else []
-        if (name, kind) not in saved and others:
-            saved[name, kind] = saved.pop(others[0])
-    return saved
-
-
-def one_sided(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the tensors that only the model or only the checkpoint has, as patterns for the argument `partial`."""
-    wanted = _tensors(state.plan, buffers_of(state.model)).keys()
-    return tuple(sorted(escape(f"{kind}/{name}") for name, kind in wanted ^ _entries(checkpoint, wanted).keys()))
-
-
-def _begun(plan: Plan, wanted: Iterable[Key], saved: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """Map each moment that begins as a copy of its parameter and is not in the checkpoint to the parameter's entry."""
-    lacking = [key for key in wanted if key[1] in plan.optimizer.copies and key not in saved]
-    return {key: saved[key[0], PARAMETER] for key in lacking if (key[0], PARAMETER) in saved}
-
-
-def _check_partial(
-    folder: Path,
-    partial: Sequence[str],
-    wanted: Mapping[Key, Entry],
-    saved: Mapping[Key, Entry],
-    note: Callable[[str], None],
-) -> None:
-    for pattern in partial:
-        if not any(_named(key, (pattern,)) for key in (*wanted, *saved)):
-            raise CheckpointError(
-                f"partial (checkpoint.partial): {pattern} matches no tensor of the model or of {folder}"
-            )
-    if partial:
-        names = [_words(key) for key in wanted if _named(key, partial)]
-        ends = f": {some(names)}" if names else ""
-        note(f"checkpoint.partial: {len(names)} of {len(wanted)} tensors keep the values they have{ends}")
-    if unused := [_words(key) for key in saved if key not in wanted and _named(key, partial)]:
-        note(f"checkpoint.partial: {len(unused)} tensors of the checkpoint are not loaded: {some(unused)}")
-
-
-def _match(
-    checkpoint: Checkpoint,
-    saved: Mapping[Key, Entry],
-    wanted: Mapping[Key, Entry],
-    kept: set[Key],
-    convert: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> None:
-    both = {key: (saved[key], wanted[key]) for key in wanted if key in saved}
-    wrong = {
-        "missing": [_words(key) for key in wanted if key not in saved and key not in kept],
-        "not in the model": [_words(key) for key in saved if key not in wanted],
-        "of another shape than in the model": [
-            f"{_words(key)} {there} for {here}"
-            for key, (a, b) in both.items()
-            if (there := shape_of(checkpoint, a)) != (here := shapes.get(b.name, b.shape))
-        ],
-        "of another dtype than in the model": [
-            f"{_words(key)} {a.dtype}"
-            for key, (a, b) in both.items()
-            if not _may_become(key[1], a.dtype, b.dtype) and not _named(key, convert)
-        ],
-    }
-    lines = [f"{some(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in wrong.items() if names]
-    if lines:
-        *others, dtypes = wrong.values()
-        keys = [key for key, names in (("partial", any(others)), ("convert", dtypes)) if names]
-        places = [f"{key}=[...] of zero.load, or in checkpoint.{key}" for key in keys]
-        where = ", and those of another dtype in ".join(places)
-        raise CheckpointError(f"{checkpoint.folder}: {'; '.join(lines)}. If you expect that, name them in {where}.")
-
-
-def _may_become(kind: str, saved: str, dtype: str) -> bool:
-    """Return whether a tensor saved as `saved` may be loaded as `dtype` without `convert`.
-
-    Frozen parameters accept every floating-point dtype and codes, floating-point buffers the former, and moments accept
-    fp32 and bf16.
-    """
-    if kind in FROZEN_KINDS:
-        return "float" in saved or saved == "uint8"
-    if kind == BUFFER and "float" in dtype:
-        return "float" in saved
-    if kind not in (PARAMETER, BUFFER):
-        return saved in ("float32", "bfloat16")  # 8-bit moments are saved as fp32
-    return saved == dtype
-
-
-def _named(key: Key, patterns: Sequence[str]) -> bool:
-    name, kind = key
-    return any(fnmatchcase(name, pattern) or fnmatchcase(f"{kind}/{name}", pattern) for pattern in patterns)
-
-
-def _words(key: Key) -> str:
-    name, kind = key
-    return name if kind in WEIGHTS else f"{kind}/{name}"
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
-def _untouched(plan: Plan, kept: set[Key]) -> set[Key]:
+def _untouched(plan: Plan, kept: Set[Key]) -> set[Key]:
     """Return the keys of all flats in which every tensor is kept; such a flat is neither read nor written."""
     flats = [(unit.stored(page_kind), kind) for unit in plan.units for kind, page_kind in _kinds(plan, unit)]
     by_flat = [{(slot.name, kind) for slot in layout.slots} for layout, kind in flats]
@@ -287,12 +159,12 @@ def _untouched(plan: Plan, kept: set[Key]) -> set[Key]:
 def _fill(
     state: State,
     checkpoint: Checkpoint,
-    entries: Mapping[Key, Entry],
+    matched: Match,
     current: Mapping[Key, Tensor],
     buffers: Mapping[str, Tensor],
-    kept: set[Key],
     progress: Progress,
 ) -> None:
+    entries, kept = matched
     plan, store = state.plan, state.runtime.store
     untouched, shapes = _untouched(plan, kept), plan.facts.splitting.shapes()
     with Tensors(checkpoint) as files, torch.no_grad():

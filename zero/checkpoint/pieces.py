@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
-from zero.checkpoint.manifest import Flat, Held
+from zero.checkpoint.format.manifest import Flat, Held
 from zero.core.codec import CODECS
 from zero.core.layout import pages
 from zero.core.sizes import round_up

@@ -13,33 +13,30 @@ its files are removed.
 Source: Mohan et al. 2021, "CheckFreq", for the list of values that a checkpoint needs.
 """
 
-import json
 import math
-import platform
-import random
 import secrets
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zero.checkpoint.contents import check_sizes, flats
+from zero.checkpoint.agreement import by_rank_0, gather_reports, join_threads
+from zero.checkpoint.contents import check_sizes, flats, tied_names
+from zero.checkpoint.files.publish import Root, own_root
+from zero.checkpoint.files.shard import ShardWriter
+from zero.checkpoint.format.facts import saved_facts
+from zero.checkpoint.format.manifest import File, Held, Index, Manifest, file_name, files_of, held
+from zero.checkpoint.format.random_generators import random_state
+from zero.checkpoint.format.texts import FORMAT, to_text
 from zero.checkpoint.frozen_file import FrozenFile, frozen_version, recall, remember
-from zero.checkpoint.manifest import FORMAT, File, Held, Index, Manifest, file_name, files_of, held, to_text
 from zero.checkpoint.pieces import pieces_of, pieces_on_host, staging_bytes
-from zero.checkpoint.publish import Root, own_root
-from zero.checkpoint.shard import ShardWriter
-from zero.core.loss_scale import LossScale
-from zero.distributed.failure import some_ranks
 from zero.distributed.world import World
 from zero.engine.arguments import check_folder, check_type
 from zero.engine.model import buffers_of
@@ -48,7 +45,7 @@ from zero.engine.state import State
 from zero.errors import CheckpointError, if_it_fails, with_class
 from zero.platform.arena import Arena
 from zero.platform.device import PASSED
-from zero.platform.files import memory_of, naming
+from zero.platform.files import memory_of
 from zero.platform.handle import Then
 from zero.platform.modes import unobserved
 from zero.platform.threads import BackgroundThread
@@ -56,9 +53,6 @@ from zero.progress import Progress, silent
 
 _ROOTS: WeakKeyDictionary[Runtime, dict[Path, Root]] = WeakKeyDictionary()
 """The roots that a run has saved into: `Root.sweep` must know the folders that other saves of the run are writing."""
-
-MEET_S = 1.0
-"""Seconds between two collectives of `join_saving`, in which ranks report whether their threads are still running."""
 
 
 def save(
@@ -90,31 +84,6 @@ def save(
             checkpoints are unchanged.
     """
     return Saving(state, root, facts, progress=progress, alone=alone).finish()
-
-
-def saved_facts(
-    step: int, scale: LossScale, *, dynamic: bool, ties: Mapping[str, str], rested: Mapping[str, int] | None = None
-) -> dict[str, Any]:
-    """Return the facts of a manifest that `load` reads. The caller adds the user's facts under "given".
-
-    Args:
-        step: number of updates made.
-        scale, dynamic: the loss scale, and whether it is dynamic.
-        ties: alias of a tied tensor -> name under which the tensor is saved.
-        rested: name of a parameter -> number of steps in which it was not updated.
-    """
-    numbers = {"step": step, "scale": list(scale), "dynamic": dynamic} | ({"rested": dict(rested)} if rested else {})
-    return {"state": numbers, "ties": dict(ties), "versions": versions()}
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of this library (None if it is not installed), torch and Python."""
-    return {"zero": version(), "torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def version() -> str | None:
-    """Return the version of this library; None if it runs from its sources without being installed."""
-    return next((package.version for package in metadata.distributions(name="functional-zero")), None)
 
 
 def snapshot_bytes(state: State, root: Root) -> int:
@@ -219,7 +188,7 @@ class Saving:
             CheckpointError: a rank failed; raised on every rank with the first failure.
         """
         with if_it_fails(self.abandon):
-            join_saving(self._world, self._threads)
+            join_threads(self._world, self._threads)
             reports = gather_reports(self._world, lambda: self._report)
             folder = Path(by_rank_0(self._world, lambda: str(self._publish(reports))))
         own = reports[self._world.rank]
@@ -328,114 +297,6 @@ class Saving:
 def _beside(world: World) -> dict[str, Any]:
     """Return the facts of one coordinate's checkpoint; "save" is equal on all that were saved together. Collective."""
     return {"coordinates": dict(world.coordinates), "save": world.whole.share(secrets.token_hex(8))}
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return alias -> first name of the tensors that have several names in the model's state dict.
-
-    A checkpoint holds such a tensor once, under its first name.
-    """
-    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name}
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
-
-
-def gather_reports(world: World, work: Callable[[], dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Run `work` on every rank and return all results in rank order, with {} in place of None. Collective.
-
-    Raises:
-        CheckpointError: `work` raised an error on a rank; raised on every rank.
-    """
-    text, cause = _report(work)
-    reports = [json.loads(text) for text in world.gather_texts(text, "reports of a checkpoint")]
-    for rank, report in enumerate(reports):
-        _raise_fault(world, rank, report, cause)
-    return reports
-
-
-def _report(work: Callable[[], dict[str, Any] | None]) -> tuple[str, Exception | None]:
-    """Return the result of `work` as JSON, or its error, to be raised after the collective that others wait in."""
-    try:
-        return json.dumps(work() or {}), None
-    except Exception as error:
-        return json.dumps({"error": with_class(error)}), error
-
-
-def _raise_fault(world: World, rank: int, report: Mapping[str, Any], cause: Exception | None) -> None:
-    if "error" in report:
-        raise CheckpointError(f"rank {rank}: {report['error']}" if world.size > 1 else report["error"]) from cause
-
-
-def join_saving(
-    world: World, threads: Sequence[threading.Thread], meanwhile: Callable[[], None] = lambda: None
-) -> None:
-    """Wait until `threads` have ended on every rank. Collective.
-
-    The threads may take longer than the timeout of a collective. So all ranks run one collective every `MEET_S` seconds
-    until the last thread has ended.
-
-    Args:
-        meanwhile: called before each of these collectives.
-    """
-    at_work = True
-    while at_work:
-        end_s = time.monotonic() + min(MEET_S, world.timeout_s / 4)
-        for thread in threads:
-            thread.join(max(0.0, end_s - time.monotonic()))
-        meanwhile()
-        words = world.gather_texts("01"[any(thread.is_alive() for thread in threads)], "threads at work")
-        at_work = "1" in words
-
-
-def by_rank_0(world: World, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0 and return its result, a JSON value, on every rank. Collective.
-
-    Raises:
-        CheckpointError: `work` raised an error; raised on every rank.
-    """
-    text, cause = _report(lambda: {"value": work()}) if world.rank == 0 else ("", None)
-    report = json.loads(world.share(text))
-    _raise_fault(world, 0, report, cause)
-    return report["value"]
-
-
-def check_shared(world: World, root: Path) -> None:
-    """Make the folder `root`, and check that all ranks see the same folder there. Collective.
-
-    Raises:
-        CheckpointError: the folder cannot be made, or a rank does not see what rank 0 writes there; raised on every
-            rank.
-    """
-
-    def leave_mark() -> str:
-        with naming(root, "making it"):
-            root.mkdir(parents=True, exist_ok=True)
-            return Path(tempfile.mkdtemp(prefix=".seen-by-all-", dir=root)).name
-
-    mark = root / by_rank_0(world, leave_mark)
-    reports = gather_reports(world, lambda: {"seen": mark.is_dir()})
-    by_rank_0(world, lambda: mark.rmdir())
-    if blind := [rank for rank, report in enumerate(reports) if not report["seen"]]:
-        raise CheckpointError(
-            f"{some_ranks(blind)} of {world.size} {'does' if len(blind) == 1 else 'do'} not see the files of rank 0 in "
-            f"{root}. Set checkpoint.dir to a folder on a disk that all nodes share, or set checkpoint.every=0."
-        )
-
-
-# -- one rank ----------------------------------------------------------------------------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of this rank's random generators: Python's, and torch's on the CPU and on the GPU."""
-    version, internal, following = random.getstate()
-    return {
-        "python": [version, list(internal), following],
-        "torch": bytes(memory_of(torch.get_rng_state())).hex(),
-        "cuda": bytes(memory_of(torch.cuda.get_rng_state())).hex() if torch.cuda.is_initialized() else None,
-    }
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -14,20 +14,14 @@ from torch import nn
 
 from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
-from zero.deepspeed.config_keys import ZeroOptimization
-from zero.deepspeed.engine import Engine
-from zero.deepspeed.metrics import RunLog, run_settings
-from zero.deepspeed.optimizers import Optimizer, PassedOptimizer, optimizer_names, trained, transform
+from zero.deepspeed.config.keys import ZeroOptimization
 from zero.deepspeed.precompiled import bypass_compiled, uncompiled
 from zero.deepspeed.runtime.dataloader import Loader
-from zero.deepspeed.runtime.lr_schedules import SCHEDULES, Scheduler
+from zero.deepspeed.runtime.lr_schedules import SCHEDULES
 from zero.deepspeed.zero import flag_leaf_modules, get_z3_leaf_modules
-from zero.distributed.mesh import local_part
 from zero.distributed.opening import open_default_group
 from zero.distributed.world import World
-from zero.engine.init import init, open_store
-from zero.engine.meta import is_meta, lacks_values
-from zero.engine.model import buffers_of, frozen_matrices, same_bits
+from zero.engine.model import frozen_matrices
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.whole import Weights
@@ -35,6 +29,10 @@ from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.build import build_plan
 from zero.tracker.settings import WandbSettings
+from zero.user_loop.engine import Engine
+from zero.user_loop.optimizers import Optimizer, PassedOptimizer, Scheduler, trained
+from zero.user_loop.run_log import RunLog, run_settings
+from zero.user_loop.shard import shard
 
 log = logging.getLogger("zero")
 
@@ -102,29 +100,18 @@ def initialize(
     Raises:
         ConfigError: one line that names the key, the value and what to do.
     """
-    if model is None:
-        raise ConfigError("zero.initialize needs model=")
-    if isinstance(model, Engine):
-        raise ConfigError("model= is an engine already. Use it as it is, without accelerator.prepare.")
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError("zero.initialize(mpu=..., mesh_param=...): there is no model parallelism. Leave it out.")
-    compiled, model = model, uncompiled(model)
+    compiled, model = _passed_model(model, mpu, mesh_param)
     with contextlib.ExitStack() as undo:
         opened = None
         if world is None:
             world = opened = World.from_env()
             undo.callback(opened.close)
-        translation = translate(_only_config(args, config, config_params), world_size=world.size, schedule=False)
-        for line in translation.notes if world.rank == 0 else ():
-            log.warning("%s", line)
+        translation = _translation(args, config, config_params, world)
         settings = _settings(translation, world, model)
         passed, made = _optimizer(optimizer, model_parameters, model, settings, translation)
         recorded = run_settings(settings, made)  # before a scheduler writes into the groups
         scheduler = _scheduler(lr_scheduler, made, translation) if trained(made) else None
-        loader = None
-        if training_data is not None:
-            rows, drop_last = settings.batch.numbers()[1], translation.keys.dataloader_drop_last
-            loader = Loader(training_data, world, rows=rows, seed=seed, collate=collate_fn, drop_last=drop_last)
+        loader = _loader(training_data, world, settings, translation, seed, collate_fn)
         backend, compiled_again = bypass_compiled(compiled)
         undo.callback(compiled_again)
         units = _units(translation.keys.zero_optimization, model)
@@ -179,6 +166,27 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 # Arguments
 
 
+def _passed_model(model: nn.Module | None, mpu: None, mesh_param: None) -> tuple[nn.Module, nn.Module]:
+    """Return the model that was passed, and the model that `torch.compile` made it from."""
+    if model is None:
+        raise ConfigError("zero.initialize needs model=")
+    if isinstance(model, Engine):
+        raise ConfigError("model= is an engine already. Use it as it is, without accelerator.prepare.")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("zero.initialize(mpu=..., mesh_param=...): there is no model parallelism. Leave it out.")
+    return model, uncompiled(model)
+
+
+def _translation(
+    args: Any, config: ConfigSource | None, config_params: ConfigSource | None, world: World
+) -> Translation:
+    """Return the only config that was passed, translated; rank 0 logs its notes."""
+    translation = translate(_only_config(args, config, config_params), world_size=world.size, schedule=False)
+    for line in translation.notes if world.rank == 0 else ():
+        log.warning("%s", line)
+    return translation
+
+
 def _only_config(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
     sources = (config, config_params, getattr(args, "deepspeed_config", None))
     passed = [source for source in sources if source is not None]
@@ -230,6 +238,20 @@ def _optimizer(
     return _optimizer(passed(listed), None, model, config, translation)
 
 
+def _loader(
+    data: Any,
+    world: World,
+    settings: Settings,
+    translation: Translation,
+    seed: int,
+    collate: Callable[[list[Any]], Any] | None,
+) -> Loader | None:
+    if data is None:
+        return None
+    rows, drop_last = settings.batch.numbers()[1], translation.keys.dataloader_drop_last
+    return Loader(data, world, rows=rows, seed=seed, collate=collate, drop_last=drop_last)
+
+
 def _scheduler(passed: AnyScheduler, optimizer: Optimizer, translation: Translation) -> Scheduler | None:
     if callable(passed) and not isinstance(passed, torch.optim.lr_scheduler.LRScheduler):
         return passed(optimizer)
@@ -252,74 +274,3 @@ def _run_log(
     if folder is None and "every" not in translation.settings.get("tracker", {}):
         return None
     return RunLog(settings, recorded, state, None if folder is None else Path(folder), tokens_per_row)
-
-
-# Initial values
-
-
-def shard(
-    model: nn.Module,
-    optimizer: Optimizer,
-    make_plan: Callable[[Transform], Plan],
-    *,
-    clip: float | None,
-    world: World,
-    weights: Weights = None,
-    seed: int = 0,
-) -> State:
-    """Take over a model, and return the state with its sharded parameters and an open store. Collective.
-
-    Args:
-        model: as for `initialize`; parameters that `optimizer` does not hold are not trained.
-        optimizer: the optimizer whose groups are read at every update.
-        make_plan: function from the optimizer's transform to a plan.
-        clip: the largest gradient norm; None: no clipping.
-        world, weights, seed: as for `initialize`.
-    """
-    with contextlib.ExitStack() as undo, contextlib.ExitStack() as frozen:
-        held = trained(optimizer)
-        for parameter in model.parameters():
-            if parameter.requires_grad and id(parameter) not in held:
-                frozen.callback(parameter.requires_grad_, True)
-                parameter.requires_grad_(False)
-        _allocate_absent_buffers(model)
-        plan = make_plan(transform(optimizer, optimizer_names(model), clip))
-        store = open_store(plan)
-        undo.callback(store.close)
-        first = _values_of_rank_0(model, world) if weights is None else weights
-        state = init(plan, store, seed=seed, weights=first)
-        _broadcast_buffers(state.model, world)
-        undo.pop_all()
-    return state
-
-
-def _values_of_rank_0(model: nn.Module, world: World) -> Weights:
-    """Return a function that fills a parameter with rank 0's values; None if any parameter has no values yet."""
-    if any(lacks_values(parameter) for parameter in model.parameters()):
-        return None
-    # before it is taken over
-    values = {name: local_part(parameter).detach() for name, parameter in model.named_parameters()}
-
-    def fill(name: str, tensor: torch.Tensor) -> None:
-        if world.rank == 0:
-            tensor.copy_(values[name])
-        world.broadcast(tensor, what=f"first values of {name}").wait()
-
-    return fill
-
-
-def _allocate_absent_buffers(model: nn.Module) -> None:
-    """Allocate persistent buffers that are on meta because their values depend on parameters that only rank 0 has."""
-    for name, buffer in buffers_of(model).items():
-        if is_meta(buffer) and not lacks_values(buffer):
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-
-
-def _broadcast_buffers(model: nn.Module, world: World) -> None:
-    for name, buffer in buffers_of(model).items():
-        full = buffer.resolve_conj().resolve_neg().contiguous()
-        before = full.clone()
-        world.broadcast(full, what=f"buffer {name}").wait()
-        if not same_bits(full, before):
-            buffer.copy_(full)

@@ -3,14 +3,13 @@
 All functions are collective, except those about leaf modules.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
 
-from zero.deepspeed.grads import is_trained
 from zero.distributed.opening import open_default_group
 from zero.distributed.rendezvous import rank_of_process
 from zero.distributed.world import World
@@ -18,6 +17,8 @@ from zero.engine.meta import Unmade, absent
 from zero.engine.model import ParameterPlaceholder
 from zero.engine.whole import Source, gathered, get_full, set_full
 from zero.errors import ConfigError, StaleStateError
+from zero.user_loop.full_models import close_full
+from zero.user_loop.grads import is_trained
 
 MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
 """Torch's names of moments -> this library's."""
@@ -95,32 +96,9 @@ def GatheredParameters(
         for engine in engines.values():
             of_engine = [placeholder for placeholder in held if _home_of(placeholder)[0] is engine]
             full = blocks.enter_context(gathered(engine, [placeholder.full_name for placeholder in of_engine], modify))
-            blocks.callback(_close_full, of_engine)
+            blocks.callback(close_full, of_engine)
             for placeholder in of_engine:
                 placeholder.full_value, placeholder.may_be_edited = full[placeholder.full_name], modify is not False
-        yield
-
-
-def _close_full(placeholders: Iterable[ParameterPlaceholder]) -> None:
-    for placeholder in placeholders:
-        placeholder.full_value, placeholder.may_be_edited = None, False
-
-
-@contextmanager
-def full_on_this_rank(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context manager in which this rank reads parameters of `module` from `values`, without the other ranks.
-
-    Code of others that saves a model on one rank may read parameters there although it got a state dict.
-
-    Args:
-        module: a model with an engine.
-        values: full values by name; other parameters are gathered when they are read.
-    """
-    with ExitStack() as undo:
-        for name, placeholder in module.named_parameters(remove_duplicate=False):
-            if isinstance(placeholder, ParameterPlaceholder) and placeholder.full_value is None and name in values:
-                placeholder.full_value = values[name]
-                undo.callback(_close_full, [placeholder])
         yield
 
 

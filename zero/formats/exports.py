@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero.checkpoint import Checkpoint, Tensors, open_at, shape_of, weights_of
 from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
-from zero.checkpoint.manifest import Entry
+from zero.checkpoint.format.manifest import Entry
 from zero.core.codec import CODECS
 from zero.core.master import rounded
 from zero.distributed.world import World

@@ -16,9 +16,10 @@ import torch
 
 from zero.checkpoint import Root
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, lone
-from zero.checkpoint.manifest import FORMAT, Index, Manifest, file_name, files_of, held, step_name, to_text
-from zero.checkpoint.save import saved_facts
-from zero.checkpoint.shard import ShardWriter
+from zero.checkpoint.files.shard import ShardWriter
+from zero.checkpoint.format.facts import saved_facts
+from zero.checkpoint.format.manifest import Index, Manifest, file_name, files_of, held, step_name
+from zero.checkpoint.format.texts import FORMAT, to_text
 from zero.core.precision import Precision
 from zero.core.suggest import some
 from zero.errors import CheckpointError, ConfigError, if_it_fails

@@ -8,13 +8,13 @@ from torch import nn
 
 from zero.core.optim import Transform
 from zero.core.precision import Precision
-from zero.deepspeed.engine import Engine
-from zero.deepspeed.initialization import shard
-from zero.deepspeed.optimizers import Optimizer, PassedOptimizer
 from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.settings import Settings
+from zero.user_loop.engine import Engine
+from zero.user_loop.optimizers import Optimizer, PassedOptimizer
+from zero.user_loop.shard import shard
 
 STATE_FOLDER = "zero"
 """The folder in each of the loop's checkpoints that holds the sharded training state."""

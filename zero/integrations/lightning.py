@@ -10,11 +10,8 @@ and averages over ranks.
 """
 
 import os
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,36 +19,26 @@ from typing import Any
 import torch
 from fsspec.utils import get_protocol
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from zero.checkpoint.claim import Claim, is_of_this_boot, unclaimed
-from zero.checkpoint.disk import Disk
-from zero.checkpoint.save import by_rank_0
 from zero.core.offload import Offload
 from zero.core.precision import Precision as ComputePrecision
 from zero.core.stage import Stage
-from zero.deepspeed.engine import Engine
 from zero.distributed.world import World
 from zero.engine.meta import empty
-from zero.engine.model import Backend, ParameterPlaceholder
+from zero.engine.model import Backend
 from zero.engine.whole import Weights
 from zero.errors import CheckpointError, ConfigError
-from zero.integrations.foreign_loop import STATE_FOLDER, check_precision, new_engine
-from zero.platform.files import Files, give_name, naming, sync
-
-LOOP_FILE = "lightning.ckpt"
-"""The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""
-
-PART = re.compile(r"(?P<name>.+?)(\.(?P<nonce>[0-9a-f]{16}))?\.part", re.DOTALL)
-"""The name of a checkpoint's folder until it is whole. Earlier versions wrote no nonce."""
+from zero.integrations.foreign_loop import check_precision, new_engine
+from zero.integrations.lightning_features import check_features
+from zero.integrations.lightning_folder import load_folder, save_folder
+from zero.user_loop.engine import Engine
 
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 """Lightning's precisions -> the engine's."""
@@ -118,8 +105,6 @@ class ZeroStrategy(DDPStrategy):
         assert self.engine is not None
         return self.engine
 
-    # -- a run ---------------------------------------------------------------------------------------------------------
-
     def setup_distributed(self) -> None:
         """Open Lightning's process group, which logged values and metrics use. A single rank needs none."""
         if self.world_size == 1:
@@ -149,7 +134,7 @@ class ZeroStrategy(DDPStrategy):
     def _open_engine(self, trainer: Trainer, module: LightningModule) -> None:
         fits, passed = trainer.state.fn == TrainerFn.FITTING, None
         precision = PRECISIONS[self.precision_plugin.precision]
-        _check(module, trainer, fits)
+        check_features(module, trainer, fits)
         check_precision(precision, self._settings, ("Trainer(precision=...)", "ZeroStrategy(precision={!r})"))
         if self.engine is not None:
             self.engine.destroy()
@@ -255,7 +240,7 @@ class ZeroStrategy(DDPStrategy):
         """Write a checkpoint's folder with the sharded training state. Collective.
 
         With `weights_only=True`, write a single file in Lightning's format instead. An earlier checkpoint of this name
-        is replaced at the moment when the new training state is complete, which names its file of Lightning's part.
+        is replaced when the new one is complete, see `lightning_folder`.
 
         Raises:
             CheckpointError: the folder is not on a disk, but for example in an object store; or it exists and is no
@@ -270,23 +255,8 @@ class ZeroStrategy(DDPStrategy):
             raise CheckpointError(
                 f"{place}: the training state needs a folder on a disk. Name one, or write save_weights_only=True."
             )
-        path = Path(place)
-        world, saved = self.opened.plan.world, ExitStack()
-        loop_file = by_rank_0(world, lambda: _new_loop_file(path))
-        is_new = loop_file == LOOP_FILE
-        with saved:
-            folder = Path(by_rank_0(world, lambda: str(saved.enter_context(_part(path))))) if is_new else path
-            if self.is_global_zero:
-                TorchCheckpointIO().save_checkpoint(checkpoint, folder / loop_file, storage_options)
-                sync(folder / loop_file, Files())
-            self.opened.save_checkpoint(folder, STATE_FOLDER, {"loop": loop_file}, save_latest=False)
-            if self.is_global_zero:
-                for file in folder.glob("lightning*.ckpt"):
-                    if file.name != loop_file:
-                        file.unlink()
-                if is_new:
-                    path.unlink(missing_ok=True)  # a link, or a file of weights
-                    give_name(folder, path)
+        io = TorchCheckpointIO()
+        save_folder(self.opened, Path(place), lambda file: io.save_checkpoint(checkpoint, file, storage_options))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint's folder into the engine, and return Lightning's part. Collective.
@@ -300,15 +270,8 @@ class ZeroStrategy(DDPStrategy):
         path = Path(place)
         if not path.is_dir():
             return super().load_checkpoint(place, weights_only)
-        loaded, saved = self.opened.load_checkpoint(
-            path,
-            STATE_FOLDER,
-            load_module_strict=self.lightning_module.strict_loading,
-            load_module_only=not self.opened.plan.facts.trains,
-        )
-        if loaded is None:
-            raise CheckpointError(f"{path}/{STATE_FOLDER} holds no training state, so ZeroStrategy did not write it")
-        return super().load_checkpoint(path / Path(saved.get("loop", LOOP_FILE)).name, weights_only)
+        loop_file = load_folder(self.opened, path, strict=self.lightning_module.strict_loading)
+        return super().load_checkpoint(loop_file, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters from a file in Lightning's format. `load_checkpoint` has loaded those of a folder already."""
@@ -385,64 +348,3 @@ class EnginePrecision(Precision):
                 f"{clip or 0:g}. Write Trainer(gradient_clip_val={clip_val:g})."
             )
         self._has_clipped = True
-
-
-def _new_loop_file(path: Path) -> str:
-    """Return the name of the file of Lightning's part in a save at `path`: a new name if the save replaces another.
-
-    Raises:
-        CheckpointError: there is a folder that is no checkpoint.
-    """
-    if path.is_symlink() or not path.is_dir():
-        return LOOP_FILE
-    if not (path / STATE_FOLDER).is_dir():
-        raise CheckpointError(f"{path}: is a folder, but no checkpoint. Save under a name that does not exist.")
-    return f"lightning-{secrets.token_hex(8)}.ckpt"
-
-
-@contextmanager
-def _part(path: Path) -> Iterator[Path]:
-    """Yield the name under which a new checkpoint is written beside `path`, after removing those of killed saves.
-
-    A killed save of the same name is known by its name; of another name, by the claim that its process has lost.
-    """
-    disk = Disk()
-    with naming(path.parent, "making it"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    parts = [(part, match) for part in path.parent.iterdir() if (match := PART.fullmatch(part.name))]
-    with unclaimed(path.parent, disk) as is_free:
-        for part, match in parts:
-            if match["name"] == path.name or (is_free and is_of_this_boot(match["nonce"] or "")):
-                shutil.rmtree(part, ignore_errors=True)
-    claim = Claim(path.parent, disk)
-    try:
-        yield path.with_name(f"{path.name}.{claim.nonce()}.part")
-    finally:
-        claim.release()
-
-
-def _check(module: LightningModule, trainer: Trainer, fits: bool) -> None:
-    """Raise ConfigError for features of Lightning that an engine does not support."""
-    has_engine = any(isinstance(parameter, ParameterPlaceholder) for parameter in module.parameters())
-    unsupported = {
-        "the model is compiled. Leave out torch.compile, and write ZeroStrategy(compile=True).": module._compiler_ctx,
-        "the model belongs to another Trainer. Use that Trainer, or load a checkpoint into a new model.": has_engine,
-        "Trainer(sync_batchnorm=True): each rank keeps its own statistics. Leave it out.": trainer.strategy._layer_sync,
-    }
-    if fits:
-        averages = any(
-            isinstance(callback, StochasticWeightAveraging | WeightAveraging) for callback in trainer.callbacks
-        )
-        clips_values = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-        files = type(trainer.strategy.checkpoint_io)
-        unsupported |= {
-            "Trainer(gradient_clip_algorithm='value'): only clipping by norm is supported. Leave it out.": clips_values,
-            "StochasticWeightAveraging and WeightAveraging write whole parameters. Leave the callback out.": averages,
-            f"{files.__name__} would write only weights. Leave it out.": files is not TorchCheckpointIO,
-            "LightningModule.backward is overridden. Leave it out.": is_overridden("backward", module),
-            "automatic_optimization=False is not supported. Return the loss from training_step, or write a loop with "
-            "zero.initialize for several optimizers.": not module.automatic_optimization,
-        }
-    for line, applies in unsupported.items():
-        if applies:
-            raise ConfigError(line)

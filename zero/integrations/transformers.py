@@ -23,11 +23,11 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
 from zero.core.suggest import meant
-from zero.deepspeed.engine import Engine
-from zero.deepspeed.zero import full_on_this_rank
 from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import PLAN_SETTINGS, STATE_FOLDER, check_precision, new_engine
+from zero.user_loop.engine import Engine
+from zero.user_loop.full_models import full_on_this_rank
 
 UNSUPPORTED = {
     "deepspeed": "zero replaces DeepSpeed. Leave it out, and write zero={'stage': 3, 'offload': 'cpu'}.",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.checkpoint.save import versions
+from zero.checkpoint.format.facts import versions
 from zero.core.precision import DTYPES
 from zero.core.sizes import size_text
 from zero.distributed.world import World

@@ -11,8 +11,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from zero.checkpoint.publish import own_root
-from zero.checkpoint.save import by_rank_0
+from zero.checkpoint.agreement import by_rank_0
+from zero.checkpoint.files.publish import own_root
 from zero.engine.arguments import check_folder, check_type, numbers_by_name, type_text
 from zero.engine.state import State
 from zero.engine.step import Metrics

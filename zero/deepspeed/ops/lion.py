@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from zero.deepspeed.optimizers import Optimizer
+from zero.user_loop.optimizers import Optimizer
 
 
 class FusedLion(Optimizer):

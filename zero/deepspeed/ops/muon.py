@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from zero.deepspeed.optimizers import Optimizer
 from zero.errors import ConfigError
+from zero.user_loop.optimizers import Optimizer
 
 
 class MuonWithAuxAdam(Optimizer):

@@ -1,5 +1,5 @@
 """The class `Engine` under DeepSpeed's name."""
 
-from zero.deepspeed.engine import Engine as DeepSpeedEngine
+from zero.user_loop.engine import Engine as DeepSpeedEngine
 
 __all__ = ["DeepSpeedEngine"]

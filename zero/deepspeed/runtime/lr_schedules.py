@@ -2,37 +2,25 @@
 
 The engine calls a scheduler's `step` after each update that was not skipped, as DeepSpeed does. The learning rates are
 those of DeepSpeed 0.19.8: `last_batch_iteration` is -1 at first, and the n-th update uses the rates of iteration n - 2,
-so a warm-up makes two updates with its first rate. Parameters are passed by name; `config_keys` has their defaults.
+so a warm-up makes two updates with its first rate. Parameters are passed by name; `schedule_keys` has their defaults.
 Bounds of rates and momentums are numbers, or lists with a number for each group.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from zero.core.lr_schedule import Cycle
 from zero.core.suggest import shown
-from zero.deepspeed import config_keys
+from zero.deepspeed.config import schedule_keys
 from zero.errors import ConfigError
 
 SECOND_BETA = 0.99
 """The second beta that DeepSpeed's OneCycle sets."""
-
-
-class Scheduler(Protocol):
-    """The methods of a scheduler that an engine calls; torch's schedulers have them."""
-
-    def step(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def get_last_lr(self) -> Sequence[float]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class _Schedule(ABC):
@@ -48,8 +36,8 @@ class _Schedule(ABC):
             number of groups.
     """
 
-    declared: ClassVar[type[config_keys.ScheduleKeys]]
-    keys: config_keys.ScheduleKeys
+    declared: ClassVar[type[schedule_keys.ScheduleKeys]]
+    keys: schedule_keys.ScheduleKeys
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, last_batch_iteration: int = -1, **keys: Any) -> None:
         self.keys = self.declared(**keys)
@@ -106,7 +94,7 @@ class _Schedule(ABC):
 
 
 class _Rise(_Schedule):
-    keys: config_keys.Rise
+    keys: schedule_keys.Rise
 
     @property
     def warmup_num_steps(self) -> int:
@@ -124,8 +112,8 @@ class _Rise(_Schedule):
 class WarmupLR(_Rise):
     """A warm-up from `warmup_min_lr` to `warmup_max_lr`, by default each group's own rate, then a constant rate."""
 
-    declared = config_keys.Warmup
-    keys: config_keys.Warmup
+    declared = schedule_keys.Warmup
+    keys: schedule_keys.Warmup
 
     def get_lr(self) -> list[float]:
         share = self._share()
@@ -139,8 +127,8 @@ class WarmupLR(_Rise):
 class WarmupDecayLR(WarmupLR):
     """A warm-up, then a linear decay to `warmup_min_lr`. If the decay has no iterations, the rate drops at once."""
 
-    declared = config_keys.WarmupDecay
-    keys: config_keys.WarmupDecay
+    declared = schedule_keys.WarmupDecay
+    keys: schedule_keys.WarmupDecay
 
     def _share(self) -> float:
         done, rise, total = self.last_batch_iteration, self.warmup_num_steps, self.keys.total_num_steps or 0
@@ -150,8 +138,8 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(_Rise):
     """A warm-up to each group's own rate, then a cosine decay. The first update has a learning rate of 0."""
 
-    declared = config_keys.WarmupCosine
-    keys: config_keys.WarmupCosine
+    declared = schedule_keys.WarmupCosine
+    keys: schedule_keys.WarmupCosine
 
     def get_lr(self) -> list[float]:
         ratio = self._ratio()
@@ -175,8 +163,8 @@ class OneCycle(_Schedule):
     optimizers without betas is not changed.
     """
 
-    declared = config_keys.OneCycle
-    keys: config_keys.OneCycle
+    declared = schedule_keys.OneCycle
+    keys: schedule_keys.OneCycle
 
     @property
     def _cycle(self) -> Cycle:
@@ -220,8 +208,8 @@ class OneCycle(_Schedule):
 class LRRangeTest(_Schedule):
     """A learning-rate range test: rates rise from `lr_range_test_min_lr` without a limit."""
 
-    declared = config_keys.LRRange
-    keys: config_keys.LRRange
+    declared = schedule_keys.LRRange
+    keys: schedule_keys.LRRange
 
     def get_lr(self) -> list[float]:
         keys, intervals = self.keys, (self.last_batch_iteration + 1) / self.keys.lr_range_test_step_size

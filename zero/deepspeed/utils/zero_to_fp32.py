@@ -6,10 +6,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from zero.checkpoint import Checkpoint
-from zero.deepspeed.checkpoints import folder_of, open_saved
 from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
 from zero.formats.exports import export_checkpoint, whole_parameters
+from zero.user_loop.checkpoints import open_saved
+from zero.user_loop.full_models import folder_of
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint import Checkpoint, Root, load, open_at, open_first, open_latest
-from zero.checkpoint.open import LineageText, lineage_of
-from zero.checkpoint.save import by_rank_0
+from zero.checkpoint import Checkpoint, Listing, load, open_at, open_first, open_latest
+from zero.checkpoint.agreement import by_rank_0
+from zero.checkpoint.files.listing import read_manifest
+from zero.checkpoint.format.facts import LineageText, lineage_of
 from zero.distributed.world import World
 from zero.engine.state import State
 from zero.errors import CheckpointError
@@ -115,7 +116,7 @@ def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[
 
     If checkpoints of `root` were rejected as damaged, do nothing.
     """
-    step, folders = -1 if checkpoint is None else checkpoint.step, Root(root).folders()
+    step, folders = -1 if checkpoint is None else checkpoint.step, Listing(root).folders()
     if rejected and checkpoint is not None and checkpoint.folder.parent.absolute() == root:
         return
     if newer := [path for number, path in folders.items() if number > step]:
@@ -139,7 +140,7 @@ def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[
 def _lineage_at(folder: Path) -> LineageText | None:
     """Return the lineage of the checkpoint in `folder`; None if it has none or its manifest is damaged."""
     with contextlib.suppress(CheckpointError):
-        return lineage_of(folder, Root(folder.parent).read_manifest(folder))
+        return lineage_of(folder, read_manifest(folder))
     return None
 
 
@@ -163,9 +164,9 @@ def _again(
         suspected.pop(Path(began), None)  # the user has named this checkpoint, so no other may be used
 
     def candidates() -> list[str]:
-        folders = [path for number, path in reversed(Root(root).folders().items()) if number > step]
+        folders = [path for number, path in reversed(Listing(root).folders().items()) if number > step]
         if began is not None:
-            beside = {} if named else Root(Path(began).parent).folders()
+            beside = {} if named else Listing(Path(began).parent).folders()
             folders += [Path(began), *(path for number, path in reversed(beside.items()) if number < step)]
         return [str(folder) for folder in folders]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.checkpoint import Checkpoint, Root, Saving, snapshot_bytes
-from zero.checkpoint.save import by_rank_0, check_shared
+from zero.checkpoint.agreement import by_rank_0, check_shared
 from zero.core.sizes import size_text
 from zero.engine.plan import Plan
 from zero.engine.state import State

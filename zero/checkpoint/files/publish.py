@@ -25,54 +25,35 @@ import contextlib
 import errno
 import glob
 import os
-import re
 import secrets
-import stat
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
-from zero.checkpoint.claim import Claim, is_of_this_boot, unclaimed
-from zero.checkpoint.disk import Disk, closing, read_bytes, write_text
-from zero.checkpoint.manifest import (
-    CAP_BYTES,
-    File,
-    Index,
-    Manifest,
-    file_name,
-    from_text,
-    index_cap_bytes,
-    index_name,
-    index_to_text,
-    step_name,
+from zero.checkpoint.files.claim import Claim, unclaimed
+from zero.checkpoint.files.disk import Disk, read_bytes, write_text
+from zero.checkpoint.files.listing import (
+    Aside,
+    Listing,
+    check_not_writable,
+    check_size,
+    is_folder,
+    read_manifest,
 )
-from zero.core.suggest import some
+from zero.checkpoint.format.manifest import File, Index, file_name, index_name, step_name
+from zero.checkpoint.format.texts import index_cap_bytes, index_to_text
 from zero.distributed.world import World
 from zero.errors import CheckpointError, if_it_fails
 from zero.platform.files import named, naming
-from zero.platform.step_folders import MANIFEST_NAME, step_of
+from zero.platform.step_folders import MANIFEST_NAME
 
 NO_LINKS = errno.EPERM, errno.ENOTSUP, errno.ENOSYS
 """Errors of a file system that has no hard links."""
 
 
-class _Aside(NamedTuple):
-    """An unpublished folder in the root; `kind` is "tmp", "old" or "del"."""
-
-    path: Path
-    kind: str
-    step: int
-
-    @property
-    def is_dead_if_unclaimed(self) -> bool:
-        """Return whether no save needs the folder unless a process of this machine saves in the root."""
-        return self.kind == "del" or is_of_this_boot(self.path.name.rpartition("-")[2])
-
-
-class Root:
-    """The folder that holds all checkpoints of a run. One process writes in it at a time; any number may read.
+class Root(Listing):
+    """The folder that holds all checkpoints of a run, as its one writer sees it.
 
     Args:
         path: the folder; the first save makes it in its parent, which must exist.
@@ -85,8 +66,7 @@ class Root:
     """
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
-        self.path = path
-        self.disk = disk or Disk()
+        super().__init__(path, disk)
         self.has_links = True
         self._begun: set[Path] = set()
         self._claim: Claim | None = None
@@ -98,7 +78,7 @@ class Root:
                 self.disk.make_folder(self.path)
             # Also if the root exists already, because the process that made it may have been killed before its fsync.
             self.disk.fsync_folder(self.path.parent)
-            self._check_not_writable(self.path.resolve())
+            check_not_writable(self.path.resolve(), self.disk)
 
     def begin(self, step: int) -> Path:
         """Make the temporary folder that the save of `step` is written into, and return its path.
@@ -132,7 +112,7 @@ class Root:
             for name in names:
                 self.disk.link(published / name, tmp / name)
             text = read_bytes(self.disk, tmp / names[0], index_cap_bytes(file.size))
-            self._check_size(tmp / names[1], file)
+            check_size(tmp / names[1], file, self.disk)
             linked = sha256(text).hexdigest() == file.index_sha256
         except OSError as error:
             # the system may also refuse a link to a file of another user, and the next save links a file of this one
@@ -163,7 +143,9 @@ class Root:
         write_text(self.disk, tmp / MANIFEST_NAME, manifest_text)
         with naming(tmp, "synchronising it"):
             self.disk.fsync_folder(tmp)
-        self._check_sizes(tmp, self.read_manifest(tmp))  # detects a rank that wrote to another disk
+        manifest = read_manifest(tmp, self.disk)
+        for number, file in enumerate(manifest.files):  # detects a rank that wrote to another disk
+            check_size(tmp / file_name(number, manifest.world), file, self.disk)
         target = self.path / step_name(step)
         with naming(target, "publishing it"):
             old = self._set_aside(target, step)
@@ -201,17 +183,17 @@ class Root:
         Other processes may save into this root meanwhile. Never raises, because the caller saves elsewhere.
         """
         with contextlib.suppress(OSError, CheckpointError):
-            if self._asides():
+            if self.asides():
                 with unclaimed(self.path, self.disk) as is_free:
                     if is_free:
                         self._sweep(lambda aside: aside.is_dead_if_unclaimed)
 
-    def _sweep(self, is_dead: Callable[[_Aside], bool]) -> None:
+    def _sweep(self, is_dead: Callable[[Aside], bool]) -> None:
         with naming(self.path, "sweeping it"):
-            self._check_not_writable(self.path.resolve())
-            published = set(self._published())
+            check_not_writable(self.path.resolve(), self.disk)
+            published = set(self.published())
             doomed = []
-            for aside in filter(is_dead, self._asides()):
+            for aside in filter(is_dead, self.asides()):
                 if aside.kind == "old" and aside.step not in published:  # killed between the two renames of `publish`
                     self.disk.rename(aside.path, self.path / step_name(aside.step))
                     published.add(aside.step)
@@ -219,24 +201,9 @@ class Root:
                     doomed.append(aside.path)
             self._discard(doomed)
 
-    def steps(self) -> list[int]:
-        """Return the steps in the names of the root's folders, in ascending order. No folder is opened."""
-        with naming(self.path, "listing it"):
-            return sorted(step for name in self._names() if (step := step_of(name)) is not None)
-
-    def folders(self) -> dict[int, Path]:
-        """Return step -> folder of the checkpoints in the root, in ascending order. No folder is opened.
-
-        A folder that an interrupted `publish` has set aside counts if no other has its step.
-        """
-        with naming(self.path, "listing it"):
-            aside = {aside.step: aside.path for aside in self._asides() if aside.kind == "old"}
-        folders = aside | {step: self.path / step_name(step) for step in self.steps()}
-        return dict(sorted(folders.items()))
-
     def keep_only(self, step: int) -> None:
         """Remove all checkpoints but the one of `step`, which is published."""
-        doomed = [self.path / step_name(number) for number in self._published() if number != step]
+        doomed = [self.path / step_name(number) for number in self.published() if number != step]
         with naming(self.path, "removing replaced checkpoints"):
             self._discard(doomed)
 
@@ -254,7 +221,7 @@ class Root:
                 returned True `keep` times.
         """
         kept, doomed = 0, []
-        for step in reversed(self._published()):
+        for step in reversed(self.published()):
             folder = self.path / step_name(step)
             if kept < keep:
                 kept += valid(folder)
@@ -263,74 +230,14 @@ class Root:
         with naming(self.path, "removing old checkpoints"):
             self._discard(doomed)
 
-    def read_manifest(self, folder: Path) -> Manifest:
-        """Read the manifest of a checkpoint, and check that the folder holds exactly the files that it lists.
-
-        Args:
-            folder: a checkpoint's folder, in this root or elsewhere, also under another name. Must not be a link.
-
-        Raises:
-            CheckpointError: a file is missing or unknown, or the manifest is damaged.
-        """
-        with naming(folder, "listing it"):
-            if not self._is_folder(folder):
-                raise CheckpointError(f"{folder}: is a link, or not a folder. Pass the folder itself.")
-            self._check_not_writable(folder / "..")  # not folder.parent, which may be a link
-            self._check_not_writable(folder)
-            names = set(self.disk.names(folder))
-        if MANIFEST_NAME not in names:
-            if steps := sorted(name for name in names if step_of(name) is not None):
-                raise CheckpointError(
-                    f"{folder}: holds checkpoints and is not one. Write zero.open_latest(world, folder), or open the "
-                    f"newest, {folder / steps[-1]}."
-                )
-            raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}, so it was never complete or was damaged later")
-        text = read_bytes(self.disk, folder / MANIFEST_NAME, CAP_BYTES)
-        try:
-            manifest = from_text(text)
-        except CheckpointError as error:
-            raise CheckpointError(f"{folder / MANIFEST_NAME}: {error}") from error
-        if step_of(folder.name) not in (None, manifest.step):  # a copy would be taken for that step
-            raise CheckpointError(
-                f"{folder}: holds step {manifest.step}, not that of its name. Rename it to {step_name(manifest.step)}."
-            )
-        _check_names(folder, names, manifest)
-        return manifest
-
-    def _check_sizes(self, folder: Path, manifest: Manifest) -> None:
-        for number, file in enumerate(manifest.files):
-            self._check_size(folder / file_name(number, manifest.world), file)
-
-    def _check_size(self, path: Path, file: File) -> None:
-        with naming(path, "reading its size"), closing(self.disk, self.disk.open(path)) as fd:
-            nbytes = self.disk.size(fd)
-        if nbytes != file.size:
-            raise CheckpointError(f"{path}: has {nbytes} bytes, the manifest says {file.size}")
-
-    def _published(self) -> list[int]:
-        """Return the steps of names in the root that are folders."""
-        with naming(self.path, "listing it"):
-            return [step for step in self.steps() if self._is_folder(self.path / step_name(step))]
-
-    def _check_not_writable(self, folder: Path) -> None:
-        """Raise CheckpointError if every user may replace the contents of `folder`."""
-        try:
-            mode = self.disk.mode(folder)
-        except FileNotFoundError:
-            return
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and stat.S_ISDIR(mode):
-            raise CheckpointError(
-                f"{os.path.normpath(folder)}: every user may write to it. If you trust its files, run chmod o-w on it."
-            )
-
     def _set_aside(self, target: Path, step: int) -> Path | None:
         """Rename the published folder of a step to an "old" name; return the new path, or None if there is none."""
-        if target.name not in self._names():
+        if target.name not in self.names():
             return None
-        if not self._is_folder(target):
+        if not is_folder(target, self.disk):
             raise CheckpointError(f"{target}: is not a folder, but a checkpoint needs this name. Remove it.")
         # With two old folders of a step, `sweep` could not tell which is newer.
-        self._discard(aside.path for aside in self._asides() if (aside.kind, aside.step) == ("old", step))
+        self._discard(aside.path for aside in self.asides() if (aside.kind, aside.step) == ("old", step))
         old = self._aside("old", step)
         self.disk.rename(target, old)
         return old
@@ -370,7 +277,7 @@ class Root:
             )
 
     def _erase(self, folder: Path) -> None:
-        if not self._is_folder(folder):  # never delete through a link
+        if not is_folder(folder, self.disk):  # never delete through a link
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         for name in self.disk.names(folder):
             self.disk.unlink(folder / name)
@@ -380,23 +287,9 @@ class Root:
         nonce = secrets.token_hex(8) if self._claim is None else self._claim.nonce()
         return self.path / f".{kind}-{step:010d}-{nonce}"
 
-    def _asides(self) -> list[_Aside]:
-        asides = [_parse(self.path / name) for name in self._names()]
-        return [aside for aside in asides if aside is not None and self._is_folder(aside.path)]
-
-    def _names(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError):  # the root does not exist before the first save
-            return self.disk.names(self.path)
-        return []
-
     def _is_of_another_user(self, path: Path) -> bool:
         with contextlib.suppress(OSError):
             return self.disk.owner(path) != os.geteuid()
-        return False
-
-    def _is_folder(self, path: Path) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return stat.S_ISDIR(self.disk.mode(path))
         return False
 
 
@@ -425,37 +318,3 @@ def sweep_beside(path: Path, world: World) -> None:
         with contextlib.suppress(OSError):
             for folder in parent.glob(pattern):
                 own_root(folder, world).sweep_dead()
-
-
-def parts_in(path: Path) -> list[str]:
-    """Return the names of folders in `path` that hold checkpoints with coordinates."""
-    named = (folder for folder in path.glob("*-*") if re.fullmatch(r"\w+-\d+(-\w+-\d+)*", folder.name))
-    return sorted(folder.name for folder in named if folder.is_dir() and Root(folder).steps())
-
-
-def check_coordinates(folder: Path, saved: object, coordinates: Mapping[str, int]) -> None:
-    """Raise CheckpointError if the checkpoint in `folder`, with coordinates `saved`, is of other coordinates."""
-    if saved != coordinates:
-        raise CheckpointError(
-            f"{folder}: has coordinates {saved}, but this rank {dict(coordinates)}. Pass the folder that zero.save got "
-            "to zero.open_latest, which opens each rank's own."
-        )
-
-
-def _parse(path: Path) -> _Aside | None:
-    match = re.fullmatch(r"\.(tmp|old|del)-([0-9]{10})-[0-9a-f]{16}", path.name)
-    return _Aside(path, match[1], int(match[2])) if match else None
-
-
-def _check_names(folder: Path, names: set[str], manifest: Manifest) -> None:
-    world, files = manifest.world, range(len(manifest.files))
-    expected = {MANIFEST_NAME, *(name(file, world) for file in files for name in (file_name, index_name))}
-    if missing := sorted(expected - names):
-        raise CheckpointError(
-            f"{folder}: the files of {world} rank{'s' * (world > 1)} are not complete: {some(missing)} missing"
-        )
-    if extra := sorted(names - expected):
-        raise CheckpointError(
-            f"{folder}: has {some([repr(name) for name in extra])}, not in the manifest. Remove what does not "
-            "belong here."
-        )

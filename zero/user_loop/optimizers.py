@@ -9,7 +9,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,18 @@ USES_MATRICES = "use_muon"
 
 TORCH = {rule.torch_class: name for name, rule in OPTIMIZERS.items() if rule.torch_class is not None}
 """The classes of torch with a counterpart here, and its name."""
+
+
+class Scheduler(Protocol):
+    """The methods of a scheduler that an engine calls; torch's schedulers have them."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def get_last_lr(self) -> Sequence[float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -278,6 +290,17 @@ def restore(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> None:
     """Write saved settings into the groups, one by one; there must be as many saved groups."""
     for group, settings in zip(groups, optimizer_settings(saved), strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+
+
+def check_groups(groups: Sequence[ParamGroup], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError unless each optimizer has the dicts `groups`, which every update reads."""
+    expected = [id(group) for group in groups]
+    for optimizer in optimizers:
+        if [id(group) for group in optimizer.param_groups] != expected:
+            raise ConfigError(
+                "the optimizer has other groups than in zero.initialize (add_param_group, load_state_dict). Pass "
+                "all groups to zero.initialize, edit them in place, and load with load_checkpoint."
+            )
 
 
 def check_group_count(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> None:

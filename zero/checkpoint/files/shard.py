@@ -21,8 +21,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from zero.checkpoint.disk import Disk
-from zero.checkpoint.hashes import (
+from zero.checkpoint.files.disk import Disk
+from zero.checkpoint.format.hashes import (
     BLOCK_BYTES,
     CRC_BYTES,
     DIGEST_BYTES,

@@ -1,4 +1,4 @@
-"""Reading of a DeepSpeed configuration, and the check of its keys against the declarations in `config_keys`.
+"""Reading of a DeepSpeed configuration, and the check of its keys against the declarations in `keys`.
 
 A configuration is a dict, JSON, or the path of a JSON file, which may have comments if `hjson` is installed.
 """
@@ -15,16 +15,10 @@ from typing import Any, TypeVar
 from zero.core import schema, suggest
 from zero.core.schema import Section
 from zero.core.setting_types import MOST
-from zero.deepspeed.config_keys import (
-    IGNORED,
-    OPTIMIZERS,
-    REJECTED,
-    SCHEDULERS,
-    Keys,
-    Named,
-    OptimizerKeys,
-    ScheduleKeys,
-)
+from zero.deepspeed.config.keys import Keys, Named
+from zero.deepspeed.config.optimizer_keys import OPTIMIZERS, OptimizerKeys
+from zero.deepspeed.config.schedule_keys import SCHEDULERS, ScheduleKeys
+from zero.deepspeed.config.unsupported_keys import IGNORED, REJECTED
 from zero.errors import ConfigError
 
 AUTO = "auto"

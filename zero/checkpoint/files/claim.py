@@ -16,7 +16,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from zero.checkpoint.disk import Disk
+from zero.checkpoint.files.disk import Disk
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

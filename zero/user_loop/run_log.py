@@ -1,4 +1,4 @@
-"""The reporting part of an engine: its settings, counts and speed, and rows of metrics for console, disk and W&B.
+"""The speed and the log of a run: rows of metrics for console, disk and W&B.
 
 The folder of a run gets the same files as for train.py (config.yaml, metrics.jsonl, summary.json), so `zero-train
 report FOLDER` makes the same page of it.
@@ -8,31 +8,25 @@ import json
 import logging
 import sys
 import time
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch import nn
 
-from zero.checkpoint.json_values import to_json
-from zero.checkpoint.save import by_rank_0
-from zero.deepspeed.optimizers import Optimizer, optimizer_settings
+from zero.checkpoint.agreement import by_rank_0
+from zero.checkpoint.format.json_values import to_json
 from zero.distributed.world import World
 from zero.engine.state import State
 from zero.engine.step import Metrics
-from zero.errors import ConfigError
 from zero.platform.files import naming
-from zero.platform.threads import BackgroundThread
 from zero.settings import Settings
-from zero.store import PrefetchStore
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
 from zero.tracker.earlier import earlier
 from zero.tracker.meter import Meter
 from zero.tracker.views.jsonl import unused_folder
+from zero.user_loop.optimizers import Optimizer, optimizer_settings
 
 log = logging.getLogger("zero")
 
@@ -40,124 +34,6 @@ SECTIONS = ("zero", "offload", "batch", "precision", "tracker")
 """Sections of the settings that are recorded, because they apply to any model and loop."""
 WARM_UP_STEPS = 2
 """Number of first steps that the speed does not include."""
-
-
-class EngineInfo(nn.Module):
-    """The part of an engine that only reports its settings, counts and metrics.
-
-    Attributes:
-        module: the model, which runs on gathered parameters.
-        device: the device of this rank.
-        local_rank: the index of this rank's GPU; the rank itself where there is none.
-        global_rank: the rank, from 0.
-        world_size, dp_world_size: the number of ranks.
-        global_samples: number of samples of all steps, over all ranks.
-        global_steps: number of steps, including skipped steps and those of a checkpoint that was loaded without its
-            optimizer.
-        skipped_steps: number of steps that were skipped because a gradient was not finite.
-        loss_scale: the factor on the next loss; 1 except in fp16.
-    """
-
-    def __init__(self, config: Settings, state: State, optimizer: Optimizer, run_log: "RunLog | None") -> None:
-        super().__init__()
-        self._run_log = run_log
-        self.config, self.plan, self.optimizer = config, state.plan, optimizer
-        self.module, world = state.model, self.plan.world
-        self.device, self.global_rank = world.device, world.rank
-        self.local_rank = world.rank if world.device.index is None else world.device.index
-        self.world_size = self.dp_world_size = world.size
-        self.metrics: Metrics | None = None
-        self._steps_before = self.global_samples = 0
-        self._keep(state)
-        self._warned: set[str] = set()
-        self._closing = weakref.finalize(self, _close_in_thread, state.runtime.store, run_log)
-        self._closing.atexit = False
-
-    def _keep(self, state: State) -> None:
-        """Store a new state, and a copy of its counts, because they may be read after `destroy`."""
-        self._state, self.loss_scale = state, state.scale.scale
-        self.global_steps, self.skipped_steps = self._steps_before + state.tried, state.skipped
-
-    @property
-    def state(self) -> State:
-        """The training state, for functions such as `zero.get_full`.
-
-        Raises:
-            ConfigError: the engine was destroyed.
-        """
-        if not self._closing.alive:
-            raise ConfigError("this engine was destroyed. Make another with zero.initialize.")
-        return self._state
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last update was skipped because a gradient was not finite."""
-        return self.metrics is not None and self.metrics.skipped
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the number of microbatches of a step."""
-        return self.plan.accumulate
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of samples in a microbatch of one rank."""
-        return self.config.batch.numbers()[1]
-
-    def train_batch_size(self) -> int:
-        """Return the number of samples in a step, over all ranks."""
-        return self.config.batch.numbers()[0]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's mean gradient before clipping; None before the first step."""
-        return self.metrics.grad_norm if self.metrics is not None else None
-
-    def _warn_once(self, line: str) -> None:
-        if line not in self._warned and self.global_rank == 0:
-            log.warning("%s", line)
-        self._warned.add(line)
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every group.
-
-        Args:
-            lr: the learning rate, until a scheduler writes the next.
-        """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def zero_optimization_stage(self) -> int:
-        """Return the stage, 0 to 3."""
-        return self.plan.facts.stage.level
-
-    def gradient_clipping(self) -> float:
-        """Return the largest gradient norm; 0 without clipping."""
-        return self.plan.optimizer.clip or 0.0
-
-    def fp16_enabled(self) -> bool:
-        """Return whether the model computes in fp16."""
-        return self.plan.precision.compute == torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        """Return whether the model computes in bf16."""
-        return self.plan.precision.compute == torch.bfloat16
-
-    def zero_optimization(self) -> bool:
-        """Return whether the stage is above 0."""
-        return self.plan.facts.stage.moments
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether gradients are sharded: stages 2 and 3."""
-        return self.plan.facts.stage.gradients
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Return whether parameters are sharded: stage 3."""
-        return self.plan.facts.stage.parameters
-
-    def empty_partition_cache(self) -> None:
-        """Do nothing, because gathered parameters are not cached after their use."""
 
 
 class Throughput:
@@ -301,19 +177,6 @@ class RunLog:
     def _write_summary(self, status: str) -> None:
         if self._folder is not None:
             write_summary(self._folder, self.meter.summary("", status)._asdict())
-
-
-def _close(store: PrefetchStore, run_log: RunLog | None) -> None:
-    try:
-        if run_log is not None:
-            run_log.close(None)
-    finally:
-        store.close()
-
-
-def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
-    # in a thread, because Python may collect an engine anywhere, even in the store's threads and under its lock
-    BackgroundThread(partial(_close, store, run_log), name="closing").start()
 
 
 def make_folder(world: World, folder: Path | None) -> None:

@@ -7,27 +7,18 @@ is logarithmic.
 """
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zero.core import schema, suggest
 from zero.core.batch import solve_batch
-from zero.core.schema import Section
 from zero.core.stage import Stage
-from zero.deepspeed.config_keys import (
-    AdamW,
-    Keys,
-    Lion,
-    Muon,
-    OneCycle,
-    Rise,
-    ScheduleKeys,
-    Warmup,
-    WarmupCosine,
-    WarmupDecay,
-)
-from zero.deepspeed.config_source import CheckedConfig, check, read_source
+from zero.deepspeed.config.key_types import moved
+from zero.deepspeed.config.keys import Keys
+from zero.deepspeed.config.optimizer_keys import AdamW, Lion, Muon
+from zero.deepspeed.config.schedules import check_one_schedule, optim_of_schedule, schedule_settings, scheduler_of
+from zero.deepspeed.config.source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
 from zero.settings import Settings
 
@@ -71,32 +62,21 @@ def translate(
     try:
         config = check(written)
         if schedule:
-            _one_schedule(config.scheduler)
+            check_one_schedule(config.scheduler)
         sections = {
             "zero": _zero(config),
             "batch": _batch(config, world_size),
             "precision": _precision(config),
             "offload": _offload(config),
             "optim": _optim(config, schedule),
-            "schedule": _schedule(config) if schedule else {},
+            "schedule": schedule_settings(config) if schedule else {},
             "tracker": _tracker(config.keys),
         }
-        scheduler = None if schedule else _scheduler(config)
+        scheduler = None if schedule else scheduler_of(config)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     settings = {section: values for section, values in sections.items() if values}
     return Translation(settings, config.keys, tuple(f"{name}: {note}" for note in config.notes), scheduler)
-
-
-def _moved(keys: Section, section: str, without: Container[str] = ()) -> dict[str, Any]:
-    """Return the values that are copied to settings in `section` unchanged, except those of keys in `without`."""
-    values = {}
-    for name, declared in type(keys).model_fields.items():
-        extra, value = declared.json_schema_extra, getattr(keys, name)
-        setting = str(extra["to"]) if isinstance(extra, dict) else ""
-        if setting.startswith(f"{section}.") and value is not None and f"{keys.section_key}.{name}" not in without:
-            values[setting.removeprefix(f"{section}.")] = value
-    return values
 
 
 def _zero(config: CheckedConfig) -> dict[str, Any]:
@@ -106,7 +86,7 @@ def _zero(config: CheckedConfig) -> dict[str, Any]:
         settings["units"] = ["auto", *(leaf.rpartition(".")[2] for leaf in zero.leaf_module.classes)]
     if any(remat.model_dump().values()):
         settings["activations"] = "remat"
-    return settings | _moved(zero, "zero")
+    return settings | moved(zero, "zero")
 
 
 def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
@@ -140,7 +120,7 @@ def _precision(config: CheckedConfig) -> dict[str, Any]:
     compute = "fp16" if fp16.enabled else "bf16" if is_bf16 else "fp32"
     if keys.communication_data_type == "fp16" != compute:
         raise ConfigError(f"communication_data_type=fp16 has no loss scale while the model computes in {compute}")
-    scale = _moved(fp16, "precision.scale")
+    scale = moved(fp16, "precision.scale")
     if fp16.enabled and fp16.loss_scale:
         scale["static"] = fp16.loss_scale
     elif fp16.enabled:
@@ -148,8 +128,8 @@ def _precision(config: CheckedConfig) -> dict[str, Any]:
         if scale["initial"] > Settings().precision.scale.maximum:  # DeepSpeed has no maximum
             scale["maximum"] = scale["initial"]
     frozen = {"frozen": "int8"} if keys.zero_optimization.zero_quantized_nontrainable_weights else {}
-    moved = frozen | _moved(keys.zero_optimization, "precision") | _moved(keys, "precision")
-    return {"compute": compute, **moved, **({"scale": scale} if scale else {})}
+    copied = frozen | moved(keys.zero_optimization, "precision") | moved(keys, "precision")
+    return {"compute": compute, **copied, **({"scale": scale} if scale else {})}
 
 
 def _offload(config: CheckedConfig) -> dict[str, Any]:
@@ -171,7 +151,7 @@ def _offload(config: CheckedConfig) -> dict[str, Any]:
     aio = config.keys.aio
     if None not in (aio.intra_op_parallelism, aio.thread_count) and aio.intra_op_parallelism != aio.thread_count:
         raise ConfigError("aio.intra_op_parallelism and aio.thread_count are different numbers of threads. Keep one.")
-    settings = {"optimizer": optimizer, "param": param, "grad": grad, **_moved(aio, "offload")}
+    settings = {"optimizer": optimizer, "param": param, "grad": grad, **moved(aio, "offload")}
     pins = [getattr(zero, name).pin_memory for name, tier in tiers.items() if tier != "none"]
     if any(pin is not None for pin in pins):
         settings["pin"] = any(pins)
@@ -212,7 +192,7 @@ def _optim(config: CheckedConfig, schedule: bool) -> dict[str, Any]:
         )
     settings: dict[str, Any] = {"name": "adamw", "clip": 1.0 if clip is None else clip or None}
     if optimizer is not None:
-        settings |= {"name": optimizer.name, "decay": "all", **_moved(optimizer, "optim", config.autos)}
+        settings |= {"name": optimizer.name, "decay": "all", **moved(optimizer, "optim", config.autos)}
     if isinstance(optimizer, Lion) and "optimizer.params.betas" not in config.autos:
         settings["beta1"], settings["beta2"] = optimizer.betas
     if isinstance(optimizer, AdamW):
@@ -226,117 +206,14 @@ def _optim(config: CheckedConfig, schedule: bool) -> dict[str, Any]:
         settings |= {"exclude": ["*embed*", "*lm_head*"], "adamw_lr": optimizer.adam_lr or lr}
         if optimizer.muon_lr is not None:
             settings["lr"] = optimizer.muon_lr
-    of_schedule = _optim_of_schedule(config)
+    of_schedule = optim_of_schedule(config)
     if "lr" in of_schedule and schedule:
         settings.pop("adamw_lr", None)  # DeepSpeed's schedulers give all groups one rate
     return settings | of_schedule if schedule else settings
 
 
-def _optim_of_schedule(config: CheckedConfig) -> dict[str, Any]:
-    """Return the settings of `optim` that a scheduler overrides: its peak as learning rate, and OneCycle's beta2."""
-    scheduler, lr = config.scheduler, None if config.optimizer is None else config.optimizer.lr
-    peak = None if scheduler is None else _peak(config, scheduler)
-    if scheduler is None or peak is None:
-        return {}
-    if scheduler.peak_key not in scheduler.model_fields_set or lr not in (None, peak):
-        key = f"scheduler.params.{scheduler.peak_key}"
-        rates = f"{peak:g}" if isinstance(peak, float) else suggest.shown(peak)
-        config.notes.append(f"{key} is {rates}, and wins over optimizer.params.lr, as in DeepSpeed")
-    is_cycle = isinstance(scheduler, OneCycle) and scheduler.cycle_momentum and _has_betas(config)
-    return {"lr": peak, "beta2": 0.99} if is_cycle else {"lr": peak}
-
-
-# Schedules
-
-
-def _peak(config: CheckedConfig, scheduler: ScheduleKeys) -> float | tuple[float, ...] | None:
-    return None if f"scheduler.params.{scheduler.peak_key}" in config.autos else scheduler.peak
-
-
-def _one_schedule(scheduler: ScheduleKeys | None) -> None:
-    """Raise ConfigError if a scheduler has numbers for each group, because settings have one schedule."""
-    if scheduler is None:
-        return
-    for name, numbers in scheduler.by_group.items():
-        key = f"{scheduler.section_key}.{name}"
-        raise ConfigError(
-            f"{key}={suggest.shown(numbers)}: lists are for zero.initialize, which has groups. Write a number."
-        )
-
-
-def _has_betas(config: CheckedConfig) -> bool:
-    return config.optimizer is None or isinstance(config.optimizer, Lion)
-
-
-def _scheduler(config: CheckedConfig) -> tuple[str, dict[str, Any]] | None:
-    """Return the scheduler's type and arguments. A peak of "auto" is each group's rate, other "auto" are defaults."""
-    scheduler = config.scheduler
-    if scheduler is None:
-        return None
-    for name in ("warmup_num_steps", *scheduler.required):
-        if f"scheduler.params.{name}" in config.autos and name != scheduler.peak_key:
-            raise ConfigError(f"scheduler.params.{name}=auto: write the number, because nothing fills it in")
-    arguments = scheduler.model_dump(exclude_unset=True)
-    if f"scheduler.params.{scheduler.peak_key}" in config.autos:
-        arguments[scheduler.peak_key] = None
-    return str(config.keys.scheduler.type), arguments
-
-
-def _schedule(config: CheckedConfig) -> dict[str, Any]:
-    scheduler = config.scheduler
-    if scheduler is None:
-        return {} if config.optimizer is None else {"name": "constant"}
-    settings = {"name": scheduler.name, **_moved(scheduler, "schedule")}
-    if isinstance(scheduler, Rise):
-        return settings | _rise(config, scheduler)
-    if isinstance(scheduler, OneCycle):
-        settings["start"] = _start(config, scheduler, scheduler.cycle_min_lr or 0.0)
-        if not _has_betas(config):
-            settings["momentum"] = False
-        elif scheduler.cycle_momentum:
-            settings["momentum_start"] = scheduler.cycle_min_mom  # as in DeepSpeed's first update
-    return settings
-
-
-def _start(config: CheckedConfig, scheduler: ScheduleKeys, lowest: Any) -> float:
-    """Return the lowest rate as a share of the peak. `_one_schedule` has made sure that both are numbers."""
-    peak: Any = _peak(config, scheduler)
-    return float(lowest / (peak or _lr(config)))
-
-
-def _lr(config: CheckedConfig) -> float:
-    """Return the optimizer's learning rate; this library's default if it is "auto" or there is no optimizer."""
-    if config.optimizer is not None and "optimizer.params.lr" not in config.autos:
-        return config.optimizer.lr
-    return Settings.read({"optim": {"name": config.optimizer.name if config.optimizer else "adamw"}}).optim.lr
-
-
-def _rise(config: CheckedConfig, scheduler: Rise) -> dict[str, Any]:
-    """Return the settings of a warm-up and its decay.
-
-    DeepSpeed makes its first two updates at the first rate, a setting `schedule` only one, so every rate is reached one
-    step earlier here. A logarithmic warm-up reaches its peak in step `warmup_num_steps`, a linear warm-up one step
-    later. A linear decay begins in step `warmup_num_steps` + 1, a cosine decay one step earlier.
-    """
-    is_log, is_auto = scheduler.warmup_type == "log", "scheduler.params.warmup_num_steps" in config.autos
-    settings: dict[str, Any] = {"warmup": "auto" if is_auto else max(2, scheduler.warmup_num_steps) + (not is_log)}
-    if isinstance(scheduler, Warmup):
-        if scheduler.warmup_min_lr and _peak(config, scheduler) is None and config.optimizer is None:
-            raise ConfigError("scheduler.params.warmup_min_lr needs warmup_max_lr, or an optimizer with its rate")
-        settings["start"] = _start(config, scheduler, scheduler.warmup_min_lr)
-    if isinstance(scheduler, WarmupDecay):
-        settings |= {"final": settings["start"], "hold": int(is_log)}
-        if scheduler.total_num_steps is not None:
-            settings["total"] = scheduler.total_num_steps + 1
-    if isinstance(scheduler, WarmupCosine):
-        settings |= {"start": scheduler.warmup_min_ratio, "hold": int(is_log) - 1}
-        if scheduler.total_num_steps is not None:
-            settings["total"] = scheduler.total_num_steps
-    return settings
-
-
 def _tracker(keys: Keys) -> dict[str, Any]:
-    settings: dict[str, Any] = _moved(keys, "tracker")
+    settings: dict[str, Any] = moved(keys, "tracker")
     if keys.tensorboard.enabled:
         settings["tensorboard"] = True
     if not keys.wandb.enabled:

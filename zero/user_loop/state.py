@@ -1,0 +1,83 @@
+"""The part of an engine that holds the state and its counts, and closes both when Python collects the engine."""
+
+import logging
+import weakref
+from functools import partial
+
+from zero.engine.state import State
+from zero.engine.step import Metrics
+from zero.errors import ConfigError
+from zero.platform.threads import BackgroundThread
+from zero.settings import Settings
+from zero.store import PrefetchStore
+from zero.user_loop.optimizers import Optimizer
+from zero.user_loop.run_log import RunLog
+from zero.user_loop.settings import EngineSettings
+
+log = logging.getLogger("zero")
+
+
+class EngineState(EngineSettings):
+    """The part of an engine that holds the training state.
+
+    Attributes:
+        metrics: results of the last step; None before the first.
+        global_samples: number of samples of all steps, over all ranks.
+        global_steps: number of steps, including skipped steps and those of a checkpoint that was loaded without its
+            optimizer.
+        skipped_steps: number of steps that were skipped because a gradient was not finite.
+        loss_scale: the factor on the next loss; 1 except in fp16.
+    """
+
+    def __init__(self, config: Settings, state: State, optimizer: Optimizer, run_log: RunLog | None) -> None:
+        super().__init__(config, state.plan, state.model, optimizer)
+        self._run_log = run_log
+        self.metrics: Metrics | None = None
+        self._steps_before = self.global_samples = 0
+        self._keep(state)
+        self._warned: set[str] = set()
+        self._closing = weakref.finalize(self, _close_in_thread, state.runtime.store, run_log)
+        self._closing.atexit = False
+
+    def _keep(self, state: State) -> None:
+        """Store a new state, and a copy of its counts, because they may be read after `destroy`."""
+        self._state, self.loss_scale = state, state.scale.scale
+        self.global_steps, self.skipped_steps = self._steps_before + state.tried, state.skipped
+
+    @property
+    def state(self) -> State:
+        """The training state, for functions such as `zero.get_full`.
+
+        Raises:
+            ConfigError: the engine was destroyed.
+        """
+        if not self._closing.alive:
+            raise ConfigError("this engine was destroyed. Make another with zero.initialize.")
+        return self._state
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was skipped because a gradient was not finite."""
+        return self.metrics is not None and self.metrics.skipped
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's mean gradient before clipping; None before the first step."""
+        return self.metrics.grad_norm if self.metrics is not None else None
+
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warned and self.global_rank == 0:
+            log.warning("%s", line)
+        self._warned.add(line)
+
+
+def _close(store: PrefetchStore, run_log: RunLog | None) -> None:
+    try:
+        if run_log is not None:
+            run_log.close(None)
+    finally:
+        store.close()
+
+
+def _close_in_thread(store: PrefetchStore, run_log: RunLog | None) -> None:
+    # in a thread, because Python may collect an engine anywhere, even in the store's threads and under its lock
+    BackgroundThread(partial(_close, store, run_log), name="closing").start()

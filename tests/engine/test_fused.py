@@ -3,13 +3,20 @@
 Stages and tiers give equal bits among themselves, and no stream races.
 """
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 import zero
 from tests.common.small import KiB, Setting, adamw_in_8bit, small_batch, train_small, wide
 from tests.simulation import simulated_gpu
 from tests.simulation.simulated_gpu import count_launches
+from zero.core.groups import decay_matrices
+from zero.core.optim import Fused, make_transform
 from zero.testing import run_ranks
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
@@ -38,6 +45,34 @@ def test_lion_has_the_arithmetic_of_its_operators():
     setting = Setting(stage=1, optimizer=zero.lion, precision="bf16", clip=0.5, accumulate=2)
     with simulated_gpu(fused=True):
         fused = run_ranks(2, train_small, setting, 2)
+    with simulated_gpu():
+        assert run_ranks(2, train_small, setting, 2) == fused
+
+
+def signum(lr, *, weight_decay=0.0, clip=None):
+    """Make an optimizer of the user's own, with a function for the kernel."""
+    fused = Fused(tile, lambda constants, now: (now.lr, *now.betas))
+    betas = {"momentum": 0.9}
+    return make_transform("signum", ("mu",), update, (), lr, betas, 0.0, clip, decay_matrices, (), fused=fused)
+
+
+def update(batch):
+    batch.divide_grads()
+    for param, grad, mean in zip(batch.params, batch.grads, *batch.moments, strict=True):
+        mean.mul_(batch.settings.betas[0]).add_(grad)
+        param.sub_(mean.sign().mul_(batch.settings.lr))
+
+
+def tile(param, gradient, numbers, mean):
+    mean = mean * tl.load(numbers + 1) + gradient
+    return param - ((mean > 0).to(tl.float32) - (mean < 0).to(tl.float32)) * tl.load(numbers), mean
+
+
+def test_the_kernel_compiles_the_function_of_an_optimizer_from_outside():
+    setting = Setting(stage=1, optimizer=signum, precision="bf16", clip=0.5)
+    with simulated_gpu(fused=True):
+        fused = run_ranks(2, train_small, setting, 2)
+        assert count_launches(lambda: train_small(zero.World.from_env(), setting, 2))["zero::update"]
     with simulated_gpu():
         assert run_ranks(2, train_small, setting, 2) == fused
 

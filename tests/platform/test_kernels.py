@@ -17,7 +17,7 @@ from zero.core.codec import CODECS
 from zero.core.kept import Kept
 from zero.core.layout import Layout
 from zero.core.moments import permutation
-from zero.core.optim import Hyper, Transform
+from zero.core.optim import SQUARES, Hyper, Transform
 from zero.core.precision import Precision
 from zero.core.updates import PageBatch
 from zero.platform import kernels
@@ -83,12 +83,13 @@ class State:
         assert made is not None
         numbers = fused.numbers(made, self.transform.constants, hyper)
         keys = [fused.signed(key) for key in self.kept.keys(hyper.step)]
+        squares = [moment == SQUARES for moment in self.transform.moments]
         for start, stop in pairwise(cuts):
             pages = [page[page.numel() * start // layout.P : page.numel() * stop // layout.P] for page in self.pages]
             device = self.param.device
             tables = [table.to(device) for table in (*fused.tables(layout, start, stop, tile_numel), numbers)]
             tables.append(permutation(device))
-            args = self.param[start:stop], pages, grad[start:stop], tables, keys, made.rule, tile_numel
+            args = self.param[start:stop], pages, grad[start:stop], tables, keys, squares, made.rule, tile_numel
             torch.ops.zero.update(*args)
 
     def by_operators(self, layout: Layout, grad: Tensor, hyper: Hyper, update: Callable[[PageBatch], None]) -> None:
@@ -280,8 +281,10 @@ def test_every_operation_of_the_compiled_kernel_rounds_once(pages, dtype):
     """Compile for an H100, which needs no GPU: no product is contracted with a sum, and no subnormal is flushed."""
     names = kernels._update.arg_names
     types = dict.fromkeys(names[:5], pages) | {"param": dtype, "grad": dtype, "numbers": "*fp32"}
-    types |= {"master": "*i16" if dtype == "*i16" else "*fp32", "mu_key": "i32", "nu_key": "i32"}
-    constants = {"OPTIMIZER": "adamw", "MOMENTS": 2, "SLOT_WIDTH": 8, "NUMBERS_WIDTH": 10, "ROWS": 16}
+    types |= {"master": "*i16" if dtype == "*i16" else "*fp32", "first_key": "i32", "second_key": "i32"}
+    rule = kernels._rule(zero.adamw(LR).fused.rule)
+    constants = {"RULE": rule, "MOMENTS": 2, "FIRST_SQUARES": False, "SECOND_SQUARES": True}
+    constants |= {"SLOT_WIDTH": 8, "NUMBERS_WIDTH": 10, "ROWS": 16}
     signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
     source = ASTSource(kernels._update, signature, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})

@@ -54,26 +54,26 @@ class Kept:
     """
 
     def __init__(self, master: Master, moments: Mapping[str, Moments]) -> None:
-        self.master, self._moments = master, moments
+        self.master, self.moments = master, moments
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtypes of pages by kind of state: the stored part of the master, if there is one, and each moment."""
         master = {} if self.master.kind is None else {self.master.kind: self.master.dtype}
-        return master | {kind: form.dtype for kind, form in self._moments.items()}
+        return master | {kind: form.dtype for kind, form in self.moments.items()}
 
     def numel(self, kind: str, count: int) -> int:
         """Return the number of elements in a page of `kind` that stores the state of `count` parameters."""
-        return self._moments[kind].numel(count) if kind in self._moments else count
+        return self.moments[kind].numel(count) if kind in self.moments else count
 
     @cached_property
     def draws(self) -> bool:
         """Whether encoding takes random bits, which depend on each element's parameter and index."""
-        return any(form.draws for form in self._moments.values())
+        return any(form.draws for form in self.moments.values())
 
     def keys(self, step: int) -> list[int]:
         """Return the seeds of the random bits of each moment in update `step`."""
-        return [form.key(f"{step}/{kind}") for kind, form in self._moments.items()]
+        return [form.key(f"{step}/{kind}") for kind, form in self.moments.items()]
 
     def prepare(self, device: torch.device) -> None:
         """Create the table of random bits on `device` now, so that threads or streams do not each create one later."""
@@ -100,6 +100,6 @@ class Kept:
         with ExitStack() as stack:
             pages = by_kind.pop(str(self.master.kind), ())
             opened = [stack.enter_context(self.master.opened(params, pages))]
-            for kind, form in self._moments.items():
+            for kind, form in self.moments.items():
                 opened.append(stack.enter_context(form.opened(by_kind[kind], places, f"{step}/{kind}")))
             yield opened

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -49,13 +49,23 @@ class Hyper(NamedTuple):
         return self.groups[0].lr
 
 
-class Fused(NamedTuple):
-    """An update in the kernel of `zero.platform.kernels`."""
+Tile = Any
+"""A block of fp32 numbers in a function that Triton compiles, or a pointer to such numbers."""
 
-    rule: str
-    """Name of the rule there."""
+
+class Fused(NamedTuple):
+    """An update in the kernel of `zero.platform.kernels`, which compiles the function `tile` into itself."""
+
+    tile: Callable[..., Any]
+    """Function of a module in Triton's language, whose name `tl` it gets from the kernel. It takes parameters,
+    gradients, a pointer to the numbers, and at most two moments; it returns the updated parameters and moments."""
     numbers: Callable[[tuple[float, ...], Settings], tuple[float, ...]]
-    """Function from the transform's constants and a group's settings to the numbers that the rule reads: at most 8."""
+    """Function from the transform's constants and a group's settings to the numbers that `tile` reads: at most 8."""
+
+    @property
+    def rule(self) -> str:
+        """The full name of `tile`, by which the kernel finds it."""
+        return f"{self.tile.__module__}.{self.tile.__qualname__}"
 
 
 FP32_MOMENTS = Moments()

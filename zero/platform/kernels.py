@@ -11,7 +11,9 @@ A tile is some vectors of 64 elements of one parameter. `zero.core.fused` has th
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -100,26 +102,28 @@ def _encode(page, value, random, key, first, row, lane, live, drawn, SQUARES: tl
             tl.store(page + (row * 65 + 1 + lane), code.to(tl.uint8), live)
 
 
-@partial(Kernel, do_not_specialize=["mu_key", "nu_key"])
+@partial(Kernel, do_not_specialize=["first_key", "second_key"])
 def _update(
     param,
     grad,
     master,
-    mu,
-    nu,
+    first_moment,
+    second_moment,
     slots,
     tiles,
     numbers,
     random,
-    mu_key,
-    nu_key,
-    OPTIMIZER: tl.constexpr,
+    first_key,
+    second_key,
+    RULE: tl.constexpr,
     MOMENTS: tl.constexpr,
+    FIRST_SQUARES: tl.constexpr,
+    SECOND_SQUARES: tl.constexpr,
     SLOT_WIDTH: tl.constexpr,
     NUMBERS_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Update one tile: decode the state to fp32, take the optimizer's step, and encode the results."""
+    """Update one tile: decode the state to fp32, apply the optimizer's rule, and encode the results."""
     tile = tl.program_id(0)
     slot = slots + tl.load(tiles + tile) * SLOT_WIDTH
     place = (tile - tl.load(slot)) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -142,43 +146,19 @@ def _update(
         old = bits.to(tl.float32, bitcast=True)
     else:
         old = tl.load(master + at, live, other=0.0)
-    lr = tl.load(group + 2)
-    decay = tl.load(group + 3)
-    new = old
-    if OPTIMIZER == "sgd" or OPTIMIZER == "nesterov":
-        gradient = gradient + old * decay
-        if MOMENTS > 0:
-            momentum = tl.load(group + 4)
-            old_mean = _decode(mu, row, lane, live, False)
-            mean = tl.where(tl.load(group + 5) != 0.0, gradient, old_mean * momentum + gradient)
-            has_momentum = momentum != 0.0
-            if OPTIMIZER == "nesterov":
-                gradient = tl.where(has_momentum, gradient + mean * momentum, gradient)
-            else:
-                gradient = tl.where(has_momentum, mean, gradient)
-            mean = tl.where(trains & has_momentum, mean, old_mean)
-            _encode(mu, mean, random, key ^ mu_key, first, row, lane, live, drawn, False)
-        new = old - gradient * lr
-    elif OPTIMIZER == "lion":
-        old_mean = _decode(mu, row, lane, live, False)
-        direction = old_mean * tl.load(group + 4) + gradient
-        new = old * decay - ((direction > 0).to(tl.float32) - (direction < 0).to(tl.float32)) * lr
-        mean = tl.where(trains, old_mean * tl.load(group + 5) + gradient * tl.load(group + 6), old_mean)
-        _encode(mu, mean, random, key ^ mu_key, first, row, lane, live, drawn, False)
+    if MOMENTS == 0:
+        new = RULE(old, gradient, group + 2)
     else:
-        if OPTIMIZER == "adamw":
-            new = old - old * decay
+        old_first = _decode(first_moment, row, lane, live, FIRST_SQUARES)
+        if MOMENTS == 1:
+            new, new_first = RULE(old, gradient, group + 2, old_first)
         else:
-            gradient = gradient + old * decay
-        old_mean = _decode(mu, row, lane, live, False)
-        old_square = _decode(nu, row, lane, live, True)
-        mean = tl.where(trains, old_mean * tl.load(group + 4) + gradient * tl.load(group + 5), old_mean)
-        square = old_square * tl.load(group + 6) + gradient * tl.load(group + 7) * gradient
-        square = tl.where(trains, square, old_square)
-        _encode(mu, mean, random, key ^ mu_key, first, row, lane, live, drawn, False)
-        _encode(nu, square, random, key ^ nu_key, first, row, lane, live, drawn, True)
-        root = tl.div_rn(tl.sqrt_rn(square), tl.load(group + 8)) + tl.load(group + 9)
-        new = new - tl.div_rn(mean * lr, root)
+            old_second = _decode(second_moment, row, lane, live, SECOND_SQUARES)
+            new, new_first, new_second = RULE(old, gradient, group + 2, old_first, old_second)
+            new_second = tl.where(trains, new_second, old_second)
+            _encode(second_moment, new_second, random, key ^ second_key, first, row, lane, live, drawn, SECOND_SQUARES)
+        new_first = tl.where(trains, new_first, old_first)
+        _encode(first_moment, new_first, random, key ^ first_key, first, row, lane, live, drawn, FIRST_SQUARES)
     new = tl.where(trains, new, old)
     if param.dtype.element_ty == tl.float32:
         tl.store(param + at, new, live)
@@ -249,6 +229,24 @@ def _round_to_even(values, at, value, live):
         tl.store(values + at, value.to(values.dtype.element_ty), live)
 
 
+@cache
+def _rule(name: str) -> Kernel:
+    """Return the function of an optimizer, by its full name, as a kernel that `_update` calls.
+
+    The file of an optimizer does not import Triton, so the function and those that it calls get `tl` here.
+    """
+    module, _, function = name.rpartition(".")
+    return _bound(getattr(import_module(module), function))
+
+
+def _bound(function: FunctionType) -> Kernel:
+    scope = {**function.__globals__, "tl": tl}
+    for name in function.__code__.co_names:
+        if isinstance(called := scope.get(name), FunctionType):
+            scope[name] = _bound(called)
+    return Kernel(FunctionType(function.__code__, scope, function.__name__))
+
+
 def _run_update(
     run: Callable[..., None],
     param: Tensor,
@@ -256,7 +254,8 @@ def _run_update(
     grad: Tensor,
     tables: Sequence[Tensor],
     keys: Sequence[int],
-    optimizer: str,
+    squares: Sequence[bool],
+    rule: str,
     tile_numel: int,
 ) -> None:
     """Run the kernel of the update on a piece, with bf16 tensors as their bits.
@@ -266,6 +265,8 @@ def _run_update(
         kept: the master, if `param` is not fp32, and the moments.
         tables: slots, tiles and numbers of `zero.core.fused`, and the permutation of `zero.core.moments`.
         keys: a signed 32-bit seed of random bits for each moment.
+        squares: whether each moment is never negative.
+        rule: the full name of the function `tile` of the optimizer, see `zero.core.optim.Fused`.
     """
     slots, tiles, numbers, _ = tables
     tensors = [page.view(torch.int16) if page.dtype == torch.bfloat16 else page for page in (param, grad, *kept)]
@@ -273,16 +274,19 @@ def _run_update(
         tensors.insert(2, tensors[0])
     count = len(tensors) - 3
     tensors += [tensors[0]] * (2 - count)
-    mu_key, nu_key, *_ = (*keys, 0, 0)
+    first_key, second_key, *_ = (*keys, 0, 0)
+    first_squares, second_squares, *_ = (*squares, False, False)
     run(
         _update,
         tiles.numel(),
         *tensors,
         *tables,
-        mu_key,
-        nu_key,
-        optimizer,
+        first_key,
+        second_key,
+        _rule(rule),
         count,
+        first_squares,
+        second_squares,
         slots.shape[1],
         numbers.shape[1],
         tile_numel // 64,
@@ -331,8 +335,8 @@ _INTERPRETER = threading.Lock()
 """Held by the thread that interprets a kernel, because the interpreter of Triton has global state."""
 
 SCHEMAS: dict[str, Callable[..., None]] = {
-    "update(Tensor(a!) param, Tensor(b!)[] kept, Tensor grad, Tensor[] tables, int[] keys, str optimizer, "
-    "int tile_numel) -> ()": _run_update,
+    "update(Tensor(a!) param, Tensor(b!)[] kept, Tensor grad, Tensor[] tables, int[] keys, bool[] squares, "
+    "str rule, int tile_numel) -> ()": _run_update,
     "add_in_order(Tensor(a!) total, Tensor received, Tensor own, int rank, bool accumulate, int tile_numel) -> ()": (
         _run_add
     ),

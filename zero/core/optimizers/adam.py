@@ -5,7 +5,7 @@ Source: Kingma and Ba 2015, "Adam"; Loshchilov and Hutter 2019, "Decoupled Weigh
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,11 @@ from zero.core.lr_schedule import Schedule
 from zero.core.optim import Fused, Transform, constant, make_transform
 from zero.core.optimizers.rule import PLAIN, Rule
 from zero.core.updates import PageBatch, Settings
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    from zero.core.optim import Tile
 
 
 def adamw(
@@ -106,7 +111,26 @@ def _numbers(decoupled: bool, constants: tuple[float, ...], now: Settings) -> tu
     return step_size, shrink, beta1, 1 - beta1, beta2, 1 - beta2, bias_correction, eps
 
 
-FUSED_ADAM, FUSED_ADAMW = Fused("adam", partial(_numbers, False)), Fused("adamw", partial(_numbers, True))
+def _tile(param: "Tile", gradient: "Tile", numbers: "Tile", mean: "Tile", square: "Tile") -> "tuple[Tile, Tile, Tile]":
+    return _descend(param, gradient + param * tl.load(numbers + 1), numbers, mean, square)
+
+
+def _decoupled_tile(
+    param: "Tile", gradient: "Tile", numbers: "Tile", mean: "Tile", square: "Tile"
+) -> "tuple[Tile, Tile, Tile]":
+    return _descend(param - param * tl.load(numbers + 1), gradient, numbers, mean, square)
+
+
+def _descend(
+    param: "Tile", gradient: "Tile", numbers: "Tile", mean: "Tile", square: "Tile"
+) -> "tuple[Tile, Tile, Tile]":
+    mean = mean * tl.load(numbers + 2) + gradient * tl.load(numbers + 3)
+    square = square * tl.load(numbers + 4) + gradient * tl.load(numbers + 5) * gradient
+    root = tl.div_rn(tl.sqrt_rn(square), tl.load(numbers + 6)) + tl.load(numbers + 7)
+    return param - tl.div_rn(mean * tl.load(numbers), root), mean, square
+
+
+FUSED_ADAM, FUSED_ADAMW = Fused(_tile, partial(_numbers, False)), Fused(_decoupled_tile, partial(_numbers, True))
 
 
 def _build(

@@ -4,7 +4,7 @@ Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms".
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,11 @@ from zero.core.lr_schedule import Schedule
 from zero.core.optim import Fused, Transform, make_transform
 from zero.core.optimizers.rule import Rule
 from zero.core.updates import PageBatch, Settings
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    from zero.core.optim import Tile
 
 
 def lion(
@@ -35,7 +40,7 @@ def lion(
     """
     betas = {"beta1": beta1, "beta2": beta2}
     return make_transform(
-        "lion", ("mu",), _update, (), lr, betas, weight_decay, clip, decay, groups, fused=Fused("lion", _numbers)
+        "lion", ("mu",), _update, (), lr, betas, weight_decay, clip, decay, groups, fused=Fused(_tile, _numbers)
     )
 
 
@@ -59,6 +64,13 @@ def _update(batch: PageBatch) -> None:
 def _numbers(_constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
     beta1, beta2 = now.betas
     return now.lr, 1 - now.lr * now.weight_decay, beta1 / (1 - beta1), beta2, 1 - beta2
+
+
+def _tile(param: "Tile", gradient: "Tile", numbers: "Tile", mean: "Tile") -> "tuple[Tile, Tile]":
+    direction = mean * tl.load(numbers + 2) + gradient
+    sign = (direction > 0).to(tl.float32) - (direction < 0).to(tl.float32)
+    new = param * tl.load(numbers + 1) - sign * tl.load(numbers)
+    return new, mean * tl.load(numbers + 3) + gradient * tl.load(numbers + 4)
 
 
 def _build(chosen: Any, lr: Schedule, momentum: Schedule | None, shared: Mapping[str, Any]) -> Transform:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,11 @@ from zero.core.lr_schedule import Schedule
 from zero.core.optim import Fused, Transform, make_transform
 from zero.core.optimizers.rule import PLAIN, Rule
 from zero.core.updates import PageBatch, Settings
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    from zero.core.optim import Tile
 from zero.errors import ConfigError
 
 
@@ -39,7 +44,7 @@ def sgd(
     if nesterov and not has_momentum:
         raise ConfigError("optim.nesterov=true looks ahead along the momentum, which is 0. Set optim.momentum.")
     moments, update, betas = ("mu",) if has_momentum else (), partial(_update, nesterov), {"momentum": momentum}
-    fused = Fused("nesterov" if nesterov else "sgd", _numbers)
+    fused = Fused(_nesterov_tile if nesterov else _momentum_tile if has_momentum else _tile, _numbers)
     return make_transform(
         "sgd", moments, update, (nesterov,), lr, betas, weight_decay, clip, decay, groups, fused=fused
     )
@@ -64,6 +69,34 @@ def _update(nesterov: bool, batch: PageBatch) -> None:
 
 def _numbers(_constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
     return now.lr, now.weight_decay, *now.betas, float(now.step == 1)
+
+
+def _tile(param: "Tile", gradient: "Tile", numbers: "Tile") -> "Tile":
+    return param - (gradient + param * tl.load(numbers + 1)) * tl.load(numbers)
+
+
+def _momentum_tile(param: "Tile", gradient: "Tile", numbers: "Tile", mean: "Tile") -> "tuple[Tile, Tile]":
+    gradient = gradient + param * tl.load(numbers + 1)
+    new = _accumulated(gradient, numbers, mean)
+    return _descend(param, gradient, new, numbers, mean, new)
+
+
+def _nesterov_tile(param: "Tile", gradient: "Tile", numbers: "Tile", mean: "Tile") -> "tuple[Tile, Tile]":
+    gradient = gradient + param * tl.load(numbers + 1)
+    new = _accumulated(gradient, numbers, mean)
+    return _descend(param, gradient, gradient + new * tl.load(numbers + 2), numbers, mean, new)
+
+
+def _accumulated(gradient: "Tile", numbers: "Tile", mean: "Tile") -> "Tile":
+    return tl.where(tl.load(numbers + 3) != 0.0, gradient, mean * tl.load(numbers + 2) + gradient)
+
+
+def _descend(
+    param: "Tile", gradient: "Tile", ahead: "Tile", numbers: "Tile", mean: "Tile", new: "Tile"
+) -> "tuple[Tile, Tile]":
+    """Step along `ahead`, or along the gradient while the momentum is 0."""
+    has_momentum = tl.load(numbers + 2) != 0.0
+    return param - tl.where(has_momentum, ahead, gradient) * tl.load(numbers), tl.where(has_momentum, new, mean)
 
 
 def _build(chosen: Any, lr: Schedule, momentum: Schedule | None, shared: Mapping[str, Any]) -> Transform:

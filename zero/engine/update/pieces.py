@@ -15,7 +15,7 @@ from zero.core.kept import Kept, Pass
 from zero.core.layout import Layout
 from zero.core.master import cut_as, in_fp32
 from zero.core.moments import permutation
-from zero.core.optim import Hyper
+from zero.core.optim import SQUARES, Hyper
 from zero.core.updates import PageBatch
 from zero.engine.plan import Part, Plan
 from zero.engine.unit_state import UnitState
@@ -105,7 +105,8 @@ def run_kernel(rule: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece
     assert hyper.table is not None
     tables = [*piece.tables, hyper.table, permutation(device.device) if kept.draws else hyper.table]
     keys = [signed(key) for key in kept.keys(hyper.step)]
-    torch.ops.zero.update(piece.param_K, piece.kept, piece.grad_K, tables, keys, rule, device.tile_numel)
+    squares = [moment == SQUARES for moment in kept.moments]
+    torch.ops.zero.update(piece.param_K, piece.kept, piece.grad_K, tables, keys, squares, rule, device.tile_numel)
 
 
 def _batches(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:

@@ -73,7 +73,7 @@ def train(options: argparse.Namespace) -> None:
         weights = hf.weights(model, options.folder / "given")
         print(weights)
         state = zero.init(plan, store, weights=weights)
-        step = zero.make_step(plan, hf.hf_loss)
+        step = zero.make_step(plan, hf.loss)
         rows = rows_of(model.config.vocab_size)
         for _ in range(options.steps):
             state, metrics = step(state, [rows])

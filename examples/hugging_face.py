@@ -40,7 +40,7 @@ def main() -> None:
     plan = zero.Plan(model, optimizer=zero.adamw(lr=1e-3, clip=1.0), stage=3, world=world, offload=offload)
     store = zero.open_store(plan)
     state = zero.init(plan, store, weights=hf.weights(model, folder))
-    step = zero.make_step(plan, hf.hf_loss)  # the mean cross entropy of each next token
+    step = zero.make_step(plan, hf.loss)  # the mean cross entropy of each next token
     rows = torch.randint(model.config.vocab_size, (world.size, 2, 33), generator=torch.Generator().manual_seed(0))
     for number in range(1, 21):
         state, metrics = step(state, [rows[world.rank].to(world.device)])  # (2, 33) tokens of this rank

@@ -675,7 +675,7 @@ class Call(NamedTuple):
 
 OTHERS = {
     "zero/platform/cuda.py": "the door itself",
-    "zero/platform/device.py": "`test_a_store_that_closes_waits_for_what_is_on_its_way` has the one that is there",
+    "zero/platform/arena.py": "`test_a_store_that_closes_waits_for_what_is_on_its_way` has the one that is there",
     "zero/platform/tape.py": "passes waits on",
     "zero/distributed/failure.py": "waits for a process",
     "zero/trainer/launch/ranks.py": "waits for a process",

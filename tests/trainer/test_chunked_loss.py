@@ -95,11 +95,11 @@ def test_models_of_transformers_train_as_with_the_plain_loss(kind, stage, preset
     setting = Setting(stage=stage, offload=(("preset", preset),), activations=activations, units=units)
 
     def chunked(model, batch):
-        return hf.hf_loss(model, batch, chunked=True)
+        return hf.loss(model, batch, chunked=True)
 
     monkeypatch.setattr(losses, "CHUNK_NUMEL", 4)
     monkeypatch.setattr(losses, "LEAST_CHUNK", 4)
-    plain = run_ranks(2, trained, setting, lambda: build(kind), hf.hf_loss)
+    plain = run_ranks(2, trained, setting, lambda: build(kind), hf.loss)
     same(plain[0], run_ranks(2, trained, setting, lambda: build(kind), chunked)[0])
 
 
@@ -109,7 +109,7 @@ def test_each_of_two_losses_of_a_microbatch_has_its_own_rows_when_activations_ar
 
     def preference(model, batch, chunked=False):
         better, worse = batch.chunk(2)
-        return hf.hf_loss(model, better, chunked=chunked) - 0.5 * hf.hf_loss(model, worse, chunked=chunked)
+        return hf.loss(model, better, chunked=chunked) - 0.5 * hf.loss(model, worse, chunked=chunked)
 
     monkeypatch.setattr(losses, "CHUNK_NUMEL", 4)
     monkeypatch.setattr(losses, "LEAST_CHUNK", 4)
@@ -133,10 +133,10 @@ def test_logits_after_a_chunked_loss_are_logits():
     model = transformers.AutoModelForCausalLM.from_config(build("llama").config)
     batch = rows(0, 2)
     before = hf.logits(model, batch)
-    hf.hf_loss(model, batch, chunked=True)
+    hf.loss(model, batch, chunked=True)
     assert torch.equal(hf.logits(model, batch), before)
-    hf.hf_loss(model, batch, chunked=True)
-    assert torch.equal(hf.hf_loss(model, batch), hf.hf_loss(model, batch))
+    hf.loss(model, batch, chunked=True)
+    assert torch.equal(hf.loss(model, batch), hf.loss(model, batch))
 
 
 @pytest.mark.parametrize(("stage", "activations"), [(0, "remat"), (3, "keep")])

@@ -286,7 +286,7 @@ def test_the_operations_of_a_token_are_those_that_torch_counts(kind, more):
 
     model, tokens = made(kind, **more), torch.randint(0, 64, (1, 33))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        hf.hf_loss(model, tokens).backward()
+        hf.loss(model, tokens).backward()
     norms_and_biases = sum(one.numel() for one in model.parameters() if one.dim() == 1)
     counted = counter.get_total_flops() / 32
     assert counted <= hf.flops_per_token(model, 32) <= counted + 6 * norms_and_biases

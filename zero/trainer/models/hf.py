@@ -164,7 +164,7 @@ def _places(tokens: Tensor, shared_rows: SharedRows | None) -> dict[str, Any]:
     return {"position_ids": positions, "shared_rows": shared_rows}
 
 
-def hf_loss(
+def loss(
     model: Any,
     rows: Tensor,
     *,

@@ -73,7 +73,7 @@ def loss_of(config: Config, model: nn.Module, shared_rows: SharedRows | None) ->
     if not isinstance(config.model, HFConfig):
         return partial(loss, shared_rows=shared_rows)
     chunked = config.model.chunked_loss and hf.gives_logits(model)
-    return partial(hf.hf_loss, chunked=chunked, shared_rows=shared_rows)
+    return partial(hf.loss, chunked=chunked, shared_rows=shared_rows)
 
 
 def _gpt(config: Config, sizes: GPTConfig, shared_rows: SharedRows | None) -> Task:

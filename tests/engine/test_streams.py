@@ -738,7 +738,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/whole/edit.py:_from_rank world.broadcast().wait": {"collective": "edited at stage 0"},
     "engine/full_flat.py:summed_gradient runtime.gradients.left().wait": {"wait": "a loop of one's own at stage 1"},
     "engine/full_flat.py:gather_flat runtime.routes.gather().wait": {"collective": "stage 1"},
-    "engine/full_flat.py:updated_range load().wait": {"ticket": "nvme"},
+    "engine/full_flat.py:updated_range load_page().wait": {"ticket": "nvme"},
     "engine/update/gradient.py:PagedGradients._await_coming self._coming[-1].wait": {
         "ticket": "infinity, two microbatches"
     },

@@ -102,29 +102,35 @@ def split(
         _unit(index, name, owned, world_size, optimizer, by_name, codec, coded, lookup=name in lookups)
         for index, (name, owned) in enumerate(parameters.items())
     )
+    wanted = {path: {local: visited[key].name for local, key in bound.items()} for path, bound in needs.items()}
+    sites = _sites(units, wanted, chains)
+    places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
+    shared = {unit.index for unit in units if unit.shared}
+    return Splitting(units, sites, places, _depth(sites, chains, shared))
+
+
+def _sites(
+    units: Sequence[UnitSpec], wanted: Mapping[str, Mapping[str, str]], chains: Iterable[_Chain]
+) -> tuple[Site, ...]:
+    """Return the sites, which say where in the units their parameters are.
+
+    Args:
+        wanted: a site's path -> local name -> full name of each parameter.
+    """
     where = {
         slot.name: (unit.index, number, trainable)
         for unit in units
         for trainable, slots in ((True, unit.trainable.slots), (False, unit.frozen_slots))
         for number, slot in enumerate(slots)
     }
-    shared = {unit.index for unit in units if unit.shared}
     containing = {path for chain in chains for path in chain[:-1]}
-    sites = tuple(
-        Site(
-            path,
-            tuple(
-                sorted(  # the shared unit comes last, because a site is known by its first unit
-                    (Binding(local, *where[visited[key].name]) for local, key in wanted.items()),
-                    key=lambda bound: bound.unit in shared,
-                )
-            ),
-            contains_sites=path in containing,
-        )
-        for path, wanted in needs.items()
-    )
-    places = tuple(Owner(path, tuple((local, visited[key].name) for local, key in slots)) for path, slots in owners)
-    return Splitting(units, sites, places, _depth(sites, chains, shared))
+
+    def bindings(names: Mapping[str, str]) -> tuple[Binding, ...]:
+        bound = (Binding(local, *where[name]) for local, name in names.items())
+        # the shared unit comes last, because a site is known by its first unit
+        return tuple(sorted(bound, key=lambda binding: units[binding.unit].shared))
+
+    return tuple(Site(path, bindings(names), contains_sites=path in containing) for path, names in wanted.items())
 
 
 def _unit(

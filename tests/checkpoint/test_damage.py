@@ -314,7 +314,7 @@ def test_nothing_is_unpickled_or_evaluated_from_save_to_resume(tmp_path: Path):
 
 # -- disks that fail ---------------------------------------------------------------------------------------------------
 
-FAVOURS = {"direct", "forget", "link"}
+FAVOURS = {"direct", "forget", "link", "lock", "unlock"}
 """Calls that a save can do without."""
 
 

@@ -167,7 +167,7 @@ def large_plan(setting: "Setting") -> "zero.Plan":
 def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
     """Return the columns of the large model's plan."""
     from zero.trainer.planning.cost import Ahead, Rates, step_seconds
-    from zero.trainer.planning.traces.operators import Work
+    from zero.trainer.planning.traces.operators import OperatorWork
 
     gpu, ahead = GPUS[setting.gpu], Ahead.of(plan)
     # an update reads and writes parameter, rest of the master and moments, and reads the gradient, as the norm does
@@ -190,7 +190,7 @@ def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
         source="data sheets",
     )
     products = 2 * setting.tokens * plan.numel
-    step_s = step_seconds(plan, rates, Work(products), Work(3 * products))
+    step_s = step_seconds(plan, rates, OperatorWork(products), OperatorWork(3 * products))
     resident_s = 4 * products / gpu.flops_per_s + plan.numel / update_numel / setting.ranks
     return {
         "ahead": round(ahead.on_host if setting.preset in ("nvme", "infinity") else ahead.on_device, 2),

@@ -370,6 +370,6 @@ def test_a_finding_of_the_sanitizer_names_the_lines_of_the_library():
         return SimpleNamespace(type=SimpleNamespace(name=kind), operator="aten::copy_(Tensor self)", stack_trace=frames)
 
     error = SimpleNamespace(current_access=access("WRITE", 7), previous_access=access("READ", 3))
-    here = "by aten::copy_ at zero/engine/update/update.py"
+    here = "by aten::copy_ at zero/engine/update.py"
     expected = f"write {here}:7, and no wait after read {here}:3"
     assert _hazard_text(error) == expected

@@ -26,16 +26,13 @@ if TYPE_CHECKING:
         warmup_linear as warmup_linear,
     )
     from zero.core.offload import Offload as Offload
-    from zero.core.optimizers import (
-        adagrad as adagrad,
-        adam as adam,
-        adamw as adamw,
-        lion as lion,
-        muon as muon,
-        sgd as sgd,
-        with_ema as with_ema,
-        with_moments as with_moments,
-    )
+    from zero.core.optim import with_moments as with_moments
+    from zero.core.optimizers.adagrad import adagrad as adagrad
+    from zero.core.optimizers.adam import adam as adam, adamw as adamw
+    from zero.core.optimizers.ema import with_ema as with_ema
+    from zero.core.optimizers.lion import lion as lion
+    from zero.core.optimizers.muon import muon as muon
+    from zero.core.optimizers.sgd import sgd as sgd
     from zero.core.precision import Precision as Precision
     from zero.core.stage import Stage as Stage
     from zero.deepspeed.initialization import (

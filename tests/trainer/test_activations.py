@@ -268,7 +268,7 @@ def test_auto_measures_rates_once_and_only_where_it_needs_them(monkeypatch, stag
         asked.append("rates")
         return ROUND
 
-    monkeypatch.setattr(sys.modules[_choose_activations.__module__], "measured", measured)
+    monkeypatch.setattr(sys.modules[_choose_activations.__module__], "measured_rates", measured)
     lightest = with_activations(settings, "remat")
     lightest = lightest.model_copy(update={"zero": lightest.zero.model_copy(update={"stage": 0})})
     need = _device_bytes(lightest, model, gpu(1))

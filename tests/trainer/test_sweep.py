@@ -274,7 +274,7 @@ def test_a_sweep_of_two_by_two_is_a_table_after_every_job(here, monkeypatch, cap
         seen.append((write(folder), len(table(folder))))
         return seen[-1][0]
 
-    monkeypatch.setattr(sweep, "write", counting)
+    monkeypatch.setattr(sweep, "write_sweep", counting)
     run = processes.run  # in this process: tests/trainer/test_cli.py sees to it that each job has its own
     monkeypatch.setattr(processes, "run", lambda train, config, folder, apart: run(train, config, folder))
     asked = [

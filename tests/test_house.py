@@ -51,7 +51,7 @@ DEFENDED = {
     "platform.device Device",
     "platform.kernels _update",
 }
-"""What is larger, and why: see ARCHITECTURE.md."""
+"""Classes and functions beyond the limits. ARCHITECTURE.md says why."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [
@@ -115,7 +115,7 @@ def test_no_import_goes_in_a_circle():
 
 
 def test_rooms_of_the_engine_are_entered_by_their_doors():
-    """What others may use of a room is in its `__init__`. So a room never needs one that needs it."""
+    """A room's `__init__` hands on all that others may use. So a room never needs one that needs it."""
     rooms = [path.name for path in sorted((PACKAGE / "engine").iterdir()) if (path / "__init__.py").is_file()]
     inside = re.compile(rf"engine\.({'|'.join(rooms)})\.")
     around = [
@@ -159,7 +159,7 @@ def beyond_limits(path: Path) -> Iterator[str]:
 
 
 def test_files_classes_and_functions_keep_the_limits():
-    """What is larger has several ideas: cut it where both halves can be understood alone."""
+    """Anything larger has several ideas: cut it where both halves can be understood alone."""
     beyond = {f"{name_of(path)} {large}" for path in FILES for large in beyond_limits(path)}
     named = {what for what in beyond if " ".join(what.split()[:2]) in DEFENDED}
     assert beyond == named, "a file has at most 350 lines, a class 20 methods and 15 attributes, a function 60 lines"

@@ -94,10 +94,10 @@ def one_line(error: CheckpointError, about: Path) -> None:
 def accepted(root: Root, folder: Path) -> bytes | None:
     """What the folder holds, if manifest and hashes say that it is what was written."""
     try:
-        found = read_manifest(folder, root.disk)
+        manifest = read_manifest(folder, root.disk)
         data = bytearray(WORLD * 4 * NUMEL)
-        for rank, file in enumerate(found.files):
-            path = folder / file_name(rank, found.world)
+        for rank, file in enumerate(manifest.files):
+            path = folder / file_name(rank, manifest.world)
             hashes = hashes_of(root, folder, rank, file)
             with ShardReader(root.disk, path, hashes, PARTS) as reader, memoryview(data) as view:
                 reader.check(0)
@@ -734,8 +734,8 @@ def retold(change: Callable[[Manifest], Manifest]) -> Callable[[Path], object]:
     """A manifest that is right in itself and wrong about the folder."""
 
     def damage(folder: Path) -> None:
-        found = read_manifest(folder)
-        (folder / MANIFEST_NAME).write_text(to_text(change(found)))
+        manifest = read_manifest(folder)
+        (folder / MANIFEST_NAME).write_text(to_text(change(manifest)))
 
     return damage
 

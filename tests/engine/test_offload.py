@@ -231,11 +231,11 @@ def test_gradients_add_up_on_the_disk_whichever_microbatch_runs_what(size, stage
     for precision in ("fp32", "bf16"):
         for rare in range(accumulate):
             ways = [{"twice": number != rare, "once": number == rare} for number in range(accumulate)]
-            found = [
+            results = [
                 run_ranks(size, train_branches, stage, accumulate, precision, offload, ways)
                 for offload in (False, True)
             ]
-            assert found[0][0][0] == found[1][0][0], (precision, rare)
+            assert results[0][0][0] == results[1][0][0], (precision, rare)
 
 
 def test_fewer_microbatches_than_planned_leave_a_single_gradient_to_the_update():

@@ -59,9 +59,9 @@ def trained(world: zero.World, setting: Setting, steps: int = 3) -> tuple[str, l
         else:
             state, metrics = step(state, batches)
         told.append(metrics.grad_norm)
-    found = digest(state), told
+    told_of_state = digest(state), told
     store.close()
-    return found
+    return told_of_state
 
 
 CASES = [
@@ -139,17 +139,17 @@ def test_every_copy_of_a_step_is_to_or_from_pinned_memory(tiers, optimizer, tmp_
             world.compute.copies.clear()
         for _ in range(2):
             state, _ = step(state, [ones()])
-        found = digest(state)
+        digests = digest(state)
         state.close()
-        return found
+        return digests
 
     with simulated_gpu(races=True, order="late") as simulation:
-        found = run_ranks(2, step_twice)
+        digests = run_ranks(2, step_twice)
     copies = [copy for gpu in watched(simulation) for copy in gpu.copies]
     assert copies
     assert all(copy.pinned for copy in copies)
     if tiers["compute"] == "host" and optimizer.matrix_rule is None:
-        assert found == run_ranks(2, step_twice)
+        assert digests == run_ranks(2, step_twice)
 
 
 # -- parameters in host memory -----------------------------------------------------------------------------------------

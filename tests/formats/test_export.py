@@ -730,8 +730,10 @@ def test_the_mean_of_the_parameters_is_exported_and_loaded_in_their_place(traine
             state, _ = step(state, slice_of(small_batch(number, 24), world, 1))
         path, wanted = save(state, tmp_path / "kept"), values_of(state) | full_state_dict(state, "ema")
     assert script("export", monkeypatch, path, "--to", "hf", "--out", tmp_path / "out", "--weights", "ema") == 0
-    found = {name: whole(it) for name, it in open_source("hf", tmp_path / "out").tensors.items() if name not in TIE}
-    same(found, wanted)
+    exported = {
+        name: whole(stream) for name, stream in open_source("hf", tmp_path / "out").tensors.items() if name not in TIE
+    }
+    same(exported, wanted)
     with opened(world, Setting(precision="bf16", seed=7)) as (state, _):  # an optimizer without a mean
         same(values_of(load(state, open_checkpoint(world, path), moments=False, weights="ema")), wanted)
     capsys.readouterr()

@@ -647,4 +647,8 @@ def test_a_save_removes_what_a_killed_one_of_another_name_left_and_nothing_else(
     assert left.is_dir()  # for all that is known it is of the save that holds the claim
     under_way.release()
     ours.save_checkpoint(tmp_path / "epoch=2.ckpt")
-    assert {path.name for path in tmp_path.iterdir()} == {"epoch=1.ckpt", "epoch=2.ckpt", *(one.name for one in others)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "epoch=1.ckpt",
+        "epoch=2.ckpt",
+        *(other.name for other in others),
+    }

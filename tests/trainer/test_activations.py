@@ -291,7 +291,8 @@ def test_on_a_cpu_what_is_kept_leaves_its_libraries_room():
     names, world = counted.site_names, cpu(NO_LIMIT.host).world
     kept = [[*(f"{name}:remat" for name in names[:count])] or "keep" for count in range(len(names) + 1)]
     needs = [
-        sum(planned(with_activations(settings, one), world, NO_LIMIT, counted).bytes["device"].values()) for one in kept
+        sum(planned(with_activations(settings, words), world, NO_LIMIT, counted).bytes["device"].values())
+        for words in kept
     ]
     told = []
     for share in (0, 2, 4, 6, 8):

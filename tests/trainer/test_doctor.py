@@ -77,12 +77,12 @@ def test_this_machine_is_looked_at_to_the_end():
 
 
 def test_a_report_is_aligned_and_has_the_advice_below():
-    found = [
+    diagnoses = [
         Diagnosis("memory", "ok", "lots"),
         Diagnosis("W&B", "warn", "no key", "log in"),
         Diagnosis("GPUs", "bad", "none"),
     ]
-    assert doctor_report(found) == (
+    assert doctor_report(diagnoses) == (
         "ok    memory  lots\n"
         "warn  W&B     no key\n"
         "              -> log in\n"
@@ -90,8 +90,8 @@ def test_a_report_is_aligned_and_has_the_advice_below():
         "\n"
         "3 checks: 1 bad, 1 to look at"
     )
-    assert exit_code(found) == 3
-    assert exit_code(found[:2]) == 0
+    assert exit_code(diagnoses) == 3
+    assert exit_code(diagnoses[:2]) == 0
 
 
 def test_every_check_that_is_not_well_says_what_to_do(tmp_path):

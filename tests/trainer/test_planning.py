@@ -575,16 +575,20 @@ def gathered_numel(plan: zero.Plan, passes: int) -> list[int]:
 def test_the_best_choice_is_the_fastest_that_fits_and_of_those_alike_what_moves_and_takes_least():
     settings = config(precision={"compute": "bf16"}, batch={"global": 32})
     model, machine = model_of(settings), gpu(4)
-    found = choices(settings, machine, Activations(settings, model), assumed(settings, machine))
-    assert [(one.plan.facts.stage.level, one.preset) for one in found[:3]] == [(0, "none"), (0, "cpu"), (0, "nvme")]
-    assert len(found) == 13
-    assert all(one.fits for one in found)
-    winner = best(found)
-    assert winner.seconds <= 1.02 * min(one.seconds for one in found)
-    for one in found:
-        if one.seconds <= winner.seconds:
-            assert (one.moved_bytes, one.memory_bytes) >= (winner.moved_bytes, winner.memory_bytes)
-    assert best([replace(one, refusal="no") for one in found]) is None
+    offered = choices(settings, machine, Activations(settings, model), assumed(settings, machine))
+    assert [(choice.plan.facts.stage.level, choice.preset) for choice in offered[:3]] == [
+        (0, "none"),
+        (0, "cpu"),
+        (0, "nvme"),
+    ]
+    assert len(offered) == 13
+    assert all(choice.fits for choice in offered)
+    winner = best(offered)
+    assert winner.seconds <= 1.02 * min(choice.seconds for choice in offered)
+    for choice in offered:
+        if choice.seconds <= winner.seconds:
+            assert (choice.moved_bytes, choice.memory_bytes) >= (winner.moved_bytes, winner.memory_bytes)
+    assert best([replace(choice, refusal="no") for choice in offered]) is None
 
 
 @pytest.mark.parametrize(("ranks", "level"), [(1, 0), (4, 1)])

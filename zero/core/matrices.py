@@ -16,8 +16,6 @@ class Matrices(NamedTuple):
     number: int
     rows: int
     columns: int
-    iterations: int = 0
-    """How often `MatrixRule.orthogonalize` multiplies a matrix with its transpose."""
 
     @property
     def stop(self) -> int:
@@ -28,11 +26,6 @@ class Matrices(NamedTuple):
         """Elements of scratch memory for the products of `MatrixRule.orthogonalize`."""
         low, high = sorted((self.rows, self.columns))
         return 2 * self.number * (low * high + low * low)
-
-    @property
-    def flops(self) -> int:
-        low, high = sorted((self.rows, self.columns))
-        return 2 * self.iterations * self.number * (2 * low * low * high + low**3)
 
 
 class MatrixRule(Protocol):
@@ -70,6 +63,9 @@ class MatrixRule(Protocol):
 
     def orthogonalize(self, matrices_BMN: Tensor, scratch: Tensor) -> None:
         """Replace directions, (batch, rows, columns) bf16, in place; scratch has `Matrices.scratch_numel` elements."""
+
+    def flops(self, batch: Matrices) -> int:
+        """Return the floating point operations of `orthogonalize` for a batch."""
 
     def averaged(self, decay: float) -> Self:
         """Return a rule that also keeps a running mean of the parameters in the last moment."""

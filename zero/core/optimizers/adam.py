@@ -52,19 +52,6 @@ def adamw(
     return of_adamw(lr, {"beta1": beta1, "beta2": beta2}, eps, shared)
 
 
-def of_adamw(
-    lr: Number, betas: Mapping[str, Number], eps: float, shared: Mapping[str, Any], others: tuple[int, ...] = ()
-) -> Transform:
-    """Make AdamW, perhaps beside another update.
-
-    Args:
-        shared: the arguments `weight_decay`, `clip`, `decay` and `groups` of `adamw`.
-        others: see `make_transform`.
-    """
-    update = partial(_update, torch._fused_adamw_, constant("eps", eps))
-    return make_transform("adamw", ("mu", "nu"), update, (eps,), lr, betas, **shared, others=others, fused=FUSED_ADAMW)
-
-
 def adam(
     lr: Number,
     *,
@@ -77,11 +64,34 @@ def adam(
     groups: Sequence[Group] = (),
 ) -> Transform:
     """Make Adam with L2 weight decay: weight_decay x parameter is added to the gradient. Arguments as in `adamw`."""
-    constants, betas = (constant("eps", eps),), {"beta1": beta1, "beta2": beta2}
-    update = partial(_update, torch._fused_adam_, eps)
-    return make_transform(
-        "adam", ("mu", "nu"), update, constants, lr, betas, weight_decay, clip, decay, groups, fused=FUSED_ADAM
-    )
+    shared = {"weight_decay": weight_decay, "clip": clip, "decay": decay, "groups": groups}
+    return _make("adam", torch._fused_adam_, FUSED_ADAM, lr, {"beta1": beta1, "beta2": beta2}, eps, shared)
+
+
+def of_adamw(
+    lr: Number, betas: Mapping[str, Number], eps: float, shared: Mapping[str, Any], others: tuple[int, ...] = ()
+) -> Transform:
+    """Make AdamW, perhaps beside another update.
+
+    Args:
+        shared: the arguments `weight_decay`, `clip`, `decay` and `groups` of `adamw`.
+        others: see `make_transform`.
+    """
+    return _make("adamw", torch._fused_adamw_, FUSED_ADAMW, lr, betas, eps, shared, others)
+
+
+def _make(
+    name: str,
+    kernel: Callable[..., None],
+    fused: Fused,
+    lr: Number,
+    betas: Mapping[str, Number],
+    eps: float,
+    shared: Mapping[str, Any],
+    others: tuple[int, ...] = (),
+) -> Transform:
+    update = partial(_update, kernel, constant("eps", eps))
+    return make_transform(name, ("mu", "nu"), update, (eps,), lr, betas, **shared, others=others, fused=fused)
 
 
 def _update(kernel: Callable[..., None], eps: float, batch: PageBatch) -> None:

@@ -108,7 +108,7 @@ class Muon:
             numel = rows * columns
             most = max(1, BATCH_NUMEL // max(numel, 1))
             batches += [
-                Matrices(slot.offset + first * numel, min(most, count - first), rows, columns, ITERATIONS)
+                Matrices(slot.offset + first * numel, min(most, count - first), rows, columns)
                 for first in range(0, count if numel else 0, most)
             ]
         return batches
@@ -139,6 +139,10 @@ class Muon:
 
     def orthogonalize(self, matrices_BMN: Tensor, scratch: Tensor) -> None:
         orthogonalize(matrices_BMN, scratch)
+
+    def flops(self, batch: Matrices) -> int:
+        low, high = sorted((batch.rows, batch.columns))
+        return 2 * ITERATIONS * batch.number * (2 * low * low * high + low**3)
 
     def _is_excluded(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)

@@ -73,10 +73,14 @@ class Sizes:
     def matrix_flops(self) -> int:
         """The floating point operations that orthogonalize the matrices of a step, on the rank with most, per unit."""
 
+        rule = self.facts.optimizer.matrix_rule
+        if rule is None:
+            return 0
+
         def most(unit: UnitSpec) -> int:
             cuts = (0, unit.trainable.P) if self.facts.full_update else unit.owners
             ranges = [range(*ends) for ends in pairwise(cuts)]
-            return max(sum(batch.flops for batch in unit.matrices if batch.start in ends) for ends in ranges)
+            return max(sum(rule.flops(batch) for batch in unit.matrices if batch.start in ends) for ends in ranges)
 
         return sum(most(unit) for unit in self.facts.units if unit.matrices)
 

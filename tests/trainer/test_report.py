@@ -20,7 +20,7 @@ from tests.common.browser import DARK, LIGHT, needs_chromium, shown
 from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.platform.files import Files
-from zero.platform.timeline import ChartSpan as Traced, Timeline
+from zero.platform.timeline import Span, Timeline
 from zero.tracker.report import chart, origin, page, run, scale
 from zero.tracker.report.chart import Bar, BarPart, ChartSpan, Panel, Row, Series
 from zero.tracker.report.folder import read_run
@@ -346,7 +346,7 @@ def test_nothing_in_a_run_can_become_markup(tmp_path):
     config = {**Config().plain(), "data": {"name": evil, evil: evil}}
     summary = {"exit_reason": evil, "plan_bytes": {evil: {evil: 5}}, "endurance": evil}
     write_folder(tmp_path, rows=[row(1), row(2)], config=config, summary=summary, overrides=[f"data.name={evil}"])
-    spans = [Traced("compute", evil, 0.0, 1.0, evil), Traced("gather", evil, 0.2, 0.6, evil)]
+    spans = [Span("compute", evil, 0.0, 1.0, evil), Span("gather", evil, 0.2, 0.6, evil)]
     Timeline(spans).write(tmp_path / "trace.json")
     text = text_of(tmp_path)
     assert text.count("<script>alert('1')</script>&\"") >= 5
@@ -482,10 +482,10 @@ def test_a_report_says_how_to_make_the_run_again_and_how_to_go_on(tmp_path):
 def test_a_step_says_what_was_exposed(tmp_path):
     write_folder(tmp_path, summary={"exit_reason": "finished"})
     spans = [
-        Traced("compute", "forward", 0.0, 0.6, "blocks.0"),
-        Traced("gather", "gather blocks.0", 0.4, 0.8, "blocks.0"),
-        Traced("exposed", "gather", 0.6, 0.8, "blocks.0"),
-        Traced("compute", "backward", 0.8, 1.0, "blocks.0"),
+        Span("compute", "forward", 0.0, 0.6, "blocks.0"),
+        Span("gather", "gather blocks.0", 0.4, 0.8, "blocks.0"),
+        Span("exposed", "gather", 0.6, 0.8, "blocks.0"),
+        Span("compute", "backward", 0.8, 1.0, "blocks.0"),
     ]
     Timeline(spans).write(tmp_path / "trace.json")
     text = text_of(tmp_path)
@@ -621,7 +621,7 @@ def test_a_page_is_made_without_torch(finished):
     assert (finished / "trace.json").exists()
     watch = (
         "import sys\nfrom pathlib import Path\nfrom zero.tracker.report import run, sweep\n"
-        f"folder = Path({str(finished)!r})\nrun.write(folder), sweep.write(folder)\n"
+        f"folder = Path({str(finished)!r})\nrun.write_run(folder), sweep.write_sweep(folder)\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", watch], cwd=ROOT, timeout=LONG_S, check=True)

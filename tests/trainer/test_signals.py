@@ -27,7 +27,7 @@ from zero.engine.backward import BackwardPass
 from zero.engine.forward import SiteRunner
 from zero.engine.update.update import Updater
 from zero.errors import Preempted
-from zero.store import PrefetchStore
+from zero.store.executor import Executor
 from zero.testing import forked_ranks
 from zero.trainer import checks, cli, job
 from zero.trainer.launch import Interrupted
@@ -40,7 +40,7 @@ SITES: dict[str, tuple[type, str]] = {
     "forward": (SiteRunner, "run"),
     "backward": (BackwardPass, "deliver"),
     "update": (Updater, "_update_offloaded"),
-    "paging": (PrefetchStore, "_copy"),
+    "paging": (Executor, "_copy"),
     "save": (Disk, "pwrite"),
     "load": (ShardReader, "read"),
 }

@@ -393,7 +393,8 @@ def test_a_step_is_understood_from_a_few_files_that_name_no_feature():
     assert 12 <= len(files) <= 15
     assert sum(len(path.read_text().splitlines()) for path in files) <= 3500
     features = re.compile(
-        r"\b(muon|adamw?|adagrad|lion|sgd|replay|stream_weights|sequence_parallel|device_mesh|ema|deepspeed)\b", re.I
+        r"\b(muon|adamw?|adagrad|lion|sgd|replay|stream_weights|sequence_parallel|device_mesh|ema|deepspeed|codes|nf4)\b",
+        re.I,
     )
     named = {name_of(path): words for path in files if (words := features.findall(path.read_text()))}
     assert not named, "a feature has a record and a hook, so that a step is read without it"

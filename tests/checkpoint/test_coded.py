@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.common.small import Setting, opened, slice_of, small_batch
 from tests.engine.test_coded import CODED, INFINITY, build, expanded
 from zero.checkpoint import load, open_checkpoint, save
-from zero.core.codec import CODECS, Codec
+from zero.core.formats import PACKED_FORMATS, PackedFormat
 from zero.distributed.world import World
 from zero.engine.whole.read import full_state_dict
 from zero.errors import CheckpointError
@@ -75,7 +75,7 @@ def test_a_checkpoint_holds_the_codes_and_not_the_values(tmp_path: Path):
     kinds = {entry.name: entry.kind for entry in entries if entry.name in CODED}
     assert kinds == dict.fromkeys(CODED, "nf4")
     [(dtype, numel)] = {(entry.dtype, entry.numel) for entry in entries if entry.kind == "nf4"}
-    assert (dtype, numel) == ("uint8", CODECS["nf4"].nbytes(13 * 13))
+    assert (dtype, numel) == ("uint8", PACKED_FORMATS["nf4"].nbytes(13 * 13))
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [("nf4", "compute"), ("compute", "nf4"), ("nf4", "int8"), ("int8", "nf4")])
@@ -156,7 +156,7 @@ def test_codes_of_a_base_that_is_not_finite_are_not_loaded(tmp_path: Path, monke
         return model
 
     with monkeypatch.context() as patch:
-        patch.setattr(Codec, "is_finite", lambda self, codes: True)
+        patch.setattr(PackedFormat, "is_finite", lambda self, codes: True)
         [(path, _, _)] = run_ranks(1, saved, NF4, tmp_path, 0, damaged)
     with pytest.raises(CheckpointError, match=r"blocks.1.linear.weight has a value that is NaN, infinite or above"):
         run_ranks(1, loaded, NF4, path)

@@ -14,7 +14,7 @@ from tests.common.small import Setting, Small, adamw_in_8bit, slice_of, small_ba
 from tests.faults.disks import FaultyFiles, flip
 from tests.simulation import simulated_gpu
 from tests.simulation.simulated_gpu import count_launches
-from zero.core.codec import CODECS, Codec
+from zero.core.formats import PACKED_FORMATS, PackedFormat
 from zero.distributed.world import World
 from zero.engine.model.coded import CodedWeights
 from zero.engine.plan.traffic import traffic
@@ -56,7 +56,7 @@ def expanded(weights: dict[str, Tensor], codec: str, precision: str) -> dict[str
     weights = dict(weights)
     for name in CODED:
         value = torch.empty(weights[name].numel(), dtype=DTYPES[precision])
-        CODECS[codec].expand(CODECS[codec].encode(weights[name].view(-1)), value)
+        PACKED_FORMATS[codec].expand(PACKED_FORMATS[codec].encode(weights[name].view(-1)), value)
         weights[name] = value.view(weights[name].shape).float()
     return weights
 
@@ -108,7 +108,7 @@ def test_accumulation_has_the_bits_of_its_stage(stage):
     check(2, setting, [setting, setting.but(update="serial")])
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", PACKED_FORMATS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_tier_changes_a_bit(size, codec):
     setting = Setting(precision="bf16", accumulate=2)
@@ -134,7 +134,7 @@ def test_no_unit_cut_and_no_schedule_changes_a_bit(size):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", PACKED_FORMATS)
 @pytest.mark.parametrize(("fused", "width"), [(True, 256), (False, 1024)])
 def test_launches_on_a_gpu_do_not_grow_with_the_values_of_a_parameter(codec, fused, width):
     def launches(width: int) -> Counter[str]:
@@ -195,7 +195,7 @@ def held(world, setting: Setting):
     state, step = setting.start(world, large)
     state, _ = step(state, slice_of(small_batch(0, 6 * world.size), world, 1))
     counted = {tier: {kind: n for kind, n in kinds.items() if n} for tier, kinds in state.plan.bytes.items()}
-    return counted, measured(state), sum(unit.codes.S for unit in state.plan.units)
+    return counted, measured(state), sum(flat.stored.S for unit in state.plan.units for flat in unit.packed)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -240,9 +240,9 @@ def test_the_plan_counts_the_values_that_a_step_expands(codec, accumulate, offlo
         world=World.solo(),
         accumulate=accumulate,
     )
-    expanded_numels, expand = list[int](), type(CODECS[codec]).expand
+    expanded_numels, expand = list[int](), type(PACKED_FORMATS[codec]).expand
 
-    def counting(codec: Codec, codes: Tensor, values: Tensor, *chunk: int) -> None:
+    def counting(codec: PackedFormat, codes: Tensor, values: Tensor, *chunk: int) -> None:
         expanded_numels.append(values.numel())
         expand(codec, codes, values, *chunk)
 
@@ -252,9 +252,9 @@ def test_the_plan_counts_the_values_that_a_step_expands(codec, accumulate, offlo
         for _ in range(3):  # the third step knows which units the next one needs first
             expanded_numels.clear()
             with monkeypatch.context() as patch:
-                patch.setattr(type(CODECS[codec]), "expand", counting)
+                patch.setattr(type(PACKED_FORMATS[codec]), "expand", counting)
                 state, _ = step(state, [torch.randn(2, 64, dtype=torch.bfloat16)] * accumulate)
-    expected = traffic(plan).of_step(accumulate).memory / CODECS[codec].moved_bytes
+    expected = traffic(plan).of_step(accumulate).memory / PACKED_FORMATS[codec].moved_bytes
     # which units stay gathered between passes may differ by a unit from the simulation in the plan
     assert abs(sum(expanded_numels) - expected) <= accumulate * 64 * 64
     assert expected >= 2 * accumulate * 4 * 64 * 64
@@ -282,7 +282,7 @@ def planned(model: torch.nn.Module, coded: tuple[str, ...] = (), train: tuple[st
         parameter.requires_grad_(name in train)
     precision = zero.Precision("bf16", frozen="nf4", coded=coded)
     plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=World.solo(), precision=precision)
-    return {slot.name for unit in plan.units for slot in unit.codes.slots}
+    return {*plan.facts.splitting.packed_shapes()}
 
 
 def test_matrices_are_coded_but_embeddings_heads_and_norms_are_not():
@@ -332,7 +332,7 @@ def test_what_cannot_be_coded_is_named_in_a_line(coded, train, message):
 
 def as_codes(weights: dict[str, Tensor]) -> CodedWeights:
     """The weights with nf4 codes of the parameters that have them, as another library gives them."""
-    nf4 = CODECS["nf4"]
+    nf4 = PACKED_FORMATS["nf4"]
     codes = {name: nf4.encode(weights[name].view(-1)) for name in CODED}
     others = {name: value for name, value in weights.items() if name not in CODED}
     return CodedWeights(nf4, codes, others, {name: tuple(weights[name].shape) for name in CODED})
@@ -354,7 +354,7 @@ def test_weights_with_codes_are_read_by_range(monkeypatch):
     coded, expected = as_codes(weights), expanded(weights, "nf4", "fp32")
     assert {*coded} == {*expected}
     assert all(torch.equal(coded[name], value) for name, value in expected.items())
-    monkeypatch.setattr(Codec, "expand", lambda self, codes, values: numels.append(values.numel()))
+    monkeypatch.setattr(PackedFormat, "expand", lambda self, codes, values: numels.append(values.numel()))
     assert [coded.read(name, 0, 64).numel() for name in CODED] == [64, 64, 64]
     assert numels == [16384, 16384, 16384]
 

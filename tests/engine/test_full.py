@@ -220,7 +220,7 @@ def views_left(world):
         assert len(given) == 7
     gc.collect()
     unit = next(unit for unit in state.plan.units if unit.name == "blocks.1")
-    whole_bytes = 4 * (unit.trainable.P + unit.frozen.P)
+    whole_bytes = 4 * unit.full_numel
     return sum(one() is not None for one in given), (world.traffic.gather_bytes - gathered_bytes) / whole_bytes
 
 

@@ -452,7 +452,7 @@ def flip_between(world, setting):
         state, _ = step(state, batch_for(world, number, setting))
     if world.rank == 1:
         frozen = next(
-            unit.frozen_S for unit in state.runtime.units if unit.frozen_S is not None and unit.frozen_S.numel()
+            unit.shards[1] for unit in state.runtime.units if unit.shards[1] is not None and unit.shards[1].numel()
         )
         flip(frozen, random.Random(0))
     with pytest.raises(MachineError, match=r"step 6, rank 1, .*, (frozen parameters|codes): bits changed while"):

@@ -148,7 +148,7 @@ def test_a_step_that_fails_on_every_rank_leaves_the_state_good(stage, where):
 def bits_here(state):
     """What this rank holds, read without the other ranks."""
     units = state.runtime.units
-    tensors = [tensor.clone() for unit in units for tensor in (unit.shard_S, unit.frozen_S)]
+    tensors = [tensor.clone() for unit in units for tensor in unit.shards]
     for page, spec in state.plan.pages.store_pages().items():
         tensors.append(torch.empty(spec.numel))
         state.runtime.store.read(page, tensors[-1]).wait()
@@ -379,7 +379,7 @@ def held_bytes(world, setting):
     assert parts.store.allocated_bytes == sum(pages.values())
     held = {
         "parameters": storages(
-            [unit.resident.flat] if unit.resident is not None else [unit.shard_S, unit.frozen_S] for unit in parts.units
+            [unit.resident.flat] if unit.resident is not None else unit.shards for unit in parts.units
         ),
         "gathered units": parts.residency.pool.allocated_bytes if parts.residency.pool is not None else 0,
         "gradients": storages([unit.grad] for unit in parts.units if unit.grad is not None),

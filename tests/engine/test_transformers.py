@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 import train  # noqa: E402
 import zero  # noqa: E402
-from zero.core.codec import CODECS  # noqa: E402
+from zero.core.formats import PACKED_FORMATS  # noqa: E402
 from zero.engine.meta import is_meta  # noqa: E402
 from zero.engine.whole.read import full_state_dict  # noqa: E402
 from zero.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
@@ -282,7 +282,7 @@ def train_on_codes(world, family, folder, began, frozen, stage, offload):
     precision, where = partial(zero.Precision, "bf16"), zero.Offload(offload, path=str(folder), page_bytes=4096)
     common = {"optimizer": zero.adamw(1e-2), "world": world, "stage": stage, "offload": where}
     plan = zero.Plan(model, precision=precision(frozen="nf4"), **common)
-    coded = {slot.name for unit in plan.units for slot in unit.codes.slots}
+    coded = {*plan.facts.splitting.packed_shapes()}
     assert coded
     assert all("_proj" in name or "c_" in name for name in coded)
     if frozen == "compute":
@@ -292,8 +292,8 @@ def train_on_codes(world, family, folder, began, frozen, stage, offload):
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         tensor.copy_(stored[plain] if plain in stored else began[name])
         if frozen == "compute" and name in coded:
-            codes = CODECS["nf4"].encode(tensor.view(-1))
-            CODECS["nf4"].expand(codes, tensor.view(-1))
+            codes = PACKED_FORMATS["nf4"].encode(tensor.view(-1))
+            PACKED_FORMATS["nf4"].expand(codes, tensor.view(-1))
 
     with contextlib.closing(zero.open_store(plan)) as store:
         state, step, losses = zero.init(plan, store, weights=fill), zero.make_step(plan, loss_of), []

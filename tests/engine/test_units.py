@@ -108,13 +108,13 @@ def test_every_parameter_is_one_slot_and_every_place_is_bound(build, units):
     if units is not None:
         units = [name for name in units if name in present] or None
     splitting = split(model, world_size=3, class_names=units)
-    slots = [slot.name for unit in splitting.units for layout in (unit.trainable, unit.frozen) for slot in layout.slots]
+    slots = [slot.name for unit in splitting.units for layout in unit.layouts for slot in layout.slots]
     assert sorted(slots) == sorted(name for name, _ in model.named_parameters())
     for site in splitting.sites:
         module = model.get_submodule(site.path)
         for bound in site.bindings:
             unit = splitting.units[bound.unit]
-            slot = (unit.trainable if bound.trainable else unit.frozen).slots[bound.slot]
+            slot = (unit.trainable.slots if bound.trainable else unit.frozen_slots)[bound.slot]
             assert module.get_parameter(bound.local) is model.get_parameter(slot.name)
             assert module.get_parameter(bound.local).shape == slot.shape
     places = sum(len(module._parameters) - list(module._parameters.values()).count(None) for module in model.modules())
@@ -159,7 +159,7 @@ def test_frozen_parameters_have_their_own_flat():
     model[0].bias.requires_grad_(False)
     (unit,) = split(model, world_size=2).units
     assert [slot.name for slot in unit.trainable.slots] == ["0.weight"]
-    assert [slot.name for slot in unit.frozen.slots] == ["0.bias"]
+    assert [slot.name for slot in unit.frozen_slots] == ["0.bias"]
 
 
 def test_depth_counts_what_is_gathered_beside_one_unit():

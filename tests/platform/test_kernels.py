@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 import zero
 from zero.core import fused
-from zero.core.codec import CODECS
+from zero.core.formats import PACKED_FORMATS
 from zero.core.kept import Kept
 from zero.core.layout import Layout
 from zero.core.moments import permutation
@@ -180,11 +180,11 @@ def by_both(
     name: str, numel: int, dtype: torch.dtype, tile_numel: int, device: torch.device = CPU
 ) -> tuple[Tensor, Tensor]:
     """The values of a parameter by the operators of the codec and by the kernel, as bits."""
-    codec = CODECS[name]
+    codec = PACKED_FORMATS[name]
     codes = codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(numel)) / 7)
     by_operators, by_kernel = torch.empty(numel, dtype=dtype), torch.zeros(numel + 1, dtype=dtype, device=device)
     codec.expand(codes, by_operators)
-    torch.ops.zero.expand(by_kernel[:-1], codes.to(device), codec.tables(device), name, tile_numel)
+    torch.ops.zero.expand(by_kernel[:-1], codes.to(device), codec.tables(device), codec.rule, tile_numel)
     assert by_kernel[-1] == 0
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     return by_operators.view(bits), by_kernel[:-1].cpu().view(bits)
@@ -192,7 +192,7 @@ def by_both(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("numel", "tile_numel"), [(1, 64), (333, 64), (16384, 4096), (40_001, 1024), (33_000, 65536)])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", PACKED_FORMATS)
 def test_the_kernel_expands_codes_to_the_bits_of_the_operators(codec, numel, tile_numel, dtype):
     by_operators, by_kernel = by_both(codec, numel, dtype, tile_numel)
     assert torch.equal(by_kernel, by_operators)
@@ -202,17 +202,17 @@ def test_the_kernel_expands_codes_to_the_bits_of_the_operators(codec, numel, til
 @pytest.mark.parametrize(("name", "numel"), [("nf4", 333), ("int8", 256)])
 def test_the_kernel_expands_a_scale_that_is_nan_to_nan(name, numel, dtype):
     """A GPU's NaN is 0x7FFFFFFF, to which no rounding may be added."""
-    codec, values = CODECS[name], torch.zeros(numel, dtype=dtype)
+    codec, values = PACKED_FORMATS[name], torch.zeros(numel, dtype=dtype)
     codes = codec.encode(torch.ones(numel))
     codes[:4] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.uint8)
-    torch.ops.zero.expand(values, codes, codec.tables(values.device), name, 64)
+    torch.ops.zero.expand(values, codes, codec.tables(values.device), codec.rule, 64)
     assert values.isnan().all()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", PACKED_FORMATS)
 def test_a_gpu_expands_codes_to_the_bits_of_the_operators(codec, dtype):
     for numel, tile_numel in ((333, 64), (40_001, 1024), (3_000_000, 4096)):
         by_operators, by_kernel = by_both(codec, numel, dtype, tile_numel, torch.device("cuda"))
@@ -294,11 +294,14 @@ def test_every_operation_of_the_compiled_kernel_rounds_once(pages, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["*fp32", "*i16", "*fp16"])
-@pytest.mark.parametrize(("kernel", "needed"), [(kernels._expand, ("mul", "add")), (kernels._expand_int8, ("mul",))])
-def test_every_operation_of_the_compiled_expansion_rounds_once(kernel, needed, dtype):
-    names = kernel.arg_names
-    types = {"values": dtype, "codes": "*u8", "pairs": "*fp32", "dynamic": "*fp32", "numel": "i32", "TILE": "constexpr"}
-    source = ASTSource(kernel, {name: types[name] for name in names}, {"TILE": 4096})
+@pytest.mark.parametrize(("name", "needed"), [("nf4", ("mul", "add")), ("int8", ("mul",))])
+def test_every_operation_of_the_compiled_expansion_rounds_once(name, needed, dtype):
+    form = PACKED_FORMATS[name]
+    tables = form.tables(torch.device("cpu"))
+    types = {"values": dtype, "codes": "*u8", "numel": "i32", "FORM": "constexpr", "TILE": "constexpr"}
+    types |= dict.fromkeys(("first_table", "second_table"), "*fp32" if tables else "*u8")
+    constants = {"FORM": kernels._rule(form.rule), "TILE": 4096}
+    source = ASTSource(kernels._expand, {name: types[name] for name in kernels._expand.arg_names}, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     operations = set(re.findall(r"\b(\w+\.[\w.]*f32)\b", compiled.asm["ptx"]))
     assert any({f"{name}{rounds}.f32" for name in needed} <= operations for rounds in (".rn", ""))

@@ -559,7 +559,7 @@ def gathered_numel(plan: zero.Plan, passes: int) -> list[int]:
         for place in range(len(order)):
             coming = {unit.index for unit in order[place : place + 2]}
             for unit in order[place : place + 2]:
-                numel, clock = unit.trainable.P + unit.frozen.P, clock + 1
+                numel, clock = unit.full_numel, clock + 1
                 fit = [b for b in buffers if b[2] == unit.index] or sorted(
                     b for b in buffers if b[0] >= numel and b[2] not in coming
                 )

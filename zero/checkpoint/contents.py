@@ -1,7 +1,7 @@
 """List the flat tensors of a plan's state that a checkpoint holds; the list is equal on every rank.
 
-The fp32 parameters of each unit (the master copy, if there is one), each of their moments, the frozen parameters and
-their codes are divided among the ranks. Buffers are in the file of rank 0. The list does not depend on stage, tiers and
+The fp32 parameters of each unit (the master copy, if there is one), each of their moments, and the frozen parameters
+are divided among the ranks. Buffers are in the file of rank 0. The list does not depend on stage, tiers and
 page size. The alignment gaps between the tensors of a flat are not saved.
 """
 
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 
 from zero.checkpoint.format.manifest import FROZEN_KINDS, ITEM_BYTES, Flat
 from zero.core.layout import Layout
-from zero.engine.model import UnitSpec
+from zero.engine.model import Flat as UnitFlat, UnitSpec
 from zero.engine.plan import Plan
 from zero.errors import CheckpointError
+from zero.store import PageKind
 
 PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 
 WEIGHTS = FROZEN_KINDS | {PARAMETER}
-"""The kinds of parameters' values. Codes of frozen parameters have the name of their format."""
+"""The kinds of parameters' values. Frozen ones in a packed format have its name."""
 
 
 def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
-    """Return the trainable flat of each unit, then the frozen flats, those of codes, and one flat for each buffer.
+    """Return the trainable flat of each unit, then the frozen flats, the packed ones, and one flat for each buffer.
 
     If each node has a copy of the state, each node writes an equal part of it.
     """
-    copies, codec = plan.world.size // plan.facts.sharers, plan.precision.frozen
-    frozen = {FROZEN: dtype_name(plan.precision.compute)}
+    copies = plan.world.size // plan.facts.sharers
 
     def trainable(unit: UnitSpec) -> dict[str, str]:
         kinds = {PARAMETER: torch.float32} | {kind: plan.optimizer.form(kind).saved for kind in unit.moments}
@@ -36,10 +36,19 @@ def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
 
     return (
         *(Flat(trainable(unit), unit.trainable, copies) for unit in plan.units),
-        *(Flat(frozen, unit.frozen, copies) for unit in plan.units),
-        *(Flat({codec.name: "uint8"}, unit.codes, copies) for unit in plan.units if codec is not None),
+        *(
+            Flat({saved_kind(flat): dtype_name(flat.dtype(plan.precision.compute))}, flat.stored, copies)
+            for flats in zip(*(unit.flats[1:] for unit in plan.units), strict=True)
+            for flat in flats
+        ),
         *(lone(name, BUFFER, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()),
     )
+
+
+def saved_kind(flat: UnitFlat) -> str:
+    """Return the kind of a unit's flat in checkpoints."""
+    plain = PARAMETER if flat.kind == PageKind.PARAM else FROZEN
+    return plain if flat.form is None else flat.form.name
 
 
 def lone(name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Flat:

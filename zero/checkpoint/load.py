@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.agreement import gather_reports
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, flats
+from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, flats, saved_kind
 from zero.checkpoint.format.facts import Numbers, lineage_of, numbers_of
 from zero.checkpoint.format.manifest import FROZEN_KINDS, Entry, files_of, held
 from zero.checkpoint.format.random_generators import set_random
 from zero.checkpoint.frozen_file import frozen_version, remember
 from zero.checkpoint.match import Key, Match, match
 from zero.checkpoint.tensors import Checkpoint, Tensors, index_of
-from zero.core.codec import CODECS
+from zero.core.formats import PACKED_FORMATS
 from zero.core.layout import Slot
 from zero.engine.arguments import check_type, type_text
-from zero.engine.full_flat import own_codes
-from zero.engine.model import UnitSpec, buffers_of, checked_codes, coded
+from zero.engine.full_flat import own_stored
+from zero.engine.model import UnitSpec, buffers_of
 from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
@@ -33,7 +33,6 @@ from zero.engine.whole import FlatWriter, full_values
 from zero.errors import CheckpointError, ConfigError
 from zero.platform.modes import unobserved
 from zero.progress import Progress, reported, silent
-from zero.store import PageKind
 
 
 @unobserved()
@@ -185,8 +184,9 @@ def _fill(
                 if not untouched.isdisjoint(keys):
                     continue
                 writer = FlatWriter(plan, store, unit, page_kind)
-                keeps_codes = kind in CODECS and not kept.isdisjoint(keys)
-                own_S = own_codes(state.runtime, unit) if keeps_codes else torch.empty(0)
+                packed = next((n for n, flat in enumerate(unit.spec.flats) if flat.form and flat.kind == page_kind), 0)
+                keeps_packed = packed and not kept.isdisjoint(keys)
+                own_S = own_stored(state.runtime, unit, packed) if keeps_packed else torch.empty(0)
                 writer.write_all(functools.partial(values, kind, own_S, writer.start))
         for name, buffer in buffers.items():
             if (name, BUFFER) not in kept:
@@ -195,32 +195,32 @@ def _fill(
 
 def _kinds(plan: Plan, unit: UnitSpec) -> list[tuple[str, str]]:
     """Return the kinds of a unit's flats in a checkpoint of the plan, each with the kind of its pages."""
-    codes = [] if plan.precision.frozen is None else [(plan.precision.frozen.name, PageKind.CODES)]
-    moments = [(kind, kind) for kind in unit.moments]
-    return [(PARAMETER, PageKind.PARAM), *moments, (FROZEN, PageKind.FROZEN), *codes]
+    trainable, *frozen = [(saved_kind(flat), str(flat.kind)) for flat in unit.flats]
+    return [trainable, *((kind, kind) for kind in unit.moments), *frozen]
 
 
 def _converted(
     read: Callable[[int, int], Tensor], entry: Entry, kind: str, numel: int, compute: torch.dtype
 ) -> Callable[[int, int], Tensor]:
-    """Return a function to ranges of a parameter as `kind`, which may be codes, from its entry in a checkpoint.
+    """Return a function to ranges of a parameter as `kind`, which may be packed, from its entry in a checkpoint.
 
     Args:
         read: function to ranges of the entry.
         numel: the number of values of the parameter.
-        compute: the dtype in which values of codes are read, rounded as a gather rounds them; for other codes fp32.
+        compute: the dtype in which packed values are read, rounded as a gather rounds them; for another format fp32.
     """
-    if entry.kind == kind:
-        return checked_codes(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
-    if entry.kind in CODECS:
-        read = CODECS[entry.kind].values_of(read, numel, torch.float32 if kind in CODECS else compute)
-    return coded(CODECS[kind], entry.name, numel, read) if kind in CODECS else read
+    saved, wanted = PACKED_FORMATS.get(entry.kind), PACKED_FORMATS.get(kind)
+    if saved is not None and saved is wanted:
+        return wanted.checked(entry.name, numel, read)
+    if saved is not None:
+        read = saved.values_of(read, numel, compute if wanted is None else torch.float32)
+    return read if wanted is None else wanted.bytes_of(entry.name, numel, read)
 
 
 def _current(state: State, kept: Set[Key]) -> dict[Key, Tensor]:
-    """Return the full values of the kept tensors, except buffers and codes, gathered to host memory. Collective."""
+    """Return the full values of the kept tensors, except buffers and packed ones, on the host. Collective."""
     values = dict[Key, Tensor]()
-    kinds = {kind for _, kind in kept} - {BUFFER, *CODECS}
+    kinds = {kind for _, kind in kept} - {BUFFER, *PACKED_FORMATS}
     for kind in sorted(kinds):  # a set's order differs between ranks
         source = {PARAMETER: "param", FROZEN: "param"}.get(kind, kind)
         values |= {(name, kind): tensor for name, tensor in full_values(state, source) if (name, kind) in kept}

@@ -78,7 +78,7 @@ def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[Key, Entry]:
 def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
     """Return the entries of a checkpoint by (name, kind).
 
-    A parameter that is trained, frozen or coded in the model and not in the checkpoint gets the model's kind.
+    A parameter that is trained, frozen or packed in the model and not in the checkpoint gets the model's kind.
     """
     saved = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
     for name, kind in wanted:

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER
+from zero.checkpoint.contents import BUFFER, PARAMETER, saved_kind
 from zero.checkpoint.format.manifest import Flat, Held
-from zero.core.codec import CODECS
 from zero.core.layout import pages
 from zero.core.sizes import round_up
 from zero.engine.plan import Plan
@@ -69,10 +68,10 @@ def _pages(
     read = partial(kept, staging[AHEAD + 1 :])
     own_params = unit.own_params(full_update=plan.facts.full_update)
     params = partial(kept, staging[: AHEAD + 1], "param", plan.precision.compute, own_params)
-    if kind == FROZEN:
-        yield from read("frozen", plan.precision.compute, unit.frozen_S)
-    elif kind in CODECS:
-        yield from read("codes", torch.uint8, unit.codes_S)
+    frozen = {saved_kind(flat): number for number, flat in enumerate(unit.spec.flats) if number}
+    if kind in frozen:
+        flat, stored_S = unit.spec.flats[frozen[kind]], unit.shards[frozen[kind]]
+        yield from read(flat.kind, flat.dtype(plan.precision.compute), stored_S)
     elif kind != PARAMETER:
         form = plan.optimizer.form(kind)
         for origin, page in read(kind, form.dtype):

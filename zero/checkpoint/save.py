@@ -32,7 +32,7 @@ from zero.checkpoint.contents import check_sizes, flats, tied_names
 from zero.checkpoint.files.publish import Root, own_root
 from zero.checkpoint.files.shard import ShardWriter
 from zero.checkpoint.format.facts import saved_facts
-from zero.checkpoint.format.manifest import File, Held, Index, Manifest, file_name, files_of, held
+from zero.checkpoint.format.manifest import PACKED_SHAPES, File, Held, Index, Manifest, file_name, files_of, held
 from zero.checkpoint.format.random_generators import random_state
 from zero.checkpoint.format.texts import FORMAT, to_text
 from zero.checkpoint.frozen_file import FrozenFile, frozen_version, recall, remember
@@ -140,7 +140,7 @@ class Saving:
         numbers = saved_facts(
             state.step, state.scale, dynamic=dynamic, ties=ties, rested=state.runtime.updater.numbers.counts.rested
         )
-        coded = {slot.name: list(slot.shape) for unit in plan.units for slot in unit.expanded.slots}
+        packed = {name: list(shape) for name, shape in plan.facts.splitting.packed_shapes().items()}
         self._manifest = Manifest(
             format=FORMAT,
             step=state.tried,
@@ -150,7 +150,7 @@ class Saving:
             finite=False,
             facts={
                 **numbers,
-                **({"coded": coded} if coded else {}),
+                **({PACKED_SHAPES: packed} if packed else {}),
                 **(_beside(plan.world) if plan.world.coordinates else {}),
                 "given": dict(facts or {}),
             },

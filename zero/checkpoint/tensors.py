@@ -15,9 +15,9 @@ from zero.checkpoint.contents import PARAMETER
 from zero.checkpoint.files.disk import Disk, read_bytes
 from zero.checkpoint.files.shard import ShardReader
 from zero.checkpoint.format.facts import numbers_of
-from zero.checkpoint.format.manifest import Entry, Index, Manifest, file_name, held, index_name
+from zero.checkpoint.format.manifest import PACKED_SHAPES, Entry, Index, Manifest, file_name, held, index_name
 from zero.checkpoint.format.texts import index_cap_bytes, index_from_text
-from zero.core.codec import CODECS
+from zero.core.formats import PACKED_FORMATS
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
 from zero.platform.safetensors_files import offsets
@@ -77,13 +77,13 @@ def shape_of(checkpoint: Checkpoint, entry: Entry) -> tuple[int, ...]:
     Raises:
         CheckpointError: the manifest has no shape that fits the codes.
     """
-    if entry.kind not in CODECS:
+    if entry.kind not in PACKED_FORMATS:
         return entry.shape
-    shapes = checkpoint.manifest.facts.get("coded")
+    shapes = checkpoint.manifest.facts.get(PACKED_SHAPES)
     shape = shapes.get(entry.name) if isinstance(shapes, dict) else None
     shape = tuple(shape) if isinstance(shape, list) else ()
     sizes = all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or CODECS[entry.kind].nbytes(math.prod(shape)) != entry.numel:
+    if not sizes or PACKED_FORMATS[entry.kind].nbytes(math.prod(shape)) != entry.numel:
         raise CheckpointError(f"{checkpoint.folder}: its manifest has no shape for the codes of {entry.name}")
     return shape
 

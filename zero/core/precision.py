@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from zero.core import checks
-from zero.core.codec import CODECS, Codec
+from zero.core.formats import PACKED_FORMATS, PackedFormat
 from zero.core.loss_scale import LossScaling
 from zero.core.master import Master, SplitMaster, WholeMaster
 from zero.errors import ConfigError
@@ -37,7 +37,7 @@ class Precision:
             parameter lacks, 2 bytes a parameter; "whole": 4 bytes a parameter; "auto": split with "bf16", whole with
             "fp16". A run gives the same bits either way.
         frozen: how parameters that do not train are stored: "compute": in the dtype of compute; "nf4" or "int8": as
-            codes that each gather expands, see `zero.core.codec`.
+            codes that each gather expands, see `zero.core.formats`.
         coded: patterns of the names of the parameters that are stored as codes; by default all frozen matrices except
             embeddings and heads, see `zero.engine.model.coded`.
 
@@ -51,7 +51,7 @@ class Precision:
     scale: LossScaling
     """Loss scaling; by default dynamic for fp16, else a static scale of 1."""
     master: Master
-    frozen: Codec | None
+    frozen: PackedFormat | None
     """The format of frozen parameters; None: the dtype of compute."""
     coded: tuple[str, ...]
 
@@ -73,11 +73,11 @@ class Precision:
         if self.compute != torch.float16 and scale.static != 1.0:
             raise ConfigError(f"precision.scale is for fp16, but {compute} has the range of fp32. Remove it.")
         object.__setattr__(self, "master", _master(compute, master))
-        checks.one_of("precision.frozen", frozen, ("compute", *CODECS))
+        checks.one_of("precision.frozen", frozen, ("compute", *PACKED_FORMATS))
         coded = checks.patterns("precision.coded", coded)
         if coded and frozen == "compute":
             raise ConfigError("precision.coded needs a format. Set precision.frozen=nf4, or remove it.")
-        object.__setattr__(self, "frozen", CODECS.get(frozen))
+        object.__setattr__(self, "frozen", PACKED_FORMATS.get(frozen))
         object.__setattr__(self, "coded", coded)
 
 

@@ -110,12 +110,13 @@ def own_shard(runtime: Runtime, unit: UnitState) -> Tensor:
     return layout.own_S(shard_S, runtime.plan.rank)
 
 
-def own_codes(runtime: Runtime, unit: UnitState) -> Tensor:
-    """Return a copy of this rank's shard of the unit's codes, (S,) uint8, on the CPU."""
-    codes_S = unit.codes_S
-    if codes_S is None:
-        codes_S = updated_range(runtime, unit, PageKind.CODES, torch.uint8, unit.spec.codes.S)
-    return codes_S.to("cpu", copy=True)
+def own_stored(runtime: Runtime, unit: UnitState, number: int) -> Tensor:
+    """Return a copy of this rank's shard of a flat as it is stored, (S,), on the CPU."""
+    stored_S, flat = unit.shards[number], unit.spec.flats[number]
+    if stored_S is None:
+        dtype = flat.dtype(runtime.plan.precision.compute)
+        stored_S = updated_range(runtime, unit, flat.kind, dtype, flat.stored.S)
+    return stored_S.to("cpu", copy=True)
 
 
 def gather_flat(runtime: Runtime, unit: UnitState, updated: Tensor, kind: str) -> Tensor:

@@ -222,8 +222,7 @@ def init(
     values = values_in(model, splitting)
     takeover = Takeover(model, splitting, plan.precision.compute, plan.world.device, plan.beside.placed)
     with if_it_fails(takeover.undo):
-        names = {slot.name for unit in plan.units for slot in unit.codes.slots}
-        codes = codes_in(weights, plan.precision.frozen, names)
+        codes = codes_in(weights, plan.precision.frozen, splitting.packed_shapes())
         first = values_of(splitting, values, model, seed, weights, plan.world)
         units = _filled(plan, store, first, codes, progress)
     if not {*RECOMPUTED}.isdisjoint(plan.activations.values()):

@@ -37,7 +37,8 @@ from zero.errors import ConfigError, MachineError
 from zero.store import Page, PageKind
 
 AGAIN = "other bits when the step was made again"
-SUMMED, PARAMETERS, FROZEN, CODES = "summed gradient", "parameters", "frozen parameters", "codes"
+SUMMED = "summed gradient"
+PARTS = {PageKind.PARAM: "parameters", PageKind.FROZEN: "frozen parameters", PageKind.PACKED: "codes"}
 AT_REST = "bits changed while nothing wrote to it"
 
 
@@ -90,7 +91,7 @@ class Replay:
     def _remember_frozen(self, unit: UnitState) -> None:
         """Compare what no step writes to with the last step that was made twice."""
         remembered = self._runtime.checksums.frozen
-        for part in (FROZEN, CODES):
+        for part in [PARTS[flat.kind] for flat in unit.spec.flats[1:]]:
             if (now := self._at_rest.get((0, unit.index, part))) is not None:
                 version, before = remembered.get((unit.index, part), (-1, 0))
                 if version == unit.frozen_version and before != now:
@@ -221,10 +222,10 @@ class Replay:
 
     def _held(self, unit: UnitState) -> Iterator[_Held]:
         """Yield the parts of a unit's state on this rank, without gradients and copies of other ranks' shards."""
-        params = unit.own_params(full_update=self._plan.facts.full_update), unit.frozen_S, unit.codes_S
-        for what, memory in zip((PARAMETERS, FROZEN, CODES), params, strict=True):
+        memories = unit.own_params(full_update=self._plan.facts.full_update), *unit.shards[1:]
+        for flat, memory in zip(unit.spec.flats, memories, strict=True):
             if memory is not None:
-                yield _Held(what, memory)
+                yield _Held(PARTS[flat.kind], memory)
         for page in self._pages[unit.index]:
             if page.kind not in (PageKind.GRAD, PageKind.FIRST_GRAD, PageKind.SECONDARY):
                 yield self._in_page(page)
@@ -242,7 +243,7 @@ class Replay:
 
     def _is_updated(self, held: _Held) -> bool:
         if held.page is None:
-            return held.what == PARAMETERS
+            return held.what == PARTS[PageKind.PARAM]
         return held.page.kind == PageKind.PARAM or self._plan.pages.is_updated(held.page)
 
     def _sums(self, unit: UnitState, *, disks: bool = False) -> _Sums:
@@ -260,8 +261,8 @@ class Replay:
                 sums[0, index, held.what] = self._sum(self._copy(held))
         params, layout = unit.own_params(full_update=self._plan.facts.full_update), unit.spec.trainable
         if params is not None and params.numel() > layout.S:
-            sums[1, index, PARAMETERS] = sums[0, index, PARAMETERS]
-            sums[0, index, PARAMETERS] = self._sum(layout.own_S(params, self._plan.rank))
+            sums[1, index, PARTS[PageKind.PARAM]] = sums[0, index, PARTS[PageKind.PARAM]]
+            sums[0, index, PARTS[PageKind.PARAM]] = self._sum(layout.own_S(params, self._plan.rank))
         return sums
 
     def _sum(self, tensor: Tensor) -> int:

@@ -123,7 +123,7 @@ class State:
             runtime.await_copies()
             values, reason = self._values()
             for unit in runtime.units:
-                unit.resident = unit.shard_S = unit.frozen_S = unit.codes_S = unit.grad = None
+                unit.resident, unit.shards, unit.grad = None, (None,) * len(unit.shards), None
             runtime.store.close()
             runtime.takeover.release(values)
         if values is None:

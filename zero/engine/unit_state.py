@@ -25,14 +25,12 @@ class UnitState:
     Attributes:
         resident: the buffer that permanently holds the full unit, first the trainable flat and then the frozen one, in
             the compute dtype; None if the unit is gathered into the pool.
-        shard_S: (S,) this rank's shard of the trainable flat, compute dtype; a view of `resident` if there is one, else
-            (P,) if this rank updates the whole flat; None if parameters are offloaded.
-        frozen_S: (S,) the same for the frozen flat.
-        codes_S: (S,) uint8, the same for the codes of frozen parameters.
+        shards: (S,) this rank's shard of each flat; a view of `resident` if there is one, else (P,) of the trainable
+            flat if this rank updates the whole flat; None if parameters are offloaded.
         grad: (P,) or (S,), see `Plan.grad_numel`; None if nothing is trainable, or while the gradient is offloaded.
         secondary: secondary shards of each flat, ((N - 1) x S,) each for N nodes, in the flat's dtype. They are copies,
             kept in the store, of other nodes' shards; see `zero.distributed.routes`.
-        secondary_versions: the `versions` of the secondary shards after the last started gather; -1 if they are empty.
+        secondary_versions: the `versions` of the secondary shards after the last started gather; () if they are empty.
         deferred: the numbers of the update that must be applied before the next gather, or None.
         grad_ready: the event at the end of the work that makes the gradient of that update.
         updated: the event at the end of that update's staged parts; None if they are not launched.
@@ -49,12 +47,10 @@ class UnitState:
 
     spec: UnitSpec
     resident: Buffer | None
-    shard_S: Tensor | None
-    frozen_S: Tensor | None
-    codes_S: Tensor | None
+    shards: tuple[Tensor | None, ...]
     grad: Tensor | None
-    secondary: tuple[Tensor | None, ...] = None, None, None
-    secondary_versions: tuple[int, int, int] = -1, -1, -1
+    secondary: tuple[Tensor | None, ...]
+    secondary_versions: tuple[int, ...] = ()
     deferred: Hyper | None = None
     grad_ready: Event = PASSED
     updated: Event | None = None
@@ -73,14 +69,18 @@ class UnitState:
         return self.spec.index
 
     @property
-    def versions(self) -> tuple[int, int, int]:
+    def versions(self) -> tuple[int, ...]:
         """The versions of the flats."""
-        return self.version, self.frozen_version, self.frozen_version
+        return self.version, *(self.frozen_version for _ in self.shards[1:])
+
+    def secondary_is_current(self, number: int) -> bool:
+        """Return whether the secondary shards of a flat are copies of the current shards."""
+        return bool(self.secondary_versions) and self.secondary_versions[number] == self.versions[number]
 
     @property
-    def shards(self) -> tuple[Tensor | None, ...]:
-        """This rank's parts of the flats."""
-        return self.shard_S, self.frozen_S, self.codes_S
+    def shard_S(self) -> Tensor | None:
+        """This rank's shard of the trainable flat."""
+        return self.shards[0]
 
     @property
     def waits_in_update(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero.checkpoint import Checkpoint, Tensors, open_at, shape_of, weights_of
 from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
 from zero.checkpoint.format.manifest import Entry
-from zero.core.codec import CODECS
+from zero.core.formats import PACKED_FORMATS
 from zero.core.master import rounded
 from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
@@ -154,8 +154,8 @@ def _streams(
             shape = shape_of(checkpoint, entry)
             cast: Callable[[Tensor, torch.dtype], Tensor] = rounded
             stream = Stream.read_by(getattr(torch, entry.dtype), shape, partial(files.read, entry))
-            if entry.kind in CODECS:
-                read = CODECS[entry.kind].values_of(partial(files.read, entry), prod(shape))
+            if entry.kind in PACKED_FORMATS:
+                read = PACKED_FORMATS[entry.kind].values_of(partial(files.read, entry), prod(shape))
                 stream, cast = Stream.read_by(torch.float32, shape, read), Tensor.to  # rounds as a gather does
             streams[entry.name] = stream if entry.kind == BUFFER else stream.to(dtype, entry.name, cast)
     ties = checkpoint.manifest.facts.get("ties", {})

@@ -1,7 +1,7 @@
 """Take over a model whose layers bitsandbytes keeps in nf4: the layers become torch's, their codes go into shards.
 
 The classes are recognized by their names, so bitsandbytes is not imported. Its codes have one offset for a tensor,
-which is written into each row of `zero.core.codec`.
+which is written into each row of `zero.core.formats.nf4`.
 """
 
 from typing import Any
@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.core.codec import CODECS
+from zero.core.formats.nf4 import NF4
 from zero.core.layout import VECTOR
 from zero.engine.model import CodedWeights
 from zero.errors import PlanError
 
-NF4 = CODECS["nf4"]
 SCALES = 256
 """Scales that share one scale of scales."""
 
@@ -67,7 +66,7 @@ def _check(path: str, weight: Any) -> None:
 
 
 def _codes(weight: Any) -> Tensor:
-    """Return the codes of a `Params4bit` in the rows of `zero.core.codec`."""
+    """Return the codes of a `Params4bit` in the rows of `zero.core.formats.nf4`."""
     state, packed = weight.quant_state, weight.data.view(torch.uint8).view(-1)
     vectors = -(-state.shape.numel() // VECTOR)
     nibbles = packed.new_zeros(vectors * VECTOR // 2)

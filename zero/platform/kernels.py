@@ -184,38 +184,11 @@ def _add(total, received, own, numel, rank, RANKS: tl.constexpr, ACCUMULATE: tl.
 
 
 @Kernel
-def _bytes_as_fp32(pointer):
-    """Load 4 bytes, which need not be aligned, as an fp32 number."""
-    bits = tl.load(pointer).to(tl.int32) | (tl.load(pointer + 1).to(tl.int32) << 8)
-    bits |= (tl.load(pointer + 2).to(tl.int32) << 16) | (tl.load(pointer + 3).to(tl.int32) << 24)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@Kernel
-def _expand(values, codes, pairs, dynamic, numel, TILE: tl.constexpr):
-    """Expand one tile of nf4 codes, see `zero.core.codec`. A tile is in one row, of 16,384 values in 8,456 bytes."""
-    first = tl.program_id(0).to(tl.int64) * TILE
-    row = first // 16384
-    begin = codes + row * 8456
-    vectors = tl.minimum((numel + 63) // 64 - row * 256, 256)
-    lane = first % 16384 + tl.arange(0, TILE)
-    live = row * 16384 + lane < numel
-    number = tl.load(dynamic + tl.load(begin + 8 + lane // 64, live, other=0).to(tl.int32))
-    scale = number * _bytes_as_fp32(begin + 4) + _bytes_as_fp32(begin)
-    code = tl.load(begin + 8 + vectors + lane // 2, live, other=0).to(tl.int32)
-    value = tl.load(pairs + code * 2 + lane % 2) * scale
-    _round_to_even(values, row * 16384 + lane, value, live)
-
-
-@Kernel
-def _expand_int8(values, codes, numel, TILE: tl.constexpr):
-    """Expand one tile of int8 codes, see `zero.core.codec`. A row has 256 values in 260 bytes; a tile has some rows."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    live = at < numel
-    row = tl.minimum(at, numel - 1) // 256
-    scale = _bytes_as_fp32(codes + row * 260)
-    code = tl.load(codes + row * 260 + 4 + at % 256, live, other=0).to(tl.int8, bitcast=True)
-    _round_to_even(values, at, code.to(tl.float32) * scale * 0.007874015718698502, live)  # 1 / 127 in fp32
+def _expand(values, codes, first_table, second_table, numel, FORM: tl.constexpr, TILE: tl.constexpr):
+    """Expand one tile of the codes of a format, see `zero.core.formats`."""
+    first, lane = tl.program_id(0).to(tl.int64) * TILE, tl.arange(0, TILE)
+    value = FORM(codes, first_table, second_table, numel, first, lane)
+    _round_to_even(values, first + lane, value, first + lane < numel)
 
 
 @Kernel
@@ -231,9 +204,9 @@ def _round_to_even(values, at, value, live):
 
 @cache
 def _rule(name: str) -> Kernel:
-    """Return the function of an optimizer, by its full name, as a kernel that `_update` calls.
+    """Return the function of an optimizer or format, by its full name, as a kernel that another one calls.
 
-    The file of an optimizer does not import Triton, so the function and those that it calls get `tl` here.
+    The file of an optimizer or format does not import Triton, so the function and those that it calls get `tl` here.
     """
     module, _, function = name.rpartition(".")
     return _bound(getattr(import_module(module), function))
@@ -302,12 +275,12 @@ def _run_add(
 
 
 def _run_expand(
-    run: Callable[..., None], values: Tensor, codes: Tensor, tables: Sequence[Tensor], codec: str, tile_numel: int
+    run: Callable[..., None], values: Tensor, codes: Tensor, tables: Sequence[Tensor], rule: str, tile_numel: int
 ) -> None:
     numel, tile_numel = values.numel(), min(tile_numel, 16384)
     values = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
-    kernel = {"nf4": _expand, "int8": _expand_int8}[codec]
-    run(kernel, -(-numel // tile_numel), values, codes, *tables, numel, tile_numel)
+    first_table, second_table, *_ = (*tables, codes, codes)
+    run(_expand, -(-numel // tile_numel), values, codes, first_table, second_table, numel, _rule(rule), tile_numel)
 
 
 def _compiled(kernel: Kernel, tiles: int, *args: Any) -> None:
@@ -340,7 +313,7 @@ SCHEMAS: dict[str, Callable[..., None]] = {
     "add_in_order(Tensor(a!) total, Tensor received, Tensor own, int rank, bool accumulate, int tile_numel) -> ()": (
         _run_add
     ),
-    "expand(Tensor(a!) values, Tensor codes, Tensor[] tables, str codec, int tile_numel) -> ()": _run_expand,
+    "expand(Tensor(a!) values, Tensor codes, Tensor[] tables, str rule, int tile_numel) -> ()": _run_expand,
 }
 OPERATORS = torch.library.Library("zero", "DEF")
 for schema, function in SCHEMAS.items():

@@ -28,10 +28,14 @@ class PageKind(StrEnum):
 
     PARAM = "param"
     FROZEN = "frozen"
-    CODES = "codes"
+    PACKED = "codes"
     GRAD = "grad"
     FIRST_GRAD = "first_grad"
     SECONDARY = "secondary"
+
+
+PARAMETER_KINDS = PageKind.PARAM, PageKind.FROZEN, PageKind.PACKED
+"""The kinds of pages that hold parameters."""
 
 
 class Page(NamedTuple):

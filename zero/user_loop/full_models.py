@@ -200,9 +200,10 @@ def load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Load
             f"load_state_dict: missing {some(missing)}, unknown {some(unexpected)}. Pass strict=False to allow both."
         )
     units = state.plan.units
-    codes = [(unit.expanded,) for unit in units]  # first, because another value raises before anything is written
-    for layouts in (*codes, *((unit.trainable, unit.frozen) for unit in units)):
-        slots = [slot.name for layout in layouts for slot in layout.slots]
+    packed = [unit.packed for unit in units]  # first, because another value raises before anything is written
+    plain = [[flat for flat in unit.flats if flat.form is None] for unit in units]
+    for flats in (*packed, *plain):
+        slots = [slot.name for flat in flats for slot in flat.values.slots]
         present = {name: key for name in slots if (key := keys[name]) is not None}
         if present:
             with gathered(state, list(present), modify=True) as full:

@@ -15,14 +15,17 @@ import torch
 from pydantic import Field
 
 from zero.checkpoint.format.hashes import FileHash
-from zero.core.codec import CODECS
+from zero.core.formats import PACKED_FORMATS
 from zero.core.layout import Layout, Slot
 from zero.platform.safetensors_files import LENGTH_BYTES, NAMES, FilePart, by_width
 
 ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in NAMES}
 """Name of each dtype that a checkpoint can store -> bytes of one element."""
 
-FROZEN_KINDS = frozenset(("frozen", *CODECS))
+PACKED_SHAPES = "coded"
+"""The fact of a manifest that has the shapes of the parameters in a packed format, by name."""
+
+FROZEN_KINDS = frozenset(("frozen", *PACKED_FORMATS))
 """The kinds of values that steps do not change: frozen parameters, and their codes by the name of the format."""
 
 MAX_INT = 2**63 - 1

@@ -16,15 +16,15 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from zero.core.codec import CHUNK
+from zero.core.formats import EXPANDED_AT_ONCE
 from zero.distributed.routes import Routes
 from zero.distributed.world import Handle
 from zero.engine.memory import load_page
-from zero.engine.model import UnitSpec
+from zero.engine.model import Flat
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.platform.device import PASSED, Device
-from zero.store import Page, PageKind, PrefetchStore, Ticket
+from zero.store import Page, PrefetchStore, Ticket
 
 Fetch = Callable[[UnitState, Tensor, Sequence[Ticket], bool], Sequence[Handle]]
 """A function that starts to fill a unit's buffer and returns the handles to wait for.
@@ -125,17 +125,17 @@ def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_
         if not flat.stored.S:
             continue
         full_P, arrived = flat.of(full), _unchanged
-        if flat.kind == PageKind.CODES:
+        if flat.form is not None:
             room = full[unit.spec.full_numel :].view(torch.uint8)
-            full_P = room if room.numel() else cast(Tensor, unit.codes_S)  # see `Facts.buffer_numel`
-            arrived = partial(_expanding, plan, unit.spec, full_P, flat.of(full))
+            full_P = room if room.numel() else cast(Tensor, unit.shards[number])  # see `Sizes.buffer_numel`
+            arrived = partial(_expanding, plan.world.compute, flat, full_P, flat.of(full))
         extent = flat.stored.shard(plan.rank)
         pages = [Page(unit.index, flat.kind, n) for n in range(len(plan.pages.cut(flat.stored.S)))]
         gather = partial(
             routes.gather,
             full_P=full_P,
             secondary=unit.secondary[number],
-            current=unit.secondary_versions[number] == unit.versions[number],  # now: a later start is of this version
+            current=unit.secondary_is_current(number),  # now: a later start is of this version
             what=unit.spec.name,
         )
         shards.append(_Shard(number, extent, pages, full_P[slice(*extent)], gather, arrived))
@@ -147,22 +147,22 @@ def _unchanged(handles: Sequence[Handle]) -> Sequence[Handle]:
 
 
 def _expanding(
-    plan: Plan, unit: UnitSpec, codes_P: Tensor, values_P: Tensor, handles: Sequence[Handle]
+    device: Device, flat: Flat, stored_P: Tensor, values_P: Tensor, handles: Sequence[Handle]
 ) -> Sequence[Handle]:
-    """Return the handle of the expansion of a unit's codes, which waits for `handles`."""
-    codec, device = plan.precision.frozen, plan.world.compute
-    assert codec is not None
+    """Return the handle of the expansion of a flat in a packed format, which waits for `handles`."""
+    form = flat.form
+    assert form is not None
 
     def expand() -> list[Handle]:
         for handle in handles:
             handle.wait()
-        tables = codec.tables(device.device)
-        for coded, slot in zip(unit.codes.slots, unit.expanded.slots, strict=True):
-            codes, values = codes_P[coded.offset : coded.stop], values_P[slot.offset : slot.stop]
-            if device.tile_numel:
-                torch.ops.zero.expand(values, codes, tables, codec.name, device.tile_numel)
+        tables = form.tables(device.device)
+        for stored, slot in zip(flat.stored.slots, flat.values.slots, strict=True):
+            codes, values = stored_P[stored.offset : stored.stop], values_P[slot.offset : slot.stop]
+            if device.tile_numel and form.rule:
+                torch.ops.zero.expand(values, codes, tables, form.rule, device.tile_numel)
             else:
-                codec.expand(codes, values, max(CHUNK, device.sum_numel))
+                form.expand(codes, values, max(EXPANDED_AT_ONCE, device.sum_numel))
         return []
 
     return [Later(device, expand)]

@@ -29,8 +29,8 @@ class Gathers:
         tape: records gathers in the timeline.
 
     Attributes:
-        pool: the borrowed buffers; None if every unit is resident. On one rank, units without codes are resident
-            beside a pool.
+        pool: the borrowed buffers; None if every unit is resident. On one rank, units without packed parameters
+            are resident beside a pool.
         in_order: whether units are gathered in the plan's order, because ranks may call different units: on several
             ranks, if all units are resident.
         waits: whether the gather of a unit waits for its whole update.
@@ -151,7 +151,7 @@ class Gathers:
         """Clean up after an exception."""
         self._unstarted.clear()
         for unit in self._units:
-            unit.secondary_versions = -1, -1, -1  # the gather that fills them may be lost
+            unit.secondary_versions = ()  # the gather that fills them may be lost
         for buffer in self.resident:
             buffer.ahead = False
         if self.pool is not None:
@@ -160,7 +160,7 @@ class Gathers:
     def invalidate(self) -> None:
         """Make all gathered copies stale, so that each unit is gathered again from its shards."""
         for unit in self._units:
-            unit.secondary_versions = -1, -1, -1
+            unit.secondary_versions = ()
         for buffer in self.buffers:
             buffer.version = -1
 

@@ -1,6 +1,6 @@
 """The model: taken apart into units, taken over in place, its first values recorded."""
 
-from zero.engine.model.coded import CodedWeights, checked_codes, coded, coded_names, codes_in, frozen_matrices
+from zero.engine.model.coded import CodedWeights, codes_in, frozen_matrices, packed_names
 from zero.engine.model.compile import Backend, Compiler, check_backend, described
 from zero.engine.model.module_tree import ModuleTree
 from zero.engine.model.placeholder import ParameterPlaceholder, in_backward
@@ -44,9 +44,6 @@ __all__ = [
     "call_through",
     "call_with",
     "check_backend",
-    "checked_codes",
-    "coded",
-    "coded_names",
     "codes_in",
     "described",
     "embedding_ids",
@@ -54,6 +51,7 @@ __all__ = [
     "in_backward",
     "move_buffers",
     "note_dtypes",
+    "packed_names",
     "reached",
     "refuse_taken",
     "same_bits",

@@ -5,21 +5,21 @@ head stay in the dtype of compute, because errors in a row reach the loss withou
 last matrix with the shape of the largest embedding, unless that embedding is tied.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 
 from torch import Tensor, nn
 
-from zero.core.codec import Codec
+from zero.core.formats import PackedFormat
 from zero.core.precision import Precision
 from zero.core.suggest import meant, some
 from zero.engine.model.split import embedding_ids
-from zero.errors import ConfigError, PlanError
+from zero.errors import PlanError
 from zero.platform.safetensors_files import RangedWeights
 
 
-def coded_names(model: nn.Module, precision: Precision) -> frozenset[str]:
+def packed_names(model: nn.Module, precision: Precision) -> frozenset[str]:
     """Return the full names of the parameters that are stored as codes.
 
     Raises:
@@ -80,8 +80,8 @@ class CodedWeights(RangedWeights):
     """First values for `zero.init`, some of which are codes that are taken over as they are.
 
     Args:
-        codec: the format of the codes.
-        codes: name of a parameter -> its codes, (`codec.nbytes(n)`,) uint8.
+        form: the format of the codes.
+        codes: name of a parameter -> its codes, (`form.nbytes(n)`,) uint8.
         tensors: all other weights, by name.
         shapes: the shapes of the parameters that have codes, by name.
 
@@ -90,12 +90,12 @@ class CodedWeights(RangedWeights):
 
     def __init__(
         self,
-        codec: Codec,
+        form: PackedFormat,
         codes: Mapping[str, Tensor],
         tensors: Mapping[str, Tensor],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self.codec, self.codes, self._tensors, self._shapes = codec, codes, tensors, shapes
+        self.form, self.codes, self._tensors, self._shapes = form, codes, tensors, shapes
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name, 0, prod(self.shape(name))).view(self.shape(name))
@@ -116,57 +116,24 @@ class CodedWeights(RangedWeights):
         if name not in self.codes:
             return self._tensors[name].reshape(-1)[start:stop]
         codes = self.codes[name]
-        return self.codec.values_of(lambda a, b: codes[a:b].cpu(), prod(self.shape(name)))(start, stop)
+        return self.form.values_of(lambda a, b: codes[a:b].cpu(), prod(self.shape(name)))(start, stop)
 
 
-def codes_in(weights: object, codec: Codec | None, names: Collection[str]) -> Mapping[str, Tensor]:
+def codes_in(weights: object, form: PackedFormat | None, names: Collection[str]) -> Mapping[str, Tensor]:
     """Return the codes of `CodedWeights` by name, and none of other weights.
 
     Args:
-        codec, names: the format of a plan's codes, and the parameters that have them.
+        form, names: the format of a plan's codes, and the parameters that have them.
 
     Raises:
         PlanError: the plan does not keep one of the codes as it is.
     """
     if not isinstance(weights, CodedWeights):
         return {}
-    left = [name for name in weights.codes if codec != weights.codec or name not in names]
+    left = [name for name in weights.codes if form != weights.form or name not in names]
     if left:
         raise PlanError(
-            f"weights have {some(left)} in {weights.codec.name}, but the plan does not. Give zero.Plan "
-            f'precision=zero.Precision("bf16", frozen="{weights.codec.name}", coded=list(weights.codes)).'
+            f"weights have {some(left)} in {weights.form.name}, but the plan does not. Give zero.Plan "
+            f'precision=zero.Precision("bf16", frozen="{weights.form.name}", coded=list(weights.codes)).'
         )
     return weights.codes
-
-
-def coded(codec: Codec, name: str, numel: int, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
-    """Return a function to ranges of the codes of a parameter, `checked_codes`.
-
-    Args:
-        name, numel: the parameter's name and number of values.
-        values: function from (start, stop) in the parameter to these values, of any floating-point dtype.
-    """
-    return checked_codes(codec, name, numel, codec.bytes_of(lambda start, stop: values(start, stop).float(), numel))
-
-
-def checked_codes(
-    codec: Codec, name: str, numel: int, codes: Callable[[int, int], Tensor]
-) -> Callable[[int, int], Tensor]:
-    """Return a function to ranges of codes that raises ConfigError if a scale is NaN or infinite.
-
-    Args:
-        name, numel: the parameter's name and number of values.
-        codes: function from (start, stop) in the parameter's codes to these bytes.
-    """
-
-    def read(start: int, stop: int) -> Tensor:
-        first = start // codec.row_bytes * codec.row_bytes
-        rows = codes(first, min(-(-stop // codec.row_bytes) * codec.row_bytes, codec.nbytes(numel)))
-        if not codec.is_finite(rows):
-            raise ConfigError(
-                f"{name} has a value that is NaN, infinite or above 1e36, so it has no codes. Repair the weights, or "
-                "name other parameters in precision.coded."
-            )
-        return rows[start - first : stop - first]
-
-    return read

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from torch import nn
 
-from zero.core.codec import Codec
+from zero.core.formats import PackedFormat
 from zero.core.layout import Layout
 from zero.core.matrices import Matrices
 from zero.core.optim import Transform
 from zero.core.suggest import meant
 from zero.distributed.mesh import local_part
-from zero.engine.model.unit import ROOT, Binding, Owner, Site, Splitting, UnitSpec
+from zero.engine.model.unit import ROOT, Binding, Flat, Owner, Site, Splitting, UnitSpec
 from zero.engine.model.unsupported import check_model
 from zero.errors import PlanError
 from zero.store import PageKind
@@ -59,8 +59,8 @@ def split(
     class_names: Sequence[str] | None = None,
     optimizer: Transform | None = None,
     bucket_numel: int = 0,
-    coded: Collection[str] = (),
-    codec: Codec | None = None,
+    packed: Collection[str] = (),
+    form: PackedFormat | None = None,
 ) -> Splitting:
     """Return the units and sites of `model`. Its parameters may be on any device, including meta.
 
@@ -72,8 +72,8 @@ def split(
         optimizer: chooses the group of each parameter, and the matrices that get units of their own; None: all are in
             group 0.
         bucket_numel: units that follow each other are merged while their parameters have at most this many elements.
-        coded: names of the frozen parameters that are stored as codes.
-        codec: the format of these codes.
+        packed: names of the frozen parameters that are stored in a packed format.
+        form: that format, if there is one.
 
     Raises:
         PlanError: the model has no parameters, no module of a named class, or a part that `unsupported` rejects.
@@ -99,7 +99,7 @@ def split(
         parameters.setdefault(name, []).append(visited[key])
     by_name = {visited[key].name: number for key, number in groups.items()}
     units = tuple(
-        _unit(index, name, owned, world_size, optimizer, by_name, codec, coded, lookup=name in lookups)
+        _unit(index, name, owned, world_size, optimizer, by_name, form, packed, lookup=name in lookups)
         for index, (name, owned) in enumerate(parameters.items())
     )
     wanted = {path: {local: visited[key].name for local, key in bound.items()} for path, bound in needs.items()}
@@ -140,29 +140,29 @@ def _unit(
     world_size: int,
     optimizer: Transform | None,
     groups: Mapping[str, int],
-    codec: Codec | None,
-    coded: Collection[str],
+    form: PackedFormat | None,
+    packed: Collection[str],
     *,
     lookup: bool,
 ) -> UnitSpec:
     shapes: dict[PageKind, dict[str, tuple[int, ...]]] = {kind: {} for kind in PageKind}
     for full_name, parameter, shape, _ in parameters:
-        frozen = PageKind.CODES if full_name in coded else PageKind.FROZEN
+        frozen = PageKind.PACKED if full_name in packed else PageKind.FROZEN
         shapes[PageKind.PARAM if parameter.requires_grad else frozen][full_name] = shape
     trainable, plain = (
         Layout.of(shapes[kind], world_size=world_size, groups=groups) for kind in (PageKind.PARAM, PageKind.FROZEN)
     )
-    expanded = Layout.of(shapes[PageKind.CODES], world_size=1)
-    nbytes = {slot.name: (codec.nbytes(slot.numel),) for slot in expanded.slots if codec is not None}
-    codes = Layout.of(nbytes, world_size=world_size)
+    flats = [Flat(PageKind.PARAM, trainable, trainable, 0), Flat(PageKind.FROZEN, plain, plain, trainable.P)]
+    if form is not None:
+        values = Layout.of(shapes[PageKind.PACKED], world_size=1)
+        stored = Layout.of({slot.name: (form.nbytes(slot.numel),) for slot in values.slots}, world_size=world_size)
+        flats.append(Flat(PageKind.PACKED, stored, values, trainable.P + plain.P, form))
     moments: tuple[str, ...] = ()
     matrices: tuple[Matrices, ...] = ()
     if optimizer is not None and trainable.slots:
         group = trainable.slots[0].group
         moments, matrices = optimizer.moments_of(group), optimizer.matrices_of(trainable, group)
-    return UnitSpec(
-        index, name or ROOT, trainable, plain, codes, expanded, lookup, moments, matrices, shared=name == SHARED
-    )
+    return UnitSpec(index, name or ROOT, tuple(flats), lookup, moments, matrices, shared=name == SHARED)
 
 
 def _by_optimizer(

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from zero.core.formats import PackedFormat
 from zero.core.layout import Layout, Slot
 from zero.core.matrices import Matrices, owners
 from zero.store import PageKind
@@ -24,28 +26,34 @@ class Flat(NamedTuple):
 
     Attributes:
         kind: the kind of its pages.
-        stored: the layout of what the ranks keep: of bytes for parameters that are stored as codes, else `values`.
-        values: the layout of the gathered parameters.
+        stored: the layout of what the ranks keep: of bytes in a packed format, else `values`.
+        values: the layout of the gathered parameters; not cut between ranks if they are packed.
         first: the first element of `values` in the unit's gathered buffer.
+        form: the format of the stored bytes; None if the ranks keep the values themselves, in the dtype of compute.
     """
 
     kind: PageKind
     stored: Layout
     values: Layout
     first: int
+    form: PackedFormat | None = None
 
     def of(self, full: Tensor) -> Tensor:
         """Return the gathered values, (P,), in the unit's buffer."""
         return full[self.first : self.first + self.values.P]
 
+    def dtype(self, compute: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the ranks keep and gather the flat."""
+        return compute if self.form is None else torch.uint8
+
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """The parameters of one unit: flat tensors of trainable ones, of frozen ones, and of codes of frozen ones.
+    """The parameters of one unit.
 
     Attributes:
-        codes: the bytes of the frozen parameters that are stored as codes.
-        expanded: the same parameters in a gathered buffer. This flat is never cut.
+        flats: the flat tensors in the order of the gathered buffer: of trainable parameters, of frozen ones, and of
+            frozen ones in a packed format, if the plan has one.
         lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
         moments: what the optimizer keeps of the trainable ones.
         matrices: the trainable ones in batches, if they are updated as whole matrices; else empty.
@@ -54,24 +62,21 @@ class UnitSpec:
 
     index: int
     name: str
-    trainable: Layout
-    frozen: Layout
-    codes: Layout
-    expanded: Layout
+    flats: tuple[Flat, ...]
     lookup: bool = False
     moments: tuple[str, ...] = ()
     matrices: tuple[Matrices, ...] = ()
     shared: bool = False
 
     @cached_property
-    def flats(self) -> tuple[Flat, Flat, Flat]:
-        """The flat tensors in the order of the gathered buffer."""
-        split = self.trainable.P
-        return (
-            Flat(PageKind.PARAM, self.trainable, self.trainable, 0),
-            Flat(PageKind.FROZEN, self.frozen, self.frozen, split),
-            Flat(PageKind.CODES, self.codes, self.expanded, split + self.frozen.P),
-        )
+    def trainable(self) -> Layout:
+        """The layout of the trainable parameters."""
+        return self.flats[0].values
+
+    @cached_property
+    def packed(self) -> tuple[Flat, ...]:
+        """The flats in a packed format that are not empty. They come last."""
+        return tuple(flat for flat in self.flats if flat.form is not None and flat.values.slots)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -89,23 +94,28 @@ class UnitSpec:
 
     @cached_property
     def frozen_slots(self) -> tuple[Slot, ...]:
-        return self.frozen.slots + self.expanded.slots
+        return tuple(slot for flat in self.flats[1:] for slot in flat.values.slots)
+
+    @cached_property
+    def _frozen_flats(self) -> tuple[Flat, ...]:
+        """The flat of each of `frozen_slots`."""
+        return tuple(flat for flat in self.flats[1:] for _ in flat.values.slots)
 
     @property
     def full_numel(self) -> int:
         """The number of elements of the gathered parameters."""
-        return self.trainable.P + self.frozen.P + self.expanded.P
+        return sum(flat.values.P for flat in self.flats)
 
     def gathered(self, full: Tensor) -> list[Tensor]:
         """Return the parts of the gathered buffer that a gather writes, without gaps of expanded parameters."""
-        split, expanded = self.trainable.P + self.frozen.P, self.flats[2].of(full)
-        parts = [full[:split], *(slot.of(expanded) for slot in self.expanded.slots), full[self.full_numel :]]
+        split = self.packed[0].first if self.packed else self.full_numel
+        expanded = (slot.of(flat.of(full)) for flat in self.packed for slot in flat.values.slots)
+        parts = [full[:split], *expanded, full[self.full_numel :]]
         return [part for part in parts if part.numel()]
 
     def frozen_view(self, slot: int, full: Tensor) -> Tensor:
         """Return a view of one of `frozen_slots` in the gathered buffer."""
-        flat = self.flats[1 if slot < len(self.frozen.slots) else 2]
-        return self.frozen_slots[slot].of(flat.of(full))
+        return self.frozen_slots[slot].of(self._frozen_flats[slot].of(full))
 
 
 @dataclass(frozen=True)
@@ -185,9 +195,9 @@ class Splitting:
         return any(unit.trainable.slots for unit in self.units)
 
     @cached_property
-    def has_codes(self) -> bool:
-        """Whether frozen parameters are stored as codes."""
-        return any(unit.codes.slots for unit in self.units)
+    def has_packed(self) -> bool:
+        """Whether frozen parameters are stored in a packed format."""
+        return any(unit.packed for unit in self.units)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -198,6 +208,11 @@ class Splitting:
         """Return the shape of every parameter by full name."""
         slots = (slot for unit in self.units for layout in unit.layouts for slot in layout.slots)
         return {slot.name: slot.shape for slot in slots}
+
+    def packed_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter in a packed format by full name."""
+        flats = (flat for unit in self.units for flat in unit.packed)
+        return {slot.name: slot.shape for flat in flats for slot in flat.values.slots}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Return all names of each parameter in the model, by full name, which comes first. Tied ones have several."""

@@ -27,7 +27,6 @@ from zero.distributed.routes import (
 from zero.distributed.world import World
 from zero.engine.model import Splitting, UnitSpec
 from zero.errors import PlanError
-from zero.store import PageKind
 
 Scope = Literal["world", "node"]
 
@@ -137,20 +136,17 @@ class Facts:
     def resident(self) -> bool:
         """Whether full parameters of all units stay on the device between uses.
 
-        True if they are not offloaded, and the stage does not shard them or there is one rank. Codes are expanded for
-        each use, so with codes and several ranks no unit is resident, and frozen parameters are sharded at every stage.
+        True if they are not offloaded, and the stage does not shard them or there is one rank. Packed parameters are
+        expanded for each use, so with them and several ranks no unit is resident, and frozen parameters are sharded at
+        every stage.
         """
         unsharded = not self.stage.parameters or self.world.size == 1
-        return not self.params_offloaded and unsharded and not self.splitting.has_codes
+        return not self.params_offloaded and unsharded and not self.splitting.has_packed
 
     def is_resident(self, unit: UnitSpec) -> bool:
-        """Return whether the unit's full parameters stay on the device; on one rank, also beside units with codes."""
+        """Return whether the unit's full parameters stay on the device; on one rank, also beside packed ones."""
         alone = self.world.size == 1 and not self.params_offloaded
-        return (alone and not unit.codes.slots) or self.resident
-
-    def stored_dtype(self, kind: PageKind) -> torch.dtype:
-        """Return the dtype in which parameters of a `Flat` are kept and gathered."""
-        return torch.uint8 if kind == PageKind.CODES else self.precision.compute
+        return (alone and not unit.packed) or self.resident
 
     @property
     def sharers(self) -> int:

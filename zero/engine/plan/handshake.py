@@ -37,7 +37,7 @@ def settings_of(plan: Plan) -> dict[str, str]:
     if plan.facts.gather_route.by_node or plan.facts.sum_route.by_node:
         agreed["ranks of a node"] = str(plan.world.local_size)
     for unit in plan.units:
-        slots = repr((unit.trainable.slots, unit.frozen.slots, unit.codes.slots)).encode()
+        slots = repr([flat.stored.slots for flat in unit.flats]).encode()
         agreed[f"zero.units {unit.index} {unit.name}"] = hashlib.sha256(slots).hexdigest()[:16]
     return agreed
 

@@ -18,7 +18,7 @@ from zero.engine.model import UnitSpec
 from zero.engine.plan.facts import Facts
 from zero.engine.plan.passes import Passes
 from zero.engine.plan.sizes import Sizes
-from zero.store import Page, PageKind
+from zero.store import PARAMETER_KINDS, Page, PageKind
 
 
 class PageSpec(NamedTuple):
@@ -108,21 +108,21 @@ class PageTable:
                 ranges[kind], dtypes[kind] = self.grad_ranges(unit), dtype
         if self.facts.params_offloaded:
             ranges |= {flat.kind: self.cut(flat.stored.S) for flat in unit.flats}
-            dtypes |= {flat.kind: self.facts.stored_dtype(flat.kind) for flat in unit.flats}
+            dtypes |= {flat.kind: flat.dtype(self.facts.precision.compute) for flat in unit.flats}
         for kind, cuts in ranges.items():
             for number, (start, stop) in enumerate(cuts):
                 numel = self.passes.kept.numel(kind, stop - start)
                 yield Page(unit.index, kind, number), PageSpec(numel, dtypes[kind])
         for number, flat in enumerate(unit.flats):
             if self.sizes.secondary_numel(flat.stored):
-                spec = PageSpec(self.sizes.secondary_numel(flat.stored), self.facts.stored_dtype(flat.kind))
+                spec = PageSpec(self.sizes.secondary_numel(flat.stored), flat.dtype(self.facts.precision.compute))
                 yield Page(unit.index, PageKind.SECONDARY, number), spec
 
     def copied_pages(self) -> int:
         """Return the number of pages of frozen parameters that travel through the arena from a disk to a GPU."""
         if self.facts.param_tier != "nvme" or self.facts.device_is_host:
             return 0
-        return sum(len(self.cut(layout.S)) for unit in self.facts.units for layout in (unit.frozen, unit.codes))
+        return sum(len(self.cut(flat.stored.S)) for unit in self.facts.units for flat in unit.flats[1:])
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -152,9 +152,9 @@ class PageTable:
     def param_bytes(self) -> int:
         """Return the bytes of this rank's parameters, in pages or in device memory."""
         if self.facts.params_offloaded:
-            return self._paged_bytes(PageKind.PARAM, PageKind.FROZEN, PageKind.CODES)
+            return self._paged_bytes(*PARAMETER_KINDS)
         flats = [flat for unit in self.facts.units for flat in unit.flats]
-        return sum(self.facts.stored_dtype(flat.kind).itemsize * self.sizes.kept_numel(flat) for flat in flats)
+        return sum(flat.dtype(self.facts.precision.compute).itemsize * self.sizes.kept_numel(flat) for flat in flats)
 
     def grad_bytes(self) -> int:
         """Return the bytes of this rank's gradients, in pages or in device memory."""

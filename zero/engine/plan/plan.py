@@ -24,7 +24,7 @@ from zero.distributed.world import World
 from zero.engine.model import (
     Backend,
     UnitSpec,
-    coded_names,
+    packed_names,
     split,
 )
 from zero.engine.plan.beside import Beside, check_matrices, placements, replicated_names, worlds_beside
@@ -49,7 +49,7 @@ from zero.engine.plan.settings import (
 )
 from zero.engine.plan.sizes import Sizes
 from zero.errors import ConfigError, PlanError
-from zero.store import Page, PageKind
+from zero.store import PARAMETER_KINDS, Page, PageKind
 
 KINDS = (
     *("parameters", "gathered units", "secondary shards", "gradients", "gradient flats", "node sums"),
@@ -175,8 +175,8 @@ class Plan:
             class_names=class_names(units),
             optimizer=optimizer,
             bucket_numel=bucket // precision.compute.itemsize,
-            coded=coded_names(model, precision),
-            codec=precision.frozen,
+            packed=packed_names(model, precision),
+            form=precision.frozen,
         )
         self.activations = activations_of(splitting, policies)
         optimizer.check_groups(splitting.shapes())
@@ -263,7 +263,7 @@ class Plan:
 
     def tier(self, page: Page) -> Tier:
         """Return the tier of a page."""
-        if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.CODES):
+        if page.kind in PARAMETER_KINDS:
             return self.placement.param
         if page.kind == PageKind.SECONDARY:
             assert self.facts.secondary is not None

@@ -25,12 +25,13 @@ class Sizes:
         self.facts = facts
 
     def buffer_numel(self, unit: UnitSpec) -> int:
-        """Return the number of elements of the unit's gathered buffer: the parameters, then room for arriving codes.
+        """Return the number of elements of the unit's gathered buffer: the parameters, then room for packed bytes.
 
-        A single rank expands codes in device memory from where they are.
+        A single rank expands packed parameters in device memory from where they are.
         """
         arrive = self.facts.world.size > 1 or self.facts.params_offloaded
-        return unit.full_numel + arrive * unit.codes.P // self.facts.precision.compute.itemsize
+        packed_bytes = arrive * sum(flat.stored.P for flat in unit.packed)
+        return unit.full_numel + packed_bytes // self.facts.precision.compute.itemsize
 
     def grad_numel(self, unit: UnitSpec) -> int:
         """Return the number of elements of the unit's gradient that this rank keeps for the update."""

@@ -10,7 +10,7 @@ from zero.core.placement import Tier
 from zero.distributed.transport import common_numels
 from zero.engine.model import UnitSpec
 from zero.engine.plan.plan import Plan
-from zero.store import PageKind
+from zero.store import PARAMETER_KINDS, PageKind
 
 
 class Load(NamedTuple):
@@ -90,7 +90,7 @@ def traffic(plan: Plan) -> PlannedTraffic:
     for page, spec in plan.pages.store_pages().items():
         moved = _read(plan.tier(page), spec.nbytes, device_is_host)
         by_kind["state" if plan.pages.is_updated(page) else page.kind] += moved
-        if page.kind in (PageKind.PARAM, PageKind.FROZEN, PageKind.CODES, PageKind.SECONDARY):
+        if page.kind in (*PARAMETER_KINDS, PageKind.SECONDARY):
             passing[page.unit] += moved
         if page.kind == PageKind.GRAD and page.number < plan.pages.updated_pages(plan.units[page.unit]):
             updated_grads += moved
@@ -189,19 +189,19 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
 
 def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
     """Return the bytes that a rank receives in a gather of a unit; with secondary shards only those of its own node."""
-    gather = _gather(plan, sum(plan.facts.stored_dtype(flat.kind).itemsize * flat.stored.P for flat in unit.flats))
+    gather = _gather(plan, sum(flat.dtype(plan.precision.compute).itemsize * flat.stored.P for flat in unit.flats))
     gather = Load(link=gather.link - gather.wire) if plan.facts.keeps_secondary else gather
     return gather._replace(memory=_expanding_bytes(plan, unit))
 
 
 def _expanding_bytes(plan: Plan, unit: UnitSpec) -> float:
-    """Return the bytes of memory that are read and written to expand a unit's codes."""
-    codec, device = plan.precision.frozen, plan.world.compute
-    if codec is None:
+    """Return the bytes of memory that are read and written to expand a unit's packed parameters."""
+    form, device = plan.precision.frozen, plan.world.compute
+    if form is None:
         return 0.0
-    in_a_kernel = codec.vector_bytes / VECTOR + plan.precision.compute.itemsize
-    each = codec.moved_bytes if device.shares_memory else in_a_kernel
-    return each * sum(slot.numel for slot in unit.expanded.slots)
+    in_a_kernel = form.vector_bytes / VECTOR + plan.precision.compute.itemsize
+    each = form.moved_bytes if device.shares_memory else in_a_kernel
+    return each * sum(slot.numel for flat in unit.packed for slot in flat.values.slots)
 
 
 def _gather(plan: Plan, full_bytes: int) -> Load:

@@ -29,6 +29,7 @@ from zero.engine.whole.read import divisor_of, flat_of, has_gradient, values_of_
 from zero.errors import ConfigError, StaleStateError, WorldError, if_it_fails
 from zero.platform.files import memory_of
 from zero.platform.modes import unobserved
+from zero.store import PageKind
 
 
 @contextmanager
@@ -185,7 +186,7 @@ class _Block:
     def _edits(self) -> dict[str, Tensor]:
         """Return the values that this rank has changed. A name that was removed from the dict counts as unchanged."""
         edits = {}
-        coded = {name for unit in self._state.plan.units for name in slot_names(unit.expanded)}
+        packed = self._state.plan.facts.splitting.packed_shapes()
         for name, value in self.full.items():
             if name not in self._seen:
                 raise ConfigError(f"{name!r} was put into the dict, but only what was gathered can be edited")
@@ -202,7 +203,7 @@ class _Block:
                     "makes the same edit, or modify=RANK for the edit of one rank (GatheredParameters: "
                     "modifier_rank=RANK)."
                 )
-            if name in coded:
+            if name in packed:
                 raise ConfigError(
                     f"{name} cannot be edited, because it is kept as codes. Set precision.frozen=compute, or give "
                     "other weights to zero.init."
@@ -260,11 +261,12 @@ def _write_flat(
     flat = flat_of(state, unit, layout, kind)
     for slot in slots:
         slot.of(flat).copy_(edits[slot.name])
-    part = "frozen" if layout is unit.spec.frozen else kind
+    frozen = layout is not unit.spec.trainable
+    part = PageKind.FROZEN if frozen else kind
     writer = FlatWriter(state.plan, state.runtime.store, unit, part)
     writer.write_all(lambda slot, start, stop: slot.of(flat).view(-1)[start:stop])
     if kind == "param":
-        unit.mark_changed(resident=True, frozen=layout is unit.spec.frozen)
+        unit.mark_changed(resident=True, frozen=frozen)
 
 
 def _write_gradient(state: State, unit: UnitState, edits: Mapping[str, Tensor]) -> None:

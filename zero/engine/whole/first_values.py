@@ -31,8 +31,6 @@ from zero.engine.model import (
     Splitting,
     UnitSpec,
     buffers_of,
-    checked_codes,
-    coded,
     reached,
 )
 from zero.engine.plan import Plan
@@ -128,12 +126,12 @@ def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     """Return a unit with this rank's tensors allocated and zero."""
     compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
     resident = Buffer(spec.full_numel, compute, device) if plan.facts.is_resident(spec) else None
-    shards: list[Tensor | None] = [None, None, None]
+    shards: list[Tensor | None] = [None] * len(spec.flats)
     if resident is not None:
         resident.version = 0
         shards = [flat.of(resident.flat)[slice(*flat.stored.shard(rank))] for flat in spec.flats]
     elif not plan.facts.params_offloaded:
-        shards = [device.zeros(plan.sizes.kept_numel(flat), plan.facts.stored_dtype(flat.kind)) for flat in spec.flats]
+        shards = [device.zeros(plan.sizes.kept_numel(flat), flat.dtype(compute)) for flat in spec.flats]
     keeps_grad = spec.trainable.slots and not plan.facts.grads_offloaded
     grad = device.zeros(plan.sizes.grad_numel(spec), plan.facts.grad_dtype) if keeps_grad else None
     secondary = [
@@ -142,8 +140,7 @@ def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
         else None
         for number, flat in enumerate(spec.flats)
     ]
-    shard_S, frozen_S, codes_S = shards
-    return UnitState(spec, resident, shard_S, frozen_S, codes_S, grad, tuple(secondary))
+    return UnitState(spec, resident, tuple(shards), grad, tuple(secondary))
 
 
 @dataclass
@@ -198,9 +195,10 @@ def fill(plan: Plan, store: Store, unit: UnitState, values: Values, codes: Mappi
             if check.error is not None:
                 continue
             source: Callable[[int, int], Tensor] = partial(kept, slot.name)
-            if plan.precision.frozen is not None and flat.kind == PageKind.CODES:
-                make, source = (checked_codes, partial(taken, slot.name)) if slot.name in codes else (coded, source)
-                source = make(plan.precision.frozen, slot.name, slot.numel, source)
+            if flat.form is not None and slot.name in codes:
+                source = flat.form.checked(slot.name, slot.numel, partial(taken, slot.name))
+            elif flat.form is not None:
+                source = flat.form.bytes_of(slot.name, slot.numel, source)
             try:
                 writer.write(stored, source)
             except ConfigError as error:  # raised in `compare`, because the other ranks wait there

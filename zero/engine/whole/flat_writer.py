@@ -124,7 +124,7 @@ def _sinks(plan: Plan, store: Store, unit: UnitState, kind: str, layout: Layout)
     if flat is None:
         wanted.append((updated, _to_pages(store, unit.index, kind, plan.optimizer.form(kind).page_of)))
     elif plan.facts.params_offloaded:
-        narrow = partial(rounded, dtype=plan.facts.stored_dtype(flat.kind))
+        narrow = partial(rounded, dtype=flat.dtype(plan.precision.compute))
         wanted.append((shard, _to_pages(store, unit.index, kind, narrow)))
     elif unit.resident is not None:
         wanted.append((full, _to_memory(flat.of(unit.resident.flat), plan.pages.page_numel)))
@@ -135,7 +135,7 @@ def _sinks(plan: Plan, store: Store, unit: UnitState, kind: str, layout: Layout)
     master = plan.precision.master
     if kind == PageKind.PARAM and master.kind is not None:
         wanted.append((updated, _to_pages(store, unit.index, master.kind, master.page_of)))
-    dtype = torch.uint8 if kind == PageKind.CODES else torch.float32
+    dtype = torch.float32 if flat is None else flat.dtype(torch.float32)
     return [_Sink(*extent, plan.pages.page_numel, keep, plan.world.compute.host, dtype) for extent, keep in wanted]
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.core.codec import CODECS, NORMAL_FLOAT, TINY, Codec, _dynamic, _pairs
+from zero.core.formats import PACKED_FORMATS, PackedFormat
+from zero.core.formats.nf4 import NORMAL_FLOAT, _dynamic, _pairs
+from zero.core.formats.packed import TINY
 
-NF4, INT8 = CODECS["nf4"], CODECS["int8"]
+NF4, INT8 = PACKED_FORMATS["nf4"], PACKED_FORMATS["int8"]
 SIZES = [1, 2, 63, 64, 65, 255, 256, 257, 16383, 16384, 16385, 3 * 16384 + 100]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -24,7 +26,7 @@ def sample(numel: int, seed: int = 0) -> Tensor:
     return values
 
 
-def expanded(codec: Codec, codes: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def expanded(codec: PackedFormat, codes: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     values = torch.full((numel,), torch.nan, dtype=dtype)
     codec.expand(codes, values)
     return values
@@ -123,7 +125,7 @@ def test_expanding_has_the_stored_bits_of_bitsandbytes(name, dtype):
         parts = [scales[:1].view(torch.uint8), codes[:256].view(torch.uint8)]
         parts += [scales[1:].view(torch.uint8), codes[256:].view(torch.uint8)]
         numel = 2 * 256
-    assert digest(expanded(CODECS[name], torch.cat(parts), numel, dtype)) == BITS[name, dtype]
+    assert digest(expanded(PACKED_FORMATS[name], torch.cat(parts), numel, dtype)) == BITS[name, dtype]
 
 
 @pytest.mark.parametrize(("name", "dtype"), BITS)
@@ -160,14 +162,14 @@ def test_int8_has_the_bits_of_bitsandbytes():
     assert torch.equal(expansion[live], torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales)[live])
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("codec", PACKED_FORMATS.values(), ids=PACKED_FORMATS)
 @pytest.mark.parametrize("numel", SIZES)
 def test_no_cut_changes_a_bit(codec, numel):
     values = sample(numel)
     codes = codec.encode(values)
     assert codes.shape == (codec.nbytes(numel),)
     cuts = sorted({0, *torch.randint(codes.numel(), (5,), generator=torch.Generator().manual_seed(2)).tolist()})
-    read = codec.bytes_of(lambda start, stop: values[start:stop], numel)
+    read = codec.bytes_of("w", numel, lambda start, stop: values[start:stop])
     parts = [read(start, stop) for start, stop in zip(cuts, [*cuts[1:], codes.numel()], strict=True)]
     assert torch.equal(torch.cat(parts), codes)
     whole = expanded(codec, codes, numel)
@@ -180,14 +182,14 @@ def test_no_cut_changes_a_bit(codec, numel):
 @pytest.mark.parametrize(("name", "error"), [("nf4", 0.16), ("int8", 0.004)])
 def test_values_are_near_the_parameter(name, error):
     """Half of the widest gap between two codes is 0.152 of a block's largest value; scales add one per cent."""
-    codec, values = CODECS[name], sample(5 * 16384 + 7)
+    codec, values = PACKED_FORMATS[name], sample(5 * 16384 + 7)
     expansion = expanded(codec, codec.encode(values), values.numel())
     width = 64 if name == "nf4" else 256
     for part, near in zip(values.split(width), expansion.split(width), strict=True):
         assert (part - near).abs().max() <= error * part.abs().max() + 0.01 * values.abs().max()
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("codec", PACKED_FORMATS.values(), ids=PACKED_FORMATS)
 @pytest.mark.parametrize("number", [0.0, 1.5, -1e-38, 1e-30, 1e30])
 def test_equal_values_stay_equal(codec, number):
     values = torch.full((16384 + 64,), number)
@@ -200,7 +202,7 @@ def test_tiny_values_have_the_error_of_the_least_scale(number):
     assert (expanded(INT8, INT8.encode(values), 256) - values).abs().max() <= 0.51 * TINY
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("codec", PACKED_FORMATS.values(), ids=PACKED_FORMATS)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_a_value_that_is_not_finite_makes_a_scale_that_is_not_finite(codec, numel, number):
@@ -215,7 +217,7 @@ def test_large_values_whose_scales_have_no_sum_are_not_finite():
     assert NF4.is_finite(NF4.encode(torch.full((16384,), 1e36)))
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("codec", PACKED_FORMATS.values(), ids=PACKED_FORMATS)
 def test_no_default_dtype_changes_a_bit(codec):
     values = sample(20_000)
     codes = codec.encode(values)

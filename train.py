@@ -52,7 +52,7 @@ def train(config: Config, folder: Path) -> "Summary":
         torch.use_deterministic_algorithms(config.deterministic)
     torch.set_float32_matmul_precision(config.precision.matmul)
     with (
-        zero.World.from_env(config.launch.timeout, config.launch.asked_device()) as world,
+        zero.open_world(config.launch.timeout, config.launch.asked_device()) as world,
         open_tracker(config.tracker, folder if world.rank == 0 else None, steps=config.steps) as tracker,
     ):
         task = build_task(config, world)  # the model, without memory, and its loss

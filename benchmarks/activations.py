@@ -70,7 +70,7 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
     def planned(config: Any) -> zero.Plan:
         return build_plan(config, model, world, **Activations(config, model).planned(options.rows, "cpu"))
 
-    world = zero.World.from_env(device="cpu")
+    world = zero.open_world(device="cpu")
     with zero.empty():
         model = GPT(settings("keep").model)
     least, greatest = (sum(planned(settings(word)).bytes["device"].values()) for word in ("remat", "keep"))
@@ -105,7 +105,7 @@ def _warm(tokens: Any) -> None:
 
     with zero.empty():
         model = GPT(GPTConfig(width=64, layers=1, heads=1, seq=tokens.shape[1] - 1))
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), activations="remat", world=zero.World.from_env(device="cpu"))
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), activations="remat", world=zero.open_world(device="cpu"))
     with contextlib.closing(zero.open_store(plan)) as store:
         zero.make_step(plan, loss)(zero.init(plan, store, seed=0), [tokens[:1]])
 

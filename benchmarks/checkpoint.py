@@ -137,7 +137,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     sizes = GPTConfig(width=options.width, layers=options.layers, heads=12, seq=options.tokens, vocab=256, mlp="gelu")
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=options.path) as top:
-        world = zero.World.from_env()
+        world = zero.open_world()
         with zero.empty():
             model = GPT(sizes)
         plan = zero.Plan(

@@ -43,7 +43,7 @@ rows = torch.randn(4, 512)
 """
 MAKE_STEP = """
 plan = zero.Plan(
-    model, optimizer=zero.adamw(1e-3), stage=3, world=zero.World.from_env(), offload=zero.Offload("nvme", path=".")
+    model, optimizer=zero.adamw(1e-3), stage=3, world=zero.open_world(), offload=zero.Offload("nvme", path=".")
 )
 state = zero.init(plan, zero.open_store(plan), seed=0)
 step = zero.make_step(plan, lambda model, rows: model(rows).square().mean())

@@ -87,7 +87,7 @@ def by_zero(options: argparse.Namespace, frozen: str) -> Any:
         optimizer=zero.adamw(lr=1e-4, clip=1.0),
         precision=precision,
         offload=options.offload,
-        world=zero.World.from_env(),
+        world=zero.open_world(),
     )
     step = zero.make_step(plan, loss_of)
     held = [zero.init(plan, zero.open_store(plan))]

@@ -129,7 +129,7 @@ def loss_of(model: Any, row: "torch.Tensor") -> "torch.Tensor":
 def counted(world: Any, settings: dict[str, Any]) -> dict[str, Any]:
     from tests.simulation.simulated_gpu import count_launches, simulated_gpu
     from zero.distributed.opening import open_default_group
-    from zero.distributed.world import World
+    from zero.distributed.world import open_world
 
     patch("triton.runtime.interpreter.InterpretedFunction.run").start()  # kernels need not run to be counted
     made = {"forward and backward": plain, "fsdp2": fsdp2}.get(settings["system"], ours)
@@ -137,7 +137,7 @@ def counted(world: Any, settings: dict[str, Any]) -> dict[str, Any]:
         open_default_group()
     if made is ours:
         with simulated_gpu(fused=True):
-            world = World.from_env()
+            world = open_world()
     step, more = made(world, settings)
     for _ in range(WARM):
         step()
@@ -151,10 +151,10 @@ def counted(world: Any, settings: dict[str, Any]) -> dict[str, Any]:
 def waits_and_copies(settings: dict[str, Any]) -> dict[str, int]:
     """Count the waits and copies of a step on an instrumented device."""
     from tests.simulation.simulated_gpu import simulated_gpu
-    from zero.distributed.world import World
+    from zero.distributed.world import open_world
 
     with simulated_gpu(races=True, fused=True) as simulation:
-        step, _ = ours(World.from_env(), settings)
+        step, _ = ours(open_world(), settings)
         for _ in range(WARM):
             step()
         before = simulation.counts

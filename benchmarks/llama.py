@@ -57,7 +57,7 @@ def train(options: argparse.Namespace) -> None:
     from zero.formats import export_checkpoint, open_newest
     from zero.trainer.models import hf
 
-    world = zero.World.from_env()
+    world = zero.open_world()
     model = hf.build(options.folder / "given")
     plan = zero.Plan(
         model,

@@ -165,7 +165,7 @@ def _plan(
             ahead=job.ahead,
             verify=verify,
         ),
-        world=zero.World.from_env(),
+        world=zero.open_world(),
         **settings,
     )
 

@@ -70,7 +70,7 @@ def train_with_preset(options: argparse.Namespace, preset: str) -> None:
     plan = zero.Plan(
         model,
         optimizer=zero.adamw(1e-4, clip=1.0),
-        world=zero.World.from_env(device="cpu"),
+        world=zero.open_world(device="cpu"),
         stage=options.stage,
         precision=options.precision,
         activations=options.act,

@@ -186,7 +186,7 @@ def _zero(job: Job, stage: int, *, compiled: bool = False, **more: Any) -> Step:
     """
     import zero
 
-    world = zero.World.from_env()
+    world = zero.open_world()
     with zero.empty():
         model = GPT(job.config())
     plan = zero.Plan(

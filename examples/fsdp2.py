@@ -43,7 +43,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def main() -> None:
-    world = zero.World.from_env()  # was: init_process_group, and a mesh
+    world = zero.open_world()  # was: init_process_group, and a mesh
     optimizer = zero.adamw(lr=3e-3, clip=1.0)  # was: torch.optim.AdamW(model.parameters(), lr=3e-3)
     plan = zero.Plan(make_model(), optimizer=optimizer, stage=3, precision="bf16", world=world)  # was: fully_shard
     state = zero.init(plan, zero.open_store(plan))

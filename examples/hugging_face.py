@@ -27,7 +27,7 @@ def small_llama(folder: Path) -> None:
 
 
 def main() -> None:
-    world = zero.World.from_env()  # the ranks that torchrun started, or this process alone
+    world = zero.open_world()  # the ranks that torchrun started, or this process alone
     out = Path(world.share(f"runs/{datetime.now():%Y-%m-%d/%H-%M-%S}"))  # rank 0's path, on every rank
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else out / "given"
     if world.rank == 0:

@@ -18,7 +18,7 @@ import zero
 
 
 def main(steps: int = 30, length: int = 512) -> None:
-    world = zero.World.from_env()
+    world = zero.open_world()
     group = zero.sequence.open_group(world, min(2, world.size))  # this rank and its neighbour
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     with zero.empty():  # parameters take no memory yet

@@ -35,7 +35,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def main(steps: int = 50, rows: int = 8, length: int = 64, width: int = 64) -> None:
-    world = zero.World.from_env()  # the ranks that torchrun started, or this process alone
+    world = zero.open_world()  # the ranks that torchrun started, or this process alone
     with zero.empty():  # parameters take no memory yet
         model = nn.Sequential(nn.Embedding(256, width), *(Block(width) for _ in range(4)), nn.Linear(width, 256))
     plan = zero.Plan(model, optimizer=zero.adamw(lr=3e-3, clip=1.0), stage=3, precision="bf16", world=world)

@@ -86,7 +86,7 @@ def functions(folder: Path) -> None:
     import zero
 
     rows = torch.linspace(0, 1, 32, dtype=torch.float16).view(4, 8)
-    with zero.World.from_env() as world:
+    with zero.open_world() as world:
         with zero.empty():
             empty = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         zero.Stage(2), zero.linear_warmup(1e-3, 2), zero.warmup_cosine(1e-3, 2, 4)
@@ -134,7 +134,7 @@ def sequence(folder: Path) -> None:
 
     import zero
 
-    with zero.World.from_env() as world, zero.empty():
+    with zero.open_world() as world, zero.empty():
         parallel = zero.sequence_parallel(GPT2LMHeadModel(GPT2Config(n_layer=1)), zero.sequence.open_group(world, 1))
         _, targets = parallel.slice(dict.fromkeys(("input_ids", "labels"), torch.ones(1, 4, dtype=torch.int64)))
         parallel.loss(torch.ones(()), targets)

@@ -66,7 +66,7 @@ def run(source: str, names: dict[str, Any]) -> None:
 def own_loop(world: zero.World | None = None, **settings: Any) -> dict[str, Any]:
     """Make the names that the blocks of docs/own-loop.md go on from: those of its example."""
     names = runpy.run_path(str(EXAMPLES / "own_loop.py"))
-    world = world or zero.World.from_env()
+    world = world or zero.open_world()
     with zero.empty():
         model = nn.Sequential(nn.Embedding(256, 64), names["Block"](64), nn.Linear(64, 256))
     plan = zero.Plan(model, optimizer=zero.adamw(lr=3e-3), world=world, **settings)
@@ -106,7 +106,7 @@ def test_an_example_learns(name: str, here: Path, monkeypatch: pytest.MonkeyPatc
 def printed_by(world: zero.World, name: str) -> str:
     """Return the output of one rank of `world` that runs ten steps of an example."""
     with (
-        patch.object(zero.World, "from_env", lambda **_: world),
+        patch.object(zero, "open_world", lambda **_: world),
         patch("sys.argv", [name, "--steps", "10"]),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
@@ -324,7 +324,7 @@ def test_the_loop_of_tracking_goes_on_where_it_stopped(here: Path):
     for epochs in (1, 2):
         with zero.empty():
             model = nn.Sequential(nn.Embedding(256, 64), names["Block"](64), nn.Linear(64, 256))
-        names |= {"zero": zero, "model": model, "world": zero.World.from_env(), **rows}
+        names |= {"zero": zero, "model": model, "world": zero.open_world(), **rows}
         run(tracked.replace("epochs, rows = 2, 4", f"epochs, rows = {epochs}, 4"), names)
         assert names["state"].tried == 10 * epochs
         names["store"].close()
@@ -351,7 +351,7 @@ class Reader(nn.Module):
 
 def test_hidden_state_of_the_docs_is_carried_as_in_plain_torch():
     model, pieces = Reader(), torch.randint(64, (4, 41)).unfold(1, 9, 8).unbind(1)
-    plain, world = copy.deepcopy(model), zero.World.from_env()
+    plain, world = copy.deepcopy(model), zero.open_world()
     plan = zero.Plan(model, optimizer=zero.sgd(lr=1.0), world=world)
     names = {"zero": zero, "plan": plan, "state": zero.init(plan, zero.open_store(plan)), "pieces": pieces}
     run(blocks("docs/own-loop.md")[-1], names)
@@ -395,7 +395,7 @@ def test_lora_of_the_docs_runs(here: Path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, vocab_size=64, pad_token_id=None))
-    names = {"peft": peft, "zero": zero, "model": model, "world": zero.World.from_env()}
+    names = {"peft": peft, "zero": zero, "model": model, "world": zero.open_world()}
     run(blocks("docs/hugging-face.md")[0], names)
     assert len(names["adapter"]) == 4
 
@@ -412,7 +412,7 @@ def test_the_mixin_of_the_docs_makes_a_trainer():
 def test_whole_values_of_the_docs_are_read_and_written():
     with zero.empty():
         model = GPT(GPTConfig(vocab=16, width=16, layers=2, heads=2, seq=8))
-    plan = zero.Plan(model, optimizer=zero.adamw(lr=1e-3), world=zero.World.from_env())
+    plan = zero.Plan(model, optimizer=zero.adamw(lr=1e-3), world=zero.open_world())
     names = {"zero": zero, "state": zero.init(plan, zero.open_store(plan))}
     run(blocks("docs/whole-values.md")[0], names)
     assert not zero.get_full(names["state"], "embed.weight")[0].any()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         init_distributed as init_distributed,
         initialize as initialize,
     )
-    from zero.distributed.world import World as World
+    from zero.distributed.world import World as World, open_world as open_world
     from zero.engine.init import init as init, open_store as open_store
     from zero.engine.make_step import make_forward as make_forward, make_step as make_step, record as record
     from zero.engine.meta import empty as empty
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from zero.user_loop.engine import Engine as Engine
 
 _NAMES = {
-    "distributed.world": "World",
+    "distributed.world": "World open_world",
     "core.stage": "Stage",
     "core.precision": "Precision",
     "core.loss_scale": "LossScaling",

@@ -75,9 +75,9 @@ class Gpu:
     @cached_property
     def world(self) -> Any:
         """The world of all ranks, which is opened once. It computes on this device."""
-        from zero.distributed.world import World
+        from zero.distributed.world import open_world
 
-        return World.from_env(self._timeout_s, "cuda")
+        return open_world(self._timeout_s, "cuda")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
         """Return the bytes of each tier that a plan may use."""
@@ -225,11 +225,11 @@ class Simulated(Gpu):
 
     @cached_property
     def world(self) -> Any:
-        from zero.distributed.world import World
+        from zero.distributed.world import open_world
         from tests.simulation import simulated_gpu
 
         with simulated_gpu():
-            return World.from_env(self._timeout_s, "cpu")
+            return open_world(self._timeout_s, "cpu")
 
     def room(self, host_bytes: int | None, folder: Path) -> Any:
         """Return few bytes of each tier, so that the models of a dry run use all tiers."""

@@ -265,7 +265,7 @@ def test_the_same_holds_for_fresh_processes(tmp_path: Path):
 
 
 def test_saving_and_loading_twenty_times_changes_nothing(tmp_path: Path):
-    setting, world = Setting(offload=(("preset", "nvme"),)), zero.World.from_env()
+    setting, world = Setting(offload=(("preset", "nvme"),)), zero.open_world()
     was, _ = whole_run(world, setting, 3)
     held: list[tuple[int, int]] = []
     with opened(world, setting) as (state, step):
@@ -333,7 +333,7 @@ def refusal_of(world, path, build, optimizer=zero.adamw, **options):
 
 
 def test_a_model_with_more_less_or_other_tensors_is_refused_by_name(tmp_path: Path):
-    world = zero.World.from_env()
+    world = zero.open_world()
     _, path = saved(world, Setting(), tmp_path / "a")
     _, longer = saved(world, Setting(), tmp_path / "b", build=LongerRun)
     missing = refusal_of(world, path, Longer)
@@ -352,7 +352,7 @@ class LongerRun(Longer):
 
 
 def test_partial_keeps_what_it_names(tmp_path: Path):
-    world = zero.World.from_env()
+    world = zero.open_world()
     _, path = saved(world, Setting(), tmp_path)
     with opened(world, Setting(seed=5), Longer) as (state, _):
         fresh, said = full_state_dict(state), []
@@ -383,7 +383,7 @@ def test_all_ranks_read_what_stays_in_one_order_whatever_the_order_of_their_sets
 
 
 def test_partial_may_name_a_kind_so_another_optimizer_takes_over(tmp_path: Path):
-    world = zero.World.from_env()
+    world = zero.open_world()
     _, path = saved(world, Setting(), tmp_path)
     lion = Setting(optimizer=zero.lion)
     assert "mu/embed.weight" not in refusal_of(world, path, Small, optimizer=zero.lion)
@@ -400,7 +400,7 @@ def test_partial_may_name_a_kind_so_another_optimizer_takes_over(tmp_path: Path)
 
 
 def values_of_kind(path: Path, kind: str) -> dict[str, torch.Tensor]:
-    checkpoint = open_checkpoint(zero.World.from_env(), path)
+    checkpoint = open_checkpoint(zero.open_world(), path)
     with Tensors(checkpoint) as files:
         return {
             entry.name: files.read(entry, 0, entry.numel).view(entry.shape)
@@ -410,7 +410,7 @@ def values_of_kind(path: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 def test_without_moments_any_optimizers_checkpoint_is_evaluated(tmp_path: Path):
-    world = zero.World.from_env()
+    world = zero.open_world()
     _, path = saved(world, Setting(), tmp_path)
     for optimizer in (zero.lion, zero.sgd):
         with opened(world, Setting(seed=5, optimizer=optimizer)) as (state, _):
@@ -426,7 +426,7 @@ class Frozen(Small):
 
 
 def test_what_was_trained_may_be_frozen_and_the_other_way_round(tmp_path: Path):
-    world, name = zero.World.from_env(), "blocks.0.linear.weight"
+    world, name = zero.open_world(), "blocks.0.linear.weight"
     _, trained_path = saved(world, Setting(), tmp_path / "trained")
     _, frozen_path = saved(world, Setting(), tmp_path / "frozen", build=Frozen)
     assert f"mu/{name}, nu/{name} are not in the model" in refusal_of(world, trained_path, Frozen)
@@ -454,13 +454,13 @@ def test_a_buffer_of_every_dtype_that_safetensors_has_is_loaded_to_the_bit(tmp_p
     def bits(buffer: Tensor) -> list[int]:
         return buffer.resolve_conj().view(-1).view(torch.uint8).tolist()
 
-    with opened(zero.World.from_env(), Setting(), Table) as (state, _):
+    with opened(zero.open_world(), Setting(), Table) as (state, _):
         model = state.model
         expected = {name: bits(buffer) for name, buffer in model.named_buffers()}
         path = save(state, tmp_path)
         for buffer in model.buffers():
             buffer.zero_()
-        load(state, open_checkpoint(zero.World.from_env(), path))
+        load(state, open_checkpoint(zero.open_world(), path))
         assert {name: bits(buffer) for name, buffer in model.named_buffers()} == expected
     theirs = load_file(path / "rank-00000-of-00001.safetensors")
     assert {name: bits(theirs[f"buffer/{name}"]) for name in expected} == expected
@@ -546,7 +546,7 @@ def test_a_save_behind_has_the_bytes_of_its_step_though_it_copies_while_the_next
         real(writer, view)
 
     monkeypatch.setattr(ShardWriter, "write", write)
-    world = zero.World.from_env()
+    world = zero.open_world()
     with opened(world, setting) as (state, step):
         for number in range(2):
             state, _ = trained(world, state, step, [number])
@@ -597,7 +597,7 @@ def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
 def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_is(tmp_path: Path, monkeypatch):
     for module in ("format.hashes", "format.texts", "files.shard", "open"):
         monkeypatch.setattr(sys.modules[f"zero.checkpoint.{module}"], "BLOCK_BYTES", 2**20)
-    _, path = saved(zero.World.from_env(), Setting(), tmp_path, steps=0, build=lambda: Small(width=500))
+    _, path = saved(zero.open_world(), Setting(), tmp_path, steps=0, build=lambda: Small(width=500))
     (file,), (frozen,) = path.glob("rank-*.safetensors"), path.glob("frozen-*.safetensors")
     whole = file.read_bytes()
     assert len(whole) > 5 * 2**20 > 2**20 > frozen.stat().st_size
@@ -630,7 +630,7 @@ def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_
 def test_few_files_are_open_at_once_and_each_index_is_read_once(tmp_path: Path, monkeypatch):
     """Also where the tensors are read in turn from more files than may be open."""
     (_, path), *_ = run_ranks(12, saved, Setting(), tmp_path, 0)
-    checkpoint = open_checkpoint(zero.World.from_env(), path)
+    checkpoint = open_checkpoint(zero.open_world(), path)
     before, names, real = len(os.listdir("/proc/self/fd")), [], Disk.open
     monkeypatch.setattr(Disk, "open", lambda disk, path, *flags: (names.append(path.name), real(disk, path, *flags))[1])
 
@@ -664,7 +664,7 @@ def test_a_result_of_rank_0_is_not_as_long_on_the_wire_as_the_world_is_wide(monk
 
 
 def test_a_copy_that_leaves_no_room_is_not_made(tmp_path: Path, monkeypatch):
-    world = zero.World.from_env()
+    world = zero.open_world()
     with opened(world, Setting()) as (state, _):
         for beside, written_behind in ((2**28 + 1, True), (2**28 - 1, False)):
             saver = saver_of(world, state.plan, tmp_path / "root", **{"async": True})
@@ -677,7 +677,7 @@ def test_a_copy_that_leaves_no_room_is_not_made(tmp_path: Path, monkeypatch):
 
 
 def test_what_is_not_finite_or_not_of_this_run_is_said_in_a_line(tmp_path: Path):
-    world, said, tracker = zero.World.from_env(), [], Tracker()
+    world, said, tracker = zero.open_world(), [], Tracker()
     tracker.note = said.append
     with opened(world, Setting()) as (state, _):
         config = Config.model_validate({"checkpoint": {"dir": str(tmp_path / "root")}})
@@ -710,7 +710,7 @@ def test_what_is_not_finite_or_not_of_this_run_is_said_in_a_line(tmp_path: Path)
 
 
 def test_a_state_that_was_loaded_into_is_spent(tmp_path: Path):
-    world = zero.World.from_env()
+    world = zero.open_world()
     _, path = saved(world, Setting(), tmp_path)
     with opened(world, Setting()) as (state, _):
         load(state, open_checkpoint(world, path))
@@ -771,7 +771,7 @@ def test_what_was_gathered_before_a_load_is_not_used_after_it(tmp_path: Path):
 
 
 def test_latest_walks_back_to_the_newest_valid_one_and_names_what_it_rejected(tmp_path: Path):
-    world = zero.World.from_env()
+    world = zero.open_world()
     with opened(world, Setting()) as (state, step):
         for number in range(12):
             state, _ = trained(world, state, step, [number])
@@ -789,7 +789,7 @@ def test_latest_walks_back_to_the_newest_valid_one_and_names_what_it_rejected(tm
 
 def saved_steps(folder, count, checkpoint=None):
     """Save after each of `count` steps of a new run, or of one that continues; returns the folders."""
-    world = zero.World.from_env()
+    world = zero.open_world()
     with opened(world, Setting()) as (state, step):
         if checkpoint is not None:
             state = load(state, open_checkpoint(world, checkpoint))
@@ -802,7 +802,7 @@ def saved_steps(folder, count, checkpoint=None):
 
 def test_latest_is_what_was_published_last_by_one_run_and_of_two_runs_none(tmp_path: Path):
     """A run that continues is the same run. Steps that a run went back from are older than those that it made since."""
-    world = zero.World.from_env()
+    world = zero.open_world()
     first = saved_steps(tmp_path / "a", 3)
     assert open_latest(world, tmp_path / "a")[0].folder == first[-1]
     (again,) = saved_steps(tmp_path / "a", 1, first[0])
@@ -822,7 +822,7 @@ def test_latest_is_what_was_published_last_by_one_run_and_of_two_runs_none(tmp_p
 
 
 def test_checkpoints_of_earlier_versions_have_no_lineage_and_are_older_than_others(tmp_path: Path):
-    world = zero.World.from_env()
+    world = zero.open_world()
     old = saved_steps(tmp_path, 3)
     for folder in old:
         manifest = from_text((folder / "manifest.json").read_bytes())
@@ -841,7 +841,7 @@ def test_checkpoints_of_earlier_versions_have_no_lineage_and_are_older_than_othe
 @pytest.mark.parametrize("at", ["write", "rename"])
 def test_what_a_killed_save_leaves_is_opened_and_removed_by_the_next_save(at: str, tmp_path: Path, monkeypatch):
     """Killed between its two renames, a save of an existing step leaves the older save of it under another name."""
-    world, root, real = zero.World.from_env(), tmp_path / "root", Disk.rename
+    world, root, real = zero.open_world(), tmp_path / "root", Disk.rename
 
     def rename(disk, old, new):
         if at == "write" or new.name.startswith("step-"):
@@ -871,7 +871,7 @@ def test_what_a_killed_save_leaves_is_opened_and_removed_by_the_next_save(at: st
 
 
 def test_only_rejected_ones_are_an_error_and_none_is_none(tmp_path: Path):
-    world = zero.World.from_env()
+    world = zero.open_world()
     assert open_latest(world, tmp_path / "nothing") == (None, [])
     _, path = saved(world, Setting(), tmp_path)
     damage(path / "rank-00000-of-00001.safetensors", 6000)

@@ -105,7 +105,7 @@ def test_the_trial_sees_what_loads_silently(kept: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("path", ["..", ".", "../kept/step-0000000020/..", "step-0000000020/manifest.json", "x" * 300])
 def test_a_path_that_is_no_checkpoint_is_refused(path: str, kept: Path):
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(zero.World.from_env(), kept / "kept" / path)
+        open_checkpoint(zero.open_world(), kept / "kept" / path)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -220,7 +220,7 @@ def test_the_payload_works(tmp_path: Path):
 
 
 def test_crafted_files_are_refused_and_run_nothing(kept: Path, tmp_path: Path):
-    marker, world = tmp_path / "marker", zero.World.from_env()
+    marker, world = tmp_path / "marker", zero.open_world()
     folder = copied(kept, tmp_path)
     state = load(start_of()(world), open_checkpoint(world, folder.parent / GOOD))
     before = digest(state)
@@ -413,7 +413,7 @@ def test_a_save_that_any_call_fails_costs_nothing_but_itself(size: int, behind: 
 
 def test_a_limit_of_the_system_itself_fails_a_save(tmp_path: Path):
     """Not our disk that pretends: the kernel writes part of the file, and then no more."""
-    world = zero.World.from_env()
+    world = zero.open_world()
     state, step = Setting().start(world)
     state, _ = step(state, slice_of(small_batch(0, 12), world, 1))
     before = digest(state)

@@ -451,9 +451,9 @@ def test_a_group_for_parameters_that_the_model_has_not_is_refused(takes, said):
         return adamw(*args, groups=[Group(["embed.weight"]), Group(takes)], **how)
 
     with pytest.raises(ConfigError, match=f"^{re.escape(f'optim.groups[1] {said}')}"):
-        Setting(optimizer=strange).plan(zero.World.from_env())
+        Setting(optimizer=strange).plan(zero.open_world())
     nothing = Group(frozenset())  # as that of an optimizer of torch whose parameters are all frozen
-    Setting(optimizer=lambda *args, **how: adamw(*args, groups=[nothing], **how)).plan(zero.World.from_env())
+    Setting(optimizer=lambda *args, **how: adamw(*args, groups=[nothing], **how)).plan(zero.open_world())
 
 
 def test_no_groups_have_the_bits_of_a_group_that_says_nothing():

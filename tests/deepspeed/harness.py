@@ -81,7 +81,7 @@ def engine_of(
         arguments: of `initialize`.
         **settings: of `config`.
     """
-    world = zero.World.from_env() if world is None else world
+    world = zero.open_world() if world is None else world
     with world.exclusive():
         made = model if isinstance(model, nn.Module) else model()
         arguments = (arguments or {}) | prepare(made)

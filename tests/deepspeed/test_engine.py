@@ -109,7 +109,7 @@ def test_several_losses_and_backwards_add_up(loop, stage: int, accumulate: int):
 
 @pytest.mark.filterwarnings("ignore:the model keeps no values. an exception ended the run")
 def test_a_backward_without_the_scale_is_refused_in_fp16_and_with_it_trains():
-    world, fp16 = zero.World.from_env(), {"enabled": True, "initial_scale_power": 4}
+    world, fp16 = zero.open_world(), {"enabled": True, "initial_scale_power": 4}
 
     def half(engine, part):
         engine.scale(engine(part)).backward()
@@ -384,7 +384,7 @@ def test_a_torch_scheduler_writes_the_learning_rate(where: str):
         optimizer = TORCH["AdamW"](model)
         return {"optimizer": optimizer, "lr_scheduler": halving(optimizer) if "given" in where else halving}
 
-    result = trained(zero.World.from_env(), 4, prepare=prepare)
+    result = trained(zero.open_world(), 4, prepare=prepare)
     alike(result, plain(0, 1, 2, 3, make=TORCH["AdamW"], scheduler=halving))
 
 
@@ -656,7 +656,7 @@ def test_a_backward_whose_gradient_has_the_scale_already_is_said_to():
 )
 def test_what_cannot_be_translated_is_refused_by_name(make, says: str):
     with pytest.raises(ConfigError, match=says):
-        trained(zero.World.from_env(), prepare=lambda model: {"optimizer": make(model)})
+        trained(zero.open_world(), prepare=lambda model: {"optimizer": make(model)})
 
 
 def test_one_cycle_moves_betas_and_no_other_momentum():
@@ -1074,7 +1074,7 @@ def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path
     disk = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     settings = config(zero_optimization=disk, steps_per_print=1)
     engine, *_ = zero.initialize(
-        model=model, optimizer=passed, config=settings, world=zero.World.from_env(), folder=tmp_path / "run"
+        model=model, optimizer=passed, config=settings, world=zero.open_world(), folder=tmp_path / "run"
     )
     train(engine, 0)
     workers = set(threading.enumerate()) - before
@@ -1089,7 +1089,7 @@ def test_an_engine_that_is_dropped_gives_back_its_threads_and_its_files(tmp_path
 
 
 def test_a_log_that_cannot_be_closed_does_not_cost_the_trained_model(tmp_path: Path):
-    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.World.from_env(), folder=tmp_path / "run")
+    engine, *_ = zero.initialize(model=net(), config=config(), world=zero.open_world(), folder=tmp_path / "run")
     model, values = engine.module, engine.module_state_dict()
 
     def full(status: str | None) -> None:
@@ -1127,7 +1127,7 @@ def test_a_script_of_one_rank_may_ask_torch_for_its_rank(how: str):
     if how == "init_distributed":
         for _ in range(2):
             zero.init_distributed("nccl", dist_init_required=True)
-        trained(zero.World.from_env(), steps=1)
+        trained(zero.open_world(), steps=1)
     elif how == "Init":
         with deepspeed.zero.Init():
             assert deepspeed.comm.get_rank() == 0
@@ -1215,7 +1215,7 @@ def auto(kind: str, key: str) -> dict:
 )
 def test_wrong_arguments_are_one_line(arguments, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):
-        zero.initialize(**{"model": net(), "config": config(), "world": zero.World.from_env(), **arguments})
+        zero.initialize(**{"model": net(), "config": config(), "world": zero.open_world(), **arguments})
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["a dict", "JSON"])

@@ -136,7 +136,7 @@ def test_a_subclass_with_an_update_of_its_own_is_refused(make):
                     parameter.data.sub_(parameter.grad.sign())
 
     with pytest.raises(ConfigError, match="Signed is not supported"):
-        trained(zero.World.from_env(), prepare=lambda model: {"optimizer": Signed(model.parameters())})
+        trained(zero.open_world(), prepare=lambda model: {"optimizer": Signed(model.parameters())})
 
 
 def test_a_scheduler_goes_on_from_an_iteration_and_rejects_what_deepspeeds_does():

@@ -191,7 +191,7 @@ def test_to_where_it_is_is_nothing_and_anywhere_else_is_refused(bf16):
 
 def test_an_engine_that_is_dropped_is_not_kept_alive_by_the_model():
     model = net()
-    engine, *_ = zero.initialize(model=model, config=config(), world=zero.World.from_env())
+    engine, *_ = zero.initialize(model=model, config=config(), world=zero.open_world())
     gone = weakref.ref(engine)
     del engine, _
     gc.collect()
@@ -337,7 +337,7 @@ def without(model: nn.Module) -> None:
 )
 def test_another_parameter_that_is_put_into_a_unit_later_is_named_by_step_and_save(change, said, tmp_path):
     """The new parameter would not train, and a checkpoint would hold the old one."""
-    engine, *_ = zero.initialize(model=net(0, Nested), config=config(), world=zero.World.from_env())
+    engine, *_ = zero.initialize(model=net(0, Nested), config=config(), world=zero.open_world())
     change(engine.module)
     for call in (lambda: train(engine, 0), lambda: engine.save_checkpoint(tmp_path), engine.module_state_dict):
         with pytest.raises(ConfigError, match=rf"^the model was changed after zero took it over: {said}"):

@@ -529,7 +529,7 @@ def test_without_torchruns_environment_the_world_is_solo(bare):
 
 
 def test_a_world_of_another_device_is_refused(bare):
-    with pytest.raises(ConfigError, match=r'device=gpu: must be cpu or cuda. Write zero.World.from_env\(device="cuda"'):
+    with pytest.raises(ConfigError, match=r'device=gpu: must be cpu or cuda. Write zero.open_world\(device="cuda"'):
         World.from_env(device="gpu")
 
 
@@ -688,7 +688,7 @@ def test_processes_name_the_rank_that_left(told):
 UNCLOSED = """
 import zero
 
-world = zero.World.from_env(20.0, "cpu")
+world = zero.open_world(20.0, "cpu")
 world.barrier("start")
 if world.rank == 1:
     raise ValueError("bad batch")
@@ -701,8 +701,8 @@ except zero.errors.WorldError as error:
 HOST_IS_GONE = """
 import zero
 
-unclosed = zero.World.from_env(90.0, "cpu")
-with zero.World.from_env(90.0, "cpu") as world:
+unclosed = zero.open_world(90.0, "cpu")
+with zero.open_world(90.0, "cpu") as world:
     world.barrier("start")
     world.rank and input()
 """

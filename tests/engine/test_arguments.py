@@ -18,7 +18,7 @@ Pair = namedtuple("Pair", "inputs targets")
 def run(tmp_path):
     """A plan, a store and a state, and what a loop has beside them."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    world = zero.World.from_env()
+    world = zero.open_world()
     plan = zero.Plan(model, optimizer=zero.adamw(lr=1e-3), world=world)
     store = zero.open_store(plan)
     state = zero.init(plan, store)
@@ -273,6 +273,6 @@ def test_arguments_of_a_plan_in_the_words_of_python(run, given, said):
 
 @pytest.mark.parametrize(("offload", "tiers"), [("auto", ["host"]), ("none", ["device"])])
 def test_a_plan_shows_the_tiers_that_hold_something(offload, tiers):
-    plan = zero.Plan(nn.Linear(4, 4), optimizer=zero.adamw(lr=1e-3), world=zero.World.from_env(), offload=offload)
+    plan = zero.Plan(nn.Linear(4, 4), optimizer=zero.adamw(lr=1e-3), world=zero.open_world(), offload=offload)
     assert str(plan).splitlines()[1].split() == ["per", "rank", *tiers]
     assert " 0 B" not in str(plan)

@@ -73,7 +73,7 @@ def test_a_buffer_of_two_modules_stays_one():
 def test_a_buffer_of_two_modules_stays_one_when_the_state_is_closed(precision):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     model[2].running_mean = model[1].running_mean
-    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision=precision)
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world(), precision=precision)
     state = zero.init(plan, zero.open_store(plan))
     zero.make_forward(plan, lambda model: model(torch.ones(4, 2, dtype=plan.precision.compute)))(state)
     state.close()

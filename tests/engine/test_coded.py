@@ -139,7 +139,7 @@ def test_no_unit_cut_and_no_schedule_changes_a_bit(size):
 def test_launches_on_a_gpu_do_not_grow_with_the_values_of_a_parameter(codec, fused, width):
     def launches(width: int) -> Counter[str]:
         setting = Setting(precision="bf16", frozen=codec, optimizer=zero.sgd)
-        state, step = setting.start(zero.World.from_env(), lambda: build(width))
+        state, step = setting.start(zero.open_world(), lambda: build(width))
         state, _ = step(state, [small_batch(0, 6)])
         return count_launches(lambda: step(state, [small_batch(1, 6)]))
 

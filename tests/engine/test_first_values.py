@@ -56,14 +56,14 @@ def values(world: zero.World, module: type[nn.Module]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("module", [Initialized, OnMeta])
 def test_the_ranges_of_all_ranks_are_the_whole(module):
-    whole = values(zero.World.from_env(), module)
+    whole = values(zero.open_world(), module)
     for size in (2, 3):
         for made in run_ranks(size, values, module):
             assert all(torch.equal(made[name], whole[name]) for name in whole)
 
 
 def test_values_are_those_of_their_initializers():
-    made = values(zero.World.from_env(), Initialized)
+    made = values(zero.open_world(), Initialized)
     assert 0.019 < made["normal"].std() < 0.021
     assert made["cut"].abs().max() <= 2
     assert 3 <= made["twice"].min() < made["twice"].max() <= 6
@@ -84,8 +84,8 @@ def test_meta_and_empty_models_begin_alike():
             super().__init__()
             self.linear = nn.Linear(64, ROWS)
 
-    on_meta = values(zero.World.from_env(), OnMeta)
-    assert all(torch.equal(value, on_meta[name]) for name, value in values(zero.World.from_env(), Empty).items())
+    on_meta = values(zero.open_world(), OnMeta)
+    assert all(torch.equal(value, on_meta[name]) for name, value in values(zero.open_world(), Empty).items())
 
 
 def test_a_rank_reads_its_part_of_a_file(tmp_path, monkeypatch):
@@ -169,21 +169,21 @@ class Scales(Resets):
 
 @pytest.mark.parametrize("module", [Reads, Replaces, Assigns, KeepsACopy])
 def test_a_reset_that_cannot_run_in_blocks_runs_on_the_whole(module):
-    made = values(zero.World.from_env(), module)
+    made = values(zero.open_world(), module)
     assert 0.009 < made["weight"].std() < 0.011
     assert len(made["weight"].unique()) > ROWS
 
 
 def test_a_reset_is_recorded_whether_or_not_a_model_was_built_empty():
-    plan = zero.Plan(Cuts(), optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="fp32")
+    plan = zero.Plan(Cuts(), optimizer=zero.sgd(0.1), world=zero.open_world(), precision="fp32")
     made = zero.full_state_dict(zero.init(plan, zero.open_store(plan), seed=3))
     assert made["weight"].abs().max() <= 0.5
-    assert torch.equal(made["weight"], values(zero.World.from_env(), Cuts)["weight"])
+    assert torch.equal(made["weight"], values(zero.open_world(), Cuts)["weight"])
 
 
 def test_a_copy_that_a_reset_keeps_has_values():
     model = KeepsACopy()
-    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="fp32")
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world(), precision="fp32")
     made = zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
     assert torch.equal(model.first, made["weight"])
 
@@ -196,14 +196,14 @@ def test_numbers_beside_parameters_are_drawn_from_the_seed():
     made = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        made.append(values(zero.World.from_env(), Draws)["weight"])
+        made.append(values(zero.open_world(), Draws)["weight"])
     assert torch.equal(*made)
 
 
 def test_a_scaled_parameter_without_values_is_reset():
     with zero.empty():
         model = Scales()
-    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="fp32")
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world(), precision="fp32")
     made = zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
     assert not made["bias"].any()
     assert 0.009 < made["weight"].std() < 0.011
@@ -222,6 +222,6 @@ def test_views_of_an_empty_parameter_are_views_of_its_values():
             q.mul_(0.5)
             self.square.data.copy_(q)
 
-    made = values(zero.World.from_env(), Turned)
+    made = values(zero.open_world(), Turned)
     assert torch.equal(made["weight"], torch.arange(15.0).view(5, 3).t())
     torch.testing.assert_close(made["square"] @ made["square"].t(), 0.25 * torch.eye(64))

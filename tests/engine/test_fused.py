@@ -72,7 +72,7 @@ def test_the_kernel_compiles_the_function_of_an_optimizer_from_outside():
     setting = Setting(stage=1, optimizer=signum, precision="bf16", clip=0.5)
     with simulated_gpu(fused=True):
         fused = run_ranks(2, train_small, setting, 2)
-        assert count_launches(lambda: train_small(zero.World.from_env(), setting, 2))["zero::update"]
+        assert count_launches(lambda: train_small(zero.open_world(), setting, 2))["zero::update"]
     with simulated_gpu():
         assert run_ranks(2, train_small, setting, 2) == fused
 
@@ -96,5 +96,5 @@ def test_a_unit_is_updated_by_one_launch():
         return count_launches(lambda: step(state, [small_batch(1, 6)]))["zero::update"]
 
     with simulated_gpu(fused=True):
-        world = zero.World.from_env()
+        world = zero.open_world()
         assert launches(world, 4 * KiB) == launches(world, 1024 * KiB) == 5, "the units of the model"

@@ -921,7 +921,7 @@ def test_a_graph_from_before_the_update_is_refused_by_name(ranks, stage):
 def test_one_rank_refuses_such_a_graph_whatever_is_asked_of_it(wanted: str):
     """A sum keeps no parameter, and torch would notice nothing."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    plan = zero.Plan(model, optimizer=zero.sgd(LR), world=zero.World.from_env())
+    plan = zero.Plan(model, optimizer=zero.sgd(LR), world=zero.open_world())
     state = zero.init(plan, zero.open_store(plan))
     x = torch.ones(2, WIDTH, requires_grad=True)
     step = zero.Step(state)

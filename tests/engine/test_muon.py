@@ -201,7 +201,7 @@ def test_every_one_of_fifty_steps_is_that_of_torch(adjust):
     than one. The iteration raises a small singular value, and its error, by up to 3.4445 to the fifth. Most steps have
     none: the largest of 50 was 2^-6.0 with AVX2 and 2^-5.9 with bf16 units.
     """
-    (world,) = [zero.World.from_env()]
+    (world,) = [zero.open_world()]
     optimizer = partial(zero.muon, adjust=adjust, blocks={"*.qkv.weight": 3})
     plan = Setting(optimizer=optimizer, lr=0.02, weight_decay=0.0).plan(world, partial(GPT, CONFIG))
     state = zero.init(plan, zero.open_store(plan))
@@ -275,7 +275,7 @@ def test_an_excluded_matrix_is_updated_by_adamw():
 
 
 def test_a_matrix_has_one_moment(tmp_path):
-    (world,) = [zero.World.from_env()]
+    (world,) = [zero.open_world()]
     plan = WIDE.plan(world, Wide)
     matrices = sum(value.numel() for name, value in Wide().named_parameters() if value.ndim > 1) - 2 * 11 * 20
     others = plan.numel - matrices
@@ -336,7 +336,7 @@ def test_the_launches_of_an_update_do_not_grow_with_its_pages_or_matrices():
         return sum(count_launches(lambda: step(state, [small_batch(1, 6)])).values())
 
     with simulated_gpu(fused=True):
-        world = zero.World.from_env()
+        world = zero.open_world()
         assert launches(world, 4 * KiB, 3) == launches(world, 1024 * KiB, 3) == launches(world, 1024 * KiB, 9)
 
 
@@ -383,7 +383,7 @@ def test_microbatches_add_up_at_stages_2_and_3(accumulate):
 
 
 def test_a_skipped_step_and_a_group_that_rests_change_no_matrix():
-    (world,) = [zero.World.from_env()]
+    (world,) = [zero.open_world()]
     rests = zero.Group(["blocks.0.*"], trains=lambda step: step > 1)
     plan = WIDE.but(optimizer=partial(muon, groups=[rests])).plan(world, Wide)
     state = zero.init(plan, zero.open_store(plan))
@@ -417,7 +417,7 @@ class Tied(nn.Module):
 
 
 def test_embeddings_are_updated_by_adamw_whatever_their_name():
-    (world,) = [zero.World.from_env()]
+    (world,) = [zero.open_world()]
     plan = PLAIN.plan(world, Tied)
     state = zero.init(plan, zero.open_store(plan))
     assert set(full_state_dict(state, "nu")) == {"shared.weight", "bias.weight", "middle.bias"}
@@ -443,5 +443,5 @@ def test_embeddings_are_updated_by_adamw_whatever_their_name():
 )
 def test_bad_settings_are_one_line(given, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        Setting(optimizer=partial(zero.muon, **given)).plan(zero.World.from_env(), Wide)
+        Setting(optimizer=partial(zero.muon, **given)).plan(zero.open_world(), Wide)
     assert "\n" not in str(refused.value)

@@ -713,7 +713,7 @@ def planned_on(world: zero.World, places: list[tuple[int, int]]) -> tuple[bool, 
     """Another world in the same processes, whose ranks were started in these (ranks of a node, number there)."""
     ranks, number = places[world.rank]
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(number)}
-    with zero.World.from_env(30.0, device="cpu") as placed:
+    with zero.open_world(30.0, device="cpu") as placed:
         plan = Setting(between=("auto", "exact")).plan(placed)
         zero.init(plan, zero.open_store(plan))
         with pytest.raises(PlanError) if not placed.nodes_alike else nullcontext():

@@ -147,7 +147,7 @@ def test_recorded_first_values_are_made_one_parameter_at_a_time(monkeypatch):
     with zero.empty():
         model = Stack()
     monkeypatch.setattr(Operation, "run", counted)
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.World.from_env())
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.open_world())
     zero.init(plan, zero.open_store(plan))
     assert len(real) >= 2 * LAYERS
     assert set(real) == {4 * WIDTH * WIDTH, 4 * WIDTH}

@@ -478,7 +478,7 @@ def test_what_a_recomputation_imports_is_loaded_before_the_first_step(policy):
     code = f"""
 import sys, torch, zero
 from torch import nn
-model, world = nn.Sequential(nn.Linear(4, 4)), zero.World.from_env()
+model, world = nn.Sequential(nn.Linear(4, 4)), zero.open_world()
 plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world, activations="{policy}")
 state = zero.init(plan, zero.open_store(plan))
 before = {{*sys.modules}}

@@ -205,7 +205,7 @@ def test_a_stack_that_is_looped_over_needs_no_more_memory(loops, update):
 
 def test_an_interrupted_update_is_never_taken_for_a_state(monkeypatch):
     """Ctrl-C in the middle of a page: whoever comes next is told, at every later use."""
-    state, step = start(zero.World.from_env())
+    state, step = start(zero.open_world())
     state, _ = step(state, [batch_of(0, 0, 0)])
 
     def interrupted(*_args, **_kwargs):
@@ -281,14 +281,14 @@ def test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_arrives_and_is_never_settled_is_not_left_out(monkeypatch, stage):
-    state, step = start(zero.World.from_env(), stage=stage)
+    state, step = start(zero.open_world(), stage=stage)
     monkeypatch.setattr(BackwardPass, "_close", lambda self, unit: unit.step.calls.clear())
     with pytest.raises(AssertionError, match="have arrived and were never reduced"):
         step(state, [batch_of(0, 0, 0)])
 
 
 def test_evaluation_leaves_every_module_in_its_mode():
-    state, _ = start(zero.World.from_env())
+    state, _ = start(zero.open_world())
     state.model.layers[1].eval()
     modes = [module.training for module in state.model.modules()]
     zero.make_forward(state.plan, lambda model: model.training)(state)
@@ -296,7 +296,7 @@ def test_evaluation_leaves_every_module_in_its_mode():
 
 
 def test_a_state_belongs_to_its_plan():
-    (state, _), (_, other) = start(zero.World.from_env()), start(zero.World.from_env())
+    (state, _), (_, other) = start(zero.open_world()), start(zero.open_world())
     with pytest.raises(ConfigError, match="another Plan"):
         other(state, [batch_of(0, 0, 0)])
 
@@ -332,7 +332,7 @@ def test_a_value_that_differs_between_ranks_that_keep_it_is_refused(stage):
 def test_a_model_that_was_built_whole_keeps_its_values():
     """Finetuning must not begin with noise."""
     model = Stack()
-    world = zero.World.from_env()
+    world = zero.open_world()
     plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, stage=3, precision="fp32", units=[nn.Linear])
     found = full_state_dict(zero.init(plan, zero.open_store(plan), seed=5))
     assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
@@ -340,4 +340,4 @@ def test_a_model_that_was_built_whole_keeps_its_values():
 
 def test_units_are_a_list_of_classes_or_names():
     with pytest.raises(ConfigError, match=r"\['Linear'\]"):
-        zero.Plan(Stack(), optimizer=zero.adamw(1e-2), world=zero.World.from_env(), units="Linear")
+        zero.Plan(Stack(), optimizer=zero.adamw(1e-2), world=zero.open_world(), units="Linear")

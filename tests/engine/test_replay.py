@@ -171,7 +171,7 @@ def test_more_than_single_bits_changes_a_checksum():
 def test_a_checksum_on_a_gpu_takes_few_launches():
     rows = torch.arange(2**22, dtype=torch.int32)  # 16 MiB
     with simulated_gpu():
-        on_gpu = Checksums(zero.World.from_env().compute)
+        on_gpu = Checksums(zero.open_world().compute)
         assert count_launches(lambda: on_gpu.of(rows)).total() <= 24
         assert int(on_gpu.of(rows)) != int(on_gpu.of(rows ^ (torch.arange(2**22) == 2**22 - 5)))
 
@@ -210,7 +210,7 @@ def test_all_ranks_whose_loss_depends_on_more_are_listed(size, ranks):
 
 
 def test_settings_of_no_use_are_rejected():
-    plan = EVERYWHERE[4].plan(zero.World.from_env())
+    plan = EVERYWHERE[4].plan(zero.open_world())
     with pytest.raises(ConfigError, match=r"replay=-1: must be the number of steps"):
         zero.make_step(plan, small_loss, replay=-1)
     with pytest.raises(ConfigError, match=r"replay='5': must be the number of steps"):

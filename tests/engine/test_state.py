@@ -721,7 +721,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "said"), CHANGES.items(), ids=[change.__name__ for change in CHANGES])
 def test_a_parameter_that_the_plan_does_not_have_ends_the_next_step_save_and_load(change, said, tmp_path):
-    plan = zero.Plan(Small(), optimizer=zero.adamw(1e-2), world=zero.World.from_env())
+    plan = zero.Plan(Small(), optimizer=zero.adamw(1e-2), world=zero.open_world())
     with contextlib.closing(zero.open_store(plan)) as store:
         state, step = zero.init(plan, store), zero.make_step(plan, small_loss)
         state, _ = step(state, [small_batch(0, 12)])
@@ -755,7 +755,7 @@ def test_parameters_may_get_further_names_and_modules_without_parameters_may_cha
     def trained(change) -> dict[str, Tensor]:
         with zero.empty():
             model = Small()
-        plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.World.from_env())
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.open_world())
         with contextlib.closing(zero.open_store(plan)) as store:
             state, step = zero.init(plan, store), zero.make_step(plan, small_loss)
             for number in range(3):

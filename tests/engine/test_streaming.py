@@ -209,7 +209,7 @@ def test_a_reader_may_use_the_model_between_two_tensors():
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.4, 1.0])
 def test_patches_take_memory_for_a_piece_and_not_for_a_parameter(share, monkeypatch):
     monkeypatch.setattr(streaming, "PIECE_NUMEL", 4096)
-    state, _ = PLACES[5].start(zero.World.from_env(device="cpu"), lambda: Small(width=512))
+    state, _ = PLACES[5].start(zero.open_world(device="cpu"), lambda: Small(width=512))
     changed, since = round(share * 512), state.step
     for _ in zero.stream_weights(state, keep=True):
         pass

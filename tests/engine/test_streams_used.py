@@ -88,7 +88,7 @@ def borrowed() -> list[float]:
     """What is in gradients of three units that take two buffers in turns."""
     with zero.empty():
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    world = zero.World.from_env(device="cpu")
+    world = zero.open_world(device="cpu")
     plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, accumulate=2, offload="cpu", units=["Linear"])
     store = zero.open_store(plan)
     parts = zero.init(plan, store).runtime
@@ -193,7 +193,7 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
 def test_a_unit_is_one_copy_and_no_page_is_asked_of_the_schedule(page_bytes, copies, monkeypatch):
     """Its pages lie back to back where each is whole blocks of 4 KiB."""
     with simulated_gpu(order="late") as simulation:
-        state = start(zero.World.from_env(device="cpu"), "cpu", page_bytes=page_bytes)
+        state = start(zero.open_world(device="cpu"), "cpu", page_bytes=page_bytes)
         state, _ = zero.make_step(state.plan, mean_square)(state, [ones()])
         state.runtime.finish_step()
         [gpu], asked = watched(simulation), []

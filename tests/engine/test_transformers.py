@@ -377,7 +377,7 @@ def test_fresh_values_are_spread_as_transformers_spreads_them(family):
     wanted = new_model(family)
     with zero.empty():
         model = new_model(family)
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.World.from_env())
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.open_world())
     found = full_state_dict(zero.init(plan, zero.open_store(plan), seed=1))
     for name, value in wanted.state_dict().items():
         if name in found and value.numel() > 100:
@@ -407,12 +407,12 @@ class Outer(nn.Module):
 
 
 def test_init_weights_has_the_last_word_and_whom_it_leaves_out_is_named():
-    plan = zero.Plan(built(Outer, True), optimizer=zero.adamw(1e-2), world=zero.World.from_env())
+    plan = zero.Plan(built(Outer, True), optimizer=zero.adamw(1e-2), world=zero.open_world())
     found = full_state_dict(zero.init(plan, zero.open_store(plan)))
     assert found["inner.scale"].tolist() == [2.0] * 3
     assert found["linear.bias"].tolist() == [5.0] * 3
     assert found["linear.weight"].count_nonzero() == 6
-    plan = zero.Plan(built(Outer, False), optimizer=zero.adamw(1e-2), world=zero.World.from_env())
+    plan = zero.Plan(built(Outer, False), optimizer=zero.adamw(1e-2), world=zero.open_world())
     with pytest.raises(PlanError, match=r"Module at inner holds inner\.scale and has no reset_parameters\(\)"):
         zero.init(plan, zero.open_store(plan))
 
@@ -423,7 +423,7 @@ def test_from_pretrained_keeps_the_files_values_and_makes_what_they_lack(tmp_pat
     wanted.save_pretrained(tmp_path)
     with zero.empty():
         model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=50)
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.World.from_env())
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.open_world())
     first = full_state_dict(zero.init(plan, zero.open_store(plan)))
     values = wanted.state_dict()
     assert [name for name in first if name not in values] == ["score.weight"]
@@ -468,7 +468,7 @@ def in_files(folder, values, index=True):
 
 
 def first_values(weights):
-    plan = zero.Plan(built(Tied), optimizer=zero.adamw(1e-2), world=zero.World.from_env())
+    plan = zero.Plan(built(Tied), optimizer=zero.adamw(1e-2), world=zero.open_world())
     state = zero.init(plan, zero.open_store(plan), weights=weights)
     return full_state_dict(state), dict(state.model.named_buffers())
 
@@ -683,7 +683,7 @@ def test_a_padded_encoder_has_torchs_outputs(stage, units, grads):
             return model.head(model.encoder(x, src_key_padding_mask=padded))
 
     model = copy.deepcopy(plain)
-    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), stage=zero.Stage(stage), units=units)
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world(), stage=zero.Stage(stage), units=units)
     state = zero.init(plan, zero.open_store(plan))
     step = zero.Step(state)
     step.microbatch()

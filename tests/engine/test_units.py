@@ -202,7 +202,7 @@ def test_an_unknown_class_gets_the_nearest_name(name, near):
 
 def test_a_model_without_parameters_is_refused():
     with pytest.raises(PlanError, match=r"^ReLU has no parameters: there is nothing to train or to shard$"):
-        zero.Plan(nn.ReLU(), optimizer=zero.sgd(0.1), world=zero.World.from_env())
+        zero.Plan(nn.ReLU(), optimizer=zero.sgd(0.1), world=zero.open_world())
 
 
 class Params4bit(nn.Parameter):
@@ -247,7 +247,7 @@ def test_a_parameter_that_cannot_be_sharded_is_rejected_by_name_with_what_to_do(
     model = Block()
     model.inner[0].codes = make()
     with pytest.raises(PlanError, match=rf"^parameter inner\.0\.codes of a Linear {said}"):
-        zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env())
+        zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world())
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ SHARDED = {
 def test_a_model_that_torch_distributed_has_already_is_rejected(one_rank_group, shard, said):
     model = shard(Block())
     with pytest.raises(PlanError, match=said):
-        zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env())
+        zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world())
 
 
 BUFFERS = [
@@ -534,7 +534,7 @@ def test_a_model_that_could_not_be_taken_over_is_what_it_was(stuck):
         last.running_var = last.running_var.as_subclass(Stuck)
     model.append(last)
     before, values = dict(model.named_buffers()), copy.deepcopy(nn.Sequential(*model[:2]).state_dict())
-    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.World.from_env(), precision="bf16", units=["Linear"])
+    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world(), precision="bf16", units=["Linear"])
     with pytest.raises(RuntimeError if stuck else PlanError, match="no memory there" if stuck else "weights have no"):
         zero.init(plan, zero.open_store(plan), weights={})
     assert all(one is before[name] for name, one in model.named_buffers())
@@ -676,7 +676,7 @@ def test_a_real_value_beside_empty_parameters_is_kept_whether_or_not_its_owner_c
     with zero.empty():
         model = build()
     model.extra = nn.Parameter(torch.arange(3.0))
-    with zero.World.from_env() as world:
+    with zero.open_world() as world:
         plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
         made = zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
     assert torch.equal(made.pop("extra"), torch.arange(3.0))
@@ -866,5 +866,5 @@ def test_initialisers_that_look_at_values_are_recorded_whole():
 
 def test_a_model_that_is_named_as_a_unit_is_one():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.World.from_env(), units=["auto", "Sequential"])
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.open_world(), units=["auto", "Sequential"])
     assert [unit.numel for unit in (unit.trainable for unit in plan.units)] == [12]

@@ -272,7 +272,7 @@ def test_what_the_libraries_themselves_write_is_read(tmp_path: Path):
         done = import_checkpoint(
             open_source(from_, path), root, ImportChoice(prefix=prefix, frozen=FROZEN, ties=ties, step=5)
         )
-        now, _, step = loaded(zero.World.from_env(), Setting(), done.folder)
+        now, _, step = loaded(zero.open_world(), Setting(), done.folder)
         same(now, {name: value for name, value in wanted.items() if name != "head.weight"})
         assert step == 5
         assert done.folder.name == "step-0000000005"
@@ -330,7 +330,7 @@ def test_a_universal_checkpoint_of_deepspeed_brings_moments_and_steps(stage: int
     values = {name: value for name, value in trained[0].items() if name not in TIE}
     moments = universal(tmp_path / "uni", values, stage)
     done = import_checkpoint(open_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
-    now, found, step = loaded(zero.World.from_env(), Setting(), done.folder)
+    now, found, step = loaded(zero.open_world(), Setting(), done.folder)
     same(now, values)
     assert step == 4
     assert done.folder.name == "step-0000000006", "skipped steps count in a checkpoint's name"
@@ -714,7 +714,7 @@ def test_the_scripts_say_what_they_did_and_what_was_missing(trained, tmp_path: P
     assert script("import", monkeypatch, "--from", "hf", tmp_path / "out", "--out", tmp_path / "root", *frozen) == 0
     told = capsys.readouterr().out
     assert "mu begins at zero" in told
-    now, *_ = loaded(zero.World.from_env(), Setting(), tmp_path / "root" / "step-0000000000")
+    now, *_ = loaded(zero.open_world(), Setting(), tmp_path / "root" / "step-0000000000")
     same(now, {name: value for name, value in values.items() if name not in TIE})
 
 
@@ -724,7 +724,7 @@ def with_mean(*args, **how):
 
 def test_the_mean_of_the_parameters_is_exported_and_loaded_in_their_place(trained, tmp_path: Path, monkeypatch, capsys):
     """What is frozen, and buffers, are as they are."""
-    world, setting = zero.World.from_env(), Setting(optimizer=with_mean, precision="bf16")
+    world, setting = zero.open_world(), Setting(optimizer=with_mean, precision="bf16")
     with opened(world, setting) as (state, step):
         for number in range(3):
             state, _ = step(state, slice_of(small_batch(number, 24), world, 1))

@@ -125,7 +125,7 @@ def test_models_that_hide_their_window_or_the_rows_are_one_line(family, own, why
 
 def test_calls_that_are_not_of_slices_are_one_line():
     model = new_model("llama")
-    parallel = zero.sequence_parallel(model, zero.World.from_env(device="cpu"))
+    parallel = zero.sequence_parallel(model, zero.open_world(device="cpu"))
     with pytest.raises(ConfigError, match="LlamaAttention got no shared_rows"):
         model(input_ids=IDS)
     inputs, _ = parallel.slice(batch_of({}))

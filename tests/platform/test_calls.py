@@ -167,10 +167,10 @@ def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch
     class Opened(Exception):
         pass
 
-    def from_env(timeout_s: float = 0.0, device: str | None = None):
+    def open_world(timeout_s: float = 0.0, device: str | None = None):
         raise Opened(device)
 
-    monkeypatch.setattr(zero.distributed.world.World, "from_env", from_env)
+    monkeypatch.setattr("zero.distributed.world.open_world", open_world)
     with pytest.raises(Opened, match=r"^cpu$"):
         cli._as_one_rank([], lambda config, folder: None)
 
@@ -248,7 +248,7 @@ def test_what_is_placed_by_itself_leaves_some_of_the_hosts_memory(budget, most, 
     for module in (zero.engine.plan.placing, machine):
         monkeypatch.setattr(module, "free_host_bytes", lambda: 8 * GiB)
     with simulated_gpu(4 * GiB):
-        world = zero.World.from_env(device="cpu")
+        world = zero.open_world(device="cpu")
         with zero.empty():
             model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(24)))
         offload = zero.Offload("auto", host_budget=budget, path=str(tmp_path))

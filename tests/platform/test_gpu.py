@@ -141,7 +141,7 @@ def test_what_crosses_between_host_and_gpu_is_what_the_plan_says(ranks, accumula
 def launches(width: int, preset: str = "none", **settings) -> tuple[int, int]:
     """Of the third step, and how many page groups move in it."""
     with simulated_gpu():
-        world = zero.World.from_env(device="cpu")
+        world = zero.open_world(device="cpu")
         state, step = start(world, width, preset=preset, **settings)
 
         def one() -> None:
@@ -240,7 +240,7 @@ def test_a_page_group_that_moves_costs_few_launches(preset, master, moments, mos
 def test_what_is_placed_by_itself_leaves_room_for_the_gpus_libraries(reserve, left):
     """auto fills the GPU up to that, and the rest goes to the host."""
     with simulated_gpu(4 * GiB):
-        world = zero.World.from_env(device="cpu")
+        world = zero.open_world(device="cpu")
         with zero.empty():
             model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(8)))
         offload = zero.Offload("auto", reserve_bytes=reserve)
@@ -277,7 +277,7 @@ def device(monkeypatch) -> Recorded:
 
 
 def test_side_streams_are_waited_for_before_a_save_a_read_and_a_reset(device, tmp_path):
-    state, step = start(zero.World.from_env(device="cpu"))
+    state, step = start(zero.open_world(device="cpu"))
     x = torch.ones(ROWS, 64, dtype=torch.bfloat16)
     state, _ = step(state, [x])
     before = device.joins
@@ -289,7 +289,7 @@ def test_side_streams_are_waited_for_before_a_save_a_read_and_a_reset(device, tm
     before = device.joins
     load(state, open_checkpoint(state.plan.world, folder))
     assert device.joins > before
-    state, step = start(zero.World.from_env(device="cpu"))
+    state, step = start(zero.open_world(device="cpu"))
     under_way = zero.Step(state)
     before = device.joins
     under_way.abandon()
@@ -297,7 +297,7 @@ def test_side_streams_are_waited_for_before_a_save_a_read_and_a_reset(device, tm
 
 
 def test_each_thread_of_the_store_is_prepared_for_the_device(device, tmp_path):
-    state, step = start(zero.World.from_env(device="cpu"), preset="nvme", path=tmp_path)
+    state, step = start(zero.open_world(device="cpu"), preset="nvme", path=tmp_path)
     state, _ = step(state, [torch.ones(ROWS, 64, dtype=torch.bfloat16)])
     state.runtime.store.drain()
     assert device.prepared == len(state.runtime.store._workers._threads) > 0
@@ -385,7 +385,7 @@ def test_a_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(count, local_rank
 
 def test_nothing_is_left_of_a_simulated_gpu_after_its_block():
     with simulated_gpu():
-        assert not zero.World.from_env(device="cpu").compute.shares_memory
+        assert not zero.open_world(device="cpu").compute.shares_memory
     with warnings.catch_warnings():
         gc.collect()
-    assert zero.World.from_env(device="cpu").compute.shares_memory
+    assert zero.open_world(device="cpu").compute.shares_memory

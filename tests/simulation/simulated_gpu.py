@@ -1,7 +1,7 @@
 """A simulated GPU: the engine makes the same decisions as on a GPU, but kernels run on the CPU, in host memory.
 
     with simulated_gpu():
-        world = zero.World.from_env()
+        world = zero.open_world()
 
 Memory from the arena or from `device.host`, which is pinned host memory on a GPU, counts as host memory here. All other
 memory counts as GPU memory, so copies between tiers are made as on a GPU. With `races=True` every operator is checked

@@ -17,7 +17,7 @@ def planned(parameters: int, **offload: Any) -> zero.Plan:
     with zero.empty():
         model = nn.Sequential(*(nn.Linear(16384, parameters // 16384 // 8, bias=False) for _ in range(8)))
     room = Room(device=2**42, host=offload.pop("host", 2**42), disk=2**42)
-    optimizer, world = zero.adamw(1e-3), zero.World.from_env()
+    optimizer, world = zero.adamw(1e-3), zero.open_world()
     return zero.Plan(
         model, optimizer=optimizer, world=world, stage=3, offload=zero.Offload("infinity", **offload), units=["Linear"],
         precision="bf16", room=room,

@@ -44,7 +44,7 @@ def meter_of(world, traffic, flops_per_token=None, peak_flops=None, **tiers):
 
 
 def test_a_run_without_offload_moves_nothing_and_hides_nothing():
-    meter = meter_of(zero.World.from_env(), Counted())
+    meter = meter_of(zero.open_world(), Counted())
     meter.count(METRICS)
     row = meter.row(validated=False)
     assert set(row) == set(ROW)
@@ -68,7 +68,7 @@ def test_a_run_without_offload_moves_nothing_and_hides_nothing():
 
 def test_a_row_counts_its_own_steps_only():
     traffic = Counted(read_bytes=7, write_bytes=5000, wait_s=9.0)
-    meter = meter_of(zero.World.from_env(), traffic, nvme={"master": 400})
+    meter = meter_of(zero.open_world(), traffic, nvme={"master": 400})
     for _ in range(2):
         meter.count(METRICS)
         traffic.add(read_bytes=1200, write_bytes=800, read_s=1.0, write_s=0.5, busy_s=1.25, wait_s=0.0)
@@ -86,7 +86,7 @@ def test_a_row_counts_its_own_steps_only():
 
 
 def test_a_speed_is_of_the_tokens_that_the_steps_had():
-    meter = meter_of(zero.World.from_env(), Counted())
+    meter = meter_of(zero.open_world(), Counted())
     for counts in ((None, None), (64, 192), (32,)):
         for tokens in counts:
             meter.count(METRICS, tokens)
@@ -99,7 +99,7 @@ def test_a_speed_is_of_the_tokens_that_the_steps_had():
 def test_the_first_row_after_a_start_says_of_how_many_steps_it_is():
     """A run that goes on from step 25 has its first row at step 30."""
     plan = SimpleNamespace(numel=100, facts=SimpleNamespace(trains=False), bytes={})
-    meter = Meter(zero.World.from_env(), plan, tokens_per_step=64, traffic=Counted(), steps=25)
+    meter = Meter(zero.open_world(), plan, tokens_per_step=64, traffic=Counted(), steps=25)
     counted = []
     for step in range(26, 41):
         meter.count(METRICS)
@@ -111,7 +111,7 @@ def test_the_first_row_after_a_start_says_of_how_many_steps_it_is():
 
 def test_what_a_pause_moves_is_not_a_steps_but_wears_the_drive():
     traffic = Counted()
-    meter = meter_of(zero.World.from_env(), traffic)
+    meter = meter_of(zero.open_world(), traffic)
     meter.count(METRICS)
     traffic.add(read_bytes=10)
     with meter.interval.paused():
@@ -125,7 +125,7 @@ def test_what_updates_move_while_a_step_is_over_is_that_steps(monkeypatch):
     """They go on beside what ranks do between two steps, whose time is nobody's."""
     now_s, traffic = [0.0], Counted()
     monkeypatch.setattr("zero.tracker.interval.time.perf_counter", lambda: now_s[0])
-    meter = meter_of(zero.World.from_env(), traffic)
+    meter = meter_of(zero.open_world(), traffic)
     now_s[0] += 2.0
     meter.count(METRICS)
     with meter.interval.clock_stopped():
@@ -139,7 +139,7 @@ def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
     """Of three steps one lasts 50 s: the row's speed is that of the others, and alone it has none."""
     now_s, traffic = [0.0], Counted()
     monkeypatch.setattr("zero.tracker.interval.time.perf_counter", lambda: now_s[0])
-    meter = meter_of(zero.World.from_env(), traffic)
+    meter = meter_of(zero.open_world(), traffic)
 
     def step(seconds, waited):
         now_s[0] += seconds
@@ -171,7 +171,7 @@ def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
 def test_a_summary_needs_no_other_rank():
     """A rank that is left alone says what it knows itself."""
     traffic = Counted()
-    meter = meter_of(zero.World.from_env(), traffic, nvme={"master": 1})
+    meter = meter_of(zero.open_world(), traffic, nvme={"master": 1})
     meter.count(METRICS)
     traffic.add(write_bytes=300)
     summary = meter.summary("digest", "stopped")
@@ -269,7 +269,7 @@ def test_mfu_is_the_share_of_what_all_devices_can_do():
 def test_the_speed_of_a_run_is_the_median_without_the_start(monkeypatch):
     clock = iter([0.0, 100.0, 101.0, 103.0, 104.0, 104.0])
     monkeypatch.setattr("zero.tracker.interval.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    meter = meter_of(zero.World.from_env(), Counted())
+    meter = meter_of(zero.open_world(), Counted())
     speeds = []
     for _ in range(4):
         meter.count(METRICS)
@@ -282,7 +282,7 @@ def test_waiting_adds_up_over_a_run(monkeypatch):
     clock = iter([0.0, 10.0, 20.0, 20.0])
     monkeypatch.setattr("zero.tracker.interval.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     traffic = Counted()
-    meter = meter_of(zero.World.from_env(), traffic)
+    meter = meter_of(zero.open_world(), traffic)
     for wait_s in (1.0, 2.5):
         meter.count(METRICS)
         traffic.add(wait_s=wait_s, busy_s=5.0)

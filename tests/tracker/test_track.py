@@ -62,7 +62,7 @@ def rows_of(folder):
 
 def test_a_loop_has_rows_a_summary_a_trace_and_a_page(tmp_path, capsys):
     folder = tmp_path / "runs" / "mine"
-    track = trained(zero.World.from_env(), folder, loops=7, steps=9, config={"lr": 0.01, "path": Path("data")})
+    track = trained(zero.open_world(), folder, loops=7, steps=9, config={"lr": 0.01, "path": Path("data")})
     rows = rows_of(folder)
     assert track.folder == folder
     assert [row["step"] for row in rows] == [2, 4, 6, 7], "the last steps are a row, too"
@@ -89,7 +89,7 @@ def test_a_loop_has_rows_a_summary_a_trace_and_a_page(tmp_path, capsys):
 
 
 def test_the_script_makes_the_page_again(tmp_path):
-    trained(zero.World.from_env(), tmp_path)
+    trained(zero.open_world(), tmp_path)
     before = (tmp_path / "report.html").read_text()
     (tmp_path / "report.html").unlink()
     done = subprocess.run(
@@ -100,7 +100,7 @@ def test_the_script_makes_the_page_again(tmp_path):
 
 
 def test_whoever_counts_tokens_gets_tokens(tmp_path):
-    trained(zero.World.from_env(), tmp_path, samples=None, tokens=100, flops=1e3)
+    trained(zero.open_world(), tmp_path, samples=None, tokens=100, flops=1e3)
     assert set(rows_of(tmp_path)[0]) == {*ROW, "train/accuracy"}
     assert rows_of(tmp_path)[-1]["tokens"] == 600
     page = (tmp_path / "report.html").read_text()
@@ -109,7 +109,7 @@ def test_whoever_counts_tokens_gets_tokens(tmp_path):
 
 
 def test_whoever_counts_nothing_gets_the_time_of_a_step(tmp_path, capsys):
-    trained(zero.World.from_env(), tmp_path, samples=None)
+    trained(zero.open_world(), tmp_path, samples=None)
     assert set(rows_of(tmp_path)[0]) == {key for key in ROW if "tokens" not in key} | {"train/accuracy"}
     assert " s/step" in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text()
@@ -145,7 +145,7 @@ def test_the_update_of_a_step_is_in_its_row_also_where_something_else_would_make
     """Each row has the writes of one step, half of what the plan says; reads may be ahead of it."""
     monkeypatch.chdir(tmp_path)
 
-    plan, state, step = begun(zero.World.from_env(), offload=zero.Offload("nvme", path=".", page_bytes=4096))
+    plan, state, step = begun(zero.open_world(), offload=zero.Offload("nvme", path=".", page_bytes=4096))
     evaluate = zero.make_forward(plan, loss_fn)
     with zero.track(state, tmp_path, every=1, timeline=False) as track:
         for number in range(4):
@@ -163,7 +163,7 @@ def test_the_update_of_a_step_is_in_its_row_also_where_something_else_would_make
 
 
 def test_a_step_beside_an_evaluation_is_not_recorded_and_a_recording_of_ones_own_comes_first(tmp_path):
-    plan, state, step = begun(zero.World.from_env())
+    plan, state, step = begun(zero.open_world())
     evaluate = zero.make_forward(plan, loss_fn)
     recorded = []
     with zero.track(state, tmp_path, samples=8, every=1) as track:
@@ -185,7 +185,7 @@ def test_a_step_beside_an_evaluation_is_not_recorded_and_a_recording_of_ones_own
 
 
 def test_a_loop_that_goes_on_adds_rows_and_another_one_leaves_them_alone(tmp_path, caplog):
-    world = zero.World.from_env()
+    world = zero.open_world()
     _, state, step = begun(world)
     with zero.track(state, tmp_path, samples=8, every=1) as track:
         state, metrics = step(state, [batch()])
@@ -207,7 +207,7 @@ def test_a_loop_that_goes_on_adds_rows_and_another_one_leaves_them_alone(tmp_pat
 def test_a_loop_that_goes_on_knows_the_best_and_the_time_of_its_earlier_starts(tmp_path):
     """Losses up to the step that it goes on from: of step 4, which it makes again, only the time is its own."""
     folder, seconds = tmp_path / "run", []
-    world = zero.World.from_env()
+    world = zero.open_world()
 
     def start(val, checkpoint=None):
         _, state, step = begun(world)
@@ -258,10 +258,10 @@ def test_the_page_names_the_rank_that_is_held_up(tmp_path, slow):
 )
 def test_a_loop_that_fails_leaves_a_page_that_says_why(tmp_path, error, reason, status):
     with pytest.raises(type(error)):
-        trained(zero.World.from_env(), tmp_path, loops=4, fails=error)
+        trained(zero.open_world(), tmp_path, loops=4, fails=error)
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == reason
     assert f">{status}<" in (tmp_path / "report.html").read_text()
-    assert trained(zero.World.from_env(), tmp_path / "next").folder.exists()
+    assert trained(zero.open_world(), tmp_path / "next").folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_loop_that_fails_leaves_a_page_that_says_why(tmp_path, error, reason, 
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, options, message):
-    _, state, _ = begun(zero.World.from_env())
+    _, state, _ = begun(zero.open_world())
     with pytest.raises(ConfigError) as refused:
         zero.track(state, tmp_path, **{"samples": 8, **options})
     assert message in str(refused.value)
@@ -295,7 +295,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, options,
 
 
 def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
-    _, state, step = begun(zero.World.from_env())
+    _, state, step = begun(zero.open_world())
     state, metrics = step(state, [batch()])
     tracking = zero.track(state, tmp_path, samples=8)
     with pytest.raises(ConfigError, match=r"outside of its block\. Write with"):
@@ -329,7 +329,7 @@ def test_each_step_is_counted_inside_of_the_block_or_refused(tmp_path):
 
 
 def test_a_state_of_before_is_tracked_in_a_block_of_its_own(tmp_path):
-    plan, state, step = begun(zero.World.from_env())
+    plan, state, step = begun(zero.open_world())
     with zero.track(state, tmp_path / "run", samples=8, every=1) as track:
         for number in range(4):
             state, metrics = step(state, [batch()])
@@ -351,10 +351,10 @@ def test_a_state_of_before_is_tracked_in_a_block_of_its_own(tmp_path):
 
 def test_charts_are_chosen_by_name_or_by_settings(tmp_path):
     pytest.importorskip("tensorboard")
-    trained(zero.World.from_env(), tmp_path / "a", tracker=("tensorboard",))
+    trained(zero.open_world(), tmp_path / "a", tracker=("tensorboard",))
     settings = {"name": "wandb", "mode": "disabled", "tensorboard": True, "console": "none"}
-    trained(zero.World.from_env(), tmp_path / "b", tracker=settings)
-    trained(zero.World.from_env(), tmp_path / "c", tracker={"name": "tensorboard"})
+    trained(zero.open_world(), tmp_path / "b", tracker=settings)
+    trained(zero.open_world(), tmp_path / "c", tracker={"name": "tensorboard"})
     assert all(list((tmp_path / name / "tensorboard").iterdir()) for name in "abc")
 
 
@@ -362,7 +362,7 @@ def test_wandb_gets_the_settings_and_the_rows(tmp_path, monkeypatch):
     from tests.common import wandb_file
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    trained(zero.World.from_env(), tmp_path, tracker="wandb", config={"lr": 0.01})
+    trained(zero.open_world(), tmp_path, tracker="wandb", config={"lr": 0.01})
     written = wandb_file.read(tmp_path)
     assert written.config["lr"] == 0.01
     assert written.config["loop"]["samples"] == 8
@@ -377,12 +377,12 @@ def test_a_terminal_has_a_bar_where_the_steps_are_known(tmp_path, monkeypatch):
 
     for steps in (6, None):
         monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-        trained(zero.World.from_env(), tmp_path / str(steps), steps=steps)
+        trained(zero.open_world(), tmp_path / str(steps), steps=steps)
         assert ("━" in terminal.getvalue()) == (steps is not None)
 
 
 def test_a_page_of_a_loop_is_made_while_it_runs(tmp_path):
-    _, state, step = begun(zero.World.from_env())
+    _, state, step = begun(zero.open_world())
     with zero.track(state, tmp_path, samples=8, every=1) as track:
         state, metrics = step(state, [batch()])
         track(state, metrics)

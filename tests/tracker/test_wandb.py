@@ -229,7 +229,7 @@ def until(happened):
 def rank_of_a_run(folder: Path, how: str) -> None:
     """Trains in its way: three rows, then the end that is asked for."""
     with (
-        zero.World.from_env(60.0) as world,
+        zero.open_world(60.0) as world,
         open_tracker(settings(console="none").tracker, folder if world.rank == 0 else None, steps=40) as tracker,
     ):
         tracker.begin(settings().plain(), FACTS)

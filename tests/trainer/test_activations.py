@@ -77,7 +77,7 @@ def test_compiled_code_has_no_products_to_keep():
         zero.Plan(
             torch.nn.Linear(2, 2),
             optimizer=zero.sgd(0.1),
-            world=zero.World.from_env(),
+            world=zero.open_world(),
             activations="selective",
             compile="eager",
         )
@@ -335,7 +335,7 @@ def test_a_run_is_planned_with_what_auto_became(here, capsys):
         zero_={"activations": "remat", "stage": 0},
         launch={"malloc": "lean"},
     )
-    model, world = model_of(settings), zero.World.from_env(device="cpu")
+    model, world = model_of(settings), zero.open_world(device="cpu")
     taken = Activations(settings, model).planned(16, "cpu")
     budget = sum(build_plan(settings, model, world, **taken).bytes["device"].values()) + CPU_LIBRARIES_BYTES + 2**19
     assert train.main([*words, "zero.activations=auto", f"offload.host_budget={budget}"]) == 0

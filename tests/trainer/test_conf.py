@@ -55,7 +55,7 @@ def test_every_option_composes_and_builds(option):
         )
     with zero.empty():
         model = GPT(GPTConfig(width=8, layers=1, heads=2, seq=4))
-    plan = build_plan(config, model, zero.World.from_env())
+    plan = build_plan(config, model, zero.open_world())
     assert plan.precision == precision
     assert plan.facts.stage == zero.Stage(config.zero.stage)
 

@@ -63,7 +63,7 @@ model, rows = nn.Linear(32, 32), torch.randn(4, 32)
 
 MAKE_STEP = """
 offload = zero.Offload("nvme", path=".")
-plan = zero.Plan(model, optimizer=zero.adamw(1e-3), stage=3, world=zero.World.from_env(), offload=offload)
+plan = zero.Plan(model, optimizer=zero.adamw(1e-3), stage=3, world=zero.open_world(), offload=offload)
 state = zero.init(plan, zero.open_store(plan))
 armed.set()
 state, metrics = zero.make_step(plan, lambda model, rows: model(rows).square().mean())(state, [rows])
@@ -91,7 +91,7 @@ SAVE = """
 from zero.checkpoint import Saving
 
 offload = zero.Offload("none")
-plan = zero.Plan(model, optimizer=zero.adamw(1e-3), stage=3, world=zero.World.from_env(), offload=offload)
+plan = zero.Plan(model, optimizer=zero.adamw(1e-3), stage=3, world=zero.open_world(), offload=offload)
 state = zero.init(plan, zero.open_store(plan))
 finite = sys.modules["zero.checkpoint.save"]._is_finite
 sys.modules["zero.checkpoint.save"]._is_finite = lambda tensor: (native(), finite(tensor))[1]

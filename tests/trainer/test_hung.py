@@ -84,11 +84,11 @@ def arm(hang: Hang, folder: Path) -> None:
     from zero.trainer.run.loop import Run
 
     owner, name = hang.method()
-    real, open_world, microbatches = getattr(owner, name), zero.World.from_env, Run.microbatches
+    real, open_world, microbatches = getattr(owner, name), zero.open_world, Run.microbatches
     worlds: list[zero.World] = []
     due = threading.Semaphore(0)
 
-    def from_env(*args: Any) -> zero.World:
+    def opened(*args: Any) -> zero.World:
         worlds.append(open_world(*args))
         return worlds[0]
 
@@ -106,7 +106,7 @@ def arm(hang: Hang, folder: Path) -> None:
             stop()
         return real(*args, **keys)
 
-    zero.World.from_env = from_env  # type: ignore[method-assign]
+    zero.open_world = opened
     Run.microbatches = counted  # type: ignore[method-assign]
     setattr(owner, name, stopping)
 

@@ -86,7 +86,7 @@ def tell_pid(folder: Path) -> int:
 def step_until_asked(folder: Path) -> int:
     """A trainer in small: after each step the ranks agree whether one was asked to stop. Returns the steps done."""
     rank = tell_pid(folder)
-    with zero.World.from_env(LONG_S) as world:
+    with zero.open_world(LONG_S) as world:
         for step in itertools.count():
             if "1" in world.gather_texts(str(int(launch.preempted())), "asked to stop"):
                 (folder / f"{rank}.stopped").write_text(str(step))
@@ -97,7 +97,7 @@ def step_until_asked(folder: Path) -> int:
 def wait_in_a_collective(folder: Path) -> None:
     """Rank 0 waits for rank 1 in a collective, where Python runs no handler; rank 1 never comes."""
     rank = tell_pid(folder)
-    with zero.World.from_env(LONG_S) as world:
+    with zero.open_world(LONG_S) as world:
         if rank == 0:
             world.gather_texts("x", "what rank 1 has")
         wait_elsewhere()
@@ -110,7 +110,7 @@ def wait_for_nothing(folder: Path) -> None:
 
 def raise_without_closing() -> None:
     """Rank 1 does, in a world that rank 0 then waits in."""
-    world = zero.World.from_env(LONG_S)
+    world = zero.open_world(LONG_S)
     world.barrier("start")
     if world.rank == 1:
         raise ValueError("bad batch")
@@ -134,7 +134,7 @@ def die_in_turn(kills: int) -> tuple[int, str]:
         if int(os.environ["RANK"]) == launch.restart_count() % 2:
             os.kill(os.getpid(), signal.SIGKILL)
         wait_elsewhere()
-    with zero.World.from_env(LONG_S) as world:
+    with zero.open_world(LONG_S) as world:
         return launch.restart_count(), " ".join(world.gather_texts(os.environ["TORCHELASTIC_RESTART_COUNT"], "starts"))
 
 
@@ -148,7 +148,7 @@ def start_and_raise(folder: Path, error: BaseException) -> None:
 
 def turn_in_a_circle() -> None:
     """Rank 1 does, and never comes to where rank 0 waits for it."""
-    with zero.World.from_env(LONG_S) as world:
+    with zero.open_world(LONG_S) as world:
         world.at("step 3, forward")
         world.barrier("step 3")
         while world.rank == 1:
@@ -511,7 +511,7 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted(folder: Path) -> None:
 
 def listened() -> set[str]:
     """Return the addresses on which this rank and the parent of the ranks accept connections."""
-    with zero.World.from_env(LONG_S, "cpu") as world:
+    with zero.open_world(LONG_S, "cpu") as world:
         world.barrier("both listen")
         both = [psutil.Process(pid).net_connections("inet") for pid in (os.getpid(), os.getppid())]
     return {entry.laddr.ip for entries in both for entry in entries if entry.status == psutil.CONN_LISTEN}

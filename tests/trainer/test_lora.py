@@ -180,7 +180,7 @@ def command(folder, *words):
 def logits_of(checkpoint, tokens, **how):
     """Of train.py's model with the values of a checkpoint, in fp32."""
     config = read({**checkpoint.facts["config"], "mode": "eval", "resume": "x", "batch": {}, "offload": {}}).on(1)
-    task, world = build_task(config), zero.World.from_env()
+    task, world = build_task(config), zero.open_world()
     plan = build_plan(config, task.model, world)
     with contextlib.closing(zero.open_store(plan)) as store:
         state = zero.load(zero.init(plan, store), checkpoint, moments=False, **how)
@@ -348,7 +348,7 @@ def test_modules_to_save_train_and_an_adapter_can_be_disabled_and_merged(stage, 
     model = wrapped(hf.build(folder))
     where = zero.Offload(offload, path=str(tmp_path), page_bytes=4096)
     plan = zero.Plan(
-        model, optimizer=zero.adamw(1e-2, weight_decay=0.0), stage=stage, world=zero.World.from_env(), offload=where
+        model, optimizer=zero.adamw(1e-2, weight_decay=0.0), stage=stage, world=zero.open_world(), offload=where
     )
     state = zero.init(plan, zero.open_store(plan), weights=hf.weights(model, folder))
     step, losses = zero.make_step(plan, beside_its_base), []
@@ -376,7 +376,7 @@ def test_weights_that_lack_a_part_of_the_base_are_refused_with_an_adapter_too(ba
     save_file(values, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((base / "llama" / "config.json").read_bytes())
     task = build_task(settings(tmp_path))
-    plan = build_plan(settings(tmp_path), task.model, zero.World.from_env())
+    plan = build_plan(settings(tmp_path), task.model, zero.open_world())
     lacks = pytest.raises(PlanError, match=r"weights have no model\.norm\.weight")
     with contextlib.closing(zero.open_store(plan)) as store, lacks:
         zero.init(plan, store, weights=task.weights)
@@ -393,7 +393,7 @@ def wrapped_gpt2(model, **how):
 @contextlib.contextmanager
 def initialized(model, folder):
     """The state of a model with its first values: of the base from files."""
-    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), stage=3, world=zero.World.from_env())
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), stage=3, world=zero.open_world())
     with contextlib.closing(zero.open_store(plan)) as store:
         yield zero.init(plan, store, weights=hf.weights(model, folder))
 

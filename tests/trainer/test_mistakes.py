@@ -47,7 +47,7 @@ SNIPPETS = [
     ("make_plan(precision=torch.bfloat16)", "must be one of fp32, bf16, fp16"),
     ("make_plan(offload='disk')", "must be one of none, cpu, nvme, infinity, auto"),
     ("make_plan(optimizer=torch.optim.AdamW(model.parameters()))", "Make one with zero.adamw(lr)"),
-    ("make_plan(world=2)", "Make one with zero.World.from_env()"),
+    ("make_plan(world=2)", "Make one with zero.open_world()"),
     ("make_plan(units='Linear')", "Pass a list: ['Linear']"),
     ("make_plan(activations='checkpoint')", "one of keep, selective, remat, offload"),
     ("make_plan(accumulate=0)", "1 or more"),
@@ -113,7 +113,7 @@ SNIPPETS = [
 def names(here):
     """What a script has at hand."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    needed = {"optimizer": zero.adamw(lr=1e-3), "world": zero.World.from_env()}
+    needed = {"optimizer": zero.adamw(lr=1e-3), "world": zero.open_world()}
     plan = zero.Plan(model, **needed)
     store = zero.open_store(plan)
     state = zero.init(plan, store)

@@ -237,7 +237,7 @@ def test_what_is_needed_fits_and_one_byte_less_does_not(preset, tier, tmp_path):
 
 def test_activations_count_and_a_refusal_says_how_much_and_what_to_do():
     settings = config(offload={"host_budget": "6MiB"}, batch={"global": 64}).on(1)
-    model, world = model_of(settings), zero.World.from_env(device="cpu")
+    model, world = model_of(settings), zero.open_world(device="cpu")
     counted = Activations(settings, model)
     plan = build_plan(settings, model, world)
     nbytes = activation_bytes(settings, model, "cpu")
@@ -407,7 +407,7 @@ def test_traced_bytes_are_what_a_real_step_allocates(sizes, precision, activatio
     plan = zero.Plan(
         model,
         optimizer=zero.adamw(1e-3, clip=1.0),
-        world=zero.World.from_env(device="cpu"),
+        world=zero.open_world(device="cpu"),
         precision=precision,
         activations=activations,
         update="serial",
@@ -626,7 +626,7 @@ def test_batches_try_every_divisor_the_largest_first():
 def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
     wide = config(batch={"global": 48 * size})
     model = model_of(wide)
-    whole = build_plan(wide, model, zero.World.from_env(device="cpu"), activation_bytes=0)
+    whole = build_plan(wide, model, zero.open_world(device="cpu"), activation_bytes=0)
     most = Activations(wide, model).bytes(48, "cpu")
     settings = config(
         batch={"global": 48 * size}, offload={"host_budget": tier_bytes(whole, "device") * 2 + int(share * most)}
@@ -667,14 +667,14 @@ def test_settle_changes_nothing_where_nothing_is_auto():
         {"global": 1},
     ):
         settings = config(batch=batch)
-        world = zero.World.from_env(device="cpu")
+        world = zero.open_world(device="cpu")
         assert resolve_auto(settings, None, world, telling(pytest.fail)) == (settings.on(1), None)
 
 
 def test_a_default_run_that_fits_keeps_its_batch_whole():
     settings = config()
     settled, _ = resolve_auto(
-        settings, Activations(settings, model_of(settings)), zero.World.from_env(device="cpu"), telling(pytest.fail)
+        settings, Activations(settings, model_of(settings)), zero.open_world(device="cpu"), telling(pytest.fail)
     )
     assert settled == settings.on(1)
     assert settled.batch.numbers() == (8, 8, 1)
@@ -738,7 +738,7 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     settled, _ = resolve_auto(
         settings,
         Activations(settings, model_of(settings)),
-        zero.World.from_env(device="cpu"),
+        zero.open_world(device="cpu"),
         telling(notes.append, lambda *told: shown.append(told)),
     )
     works = list(dict.fromkeys(what for what, _, _ in shown))

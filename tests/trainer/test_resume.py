@@ -173,7 +173,7 @@ def found(
     config = Config.model_validate({"mode": mode, "resume": resume, "checkpoint": keys})
     tracker = Tracker()
     tracker.note = [].append if said is None else said.append
-    checkpoint = find(config, zero.World.from_env(), folder, tracker, restarts=restarts)
+    checkpoint = find(config, zero.open_world(), folder, tracker, restarts=restarts)
     if mode == "train":
         record_start(folder, checkpoint, several=several)
     return checkpoint and checkpoint.step

@@ -309,7 +309,7 @@ def test_a_run_on_a_cpu_measures_nothing_to_choose_its_processor(monkeypatch):
     monkeypatch.setattr(planning, "measured_rates", lambda *_, **__: pytest.fail("measured"))
     settings = config(batch={"global": 1}, offload={"compute": "auto", "ahead": 0})
     resolved = resolve_auto(
-        settings, Activations(settings, model_of(settings)), zero.World.from_env(device="cpu"), Tracker()
+        settings, Activations(settings, model_of(settings)), zero.open_world(device="cpu"), Tracker()
     )
     assert (resolved.config.offload.compute, resolved.step_s) == ("device", None)
 

@@ -56,7 +56,7 @@ def test_a_disk_is_not_warned_of(here, disk, capsys, monkeypatch):
 
 def test_python_is_warned_where_the_store_is_opened(tmp_path, tmpfs):
     offload = zero.Offload("nvme", path=str(tmp_path))
-    world = zero.World.from_env()
+    world = zero.open_world()
     plan = zero.Plan(nn.Linear(8, 8), optimizer=zero.adamw(lr=1e-3), world=world, offload=offload)
     with pytest.warns(UserWarning, match=r"is memory, not a disk \(tmpfs\)") as found:
         zero.open_store(plan).close()

@@ -20,7 +20,7 @@ from zero.deepspeed.runtime.dataloader import Loader
 from zero.deepspeed.runtime.lr_schedules import SCHEDULES
 from zero.deepspeed.zero import flag_leaf_modules, get_z3_leaf_modules
 from zero.distributed.opening import open_default_group
-from zero.distributed.world import World
+from zero.distributed.world import World, open_world
 from zero.engine.model import frozen_matrices
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -104,7 +104,7 @@ def initialize(
     with contextlib.ExitStack() as undo:
         opened = None
         if world is None:
-            world = opened = World.from_env()
+            world = opened = open_world()
             undo.callback(opened.close)
         translation = _translation(args, config, config_params, world)
         settings = _settings(translation, world, model)

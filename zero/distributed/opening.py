@@ -18,9 +18,9 @@ _OPENING = threading.Lock()
 
 
 def open_transport(timeout_s: float = 300.0, device: str | None = None) -> Transport:
-    """Open the transport that torchrun's environment describes, see `World.from_env`."""
+    """Open the transport that torchrun's environment describes, see `zero.open_world`."""
     if device is not None and str(device).partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f'device={device}: must be cpu or cuda. Write zero.World.from_env(device="cuda")')
+        raise ConfigError(f'device={device}: must be cpu or cuda. Write zero.open_world(device="cuda")')
     size = env_int("WORLD_SIZE", "1")
     if size > 1:
         check_environment()

@@ -52,3 +52,8 @@ def ordered_sum(
             acc.add_(piece if cast is None else cast[: out.numel()].copy_(piece))
         if total is not None:
             out.add_(acc)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors share memory."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

@@ -22,7 +22,7 @@ from torch import Tensor
 from zero.distributed.agreement import Hosts
 from zero.distributed.mesh import dimension_of, ranks_of
 from zero.distributed.opening import open_part, open_transport
-from zero.distributed.ordered_sum import ordered_sum
+from zero.distributed.ordered_sum import ordered_sum, overlap
 from zero.distributed.traffic import Collectives as Collectives
 from zero.distributed.transport import Solo, Transport, check_tensor, common_numels, label, rows_of
 from zero.errors import LayoutError, WorldError
@@ -117,17 +117,8 @@ class World(Hosts):
 
     @staticmethod
     def from_env(timeout_s: float = 300.0, device: str | None = None) -> "World":
-        """Open the world that torchrun's environment describes; a world of this process alone without one.
-
-        Args:
-            timeout_s: the longest wait for another rank, in seconds; then an error names the missing rank.
-            device: "cpu" or "cuda"; by default CUDA where torch finds it. LOCAL_RANK picks the GPU.
-
-        Raises:
-            ConfigError: the environment is incomplete, or there is no such device.
-            DeadlineError: the other ranks did not connect in time.
-        """
-        return World(open_transport(timeout_s, device))
+        """Open a world; the older name of `zero.open_world`."""
+        return open_world(timeout_s, device)
 
     @staticmethod
     def solo(device: torch.device | str = "cpu", *, timeout_s: float = 300.0) -> "World":
@@ -151,11 +142,11 @@ class World(Hosts):
             group: the process group, or a mesh of one dimension.
             coordinates: the names of the dimensions that are split in other ways, and this rank's place in each, such
                 as {"tp": 1}: the same on all ranks of the group, and others in each group. Checkpoints need them.
-            timeout_s, device: as in `from_env`.
+            timeout_s, device: as in `open_world`.
 
         Raises:
             ConfigError: `group` is not a group with this rank, ranks passed other groups or coordinates, or the
-                environment does not describe torch's process group; or as `from_env`.
+                environment does not describe torch's process group; or as `open_world`.
         """
         return _world_of(ranks_of(group), coordinates, timeout_s, device)
 
@@ -166,11 +157,10 @@ class World(Hosts):
         Args:
             mesh: a `DeviceMesh` of torch with named dimensions.
             name: the dimension, which may be a flattened one. The others are in `coordinates`.
-            timeout_s: as in `from_env`.
-            device: as in `from_env`, but by default the mesh's.
+            timeout_s, device: as in `open_world`, but the device is by default the mesh's.
 
         Raises:
-            ConfigError: the mesh has no such dimension, or not this rank; or as `from_env`.
+            ConfigError: the mesh has no such dimension, or not this rank; or as `open_world`.
         """
         line = dimension_of(mesh, name)
         return _world_of(line.ranks, line.coordinates, timeout_s, device or line.device)
@@ -241,7 +231,7 @@ class World(Hosts):
         check_tensor(op, full_P, sum_S.numel() * self.size, full_P.dtype)
         check_tensor(op, sum_S, sum_S.numel(), sum_S.dtype)
         check_tensor(op, received, (sum_S if native else full_P).numel(), full_P.dtype)
-        if self.size > 1 and (_overlap(full_P, sum_S) or _overlap(received, sum_S)):
+        if self.size > 1 and (overlap(full_P, sum_S) or overlap(received, sum_S)):
             raise LayoutError(
                 f"{op}: the output sum_S overlaps an input, which is still read. Allocate sum_S separately."
             )
@@ -339,12 +329,22 @@ class World(Hosts):
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
 
 
+def open_world(timeout_s: float = 300.0, device: str | None = None) -> World:
+    """Open the world that torchrun's environment describes; a world of this process alone without one.
+
+    Args:
+        timeout_s: the longest wait for another rank, in seconds; then an error names the missing rank.
+        device: "cpu" or "cuda"; by default CUDA where torch finds it. LOCAL_RANK picks the GPU.
+
+    Raises:
+        ConfigError: the environment is incomplete, or there is no such device.
+        DeadlineError: the other ranks did not connect in time.
+    """
+    return World(open_transport(timeout_s, device))
+
+
 def _world_of(ranks: Sequence[int], coordinates: Mapping[str, int], timeout_s: float, device: str | None) -> World:
     whole, part = open_part(ranks, coordinates, timeout_s, device)
     world = World(part, World(whole))
     world.coordinates = dict(coordinates)
     return world
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

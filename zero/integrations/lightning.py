@@ -30,7 +30,7 @@ from torchmetrics import Metric
 from zero.core.offload import Offload
 from zero.core.precision import Precision as ComputePrecision
 from zero.core.stage import Stage
-from zero.distributed.world import World
+from zero.distributed.world import World, open_world
 from zero.engine.meta import empty
 from zero.engine.model import Backend
 from zero.engine.whole import Weights
@@ -112,7 +112,7 @@ class ZeroStrategy(DDPStrategy):
         super().setup_distributed()
         local = {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.num_processes}
         variables = {"RANK": self.global_rank, "WORLD_SIZE": self.world_size, **local}
-        os.environ.update({name: str(value) for name, value in variables.items()})  # for `World.from_env`
+        os.environ.update({name: str(value) for name, value in variables.items()})  # for `zero.open_world`
 
     def setup(self, trainer: Trainer) -> None:
         """Make the engine on the first call, with the optimizer that `configure_optimizers` returns. Collective."""
@@ -140,7 +140,7 @@ class ZeroStrategy(DDPStrategy):
             self.engine.destroy()
         device = self.root_device
         name = "cpu" if device == torch.device("cpu") else None
-        self._world = self._world or World.from_env(device=name, timeout_s=self._timeout.total_seconds())
+        self._world = self._world or open_world(device=name, timeout_s=self._timeout.total_seconds())
         if self._world.device != device:
             raise ConfigError(
                 f"Trainer chose {device} for this rank, not {self._world.device}. Choose GPUs with "

@@ -23,7 +23,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
 from zero.core.suggest import meant
-from zero.distributed.world import World
+from zero.distributed.world import World, open_world
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import PLAN_SETTINGS, STATE_FOLDER, check_precision, new_engine
 from zero.user_loop.engine import Engine
@@ -119,7 +119,7 @@ class ZeroTrainerMixin(_Base):
         if self.optimizer is None and self.train_dataset is not None:
             self.create_optimizer()
         device = "cpu" if self.args.use_cpu else None
-        self._world = self._world or World.from_env(timeout_s=self.args.ddp_timeout, device=device)
+        self._world = self._world or open_world(timeout_s=self.args.ddp_timeout, device=device)
         if self.args.world_size != self._world.size:
             raise ConfigError(
                 f"{self._world.size} ranks were started, but Trainer sees {self.args.world_size}. Without GPUs write "

@@ -25,7 +25,7 @@ import torch
 
 from zero.distributed.failure import GRACE_S, some_ranks
 from zero.distributed.rendezvous import LOOPBACK, local_store
-from zero.distributed.world import World
+from zero.distributed.world import open_world
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
 START_S = 90.0
@@ -294,7 +294,7 @@ def _run_job(job: bytes, timeout_s: float) -> bytes:
         with contextlib.ExitStack() as around:
             for surrounding in surroundings:
                 around.enter_context(surrounding())
-            world = around.enter_context(World.from_env(timeout_s, device="cpu"))
+            world = around.enter_context(open_world(timeout_s, device="cpu"))
             result = fn(world, *args)
         return pickle.dumps(_Outcome(result))
     except BaseException as error:

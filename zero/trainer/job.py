@@ -71,10 +71,10 @@ def run_under_torchrun(train: "Train", request: tuple[Config, Callable[[], Path]
         request: on rank 0 the settings, and a function that makes the folder of a new run; None on other ranks.
         timeout_s: seconds to wait for rank 0's request.
     """
-    from zero.distributed.world import World
+    from zero.distributed.world import open_world
 
     letter = ""
-    with World.from_env(timeout_s, "cpu") as world:  # on the CPU, because a few bytes need no GPU
+    with open_world(timeout_s, "cpu") as world:  # on the CPU, because a few bytes need no GPU
         begun = launch.Begun.of(world.gather_texts(launch.own_begun(), "what was begun"))
         if request is not None:
             begun = launch.Begun(begun.folder or str(request[1]().absolute()), begun.starts + 1)

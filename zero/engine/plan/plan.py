@@ -66,7 +66,7 @@ class Plan:
         model: a model on any device, best built under `zero.empty()`. The plan does not change it; `zero.init` does. A
             model without a trainable parameter, such as a teacher in distillation, can be run but not trained.
         optimizer: from `zero.adamw`, `zero.sgd` and the like.
-        world: the ranks, from `zero.World.from_env()`.
+        world: the ranks, from `zero.open_world()`.
         stage: 0 to 3, or a `zero.Stage`: the parts of the state that are sharded over the ranks.
         precision: "fp32", "bf16" or "fp16", or a `zero.Precision`.
         offload: the tiers of offloaded state: a `zero.Offload`, or the name of one of its presets, such as "nvme"; None

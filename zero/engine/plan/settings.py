@@ -39,7 +39,7 @@ def refuse_strangers(model: object, optimizer: object, world: object) -> None:
             Transform,
             "Make one with zero.adamw(lr), or pass torch's optimizer to zero.initialize.",
         ),
-        ("world", world, World, "Make one with zero.World.from_env()."),
+        ("world", world, World, "Make one with zero.open_world()."),
     ):
         if not isinstance(value, kind):
             raise PlanError(f"{key} is {type_text(value)}. {instead}")

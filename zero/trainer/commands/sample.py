@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> int:
     from zero.trainer.run.task import build_task
 
     try:
-        world = zero.World.from_env()
+        world = zero.open_world()
         checkpoint = open_named(Path(options.run), world, partial(print, file=sys.stderr))
         saved = checkpoint.facts.get("config")
         if not isinstance(saved, dict):

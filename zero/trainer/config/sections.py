@@ -115,7 +115,7 @@ class Launch(Section):
     )
 
     def asked_device(self) -> str | None:
-        """Return the device for `World.from_env`; None for auto."""
+        """Return the device for `zero.open_world`; None for auto."""
         return None if self.device == "auto" else self.device
 
 

@@ -129,11 +129,11 @@ def test_a_policy_from_outside_is_traced_by_its_record(monkeypatch):
     settings = config(model=DEEP)
     counted = Activations(settings, model_of(settings))
     again, away, remat = (
-        counted.resolved(with_activations(settings, name)).planned(8, "cuda") for name in ("again", "away", "remat")
+        counted.resolved(with_activations(settings, name)).of(16, "cuda") for name in ("again", "away", "remat")
     )
     assert again == remat
-    assert away["activation_bytes"] < remat["activation_bytes"]
-    assert away["host_activation_bytes"] > 0
+    assert away.peak_bytes + away.host_bytes > remat.peak_bytes > away.peak_bytes
+    assert away.backward.flops == remat.backward.flops
 
 
 def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():

@@ -45,11 +45,12 @@ def train_with_preset(options: argparse.Namespace, preset: str) -> None:
     import torch
 
     import zero
+    from zero.core.activations import ACTIVATIONS
     from zero.platform.host_memory import host_peak_bytes
     from zero.trainer.models import GPT, loss
     from zero.trainer.models.gpt_config import GPTConfig
     from zero.trainer.planning import against_measured, measured, trace
-    from zero.trainer.planning.traces.activations import HEAP
+    from zero.trainer.planning.traces.activations import HEAP, RECOMPUTED_HEAP
     from zero.engine.model.split import split
 
     sizes = GPTConfig(width=options.width, layers=options.layers, heads=options.width // 64, seq=options.seq)
@@ -75,7 +76,7 @@ def train_with_preset(options: argparse.Namespace, preset: str) -> None:
         precision=options.precision,
         activations=options.act,
         offload=zero.Offload(preset, path=options.folder),
-        activation_bytes=int(traced.peak_bytes * HEAP[options.act]),
+        activation_bytes=int(traced.peak_bytes * (RECOMPUTED_HEAP if ACTIVATIONS[options.act].recomputes else HEAP)),
     )
     store = zero.open_store(plan)
     state, step = zero.init(plan, store), zero.make_step(plan, loss)

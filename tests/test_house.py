@@ -286,6 +286,11 @@ def test_threads_that_may_be_inside_torch_are_waited_for():
         ),
         (r"hasattr\(", (), "decide once from data, then act"),
         (
+            r"(==|!=|\bin) ?[\[({]?[\"'](keep|selective|remat|offload)\b|\b(selective|remat|offload)[\"'] (not )?in\b",
+            (),
+            "ask the record of a policy of activations, see core/activations",
+        ),
+        (
             r"\bdevice\.type\b|\bis_cuda\b(?!\")|torch\.cuda\.(Stream|Event|stream|synchronize|mem_get_info)\b",
             ("platform.device", "platform.host_memory", "platform.cuda"),
             "ask zero.platform.device.Device, which a simulated GPU can stand for",

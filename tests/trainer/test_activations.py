@@ -14,6 +14,7 @@ import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, train_small
 from tests.simulation import simulated_gpu
 from tests.trainer.test_planning import ROUND, config, gpu, model_of
+from zero.core.activations import ACTIVATIONS, ActivationPolicy
 from zero.core.placement import NO_LIMIT
 from zero.engine.model.split import split
 from zero.engine.plan.traffic import traffic
@@ -120,6 +121,19 @@ def test_each_further_unit_that_is_made_again_takes_bytes_away():
     assert again.peak_bytes < 0.5 * plain.peak_bytes
     assert selective.backward.flops == plain.backward.flops < again.backward.flops, "no product is computed again"
     assert again.peak_bytes < selective.peak_bytes < 0.8 * plain.peak_bytes
+
+
+def test_a_policy_from_outside_is_traced_by_its_record(monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "again", ActivationPolicy("again", recomputes=True))
+    monkeypatch.setitem(ACTIVATIONS, "away", ActivationPolicy("away", recomputes=True, offloads=True))
+    settings = config(model=DEEP)
+    counted = Activations(settings, model_of(settings))
+    again, away, remat = (
+        counted.resolved(with_activations(settings, name)).of(16, "cuda") for name in ("again", "away", "remat")
+    )
+    assert again == remat
+    assert away.peak_bytes + away.host_bytes > remat.peak_bytes > away.peak_bytes
+    assert away.backward.flops == remat.backward.flops
 
 
 def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():

@@ -16,7 +16,8 @@ from pydantic import AfterValidator, ByteSize, Field, GetCoreSchemaHandler, Type
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from zero.core.suggest import meant
+from zero.core.activations import ACTIVATIONS
+from zero.core.suggest import alternatives, meant
 
 MOST = 2**53
 """The largest whole number that all readers of JSON and YAML read exactly."""
@@ -191,18 +192,11 @@ def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-Activations = Literal["keep", "selective", "remat", "offload"]
-"""The treatment of a unit's activations: keep them, keep the results of matrix products and attention and compute the
-others again in backward, compute all of them again, or offload them to host memory."""
-ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 Adjust = Literal["original", "match_rms_adamw"]
 """Factors of the learning rate for a matrix that is updated as a whole."""
 
 EXCLUDED = "*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "*.head.*", "output.*", "*classifier*", "*score*"
 """Patterns of the names of embeddings and output layers, which are not updated as matrices."""
-
-RECOMPUTED = ("selective", "remat")
-"""Treatments that compute activations again in backward: those that are not results of products, or all."""
 
 
 def _activations(value: object) -> str | tuple[str, ...]:
@@ -219,7 +213,7 @@ def _activations(value: object) -> str | tuple[str, ...]:
         pattern, _, word = entry.rpartition(":")
         if not pattern or word not in ACTIVATIONS:
             raise ValueError(
-                f"has {entry}. Write UNITS:WORD, such as blocks.0:remat, with keep, selective, remat or offload."
+                f"has {entry}. Write UNITS:WORD, such as blocks.0:remat, with {alternatives([*ACTIVATIONS])}."
             )
     _unique(tuple(entry.rpartition(":")[0] for entry in entries))
     return entries
@@ -227,7 +221,7 @@ def _activations(value: object) -> str | tuple[str, ...]:
 
 UnitActivations = Annotated[
     str | tuple[str, ...],
-    Reads("keep, selective, remat, offload or auto, or a list such as [blocks.0:remat]", _activations),
+    Reads(f"{alternatives([*ACTIVATIONS, 'auto'])}, or a list such as [blocks.0:remat]", _activations),
 ]
 COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph")
 """The arguments of `torch.compile` that `zero.compile` passes on."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero.core import checks
-from zero.core.setting_types import RECOMPUTED
+from zero.core.activations import ACTIVATIONS
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
 from zero.engine.arguments import check_type, type_text
@@ -225,7 +225,7 @@ def init(
         codes = codes_in(weights, plan.precision.frozen, splitting.packed_shapes())
         first = values_of(splitting, values, model, seed, weights, plan.world)
         units = _filled(plan, store, first, codes, progress)
-    if not {*RECOMPUTED}.isdisjoint(plan.activations.values()):
+    if any(ACTIVATIONS[name].recomputes for name in plan.activations.values()):
         importlib.import_module("torch._dynamo")  # else torch's `checkpoint` imports it in the first step: 2 to 3 s
     takeover.commit()  # frees the original values, because the plan does not count them together with buffers
     del values
@@ -289,4 +289,5 @@ def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 def _goes_to_host(plan: Plan) -> bool:
     """Return whether activations are copied to host memory; on a CPU they already are there."""
-    return "offload" in plan.activations.values() and not plan.world.compute.shares_memory
+    offloads = any(ACTIVATIONS[name].offloads for name in plan.activations.values())
+    return offloads and not plan.world.compute.shares_memory

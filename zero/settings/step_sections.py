@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 
+from zero.core.activations import KEEP, policy_texts, policy_trades
 from zero.core.batch import solve_batch
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
@@ -83,12 +84,11 @@ class Zero(Section):
         example="node",
     )
     activations: UnitActivations = key(
-        "keep",
-        "activations of a unit: keep, remat (computed again in backward), selective (computed again, except results of "
-        "matrix products and of attention without dropout), offload (kept in host memory), or auto: keep what fits; or "
+        KEEP.name,
+        f"activations of a unit: {policy_texts()}, or auto: keep what fits; or "
         "a list of patterns of units' names, each with one of these: the first that fits counts; a module around other "
         "units recomputes nothing of its own",
-        trades="remat keeps one activation per unit and computes a third more; offload moves those of 1 MiB and more",
+        trades=policy_trades(),
         example="remat",
     )
 
@@ -96,7 +96,7 @@ class Zero(Section):
     def activations_by_pattern(self) -> dict[str, Any]:
         """Pattern of units' names -> the word of its activations. An "auto" that is not resolved yet counts as keep."""
         if self.activations == "auto":
-            return {"*": "keep"}
+            return {"*": KEEP.name}
         listed = (f"*:{self.activations}",) if isinstance(self.activations, str) else self.activations
         return {pattern: word for pattern, _, word in (entry.rpartition(":") for entry in listed)}
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from zero.core.setting_types import RECOMPUTED, Activations
+from zero.core.activations import ACTIVATIONS, ActivationPolicy
 from zero.core.tree import tensors_in
 from zero.engine.backward import BackwardPass
 from zero.engine.checksums import Checksums
@@ -168,8 +168,8 @@ class SiteRunner:
                 with unobserved():
                     parameters = self._parameters(site, body.module, units, recomputing)
                 before = nodes_of((args, kwargs))  # before the call, which may change its inputs in place
-                policy = self._plan.activations[site.name]
-                with self._packing.hooks(offloads=policy == "offload"):
+                policy = ACTIVATIONS[self._plan.activations[site.name]]
+                with self._packing.hooks(offloads=policy.offloads):
                     outputs = self._call(site, policy, body, parameters, args, kwargs)
                 return self._after(site, outputs, parameters.values(), before, recomputing)
         except RuntimeError as error:
@@ -260,7 +260,7 @@ class SiteRunner:
     def _call(
         self,
         site: Site,
-        policy: Activations,
+        policy: ActivationPolicy,
         body: Body,
         parameters: dict[str, Tensor],
         args: Any,
@@ -274,8 +274,8 @@ class SiteRunner:
         if self._compiler is not None and torch.is_grad_enabled():
             parameters = {f"module.{name}": value for name, value in parameters.items()}
             module = self._compiler.compiled(body, type(body.module))
-        if policy in RECOMPUTED and torch.is_grad_enabled():
-            return recomputed_call(module, parameters, args, kwargs, call, selective=policy == "selective")
+        if policy.recomputes and torch.is_grad_enabled():
+            return recomputed_call(module, parameters, args, kwargs, call, policy=policy)
         return call(parameters, module, args, kwargs)
 
     def _regather(self, site: Site, binding: int) -> Callable[[bool], Tensor]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from zero.core import checks
+from zero.core.activations import Activations
 from zero.core.offload import Offload
 from zero.core.optim import Transform
 from zero.core.placement import Room, Tier
 from zero.core.precision import Precision
-from zero.core.setting_types import Activations
 from zero.core.stage import Stage
 from zero.distributed.world import World
 from zero.engine.model import (

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 from torch import nn
 
 from zero.core import checks
+from zero.core.activations import ACTIVATIONS, KEEP
 from zero.core.optim import Transform
-from zero.core.setting_types import RECOMPUTED, Activations
 from zero.core.suggest import some
 from zero.distributed.routes import GATHERS, SUMS
 from zero.distributed.world import World
@@ -69,20 +69,21 @@ def check_settings(*, check_writes: bool, update: str, gather: str, reduce: str,
         checks.one_of(f"zero.{name}", word, known, PlanError)
 
 
-def policies_of(activations: Activations | Mapping[str, Activations], compile: Backend) -> Mapping[str, Activations]:
-    """Return the policies of activations by patterns of names, checked."""
+def policies_of(activations: str | Mapping[str, str], compile: Backend) -> Mapping[str, str]:
+    """Return the names of policies of activations by patterns of names, checked."""
     check_backend(compile)
     policies = dict(activations) if isinstance(activations, Mapping) else {"*": activations}
     checks.patterns("zero.activations", [*policies], PlanError)
-    for word in policies.values():
-        checks.one_of("zero.activations", word, get_args(Activations), PlanError)
-    if compile and "selective" in policies.values():
-        raise PlanError("zero.activations=selective does not see products in compiled code. Set zero.compile=false.")
+    for name in policies.values():
+        checks.one_of("zero.activations", name, ACTIVATIONS, PlanError)
+    for name in policies.values() if compile else ():
+        if reason := ACTIVATIONS[name].not_compiled:
+            raise PlanError(f"zero.activations={name} {reason}. Set zero.compile=false.")
     return policies
 
 
-def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) -> dict[str, Activations]:
-    """Return the activation policy of each site, by its name.
+def activations_of(splitting: Splitting, by_pattern: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of each site's activation policy, by the site's name.
 
     A site that contains others keeps its activations where the policy would recompute them: its recomputation would run
     the sites inside once more, and would hold all of their units at the same time.
@@ -92,10 +93,9 @@ def activations_of(splitting: Splitting, by_pattern: Mapping[str, Activations]) 
     """
     _check_patterns("zero.activations", by_pattern, [site.name for site in splitting.sites])
 
-    def policy(site: Site) -> Activations:
-        matching = (word for pattern, word in by_pattern.items() if fnmatchcase(site.name, pattern))
-        word: Activations = next(matching, "keep")
-        return "keep" if site.contains_sites and word in RECOMPUTED else word
+    def policy(site: Site) -> str:
+        name = next((name for pattern, name in by_pattern.items() if fnmatchcase(site.name, pattern)), KEEP.name)
+        return KEEP.name if site.contains_sites and ACTIVATIONS[name].recomputes else name
 
     return {site.name: policy(site) for site in splitting.sites}
 

@@ -11,6 +11,7 @@ state leaves free.
 from bisect import bisect_left
 from collections.abc import Callable
 
+from zero.core.activations import KEEP, OFFLOAD, REMAT
 from zero.core.placement import budget_bytes
 from zero.core.sizes import MiB
 from zero.engine.plan import Plan
@@ -44,8 +45,8 @@ def resolve_activations(
 
     def of(count: int, sent: int) -> Config:
         """Return the settings where the first `sent` of `count` units offload, and the rest of these are recomputed."""
-        listed = [f"{name}:{'offload' if number < sent else 'remat'}" for number, name in enumerate(names[:count])]
-        return config if count == len(names) and not sent else with_activations(config, listed or "keep")
+        listed = [f"{name}:{(OFFLOAD if number < sent else REMAT).name}" for number, name in enumerate(names[:count])]
+        return config if count == len(names) and not sent else with_activations(config, listed or KEEP.name)
 
     def fits(count: int, sent: int) -> bool:
         try:
@@ -76,7 +77,7 @@ def _largest_offload(config: Config, machine: Machine, activations: Activations,
     room_bytes = budget_bytes(config.offload.host_budget, machine.room.host) - least.placement.bytes["host"]
 
     def is_too_much(count: int) -> bool:
-        settings = with_activations(config, [f"{name}:offload" for name in activations.site_names[:count]])
+        settings = with_activations(config, [f"{name}:{OFFLOAD.name}" for name in activations.site_names[:count]])
         traced = activations.resolved(settings).of(rows, machine.device)
         copy_s, forward_s = traced.host_bytes / rates.copy_out_bytes, traced.forward.flops / rates.flops
         return copy_s > forward_s or traced.host_bytes > room_bytes

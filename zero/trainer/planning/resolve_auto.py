@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from zero.core.activations import KEEP, REMAT
 from zero.core.offload import PRESETS
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
@@ -97,7 +98,7 @@ def _choose_activations(
     Raises:
         ConfigError: nothing fits even if every unit is recomputed.
     """
-    least = with_activations(config, "remat")
+    least = with_activations(config, REMAT.name)
     chosen, reasons, compared_by = _choose(least, machine, activations.resolved(least), progress)
 
     def rates() -> Rates:
@@ -105,7 +106,7 @@ def _choose_activations(
             return compared_by
         if machine.paper:
             return assumed(chosen, machine)
-        kept = activations.resolved(with_activations(chosen, "keep"))
+        kept = activations.resolved(with_activations(chosen, KEEP.name))
         return measured_rates(chosen, machine, largest(chosen, machine, kept), disk=False, progress=progress)
 
     settled, reason = resolve_activations(chosen, machine, activations, rates)

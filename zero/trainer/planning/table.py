@@ -6,6 +6,7 @@ from functools import partial
 from math import inf
 
 from zero.core import suggest
+from zero.core.activations import REMAT
 from zero.core.placement import TIERS
 from zero.core.sizes import size_text
 from zero.engine.plan import KINDS, Plan
@@ -65,7 +66,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     config, notes = _with_rows(config, config.groups(machine.ranks))
     auto = config.zero.activations == "auto"
     if auto:
-        config = with_activations(config, "remat")
+        config = with_activations(config, REMAT.name)
     activations = Activations(config, build_task(config, machine.world).model)
     if machine.paper:
         rates = assumed(config, machine)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from zero.core.activations import REMAT
 from zero.core.sizes import size_text
 from zero.engine.plan import Plan
 from zero.errors import MachineError
@@ -36,7 +37,7 @@ def out_of_memory(config: Config, plan: Plan, held_bytes: int, device_bytes: int
     ways = {
         "a smaller batch.micro": config.batch.numbers()[1] > 1,
         "zero.stage=3": plan.world.size > 1 and not plan.facts.stage.parameters,
-        "zero.activations=remat": config.zero.activations != "remat",
+        f"zero.activations={REMAT.name}": config.zero.activations != REMAT.name,
         "offload=cpu": config.offload.optimizer in ("none", "auto"),
         "more ranks": True,
     }

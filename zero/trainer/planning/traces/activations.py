@@ -1,14 +1,13 @@
 """Peak activation bytes of a run's microbatches, for the plan."""
 
-from collections.abc import Mapping
 from copy import copy
 from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
 
-from zero.core.setting_types import RECOMPUTED, Activations as Policy
+from zero.core.activations import ACTIVATIONS, REMAT
 from zero.distributed.world import World
 from zero.engine.model import split
 from zero.engine.plan import activations_of
@@ -20,14 +19,14 @@ from zero.trainer.planning.traces.tracing import META, Traced, trace
 from zero.trainer.run.evaluate import CHUNK_TOKENS
 from zero.trainer.run.task import loss_of
 
-HEAP: Mapping[str, float] = {"keep": 1.5, "remat": 2.5}
-"""Growth of a process's heap on a CPU per byte of activations, by `zero.activations`. It is above 1, because freed
+HEAP, RECOMPUTED_HEAP = 1.5, 2.5
+"""Growth of a process's heap on a CPU per byte of activations, kept or recomputed. It is above 1, because freed
 tensors leave holes that other tensors do not fit in. Measured with `benchmarks/plan_memory.py` (glibc 2.36,
 `launch.malloc=raised`): 1.4 to 1.7 for keep and 2.5 to 3.4 for remat, the higher the smaller the model. With
 `launch.malloc=lean`, which maps large tensors separately, it is 1."""
 
 
-_Policies = tuple[tuple[str, Policy], ...]
+_Policies = tuple[tuple[str, str], ...]
 
 
 class PlanArguments(TypedDict):
@@ -68,9 +67,7 @@ class Activations:
 
     def lighter(self, rows: int, device: str) -> dict[str, int]:
         """Return settings that may lower the bytes of a microbatch of `rows` rows: advice -> bytes with that advice."""
-        settings: dict[str, int] = {}
-        if self._config.zero.activations != "remat":
-            settings["set zero.activations=remat"] = self.bytes(rows, device, remat=True)
+        settings = {f"set zero.activations={REMAT.name}": self.bytes(rows, device, remat=True)}
         if rows > 1:
             settings["use a smaller batch.micro"] = self.bytes(1, device)
         if self._config.model.seq > 1:
@@ -107,9 +104,9 @@ class Activations:
         traced_bytes = self.of(rows, device, remat=remat, seq=seq).peak_bytes
         if device != "cpu" or self._config.launch.malloc == "lean":
             return traced_bytes
-        kept_bytes = int(self.of(rows, device, remat=False, seq=seq).peak_bytes * HEAP["keep"])
-        recomputes = any(policy in RECOMPUTED for _, policy in self._policies(device, remat))
-        return min(kept_bytes, int(traced_bytes * HEAP["remat"])) if recomputes else kept_bytes
+        kept_bytes = int(self.of(rows, device, remat=False, seq=seq).peak_bytes * HEAP)
+        recomputes = any(ACTIVATIONS[policy].recomputes for _, policy in self._policies(device, remat))
+        return min(kept_bytes, int(traced_bytes * RECOMPUTED_HEAP)) if recomputes else kept_bytes
 
     def planned(self, rows: int, device: str) -> PlanArguments:
         """Return the arguments of `Plan` for a microbatch of `rows` rows."""
@@ -122,10 +119,13 @@ class Activations:
         """Return (name, activation policy) of the sites that do not keep their activations; none without backward."""
         if not self._splitting.trains or remat is False:
             return ()
-        by_pattern: dict[str, Any] = {"*": "remat"} if remat else self._config.zero.activations_by_pattern
-        kept = {"keep", "offload"} if device == "cpu" else {"keep"}
-        policies = activations_of(self._splitting, by_pattern)
-        return tuple((name, policy) for name, policy in policies.items() if policy not in kept)
+        policies = activations_of(
+            self._splitting, {"*": REMAT.name} if remat else self._config.zero.activations_by_pattern
+        )
+        moving = {
+            policy.name for policy in ACTIVATIONS.values() if policy.recomputes or (policy.offloads and device != "cpu")
+        }
+        return tuple((name, policy) for name, policy in policies.items() if policy in moving)
 
     def _trace(self, rows: int, seq: int, policies: _Policies, *, backward: bool) -> Traced:
         key = rows, seq, policies, backward

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from zero.core.setting_types import RECOMPUTED, Activations
+from zero.core.activations import ACTIVATIONS, KEEP
 from zero.engine.forward import recomputed_call
 from zero.engine.memory import KeptTensor, OnHost
 from zero.engine.model import Body, Site, Splitting, attach, move_buffers
@@ -62,7 +62,7 @@ def trace(
     microbatch: Any,
     *,
     compute: torch.dtype,
-    policies: Activations | Mapping[str, Activations] = "keep",
+    policies: str | Mapping[str, str] = KEEP.name,
     backward: bool = True,
     exchanged: Callable[[], int] = lambda: 0,
 ) -> Traced:
@@ -93,10 +93,10 @@ def trace(
             f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
             for bound in site.bindings
         }
-        policy = policies if isinstance(policies, str) else policies[site.name]
-        if backward and policy in RECOMPUTED:
-            return recomputed_call(_Fusing(body), held, args, kwargs, selective=policy == "selective")
-        with host.taking() if backward and policy == "offload" else nullcontext():
+        policy = ACTIVATIONS[policies if isinstance(policies, str) else policies[site.name]]
+        with host.taking() if backward and policy.offloads else nullcontext():
+            if backward and policy.recomputes:
+                return recomputed_call(_Fusing(body), held, args, kwargs, policy=policy)
             return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
     live = OperatorCounts([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])

@@ -23,7 +23,7 @@ from zero.distributed import stalled
 from zero.distributed.ordered_sum import ordered_sum
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.transport import Processes
-from zero.distributed.world import World
+from zero.distributed.world import World, open_world
 from zero.errors import ConfigError, DeadlineError, HandshakeError, LayoutError, RankFailedError, WorldError
 from zero.platform.device import Device
 from zero.testing import run_processes, run_ranks
@@ -529,8 +529,17 @@ def test_without_torchruns_environment_the_world_is_solo(bare):
 
 
 def test_a_world_of_another_device_is_refused(bare):
-    with pytest.raises(ConfigError, match=r'device=gpu: must be cpu or cuda. Write zero.open_world\(device="cuda"'):
+    with pytest.raises(ConfigError, match=r'device=gpu: must be cpu or cuda. Write open_world\(device="cuda"'):
         World.from_env(device="gpu")
+
+
+def test_tasks_of_srun_without_ranks_are_refused(bare):
+    bare.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(ConfigError, match=r"^srun has started 4 tasks without RANK and WORLD_SIZE, and each would be"):
+        open_world(device="cpu")
+    bare.setenv("WORLD_SIZE", "1")
+    open_world(device="cpu").close()
+    World.solo().close()
 
 
 def test_half_an_environment_is_refused(bare):

@@ -8,6 +8,7 @@ import dataclasses
 import re
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -526,6 +527,23 @@ def test_blocks_of_a_class_share_one_compiled_function(build, settings, most):
     assert_same(told, *plain(model, mean_square, settings["ranks"], 2))
     assert 0 < len(made) <= most
     assert [rank.renewed for rank in told] == [[0, 0]] * settings["ranks"]
+
+
+class _Backend:
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return graph.forward
+
+
+@pytest.mark.parametrize("backend_of", [_Backend, lambda: partial(_Backend(), inputs=[]), lambda: _Backend().__call__])
+def test_ranks_agree_on_a_backend_that_is_an_object_of_each(backend_of):
+    def begun(world: World) -> bool:
+        with zero.empty():
+            model = nn.Linear(2, 2)
+        plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world, compile=backend_of())
+        zero.init(plan, zero.open_store(plan), seed=0).close()
+        return True
+
+    assert run_ranks(2, begun) == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

@@ -1,6 +1,7 @@
 """Opening of a run's connections, and checks that the worlds which the ranks open fit together."""
 
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,12 @@ def open_transport(timeout_s: float = 300.0, device: str | None = None) -> Trans
     size = env_int("WORLD_SIZE", "1")
     if size > 1:
         check_environment()
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"srun has started {tasks} tasks without RANK and WORLD_SIZE, and each would be a world of its own. Start "
+            "torchrun in one task per node, or set WORLD_SIZE=1."
+        )
     here = claim_device(device, env_int("LOCAL_RANK", "0"))
     return Processes(here, timeout_s=timeout_s) if size > 1 else Solo(here, timeout_s=timeout_s)
 

@@ -43,7 +43,14 @@ def check_backend(backend: object) -> None:
 def described(backend: Backend) -> str:
     """Return the backend or the options as text that is equal on all ranks."""
     options = backend if isinstance(backend, Mapping) else {"backend": backend}
-    return str({name: getattr(value, "__qualname__", value) for name, value in options.items()})
+    return str({name: _text(value) for name, value in options.items()})
+
+
+def _text(value: object) -> str:
+    """Return a value as text without the address of an object."""
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value)
 
 
 def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -28,6 +28,9 @@ def inside(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
         Interrupted: `entry` did not return in time after a request to stop, or a signal in `FATAL_SIGNALS` arrived.
     """
     with ExitStack() as stack:
+        if "WORLD_SIZE" not in os.environ:  # this process is the whole run, also if srun has started others
+            os.environ["WORLD_SIZE"] = "1"
+            stack.callback(os.environ.pop, "WORLD_SIZE", None)
         is_main = threading.current_thread() is threading.main_thread()  # others cannot set signal handlers
         if is_main:
             stack.enter_context(Request(processes.grace_s).handling(*STOP_SIGNALS, *FATAL_SIGNALS))

@@ -3,7 +3,6 @@
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 """
 
-import warnings
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
@@ -35,9 +34,7 @@ def add_lora(model: Any, chosen: HFConfig) -> None:
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in layers)
     settings = peft.LoraConfig(**chosen.lora.of_peft(chosen.path), target_modules=layers, fan_in_fan_out=transposed)
     try:
-        with empty(), warnings.catch_warnings():
-            # of experts that peft would adapt, which is an error below
-            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        with empty():
             peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise ConfigError(f"model.lora.targets: {in_short(error)}") from error

@@ -76,7 +76,7 @@ def predict(words: list[str]) -> None:
     config = read(settings_in(compose(words)))
     launch_settings = config.launch
     ranks = 1 if launch_settings.ranks == "auto" else launch_settings.ranks
-    with launch.set_up(launch.Processes(Path(), launch_settings.threads, launch_settings.malloc), ranks=ranks):
+    with launch.set_up(launch.ProcessSettings(Path(), launch_settings.threads, launch_settings.malloc), ranks=ranks):
         machine = Machine.described(config)
         activations = Activations(config, build_task(config).model)
         begin_s = time.perf_counter()

@@ -28,7 +28,7 @@ from zero.checkpoint.files.listing import read_manifest
 from zero.checkpoint.files.publish import MANIFEST_NAME, Root
 from zero.checkpoint.files.shard import ShardReader, ShardWriter
 from zero.checkpoint.format.hashes import FileHash
-from zero.checkpoint.format.manifest import File, Flat, Index, Manifest, file_name, index_name, step_name
+from zero.checkpoint.format.manifest import File, Index, Manifest, SavedFlat, file_name, index_name, step_name
 from zero.checkpoint.format.texts import CAP_BYTES, FORMAT, index_from_text, to_text
 from zero.core.layout import Layout
 from zero.errors import CheckpointError
@@ -54,7 +54,7 @@ def contents(step: int, version: int) -> bytes:
 
 def manifest(step: int, files: list[File], world: int = WORLD) -> Manifest:
     layout = Layout.of({"weight": (world * NUMEL,)}, world_size=world)
-    return Manifest(FORMAT, step, world, (Flat({"parameter": "float32"}, layout, 1),), tuple(files), True, {})
+    return Manifest(FORMAT, step, world, (SavedFlat({"parameter": "float32"}, layout, 1),), tuple(files), True, {})
 
 
 def write_files(root: Root, tmp: Path, step: int, version: int) -> str:

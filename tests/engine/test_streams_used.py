@@ -15,7 +15,7 @@ from tests.simulation import simulated_gpu
 from tests.simulation.instrumented_gpu import InstrumentedGpu
 from tests.simulation.simulated_gpu import Simulation
 from tests.simulation.simulated_time import RATES
-from zero.distributed.routes import Gather
+from zero.distributed.routes import GatherRequest
 from zero.engine.whole.measured import measured
 from zero.engine.whole.read import digest, full_state_dict
 from zero.platform.timeline import Span, Timeline
@@ -212,7 +212,7 @@ def gathers_and_forwards(world: zero.World, tiers: tuple[tuple[str, str], ...]) 
     routes = state.runtime.routes
     start_gather = routes._start_gather
 
-    def watched(gather: Gather):
+    def watched(gather: GatherRequest):
         assert current(world) == aside("gather")
         told.append(f"gather {gather.what}")
         return start_gather(gather)

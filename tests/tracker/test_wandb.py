@@ -250,7 +250,7 @@ def rank_of_a_run(folder: Path, how: str) -> None:
 def test_the_exit_code_is_that_of_the_run_and_only_rank_0_wrote(tmp_path, how, ranks, exit_code):
     begin, more = (launch.launch, {"ranks": 2}) if ranks > 1 else (launch.inside, {})
     with contextlib.suppress(zero.ZeroError):
-        begin(rank_of_a_run, tmp_path, how, processes=launch.Processes(tmp_path / "ranks", threads=1), **more)
+        begin(rank_of_a_run, tmp_path, how, processes=launch.ProcessSettings(tmp_path / "ranks", threads=1), **more)
     written = wandb_file.read(tmp_path)  # there is one
     assert [one["step"] for one in written.rows if "step" in one] == [1, 2, 3]
     assert written.exit_code == exit_code

@@ -21,7 +21,7 @@ Numbers = Mapping[float, Tensor]
 NO_NUMBERS: Numbers = MappingProxyType({})
 
 
-class Settings(NamedTuple):
+class GroupSettings(NamedTuple):
     """Optimizer settings of one group at one step."""
 
     lr: float
@@ -49,7 +49,7 @@ class PageBatch(NamedTuple):
     params: Tensors
     grads: Tensors
     moments: tuple[Tensors, ...]
-    settings: Settings
+    settings: GroupSettings
     divisor: float
     numbers: Numbers = NO_NUMBERS
     factor: float = 1.0

@@ -42,10 +42,10 @@ def complaint(
     having = [group for group in sorted(groups()) if "." not in key and str(value) in options_of(group)]
     if hint := suggest.meant(key, having):  # gpt_7b shows that modle=gpt_7b means model, not mode
         return f"{key} is not a setting{hint}"
-    return unknown_key(key, word.partition("=")[2])
+    return unknown_setting(key, word.partition("=")[2])
 
 
-def unknown_key(key: str, value: str) -> str:
+def unknown_setting(key: str, value: str) -> str:
     """Return the error message for an unknown key, with the most similar key and the option that this key needs."""
     by_key = {entry.key: entry for entry in explanations()}
     likely = by_key.get(suggest.likely_key(key, list(by_key)))

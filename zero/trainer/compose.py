@@ -39,7 +39,7 @@ from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import SettingError, one_line
 from zero.platform.run_files import hold, making
-from zero.trainer.complaints import complaint, of_another_option, unknown_key
+from zero.trainer.complaints import complaint, of_another_option, unknown_setting
 from zero.trainer.config import Config, is_section, keys, keys_of, kinds
 from zero.trainer.foreign_settings import foreign_message
 from zero.trainer.option_files import CONF, PRESETS, option_folders
@@ -117,7 +117,9 @@ def compose(words: Sequence[str]) -> Any:
         key = str(getattr(error.__cause__, "full_key", None))
         if key in keys() or is_section(key):
             raise SettingError(of_another_option(key)) from None
-        raise SettingError(unknown_key(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)) from None
+        raise SettingError(
+            unknown_setting(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)
+        ) from None
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:

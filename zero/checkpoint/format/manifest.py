@@ -50,7 +50,7 @@ class Entry(NamedTuple):
         return math.prod(self.shape)
 
 
-class Flat(NamedTuple):
+class SavedFlat(NamedTuple):
     """A flat tensor that is divided among ranks; each kind of value (parameter, moments) has the same layout.
 
     Attributes:
@@ -128,7 +128,7 @@ class Manifest(NamedTuple):
     format: int
     step: int
     world: int
-    flats: tuple[Flat, ...]
+    flats: tuple[SavedFlat, ...]
     files: tuple[File, ...]
     finite: bool
     facts: dict[str, Any]
@@ -146,7 +146,7 @@ class Index(NamedTuple):
     random: dict[str, Any] | None
 
 
-def entries(flats: Iterable[Flat]) -> tuple[Entry, ...]:
+def entries(flats: Iterable[SavedFlat]) -> tuple[Entry, ...]:
     return tuple(
         Entry(slot.name, kind, dtype, slot.shape, number, slot.offset)
         for number, flat in enumerate(flats)
@@ -155,12 +155,12 @@ def entries(flats: Iterable[Flat]) -> tuple[Entry, ...]:
     )
 
 
-def files_of(flats: Iterable[Flat], rank: int, world: int) -> range:
+def files_of(flats: Iterable[SavedFlat], rank: int, world: int) -> range:
     """Return the numbers of the files that a rank writes."""
     return range(rank, world * (2 if any(flat.frozen for flat in flats) else 1), world)
 
 
-def held(flats: Iterable[Flat], file: int, world: int) -> list[Held]:
+def held(flats: Iterable[SavedFlat], file: int, world: int) -> list[Held]:
     """List the pieces of tensors in a file, in the order of the file."""
     frozen, rank = divmod(file, world)
     pieces = [

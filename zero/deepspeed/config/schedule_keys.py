@@ -55,14 +55,14 @@ class ScheduleKeys(Section):
                 raise ConfigError(f"{self.section_key}.{name} is missing, and has no default")
 
 
-class Rise(ScheduleKeys):
+class RiseKeys(ScheduleKeys):
     """Keys that all schedulers with a warm-up have."""
 
     warmup_num_steps: Whole = means("`schedule.warmup`", 1000)
     warmup_type: Annotated[Literal["log", "linear"], BeforeValidator(_known_curve)] = to("schedule.curve", "log")
 
 
-class Warmup(Rise):
+class WarmupKeys(RiseKeys):
     """Keys of `WarmupLR`."""
 
     name: ClassVar[str] = "linear_warmup"
@@ -72,7 +72,7 @@ class Warmup(Rise):
     warmup_max_lr: PeakRates | None = means("`optim.lr`")
 
 
-class WarmupDecay(Warmup):
+class WarmupDecayKeys(WarmupKeys):
     """Keys of `WarmupDecayLR`."""
 
     name: ClassVar[str] = "warmup_linear"
@@ -82,7 +82,7 @@ class WarmupDecay(Warmup):
     total_num_steps: Whole | None = means("`schedule.total`")
 
 
-class WarmupCosine(Rise):
+class WarmupCosineKeys(RiseKeys):
     """Keys of `WarmupCosineLR`."""
 
     name: ClassVar[str] = "warmup_cosine"
@@ -93,7 +93,7 @@ class WarmupCosine(Rise):
     cos_min_ratio: NonNegative = to("schedule.final", 1e-4)
 
 
-class OneCycle(ScheduleKeys):
+class OneCycleKeys(ScheduleKeys):
     """Keys of `OneCycle`."""
 
     name: ClassVar[str] = "one_cycle"
@@ -114,7 +114,7 @@ class OneCycle(ScheduleKeys):
     decay_mom_rate: NonNegative = to("schedule.momentum_decay_rate", 0.0)
 
 
-class LRRange(ScheduleKeys):
+class LRRangeKeys(ScheduleKeys):
     """Keys of `LRRangeTest`."""
 
     name: ClassVar[str] = "lr_range"
@@ -127,9 +127,9 @@ class LRRange(ScheduleKeys):
 
 
 SCHEDULERS: Mapping[str, type[ScheduleKeys]] = {
-    "WarmupLR": Warmup,
-    "WarmupDecayLR": WarmupDecay,
-    "WarmupCosineLR": WarmupCosine,
-    "OneCycle": OneCycle,
-    "LRRangeTest": LRRange,
+    "WarmupLR": WarmupKeys,
+    "WarmupDecayLR": WarmupDecayKeys,
+    "WarmupCosineLR": WarmupCosineKeys,
+    "OneCycle": OneCycleKeys,
+    "LRRangeTest": LRRangeKeys,
 }

@@ -16,7 +16,7 @@ from zero.core.batch import solve_batch
 from zero.core.stage import Stage
 from zero.deepspeed.config.key_types import moved
 from zero.deepspeed.config.keys import Keys
-from zero.deepspeed.config.optimizer_keys import AdamW, Lion, Muon
+from zero.deepspeed.config.optimizer_keys import AdamWKeys, LionKeys, MuonKeys
 from zero.deepspeed.config.schedules import check_one_schedule, optim_of_schedule, schedule_settings, scheduler_of
 from zero.deepspeed.config.source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
@@ -193,15 +193,15 @@ def _optim(config: CheckedConfig, schedule: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {"name": "adamw", "clip": 1.0 if clip is None else clip or None}
     if optimizer is not None:
         settings |= {"name": optimizer.name, "decay": "all", **moved(optimizer, "optim", config.autos)}
-    if isinstance(optimizer, Lion) and "optimizer.params.betas" not in config.autos:
+    if isinstance(optimizer, LionKeys) and "optimizer.params.betas" not in config.autos:
         settings["beta1"], settings["beta2"] = optimizer.betas
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, AdamWKeys):
         is_adam = str(config.keys.optimizer.type).lower() == "adam"
         if is_adam and not optimizer.adam_w_mode:
             settings["name"] = "adam"
         elif optimizer.torch_adam and "weight_decay" not in optimizer.model_fields_set:
             settings["weight_decay"] = 0.01  # the default of torch.optim.AdamW
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, MuonKeys):
         lr = optimizer.lr if "lr" in optimizer.model_fields_set else 3e-4
         settings |= {"exclude": ["*embed*", "*lm_head*"], "adamw_lr": optimizer.adam_lr or lr}
         if optimizer.muon_lr is not None:

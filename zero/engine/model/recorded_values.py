@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zero.distributed.world import World
-from zero.engine.meta import Operation, Recipe, RecordedRoot, Unmade, dispatch_trunc_normal, is_meta, writes
+from zero.engine.meta import Recipe, RecordedOperation, RecordedRoot, Unmade, dispatch_trunc_normal, is_meta, writes
 from zero.engine.model.placeholder import ParameterPlaceholder
 from zero.engine.model.unit import Owner, Splitting
 from zero.errors import PlanError
@@ -136,7 +136,7 @@ class RecordedValues:
             self._run_by_blocks(operation, root, part, first)
         return part
 
-    def _run_by_blocks(self, operation: Operation, root: RecordedRoot, part: Tensor, first: int) -> None:
+    def _run_by_blocks(self, operation: RecordedOperation, root: RecordedRoot, part: Tensor, first: int) -> None:
         """Run an elementwise operation on `part`, (n,), which begins at block `first` of the root."""
         if operation.is_alias:
             return

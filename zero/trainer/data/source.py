@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.setting_types import Needed, Place, Reads, Rows, Word, key, names_of
+from zero.core.setting_types import Needed, Place, Reads, Rows, Word, key, validate_names
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ Holdout = Annotated[float, Field(gt=0, le=0.5)]
 
 
 def _folders(value: object) -> tuple[str, ...]:
-    names = names_of(value)
+    names = validate_names(value)
     if any("/" in name for name in names):
         raise ValueError("must be names of folders, without /")
     return names

@@ -53,6 +53,15 @@ DEFENDED = {
 }
 """Classes and functions beyond the limits. ARCHITECTURE.md says why."""
 
+SHARED_NAMES = {
+    "main arguments": r"__main__|trainer\.(cli|commands\.\w+)",
+    "read write": r"formats\.\w+",
+    "tile": r"core\.formats\.\w+",
+    "loss": r"trainer\.models\.\w+",
+    "GATHER SUM": r"distributed\.routes\.\w+",
+}
+"""Names that several files have, because their callers choose a file: a command, a format, a model or a route."""
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [
     path
@@ -319,6 +328,35 @@ def test_one_word_for_each_thing():
     } | {path.stem for path in ours}
     used = [name for name in names if any(word in name.lower() for word in others)]
     assert not used, f"{used}: see the vocabulary in ARCHITECTURE.md"
+
+
+def public_names(path: Path) -> Iterator[str]:
+    """Yield the public functions and classes of a file, and its constants and types that begin with a capital."""
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            stored = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+            names = [part.id for part in stored if part.id[0].isupper()]
+        else:
+            continue
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def test_every_public_name_has_one_home():
+    """A reader who meets a name searches for it, and a name with two homes has two meanings."""
+    homes: dict[str, set[str]] = {}
+    for path in FILES:
+        for name in public_names(path):
+            homes.setdefault(name, set()).add(name_of(path))
+    shapes = {name: shape for names, shape in SHARED_NAMES.items() for name in names.split()}
+    several = {
+        name: sorted(files)
+        for name, files in homes.items()
+        if len(files) > 1 and not all(re.fullmatch(shapes.get(name, ""), file) for file in files)
+    }
+    assert not several, "name a thing after what sets it apart, or import it from its one home"
 
 
 def test_a_file_begins_with_its_idea():

@@ -17,7 +17,7 @@ from zero.engine.whole.read import digest
 from zero.platform.tape import Tape
 from zero.platform.timeline import (
     EXPOSED,
-    ROWS,
+    TIMELINE_ROWS,
     Mark,
     Share,
     Span,
@@ -52,7 +52,7 @@ SPANS = (
 
 def test_a_row_is_exposed_where_the_training_thread_stands_still_for_it():
     told = shares(SPANS)
-    assert tuple(told) == ROWS
+    assert tuple(told) == TIMELINE_ROWS
     assert told["gather"] == Share(4.0, 1.0)
     assert told["reduce"] == Share(5.0, 0.0)  # the thread stood still meanwhile, but not for this
     assert told["page in"] == Share(2.0, 1.0)
@@ -63,7 +63,7 @@ def test_a_row_is_exposed_where_the_training_thread_stands_still_for_it():
     assert Timeline(SPANS).step_s == 10.0
 
 
-NAMES = st.lists(st.sampled_from([row for row in ROWS if row != "compute"]), min_size=1, max_size=3)
+NAMES = st.lists(st.sampled_from([row for row in TIMELINE_ROWS if row != "compute"]), min_size=1, max_size=3)
 
 
 @st.composite
@@ -72,7 +72,7 @@ def spans_on_a_grid(draw) -> list[Span]:
     found = []
     for _ in range(draw(st.integers(0, 12))):
         begin, end = sorted(draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
-        row = draw(st.sampled_from([*ROWS, EXPOSED]))
+        row = draw(st.sampled_from([*TIMELINE_ROWS, EXPOSED]))
         name = ", ".join(draw(NAMES)) if row == EXPOSED else row
         found.append(Span(row, name, float(begin), float(end), rank=draw(st.integers(0, 1))))
     return found
@@ -259,7 +259,7 @@ def check_laws(timeline: Timeline, rank: int) -> None:
     step_s = timeline.step_s
     assert {span.rank for span in timeline.spans} == {rank}
     assert all(0 <= span.begin_s < span.end_s <= step_s for span in timeline.spans)
-    of = {row: [(s.begin_s, s.end_s) for s in timeline.spans if s.row == row] for row in (*ROWS, EXPOSED)}
+    of = {row: [(s.begin_s, s.end_s) for s in timeline.spans if s.row == row] for row in (*TIMELINE_ROWS, EXPOSED)}
     shares = timeline.hidden()
     assert sum(end - begin for begin, end in of["compute"]) == pytest.approx(shares["compute"].busy_s, abs=TOLERANCE_S)
     assert shares["compute"].busy_s + length(of[EXPOSED]) == pytest.approx(step_s, abs=TOLERANCE_S)
@@ -267,7 +267,7 @@ def check_laws(timeline: Timeline, rank: int) -> None:
     for busy_s, exposed_s in shares.values():
         assert 0 <= exposed_s <= busy_s + TOLERANCE_S
     names = {row for span in timeline.spans if span.row == EXPOSED for row in span.name.split(", ")}
-    assert names <= set(ROWS) - {"compute"}
+    assert names <= set(TIMELINE_ROWS) - {"compute"}
 
 
 @pytest.mark.parametrize("update", ["lazy", "serial"])

@@ -24,7 +24,7 @@ from zero.platform.timeline import Span, Timeline
 from zero.tracker.report import chart, origin, page, run, scale
 from zero.tracker.report.chart import Bar, BarPart, ChartSpan, Panel, Row, Series
 from zero.tracker.report.folder import read_run
-from zero.tracker.report.plan import KINDS, TIME, compared, per_step
+from zero.tracker.report.plan import KIND_COLOURS, TIME, compared, per_step
 from zero.trainer import checks, cli, job
 from zero.trainer.config import Config
 
@@ -570,9 +570,9 @@ SCHEMES = [(DARK, "rgb(16, 20, 24)"), (LIGHT, "rgb(246, 247, 248)")]
 
 def charts_of_many_words() -> str:
     """Charts whose labels and legends are as long as they get."""
-    kinds = [*KINDS]
+    kinds = [*KIND_COLOURS]
     series = [Series(name, [(1, 700 << 20), (2_000_000, 1 << 20)]) for name in ("waiting for the store", "whole step")]
-    bars = [Bar("device, plan", [BarPart(kind, 1000 << 20, *KINDS[kind]) for kind in kinds])]
+    bars = [Bar("device, plan", [BarPart(kind, 1000 << 20, *KIND_COLOURS[kind]) for kind in kinds])]
     bars.append(Bar("measured", [BarPart(kinds[0], 1000 << 30, "blue")]))
     panels = [Panel(f"panel {number}", [(1, 1e-7), (2, 1.234e-6)], note="12.3456") for number in range(7)]
     drawn = [

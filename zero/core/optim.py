@@ -26,7 +26,7 @@ from zero.core.groups import (
 from zero.core.layout import Layout
 from zero.core.matrices import Matrices, MatrixRule
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
-from zero.core.updates import NO_NUMBERS, GroupSettings, Numbers, Update
+from zero.core.updates import NO_NUMBERS, GroupSettings, Numbers, PageUpdate
 from zero.errors import ConfigError
 
 
@@ -85,7 +85,7 @@ class Transform:
 
     name: str
     moments: tuple[str, ...]
-    update: Update
+    update: PageUpdate
     constants: tuple[float, ...]
     """Numbers such as eps that are fixed in `update`, for comparison between ranks."""
     groups: tuple[Callable[[int], GroupSettings], ...]
@@ -204,7 +204,7 @@ def check_transform(value: object, call: str) -> None:
 def make_transform(
     name: str,
     moments: tuple[str, ...],
-    update: Update,
+    update: PageUpdate,
     constants: tuple[float, ...],
     lr: Number,
     betas: Mapping[str, Number],

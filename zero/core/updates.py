@@ -67,7 +67,7 @@ class PageBatch(NamedTuple):
             torch._foreach_div_(self.grads, self.divisor)
 
 
-Update = Callable[[PageBatch], None]
+PageUpdate = Callable[[PageBatch], None]
 
 
 def average(decay: float, means: Tensors, params: Tensors) -> None:

@@ -29,7 +29,7 @@ from zero.formats.torch_file import write as write_torch
 from zero.platform.files import appearing, naming
 from zero.progress import Progress, silent
 
-FORMATS = ("hf", "torch", "dcp", "peft")
+EXPORT_FORMATS = ("hf", "torch", "dcp", "peft")
 
 
 class Exported(NamedTuple):
@@ -89,8 +89,8 @@ def export_checkpoint(
         ConfigError: the format is unknown, `out` exists, an adapter is trained for "hf", or for "peft" there is none or
             other parameters are trained.
     """
-    if to not in FORMATS:
-        raise ConfigError(f"--to {to} does not exist. Choose from {', '.join(FORMATS)}.")
+    if to not in EXPORT_FORMATS:
+        raise ConfigError(f"--to {to} does not exist. Choose from {', '.join(EXPORT_FORMATS)}.")
     if os.path.lexists(out):
         raise ConfigError(f"--out {out}: exists already. Give another name.")
     with Tensors(checkpoint) as files, naming(out), appearing(out) as unfinished:

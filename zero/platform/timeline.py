@@ -27,7 +27,7 @@ from zero.platform.run_files import publish
 if TYPE_CHECKING:  # it imports torch, which reading a timeline does not need
     pass
 
-ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
+TIMELINE_ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
 EXPOSED = "exposed"
 
 
@@ -74,7 +74,7 @@ class Timeline:
         return max((span.end_s for span in self.spans if span.row in ("compute", EXPOSED)), default=0.0)
 
     def hidden(self) -> dict[str, Share]:
-        """Return busy and exposed seconds of every row in `ROWS`, summed over the ranks."""
+        """Return busy and exposed seconds of every row in `TIMELINE_ROWS`, summed over the ranks."""
         return shares(self.spans)
 
     def write(self, path: Path) -> None:
@@ -134,7 +134,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def shares(spans: Sequence[Span]) -> dict[str, Share]:
     """Return busy and exposed seconds of each row, summed over the ranks."""
-    shares = {row: Share(0.0, 0.0) for row in ROWS}
+    shares = {row: Share(0.0, 0.0) for row in TIMELINE_ROWS}
     for rank in {span.rank for span in spans}:
         of_rank = [span for span in spans if span.rank == rank]
         exposed = [span for span in of_rank if span.row == EXPOSED]
@@ -175,7 +175,7 @@ def to_trace(spans: Iterable[Span]) -> dict[str, Any]:
     named: list[dict[str, Any]] = []
     drawn: list[dict[str, Any]] = []
     lanes: dict[tuple[int, str], list[float]] = {}  # (rank, row) -> the end of the last span of each thread
-    order = (*ROWS, EXPOSED)
+    order = (*TIMELINE_ROWS, EXPOSED)
     for span in sorted(spans, key=lambda span: (span.rank, order.index(span.row), span.begin_s)):
         ends = lanes.setdefault((span.rank, span.row), [])
         lane = next((number for number, end_s in enumerate(ends) if end_s <= span.begin_s), len(ends))

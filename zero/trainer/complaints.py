@@ -8,7 +8,7 @@ from zero.core import suggest
 from zero.trainer.config import is_section, keys
 from zero.trainer.explain import explanations, options_with
 from zero.trainer.foreign_settings import foreign_message
-from zero.trainer.option_files import CONF, PRESETS, groups, options_of
+from zero.trainer.option_files import CONF, PRESET_GROUPS, groups, options_of
 
 
 def complaint(
@@ -30,7 +30,7 @@ def complaint(
     if message := foreign_message(word):
         return message
     options = options_of(key, folders)
-    if options and is_delete and key not in PRESETS:
+    if options and is_delete and key not in PRESET_GROUPS:
         return f"{word}: a run needs one option of {key}. Choose from {', '.join(options)}."
     if options and isinstance(value, list):
         return f"{word}: a run has one option of {key}. Add -m for a run with each: {key}={','.join(map(str, value))}"

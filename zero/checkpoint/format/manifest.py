@@ -17,9 +17,9 @@ from pydantic import Field
 from zero.checkpoint.format.hashes import FileHash
 from zero.core.formats import PACKED_FORMATS
 from zero.core.layout import Layout, Slot
-from zero.platform.safetensors_files import LENGTH_BYTES, NAMES, FilePart, by_width
+from zero.platform.safetensors_files import DTYPE_NAMES, LENGTH_BYTES, FilePart, by_width
 
-ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in NAMES}
+ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPE_NAMES}
 """Name of each dtype that a checkpoint can store -> bytes of one element."""
 
 PACKED_SHAPES = "coded"

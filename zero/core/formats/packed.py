@@ -22,7 +22,7 @@ from zero.errors import ConfigError
 if TYPE_CHECKING:
     import triton.language as tl
 
-Tile = Any
+Value = Any
 """A tensor, pointer or number in Triton's language."""
 
 TINY = 1e-38
@@ -176,7 +176,7 @@ def fp32_numbers(head: Tensor) -> Tensor:
     return head.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
-def bytes_as_fp32(pointer: "Tile") -> "Tile":
+def bytes_as_fp32(pointer: "Value") -> "Value":
     """Load 4 bytes, which need not be aligned, as an fp32 number; for functions `tile`."""
     bits = tl.load(pointer).to(tl.int32) | (tl.load(pointer + 1).to(tl.int32) << 8)
     bits |= (tl.load(pointer + 2).to(tl.int32) << 16) | (tl.load(pointer + 3).to(tl.int32) << 24)

@@ -70,7 +70,7 @@ class SgdKeys(OptimizerKeys):
     nesterov: bool = to("optim.nesterov", False)
 
 
-OPTIMIZERS: Mapping[str, type[OptimizerKeys]] = {
+OPTIMIZER_KEYS: Mapping[str, type[OptimizerKeys]] = {
     "Adam": AdamWKeys, "AdamW": AdamWKeys, "Lion": LionKeys, "Adagrad": AdagradKeys, "SGD": SgdKeys, "Muon": MuonKeys
 }  # fmt: skip
 """Value of `optimizer.type` -> class of its keys. A config may write it in upper or lower case."""

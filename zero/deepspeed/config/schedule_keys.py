@@ -126,7 +126,7 @@ class LRRangeKeys(ScheduleKeys):
     lr_range_test_staircase: bool = to("schedule.stairs", False)
 
 
-SCHEDULERS: Mapping[str, type[ScheduleKeys]] = {
+SCHEDULER_KEYS: Mapping[str, type[ScheduleKeys]] = {
     "WarmupLR": WarmupKeys,
     "WarmupDecayLR": WarmupDecayKeys,
     "WarmupCosineLR": WarmupCosineKeys,

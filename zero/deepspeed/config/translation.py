@@ -22,7 +22,7 @@ from zero.deepspeed.config.source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
 from zero.settings import Settings
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,16 @@ def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
     total, micro = keys.train_batch_size, keys.train_micro_batch_size_per_gpu
     accumulate = keys.gradient_accumulation_steps
     if total == micro == "auto":
-        if config.autos.isdisjoint(BATCH[:2]):
-            raise ConfigError(f"{BATCH[0]} and {BATCH[1]} are both missing. Write one of them.")
+        if config.autos.isdisjoint(BATCH_KEYS[:2]):
+            raise ConfigError(f"{BATCH_KEYS[0]} and {BATCH_KEYS[1]} are both missing. Write one of them.")
         return {}
     if accumulate == "auto" and "auto" in (total, micro):
         accumulate = 1
     if world_size is not None or total == "auto" or micro == "auto" or accumulate == "auto":
-        solve_batch(total, micro, accumulate, world_size or 1, BATCH)
+        solve_batch(total, micro, accumulate, world_size or 1, BATCH_KEYS)
     elif total % (micro * accumulate):
-        factors = f"{BATCH[1]}={micro} x {BATCH[2]}={accumulate}"
-        raise ConfigError(f"{BATCH[0]}={total} does not divide by {factors}. Set one of the three to auto.")
+        factors = f"{BATCH_KEYS[1]}={micro} x {BATCH_KEYS[2]}={accumulate}"
+        raise ConfigError(f"{BATCH_KEYS[0]}={total} does not divide by {factors}. Set one of the three to auto.")
     return {"global": total, "micro": micro, "accumulate": accumulate}
 
 

@@ -7,7 +7,7 @@ from zero.engine.model.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.model.recorded_values import RecordedValues, reached
 from zero.engine.model.split import APART, embedding_ids, split
 from zero.engine.model.takeover import (
-    NOTHING,
+    NOT_PLACED,
     Body,
     Run,
     Takeover,
@@ -24,7 +24,7 @@ from zero.engine.model.unsupported import note_dtypes
 
 __all__ = [
     "APART",
-    "NOTHING",
+    "NOT_PLACED",
     "Backend",
     "Binding",
     "Body",

@@ -29,7 +29,7 @@ from zero.platform.modes import unobserved
 BATCH_NORM = nn.BatchNorm1d.forward
 """The forward that torch's batch norms of all dimensions share; buffers of subclasses that override it keep dtypes."""
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOT_PLACED: Mapping[str, Any] = MappingProxyType({})
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -67,7 +67,7 @@ class Takeover:
         splitting: Splitting,
         dtype: torch.dtype,
         device: torch.device,
-        placed: Mapping[str, Placed] = NOTHING,
+        placed: Mapping[str, Placed] = NOT_PLACED,
     ) -> None:
         refuse_taken(model)
         _watch_optimizers()
@@ -284,7 +284,7 @@ def call_with(
     buffers: Mapping[str, Tensor] | None = None,
     path: str = "",
     check_writes: bool = False,
-    placed: Mapping[str, Placed] = NOTHING,
+    placed: Mapping[str, Placed] = NOT_PLACED,
 ) -> Any:
     """Run `module` with `parameters`, and `buffers` if given, in place of its own.
 

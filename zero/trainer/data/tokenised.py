@@ -48,13 +48,13 @@ TEXT = ("str", "string", "large_string")
 """Names of the text types of Python and of `datasets`."""
 
 PIECE = 2**16
-BATCH = 2**20
-"""Characters that are encoded as one text (PIECE) and in one call (BATCH). Until it is written, a token takes about
-100 bytes of memory."""
+BATCH_CHARS = 2**20
+"""Characters that are encoded as one text (PIECE) and in one call (BATCH_CHARS). Until it is written, a token takes
+53-100 bytes of memory."""
 
 CHAT = "write one with the text of each chat, which tokenizer.apply_chat_template makes"
 
-ROWS = 256
+ROWS_PER_READ = 256
 STILL = "still at it"
 
 
@@ -226,7 +226,7 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
     for piece in pieces:
         batch.append(piece)
         chars += len(piece.text)
-        if chars >= BATCH:
+        if chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
     if batch:
@@ -292,7 +292,7 @@ def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
     except Exception as error:  # a damaged folder raises errors of Arrow, the file system or datasets
         raise ConfigError(f"data.path={config.path}: datasets cannot read it: {in_short(error)}") from error
     number = 0
-    for batch in rows.iter(batch_size=ROWS):
+    for batch in rows.iter(batch_size=ROWS_PER_READ):
         for value in batch[config.column]:
             if value is None:
                 raise _no_text_in(config, f"{config.path}, row {number}", {config.column: "NoneType"})

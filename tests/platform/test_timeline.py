@@ -19,7 +19,7 @@ from zero.platform.timeline import (
     EXPOSED,
     TIMELINE_ROWS,
     Mark,
-    Share,
+    RowSeconds,
     Span,
     Timeline,
     computing,
@@ -53,12 +53,12 @@ SPANS = (
 def test_a_row_is_exposed_where_the_training_thread_stands_still_for_it():
     told = shares(SPANS)
     assert tuple(told) == TIMELINE_ROWS
-    assert told["gather"] == Share(4.0, 1.0)
-    assert told["reduce"] == Share(5.0, 0.0)  # the thread stood still meanwhile, but not for this
-    assert told["page in"] == Share(2.0, 1.0)
-    assert told["update"] == Share(0.5, 0.5)
-    assert told["page out"] == Share(2.5, 0.5)
-    assert told["compute"] == Share(7.0, 0.0)
+    assert told["gather"] == RowSeconds(4.0, 1.0)
+    assert told["reduce"] == RowSeconds(5.0, 0.0)  # the thread stood still meanwhile, but not for this
+    assert told["page in"] == RowSeconds(2.0, 1.0)
+    assert told["update"] == RowSeconds(0.5, 0.5)
+    assert told["page out"] == RowSeconds(2.5, 0.5)
+    assert told["compute"] == RowSeconds(7.0, 0.0)
     assert told["page out"].hidden_s == 2.0
     assert Timeline(SPANS).step_s == 10.0
 

@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.store import specification as schedule
-from zero.store.events import Copy, Expect, Finished, GroupPhase, Modify, Move, PageGroup, Read, Transfer, Work, Write
+from zero.store.events import (
+    Copy,
+    Expect,
+    Finished,
+    GroupPhase,
+    Modify,
+    Move,
+    PageGroup,
+    PageTransfer,
+    Read,
+    Work,
+    Write,
+)
 
 # Pages are opaque to the schedule: letters are quick to hash.
 A = PageGroup(0, 0, ("a",))
@@ -44,12 +56,12 @@ def due(group: PageGroup, priority: int = 0, *, in_place: bool = False) -> Modif
     return Modify(0, group, (priority,), in_place)
 
 
-def get(page: str, *, here: bool = False) -> Transfer:
-    return Transfer(0, page, False, here)
+def get(page: str, *, here: bool = False) -> PageTransfer:
+    return PageTransfer(0, page, False, here)
 
 
-def put(page: str, *, here: bool = False) -> Transfer:
-    return Transfer(0, page, True, here)
+def put(page: str, *, here: bool = False) -> PageTransfer:
+    return PageTransfer(0, page, True, here)
 
 
 SCENARIOS = [
@@ -237,7 +249,7 @@ class Node(NamedTuple):
 
     def owing(self, write: Write) -> dict[int, int]:
         """The reads that wait for nothing but this write, which is about to end."""
-        reads = [number for number, event in self.open.items() if isinstance(event, Transfer)]
+        reads = [number for number, event in self.open.items() if isinstance(event, PageTransfer)]
         reads = [number for number in reads if not self.has_started(number)]
         return {number: write.slot for number in reads if self.writer_before(number) == write.number}
 
@@ -344,7 +356,9 @@ def begun(node: Node, action: Any, event: Any) -> Node:
             check(node.is_clear(number), "a transfer waits for its turn")
             check(number not in node.owed, "what was in memory when it was asked for is not read from the disk")
             check(writes or node.holds((page,)) == node.seen_by(number, (page,)), "a transfer reads what was written")
-            here = here | {number} if isinstance(event, Transfer) and event.here and event.number == number else here
+            here = (
+                here | {number} if isinstance(event, PageTransfer) and event.here and event.number == number else here
+            )
         case Copy(number, page, group, slot):
             check(node.open[number][:3] == (number, page, False), "what was submitted")
             check(not node.has_started(number), "a transfer runs once")
@@ -399,10 +413,10 @@ def startable(node: Node) -> list[tuple[Any, ...]]:
     idle = [group for group in ahead if state.loaded[group].phase is GroupPhase.READY]
     found += [(WRITE, number) for number in unwritten(node)]
     for number, event in node.open.items():
-        copies = isinstance(event, Transfer) and (node.writer_before(number) or number in node.owed)
+        copies = isinstance(event, PageTransfer) and (node.writer_before(number) or number in node.owed)
         if node.has_started(number) or not (node.is_clear(number) or copies):
             continue
-        if isinstance(event, Transfer):
+        if isinstance(event, PageTransfer):
             found.append((MOVE, number))
             continue
         held = state.loaded.get(event.group)

@@ -22,7 +22,7 @@ from zero.errors import MachineError
 from zero.platform.files import Files
 from zero.platform.timeline import Span, Timeline
 from zero.tracker.report import chart, origin, page, run, scale
-from zero.tracker.report.chart import Bar, BarPart, ChartSpan, Panel, Row, Series
+from zero.tracker.report.chart import Bar, BarPart, ChartSpan, Panel, Series, TimelineRow
 from zero.tracker.report.folder import read_run
 from zero.tracker.report.plan import KIND_COLOURS, TIME, compared, per_step
 from zero.trainer import checks, cli, job
@@ -161,7 +161,11 @@ def test_bars_stay_inside_their_box(rows):
 @LAW
 @given(st.lists(st.tuples(st.text(max_size=12), st.lists(st.tuples(numbers, numbers, names), max_size=20)), max_size=5))
 def test_a_timeline_stays_inside_its_box(rows):
-    drawn(chart.timeline([Row(name, [ChartSpan(*span) for span in spans], "blue") for name, spans in rows], title="t"))
+    drawn(
+        chart.timeline(
+            [TimelineRow(name, [ChartSpan(*span) for span in spans], "blue") for name, spans in rows], title="t"
+        )
+    )
 
 
 @LAW
@@ -231,7 +235,7 @@ def test_a_bar_is_as_long_as_its_number():
 @LAW
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(5, 60)), min_size=1, max_size=4))
 def test_spans_that_overlap_in_time_do_not_on_paper(spans):
-    row = Row("page in", [ChartSpan(begin, begin + long, "page") for begin, long in spans], "teal")
+    row = TimelineRow("page in", [ChartSpan(begin, begin + long, "page") for begin, long in spans], "teal")
     root = drawn(chart.timeline([row], title="step"))
     boxes = [[float(rect.attrib[key]) for key in ("x", "y", "width", "height")] for rect in tags(root, "rect")]
     assert len(boxes) == len(spans)

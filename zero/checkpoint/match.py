@@ -20,7 +20,7 @@ from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError
 
-Key = tuple[str, str]
+TensorKey = tuple[str, str]
 """(name, kind) of a tensor."""
 
 
@@ -30,8 +30,8 @@ class Match(NamedTuple):
     `entries` also has tensors that only the checkpoint has and that `partial` names.
     """
 
-    entries: Mapping[Key, Entry]
-    kept: frozenset[Key]
+    entries: Mapping[TensorKey, Entry]
+    kept: frozenset[TensorKey]
 
 
 def match(
@@ -60,7 +60,7 @@ def match(
     for name, entry in weights_of(checkpoint, weights).items():
         saved |= {key: entry for kind in WEIGHTS if (key := (name, kind)) in saved}
 
-    def stays(key: Key) -> bool:
+    def stays(key: TensorKey) -> bool:
         return _named(key, partial) or not (moments or key[1] in {*WEIGHTS, BUFFER})
 
     kept = frozenset(key for key in wanted if stays(key))
@@ -70,12 +70,12 @@ def match(
     return Match(saved, kept)
 
 
-def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[Key, Entry]:
+def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[TensorKey, Entry]:
     """Return an entry for every tensor of a plan's state, empty tensors included."""
     return {(entry.name, entry.kind): entry for entry in entries(flats(plan, buffers))}
 
 
-def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
+def _entries(checkpoint: Checkpoint, wanted: Iterable[TensorKey]) -> dict[TensorKey, Entry]:
     """Return the entries of a checkpoint by (name, kind).
 
     A parameter that is trained, frozen or packed in the model and not in the checkpoint gets the model's kind.
@@ -94,7 +94,7 @@ def one_sided(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(sorted(escape(f"{kind}/{name}") for name, kind in wanted ^ _entries(checkpoint, wanted).keys()))
 
 
-def _begun(plan: Plan, wanted: Iterable[Key], saved: Mapping[Key, Entry]) -> dict[Key, Entry]:
+def _begun(plan: Plan, wanted: Iterable[TensorKey], saved: Mapping[TensorKey, Entry]) -> dict[TensorKey, Entry]:
     """Map each moment that begins as a copy of its parameter and is not in the checkpoint to the parameter's entry."""
     lacking = [key for key in wanted if key[1] in plan.optimizer.copies and key not in saved]
     return {key: saved[key[0], PARAMETER] for key in lacking if (key[0], PARAMETER) in saved}
@@ -103,8 +103,8 @@ def _begun(plan: Plan, wanted: Iterable[Key], saved: Mapping[Key, Entry]) -> dic
 def _check_partial(
     folder: Path,
     partial: Sequence[str],
-    wanted: Mapping[Key, Entry],
-    saved: Mapping[Key, Entry],
+    wanted: Mapping[TensorKey, Entry],
+    saved: Mapping[TensorKey, Entry],
     note: Callable[[str], None],
 ) -> None:
     for pattern in partial:
@@ -122,9 +122,9 @@ def _check_partial(
 
 def _check_match(
     checkpoint: Checkpoint,
-    saved: Mapping[Key, Entry],
-    wanted: Mapping[Key, Entry],
-    kept: Set[Key],
+    saved: Mapping[TensorKey, Entry],
+    wanted: Mapping[TensorKey, Entry],
+    kept: Set[TensorKey],
     convert: Sequence[str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
@@ -167,11 +167,11 @@ def _may_become(kind: str, saved: str, dtype: str) -> bool:
     return saved == dtype
 
 
-def _named(key: Key, patterns: Sequence[str]) -> bool:
+def _named(key: TensorKey, patterns: Sequence[str]) -> bool:
     name, kind = key
     return any(fnmatchcase(name, pattern) or fnmatchcase(f"{kind}/{name}", pattern) for pattern in patterns)
 
 
-def _words(key: Key) -> str:
+def _words(key: TensorKey) -> str:
     name, kind = key
     return name if kind in WEIGHTS else f"{kind}/{name}"

@@ -12,7 +12,7 @@ from typing import Any
 from zero.checkpoint.agreement import gather_reports, join_threads
 from zero.checkpoint.files.disk import Disk
 from zero.checkpoint.files.listing import read_manifest
-from zero.checkpoint.files.shard import THREADS
+from zero.checkpoint.files.shard import HASH_THREADS
 from zero.checkpoint.format.facts import lineage_of, numbers_of
 from zero.checkpoint.format.hashes import HASH_BLOCK_BYTES
 from zero.checkpoint.format.manifest import Manifest
@@ -73,7 +73,7 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     count = sum(-(-file.size // HASH_BLOCK_BYTES) for file in files)
     begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
     mine = list(itertools.islice(blocks, begin, stop))
-    cuts = [place * len(mine) // THREADS for place in range(THREADS + 1)]
+    cuts = [place * len(mine) // HASH_THREADS for place in range(HASH_THREADS + 1)]
     done: list[int] = []
     errors: dict[int, Exception] = {}
 

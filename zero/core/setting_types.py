@@ -103,7 +103,7 @@ def words_in_fp32(value: float) -> float:
 
 Count = Annotated[int | Literal["auto"], whole_or_auto(1)]
 Steps = Annotated[int | Literal["auto"], whole_or_auto(0)]
-Threads = Annotated[int | Literal["auto"], whole_or_auto(1, 4096)]
+ThreadCount = Annotated[int | Literal["auto"], whole_or_auto(1, 4096)]
 Ranks = Annotated[int | Literal["auto"], whole_or_auto(1, 2**20)]
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
@@ -247,11 +247,11 @@ def _compile(value: object) -> bool | dict[str, Any]:
 Compile = Annotated[
     bool | dict[str, Any], Reads("true, false, or arguments of torch.compile such as {mode: max-autotune}", _compile)
 ]
-Place = Annotated[str, Reads("a path", _place)]
-Places = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
+PathText = Annotated[str, Reads("a path", _place)]
+PathOrPaths = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
 Needed = Annotated[str, Reads("a path, or null", lambda value: value if value is None else _place(value))]
 """A path without a default. Its section rejects null with a message of its own."""
-Word = Annotated[str, Reads("text", validate_text)]
+PlainText = Annotated[str, Reads("text", validate_text)]
 Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", validate_names)]
 
 # In words

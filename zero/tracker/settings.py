@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero.core.schema import Section
-from zero.core.setting_types import Reads, Whole, Word, key, validate_names, validate_text
+from zero.core.setting_types import PlainText, Reads, Whole, key, validate_names, validate_text
 
 
 def _name(value: object) -> str:
@@ -60,7 +60,7 @@ class WandbSettings(JsonlSettings):
         None, "group of the run; null: the folder of its sweep if it has one, else WANDB_RUN_GROUP", example="stages"
     )
     tags: Tags = key((), "labels to find the run by; empty: WANDB_TAGS", example="[baseline,night]")
-    notes: Word | None = key(None, "a sentence about the run; null: WANDB_NOTES", example="larger-batch")
+    notes: PlainText | None = key(None, "a sentence about the run; null: WANDB_NOTES", example="larger-batch")
     versions: bool = key(
         True, "record the commit of the code's git repository, and which packages are installed", example="false"
     )

@@ -39,7 +39,7 @@ from zero.platform.safetensors_files import ALIGN_BYTES, FilePart, header, offse
 WRITE_BYTES = 4 * 2**20
 """Maximum number of bytes that one system call writes."""
 
-THREADS = 3
+HASH_THREADS = 3
 """Number of threads that hash and do I/O: two keep two cores hashing while the third waits for the disk."""
 
 CLOSED = -1
@@ -68,8 +68,8 @@ class _OpenFile:
 class ShardWriter(_OpenFile):
     """Writer of a new file, from its first to its last byte. Only one thread may call it.
 
-    Bytes are copied into blocks, and threads hash and write the full blocks. At most `THREADS` + 1 blocks, 64 MiB, are
-    in memory. An error in a thread is raised by a later call, at the latest by `finish`. After an error the caller
+    Bytes are copied into blocks, and threads hash and write the full blocks. At most `HASH_THREADS` + 1 blocks, 64 MiB,
+    are in memory. An error in a thread is raised by a later call, at the latest by `finish`. After an error the caller
     removes the file.
 
     Args:
@@ -96,7 +96,7 @@ class ShardWriter(_OpenFile):
         self._hashes: list[FileHash] = []
         with naming(path, "making it"):
             self._fd = disk.create(path)
-        self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts no thread before the first block
+        self._threads = ThreadPoolExecutor(HASH_THREADS, "zero-shard")  # starts no thread before the first block
         self._direct = False
         with if_it_fails(self.close):
             with contextlib.suppress(OSError):  # without direct I/O, writes go through the page cache
@@ -160,7 +160,7 @@ class ShardWriter(_OpenFile):
         self._block = None
 
     def _next_block(self) -> mmap.mmap:
-        if self._behind is None and len(self._running) > THREADS:
+        if self._behind is None and len(self._running) > HASH_THREADS:
             return self._collect()
         return mmap.mmap(-1, HASH_BLOCK_BYTES)
 

@@ -19,7 +19,7 @@ from zero.core.loss_scale import LossScale
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
-class Numbers(Schema):
+class StateFacts(Schema):
     """The part of a saved state that is not tensors: the facts of a manifest under "state".
 
     Attributes:
@@ -48,9 +48,9 @@ def lineage_of(folder: Path, manifest: Manifest) -> LineageText | None:
     return None if lineage is None else checked_json(LineageText, lineage, f"the facts of {folder}")
 
 
-def numbers_of(folder: Path, manifest: Manifest) -> Numbers:
+def numbers_of(folder: Path, manifest: Manifest) -> StateFacts:
     """Validate and return the numbers of a manifest."""
-    return checked_json(Numbers, manifest.facts.get("state"), f"the facts of {folder}")
+    return checked_json(StateFacts, manifest.facts.get("state"), f"the facts of {folder}")
 
 
 def saved_facts(

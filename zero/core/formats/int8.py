@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero.core.formats.packed import TINY, PackedFormat, bytes_as_fp32, fp32_numbers
+from zero.core.formats.packed import LEAST_DIVISOR, PackedFormat, bytes_as_fp32, fp32_numbers
 from zero.core.layout import VECTOR
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Integer8(PackedFormat):
     tile = staticmethod(tile)
 
     def _encode(self, values: Tensor, rows: Tensor) -> None:
-        largest = values.abs().amax(1, keepdim=True).clamp(min=127 * TINY)
+        largest = values.abs().amax(1, keepdim=True).clamp(min=127 * LEAST_DIVISOR)
         rows[:, :4].copy_(largest.view(torch.uint8))
         rows[:, 4:].view(torch.int8).copy_(torch.round(values * (127 / largest)))
 

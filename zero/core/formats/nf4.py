@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero.core.formats.packed import TINY, PackedFormat, bytes_as_fp32, fp32_numbers
+from zero.core.formats.packed import LEAST_DIVISOR, PackedFormat, bytes_as_fp32, fp32_numbers
 from zero.core.layout import VECTOR
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class NormalFloat4(PackedFormat):
         centred = largest - offset
         spread = centred.abs().amax(1, keepdim=True)
         head.copy_(torch.cat([offset, spread], 1).view(torch.uint8))
-        scales.copy_(_nearest(centred * (1 / spread.clamp(min=TINY)), _dynamic(values.device)))
-        relative = vectors * (1 / largest.clamp(min=TINY))[:, :, None]
+        scales.copy_(_nearest(centred * (1 / spread.clamp(min=LEAST_DIVISOR)), _dynamic(values.device)))
+        relative = vectors * (1 / largest.clamp(min=LEAST_DIVISOR))[:, :, None]
         nibbles = _nearest(relative, _pairs(values.device)[:16, 1].contiguous()).view(len(rows), -1, 2)
         codes.copy_(nibbles[:, :, 0] << 4 | nibbles[:, :, 1])
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Value = Any
 """A tensor, pointer or number in Triton's language."""
 
-TINY = 1e-38
+LEAST_DIVISOR = 1e-38
 """The least divisor, for blocks of zeros. Its inverse is finite in fp32."""
 
 EXPANDED_AT_ONCE = 2**18

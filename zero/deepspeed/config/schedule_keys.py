@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from zero.core.schema import Section
 from zero.core.setting_types import Natural, NonNegative, Whole
 from zero.core.suggest import shown
-from zero.deepspeed.config.key_types import Fractions, PeakRates, Rates, means, to
+from zero.deepspeed.config.key_types import Fractions, GroupRates, PeakRates, means, to
 from zero.errors import ConfigError
 
 log = logging.getLogger("zero")
@@ -68,7 +68,7 @@ class WarmupKeys(RiseKeys):
     name: ClassVar[str] = "linear_warmup"
     peak_key: ClassVar[str] = "warmup_max_lr"
 
-    warmup_min_lr: Rates = means("`schedule.start`, as a share of the peak", 0.0)
+    warmup_min_lr: GroupRates = means("`schedule.start`, as a share of the peak", 0.0)
     warmup_max_lr: PeakRates | None = means("`optim.lr`")
 
 
@@ -100,7 +100,7 @@ class OneCycleKeys(ScheduleKeys):
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
     peak_key: ClassVar[str] = "cycle_max_lr"
 
-    cycle_min_lr: Rates | None = means("`schedule.start`, as a share of the peak")
+    cycle_min_lr: GroupRates | None = means("`schedule.start`, as a share of the peak")
     cycle_max_lr: PeakRates | None = means("`optim.lr`")
     decay_lr_rate: NonNegative = to("schedule.decay_rate", 0.0)
     cycle_first_step_size: Whole = to("schedule.rise", 2000)

@@ -9,7 +9,7 @@ from zero.engine.model.split import APART, embedding_ids, split
 from zero.engine.model.takeover import (
     NOT_PLACED,
     Body,
-    Run,
+    SiteRun,
     Takeover,
     attach,
     buffers_of,
@@ -34,8 +34,8 @@ __all__ = [
     "ModuleTree",
     "ParameterPlaceholder",
     "RecordedValues",
-    "Run",
     "Site",
+    "SiteRun",
     "Splitting",
     "Takeover",
     "UnitSpec",

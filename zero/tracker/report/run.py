@@ -254,7 +254,7 @@ def _step(run: RecordedRun) -> Html:
     if not spans:
         return Html()
     drawn = {name: [_drawn(span) for span in spans if span.row == name] for name in TIMELINE_ROWS}
-    rows = [chart.Row(name, placed, ROW_COLOURS.get(name, "rose")) for name, placed in drawn.items() if placed]
+    rows = [chart.TimelineRow(name, placed, ROW_COLOURS.get(name, "rose")) for name, placed in drawn.items() if placed]
     head = ["row", "spans", "busy", "hidden", "exposed", "of the step"]
     return section(
         "One step",

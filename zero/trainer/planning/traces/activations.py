@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from zero.core.setting_types import RECOMPUTED, Activations as Policy
+from zero.core.setting_types import RECOMPUTED, Activations
 from zero.distributed.world import World
 from zero.engine.model import split
 from zero.engine.plan import activations_of
@@ -16,7 +16,7 @@ from zero.sequence import SharedRows
 from zero.settings.build import build_precision
 from zero.trainer.config import Config
 from zero.trainer.planning.machine import PaperGroup
-from zero.trainer.planning.traces.tracing import META, Traced, trace
+from zero.trainer.planning.traces.tracing import META_DEVICE, Traced, trace
 from zero.trainer.run.evaluate import CHUNK_TOKENS
 from zero.trainer.run.task import loss_of
 
@@ -27,7 +27,7 @@ tensors leave holes that other tensors do not fit in. Measured with `benchmarks/
 `launch.malloc=lean`, which maps large tensors separately, it is 1."""
 
 
-_Policies = tuple[tuple[str, Policy], ...]
+_Policies = tuple[tuple[str, Activations], ...]
 
 
 class PlanArguments(TypedDict):
@@ -37,7 +37,7 @@ class PlanArguments(TypedDict):
     host_activation_bytes: int
 
 
-class Activations:
+class ActivationTraces:
     """Activation bytes and work of a run's microbatches. Each shape is traced once and cached.
 
     Args:
@@ -60,7 +60,7 @@ class Activations:
         self._shared_rows = SharedRows(self._group) if sequence > 1 else None
         self._traced: dict[tuple[int, int, _Policies, bool], Traced] = {}
 
-    def resolved(self, config: Config) -> "Activations":
+    def resolved(self, config: Config) -> "ActivationTraces":
         """Return a copy for the same run with other settings, such as other activations; both share their traces."""
         other = copy(self)
         other._config = config
@@ -134,7 +134,7 @@ class Activations:
                 self.model,
                 self._splitting,
                 loss_of(self._config, self.model, self._shared_rows),
-                torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META),
+                torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META_DEVICE),
                 compute=self._compute,
                 policies=activations_of(self._splitting, dict(policies)),
                 backward=backward,

@@ -69,6 +69,7 @@ PROGRAMS = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix == ".py" or (path.is_file() and b"python" in path.read_bytes()[:32].split(b"\n")[0])
 ]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -367,9 +368,11 @@ def test_a_file_begins_with_its_idea():
 def test_docstrings_and_names_are_plain():
     headless = re.compile(r"\s*(What|Those|Whoever|That|Which|Where|It)\b(?!')")
     broken = {}
-    for path in (*FILES, *PROGRAMS):
+    for path in (*FILES, *PROGRAMS, *TESTS):
         nodes = list(ast.walk(tree_of(path)))
         lines = [text.strip().split("\n")[0] for node in nodes for text in docstrings(node) if headless.match(text)]
+        if path in TESTS:
+            nodes = []  # tests have older bindings
         names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         if lines or names & {"one", "found"}:
@@ -381,7 +384,7 @@ def test_docstrings_and_names_are_plain():
 
 
 def test_a_library_advises_nothing_that_only_a_checkout_has():
-    """What `trainer` prints goes through `as_called`; an error of the library is seen as it was written."""
+    """The output of `trainer` goes through `as_called`; an error of the library is seen as it was written."""
     advice = []
     for path in FILES:
         if room_of(path) == "trainer" or name_of(path) in ("platform.installed", "core.suggest"):

@@ -323,7 +323,7 @@ class Wider(Small):
 
 
 def refusal_of(world, path, build, optimizer=zero.adamw, **options):
-    """What `load` says, and that nothing was changed by it."""
+    """Return the message of `load`, which changes nothing."""
     with opened(world, Setting(optimizer=optimizer), build) as (state, _):
         before = digest(state)
         with pytest.raises(CheckpointError) as caught:

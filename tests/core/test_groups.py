@@ -317,7 +317,7 @@ def norms_of(world: zero.World, live: dict[str, Any], xs: list[tuple[bool, float
 
 
 def test_the_norm_is_of_what_trains():
-    """What is frozen cannot make a step be skipped either."""
+    """A frozen parameter cannot make a step be skipped either."""
     steps = [(True, 4.0), (False, 4.0), (False, torch.inf), (True, 4.0)]
     assert run_ranks(1, norms_of, {}, steps)[0] == [(5.0, False), (3.0, False), (3.0, False), (5.0, False)]
 

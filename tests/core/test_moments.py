@@ -129,7 +129,7 @@ def opened(form: Moments, page: torch.Tensor, key: str) -> Iterator[torch.Tensor
 
 
 def read(page: torch.Tensor, signed: bool) -> list[float]:
-    """What a page holds, in Python's numbers: 65 bytes a block, its exponent and 64 codes."""
+    """Decode a page in Python's numbers: 65 bytes a block, its exponent and 64 codes."""
     found = []
     for place in range(0, page.numel(), 65):
         lowest, *codes = page[place : place + 65].tolist()

@@ -1,4 +1,4 @@
-"""What should happen meanwhile does happen meanwhile: an engine that did all in a row would give the same bits."""
+"""Transfers and updates overlap with compute: an engine that did all in a row would give the same bits."""
 
 import gc
 from typing import Any

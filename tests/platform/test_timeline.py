@@ -1,4 +1,4 @@
-"""What a recording shows is what happened, and it changes nothing."""
+"""A recording shows a step as it happened, and changes nothing."""
 
 import contextlib
 import itertools
@@ -255,7 +255,7 @@ def counts(timeline: Timeline, row: str) -> Counter[str]:
 
 
 def check_laws(timeline: Timeline, rank: int) -> None:
-    """What holds for every recording on a host."""
+    """Check the laws of every recording on a host."""
     step_s = timeline.step_s
     assert {span.rank for span in timeline.spans} == {rank}
     assert all(0 <= span.begin_s < span.end_s <= step_s for span in timeline.spans)

@@ -78,7 +78,7 @@ class State(NamedTuple):
     queued: tuple[int, ...]
     """Transfers that have not started."""
     running: frozenset[Action]
-    """What workers do now."""
+    """The actions that workers do now."""
 
     @property
     def is_quiet(self) -> bool:

@@ -54,7 +54,7 @@ def test_a_random_trace_is_that_of_the_specification(seed):
             if not isinstance(event, Expect):
                 number += 1
                 event = event._replace(number=number)
-        if isinstance(event, specification.Transfer) and event.here:
+        if isinstance(event, specification.PageTransfer) and event.here:
             moved = specification.advance(state, event)[1][:1]
             starts = any(isinstance(one, specification.Move) and one.number == event.number for one in moved)
             assert schedule.would_start(event) == starts

@@ -145,11 +145,11 @@ class Touch(NamedTuple):
 
 
 class Lies(NamedTuple):
-    """What a slot holds."""
+    """The contents of each slot."""
 
     group: PageGroup
     held: tuple[tuple[int, ...], ...]
-    """What each page was when it was read."""
+    """The writes that each page had when it was read."""
     worked: int | None = None
     """The operation that changed it, until that is written."""
 
@@ -211,7 +211,7 @@ class Node(NamedTuple):
         )
 
     def seen_by(self, number: int, pages: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-        """What pages must hold for an operation: everything that was submitted before it, and nothing else."""
+        """Return the contents that an operation must see: all that was submitted before it, and nothing else."""
         return tuple(tuple(other for other in self.claims.get(page, ()) if other < number) for page in pages)
 
     def holds(self, pages: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
@@ -227,7 +227,7 @@ class Node(NamedTuple):
         return self._replace(open={other: event for other, event in self.open.items() if other != number})
 
     def vacated(self, slot: int) -> "Node":
-        """What a slot held goes once it is written and nobody is to copy it."""
+        """Empty a slot whose contents have been written and are not to be copied."""
         lies = self.memory.get(slot)
         if lies is None or lies.worked in self.open or slot in self.owed.values():
             return self
@@ -266,7 +266,7 @@ def check(law: bool, words: str) -> None:
 
 @cache
 def touched_by(event: Any) -> Touch:
-    """What an operation touches between its asking and its end."""
+    """Return the pages and slots that an operation touches between its submission and its end."""
     if isinstance(event, Modify):
         return Touch(frozenset(event.group.beside), frozenset(event.group.pages + event.group.out))
     page = frozenset((event.page,))
@@ -275,7 +275,7 @@ def touched_by(event: Any) -> Touch:
 
 @cache
 def touched_now(action: Any) -> Touch:
-    """What an action touches in the store while it is under way."""
+    """Return the pages and slots that an action touches while it is under way."""
     match action:
         case Read(group):
             return Touch(frozenset(group.pages), frozenset())
@@ -407,7 +407,7 @@ MOVE, WORK, READ, AHEAD, WRITE = range(5)
 
 
 def startable(node: Node) -> list[tuple[Any, ...]]:
-    """What could be started if a worker were free: how urgent it is, and its turn."""
+    """Return the actions that a free worker could start: the urgency and the turn of each."""
     state, found = node.state, []
     ahead = [group for group, held in state.loaded.items() if held.number is None]
     idle = [group for group in ahead if state.loaded[group].phase is GroupPhase.READY]
@@ -484,7 +484,7 @@ def at_workers(node: Node) -> list[Any]:
 
 
 def check_state(before: Node, after: Node, event: Any) -> None:
-    """What is true in every situation."""
+    """Check the laws of every situation."""
     state = after.state
     check(len(at_workers(after)) <= state.workers, "no more actions than workers")
     slots = sorted([*state.free, *(held.slot for held in state.loaded.values())])

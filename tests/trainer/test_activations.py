@@ -1,4 +1,4 @@
-"""What becomes of activations, unit by unit: the same bits, fewer bytes, and with auto as few made again as fit."""
+"""Policies of activations, unit by unit: the same bits, fewer bytes, and with auto as few recomputed as fit."""
 
 import re
 import sys
@@ -348,17 +348,17 @@ def cpu(host_bytes: int) -> Machine:
 
 
 def _settled(settings, machine, model, counted=None):
-    """What auto becomes, and why."""
+    """Return the policies that auto chooses, and the reasons."""
     return _choose_activations(settings, machine, counted or ActivationTraces(settings, model), lambda *_: None)[:2]
 
 
 def _words(settings):
-    """What becomes of the units that do not keep theirs, one for each."""
+    """Return the policy of each unit that does not keep its activations."""
     return [word for word in settings.zero.activations_by_pattern.values() if word != "keep"]
 
 
 def _device_bytes(settings, model, machine) -> int:
-    """What a plan takes of a GPU."""
+    """Return the device bytes of a plan."""
     rows = settings.batch.solved(machine.ranks).numbers()[1]
     taken = ActivationTraces(settings, model).planned(rows, machine.device)
     plan = build_plan(settings, model, machine.world, room=machine.room, **taken)

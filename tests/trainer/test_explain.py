@@ -1,4 +1,4 @@
-"""What is said about a setting is what the schema does, and everything is said."""
+"""The explanation of a setting is the schema's, and is complete."""
 
 import copy
 import functools

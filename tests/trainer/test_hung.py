@@ -30,7 +30,7 @@ def stop() -> None:
 
 
 class Hang(NamedTuple):
-    """What stops a rank: one call of the method that stands for a phase, once a step has begun."""
+    """The call that stops a rank: that of the method that stands for a phase, once a step has begun."""
 
     phase: str
     rank: int

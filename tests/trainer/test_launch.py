@@ -174,7 +174,7 @@ def launched(
     grace_s: float = 30.0,
     max_restarts: int = 0,
 ) -> Any:
-    """What `launch` says of two ranks, while a thread calls `send` with their pids once they run."""
+    """Return the message of `launch` about two ranks; a thread calls `send` with their pids once they run."""
     folder.mkdir(parents=True)
     fifos = [folder / f"{rank}.fifo" for rank in range(2)]
     for fifo in fifos:
@@ -240,7 +240,7 @@ def test_ranks_start_where_another_library_has_set_a_start_method_of_its_own(fol
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc is not glibc's")
 def test_a_lean_rank_keeps_no_large_tensor_in_its_heap(folder: Path) -> None:
-    """What is freed there goes back to the system, so nothing is left between two tensors."""
+    """Freed memory goes back to the system there, so nothing is left between two tensors."""
     assert (
         launch.launch(mapped_bytes_of_a_tensor, ranks=1, processes=launch.ProcessSettings(folder, malloc="lean"))
         >= 3 << 20
@@ -374,7 +374,7 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, ex
 @pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("where", ["rank", "parent"])
 def test_a_sigterm_at_any_time_lets_all_ranks_return_from_the_same_step(tmp_path: Path, where: str) -> None:
-    """It is one request even where a scheduler signals every process, and the parent passes its own signal on."""
+    """There is one request even if a scheduler signals every process and the parent passes its own signal on."""
     rng = random.Random(where)
     for trial in range(2):
         delay_s, rank = rng.uniform(0, 0.4), rng.randrange(2)

@@ -666,7 +666,7 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
 
 
 def test_settle_changes_nothing_where_nothing_is_auto():
-    """It does not even look at the model."""
+    """A run without auto does not even look at the model."""
     for batch in (
         {"global": 8, "micro": 2},
         {"global": 8, "accumulate": 4},
@@ -853,7 +853,7 @@ def test_recomputing_takes_longer_and_what_ranks_send_does_not_hide_on_a_cpu():
 
 
 def test_what_comes_from_other_nodes_takes_its_own_time():
-    """Where all else takes none: a gather by node is quicker than a straight one by the bytes that it saves."""
+    """If nothing else takes time, a gather by node is quicker than a straight one by the bytes that it saves."""
     rates = replace(ROUND, update_numel=1e18, memory_bytes=1e18, link_bytes=1e9, wire_bytes=1e6)
     machine, took = Machine(16, 8, "cuda", TiB, TiB, TiB, paper=True), {}
     for way in ("world", "node"):

@@ -307,7 +307,7 @@ def waits(step: int, slowest: object, worked_s: object, longest_s: object, step_
 
 
 def test_the_rank_that_others_waited_for_is_named_with_what_it_cost_them(tmp_path):
-    """What all waited alike is not its doing; a row that was not timed names nobody."""
+    """A wait that all ranks share is not its doing; a row that was not timed names nobody."""
     rows = [waits(1, 1, 0.9, 0.3), waits(2, 0, 0.5, 0.9), waits(3, 1, 0.9, 0.22), waits(4, 1, 1.0, 0.1)]
     folder = write_folder(tmp_path, rows=[*rows, waits(5, None, None, None, None)], summary={"ranks": 3})
     said = "Slowest rank 1 in 3 of 4 rows. Other ranks waited up to 120 ms longer in a step (median)."

@@ -42,7 +42,7 @@ def train(config: Config, folder: Path) -> "Summary":
     import zero
     from zero.engine.replay import check_replay
     from zero.tracker import open_tracker
-    from zero.trainer.planning import Activations, plan_of_run, resolve_auto
+    from zero.trainer.planning import ActivationTraces, plan_of_run, resolve_auto
     from zero.trainer.run.loop import Run
     from zero.trainer.run.out_of_memory import out_of_memory_explained
     from zero.trainer.run.resume import find, resumed
@@ -59,7 +59,7 @@ def train(config: Config, folder: Path) -> "Summary":
         data = open_data(config.source(), config.model.seq, config.seed, world, tracker.progress)
         world.agree({**flat(config), "digest of the data": data.digest})
 
-        activations = Activations(config, task.model)  # traced once, for what is auto and for the plan
+        activations = ActivationTraces(config, task.model)  # traced once, for what is auto and for the plan
         config, predicted_s = resolve_auto(config, activations, world, tracker)
         if world.rank == 0:
             write_config(config, folder)

@@ -52,7 +52,7 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
     from zero.trainer.config import read
     from zero.trainer.models import GPT, loss
     from zero.trainer.planning import resolve_auto
-    from zero.trainer.planning.traces.activations import Activations
+    from zero.trainer.planning.traces.activations import ActivationTraces
 
     def settings(activations: str, budget: int | str = "auto") -> Any:
         sizes = {"width": options.width, "layers": options.layers, "heads": options.width // 64, "seq": options.seq}
@@ -68,7 +68,7 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
         )
 
     def planned(config: Any) -> zero.Plan:
-        return build_plan(config, model, world, **Activations(config, model).planned(options.rows, "cpu"))
+        return build_plan(config, model, world, **ActivationTraces(config, model).planned(options.rows, "cpu"))
 
     world = zero.open_world(device="cpu")
     with zero.empty():
@@ -76,7 +76,7 @@ def train_at_share(options: argparse.Namespace) -> dict[str, Any]:
     least, greatest = (sum(planned(settings(word)).bytes["device"].values()) for word in ("remat", "keep"))
     budget_bytes = int(least + options.one * (greatest - least))
     auto = settings("auto", budget_bytes)
-    config, _ = resolve_auto(auto, Activations(auto, model), world, Tracker())
+    config, _ = resolve_auto(auto, ActivationTraces(auto, model), world, Tracker())
     plan = planned(config)
     tokens = torch.randint(0, 256, (options.rows, options.seq + 1), generator=torch.Generator().manual_seed(0))
     _warm(tokens)

@@ -122,7 +122,7 @@ def run(kill: Kill | None, folder: Path) -> dict[str, Any]:
     offload.mkdir(parents=True)
     job = entry, config_of(offload).plain(), folder, kill
     with forked_ranks():
-        launch.launch(*job, ranks=2, processes=launch.Processes(folder / "ranks", threads=1), max_restarts=1)
+        launch.launch(*job, ranks=2, processes=launch.ProcessSettings(folder / "ranks", threads=1), max_restarts=1)
     checkpoints = folder / "checkpoints"
     indexes = sorted((checkpoints / f"step-{STEPS:010d}").glob("rank-*.json"))
     lines = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]

@@ -145,11 +145,11 @@ def main(words: list[str] | None = None) -> int:
 
 def apart(part: str, options: argparse.Namespace) -> int:
     """Run a part in a process that returns freed memory at once, as train.py does with launch.malloc=lean."""
-    from zero.trainer.launch import Processes, environment
+    from zero.trainer.launch import ProcessSettings, environment
 
     words = ["--part", part, "--offload", options.offload]
     words += ["--steps", str(options.steps), "--folder", str(options.folder)]
-    env = os.environ | environment(1, Processes(options.folder, malloc="lean"))
+    env = os.environ | environment(1, ProcessSettings(options.folder, malloc="lean"))
     return subprocess.run([sys.executable, __file__, *words], env=env, check=False).returncode
 
 

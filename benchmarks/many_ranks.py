@@ -27,7 +27,7 @@ from zero.core.placement import NO_LIMIT
 from zero.core.sizes import GiB, MiB
 from zero.distributed.transport import Transport
 from zero.distributed.world import World
-from zero.engine.meta import Operation
+from zero.engine.meta import RecordedOperation
 from zero.engine.plan.traffic import traffic
 from zero.platform.handle import Done, Handle
 from zero.trainer.planning import PaperWorld
@@ -187,9 +187,9 @@ class Started(NamedTuple):
 
 def started(model: nn.Module, ranks: int) -> Started:
     """Initialize one rank of `ranks` at stage 3, without an optimizer's moments; count the elements that it draws."""
-    drawn, run = 0, Operation.run
+    drawn, run = 0, RecordedOperation.run
 
-    def counted(operation: Operation, values: dict[int, Tensor]) -> None:
+    def counted(operation: RecordedOperation, values: dict[int, Tensor]) -> None:
         nonlocal drawn
         drawn += sum({id(value): value.numel() for value in values.values()}.values())  # an alias is the same tensor
         run(operation, values)
@@ -197,7 +197,7 @@ def started(model: nn.Module, ranks: int) -> Started:
     world, optimizer = World(Lone(ranks)), zero.sgd(0.1)
     plan = zero.Plan(model, optimizer=optimizer, world=world, stage=3, precision="bf16", room=NO_LIMIT)
     store, begin_s = zero.open_store(plan), time.perf_counter()
-    with patch.object(Operation, "run", counted):
+    with patch.object(RecordedOperation, "run", counted):
         zero.init(plan, store)
     seconds = time.perf_counter() - begin_s
     store.close()

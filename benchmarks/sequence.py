@@ -82,14 +82,14 @@ def main() -> int:
 
     os.environ |= dict(zip(MALLOC_VARIABLES, map(str, THRESHOLDS["lean"]), strict=True))  # of the ranks, forked later
     from zero.testing import run_processes
-    from zero.trainer.planning import Activations, PaperWorld
+    from zero.trainer.planning import ActivationTraces, PaperWorld
     from zero.trainer.run.task import build_task
 
     print(f"{'ranks':>5} {'planned':>12} {'live':>12} {'of one':>7} {'process':>12} {'of one':>7} {'step, s':>8}  loss")
     first: tuple[int, int] | None = None
     for ranks in map(int, options.ranks.split(",")):
         config, world = settings(options, ranks), PaperWorld(ranks, local_size=ranks, device="cpu")
-        planned_bytes = Activations(config, build_task(config, world).model).of(1, "cpu").peak_bytes
+        planned_bytes = ActivationTraces(config, build_task(config, world).model).of(1, "cpu").peak_bytes
         results = run_processes(ranks, partial(train, options=options), timeout_s=600.0)
         live, grown = max(result[0] for result in results), max(result[1] for result in results)
         first = first or (live, grown)

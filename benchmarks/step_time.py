@@ -68,7 +68,7 @@ def predict(words: list[str]) -> None:
     from zero.trainer import launch
     from zero.trainer.compose import compose, settings_in
     from zero.trainer.config import read
-    from zero.trainer.planning import Activations, Machine, choices
+    from zero.trainer.planning import ActivationTraces, Machine, choices
     from zero.trainer.planning.choices import largest
     from zero.trainer.planning.probes import measured_rates
     from zero.trainer.run.task import build_task
@@ -76,9 +76,9 @@ def predict(words: list[str]) -> None:
     config = read(settings_in(compose(words)))
     launch_settings = config.launch
     ranks = 1 if launch_settings.ranks == "auto" else launch_settings.ranks
-    with launch.set_up(launch.Processes(Path(), launch_settings.threads, launch_settings.malloc), ranks=ranks):
+    with launch.set_up(launch.ProcessSettings(Path(), launch_settings.threads, launch_settings.malloc), ranks=ranks):
         machine = Machine.described(config)
-        activations = Activations(config, build_task(config).model)
+        activations = ActivationTraces(config, build_task(config).model)
         begin_s = time.perf_counter()
         rates = measured_rates(
             config, machine, largest(config, machine, activations), disk="nvme" in config.offload.kinds

@@ -52,7 +52,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests star
 
 
 QUICK = ("core", "store", "distributed", "engine", "checkpoint", "test_losses.py", "test_house.py")
-"""What `--quick` takes the first case of each test of: the laws of the library, in two minutes on two cores."""
+"""Folders and files with the laws of the library. `--quick` runs the first case of each test there, in two minutes."""
 
 
 def pytest_configure() -> None:
@@ -125,13 +125,13 @@ def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays until the end: whoever collects garbage need not look through all of it again."""
+    """Freeze the objects that exist now, so that no garbage collection looks through them again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Where `scripts/test` runs pytest twice, leave it the numbers for one summary."""
+    """Leave the numbers for one summary if `scripts/test` runs pytest twice."""
     if "ZERO_TEST_COUNTS" in os.environ and not os.environ.get("PYTEST_XDIST_WORKER"):
         counts = {word: len(found) for word, found in terminalreporter.stats.items() if word in COUNTED}
         with Path(os.environ["ZERO_TEST_COUNTS"]).open("a") as file:

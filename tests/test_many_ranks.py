@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero.core.sizes import GiB, MiB
-from zero.engine.model.recorded_values import BLOCK
+from zero.engine.model.recorded_values import SEEDED_NUMEL
 
 ROOT = Path(__file__).resolve().parent.parent
 many_ranks = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "many_ranks.py")))
@@ -53,5 +53,5 @@ def test_a_rank_of_many_draws_its_share_of_the_first_values():
     start = many_ranks.started(model, ranks=64)
     slots = len(list(model.parameters()))
     assert numel / 64 <= start.kept <= start.drawn
-    assert start.drawn <= numel / 64 + 3 * BLOCK * slots, "a block at each end of a part, and one for the sample"
+    assert start.drawn <= numel / 64 + 3 * SEEDED_NUMEL * slots, "a block at each end of a part, and one for the sample"
     assert start.drawn < numel / 8

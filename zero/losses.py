@@ -24,7 +24,7 @@ CHUNK_NUMEL = 2**23
 LEAST_CHUNK = 64
 """Fewest entries of the vocabulary in a chunk of size "auto"."""
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The target of a token that does not count in the loss."""
 
 
@@ -63,7 +63,9 @@ def linear_cross_entropy(
     rows, goals = hidden.flatten(0, -2), targets.flatten()
     size = _chunk(chunk, len(rows), len(weight))
     if size is None:
-        return F.cross_entropy(F.linear(rows, weight, bias).float(), goals, ignore_index=IGNORED, reduction=reduction)
+        return F.cross_entropy(
+            F.linear(rows, weight, bias).float(), goals, ignore_index=IGNORE_INDEX, reduction=reduction
+        )
     weight = weight.view_as(weight)  # an autograd function would not gather a parameter that is read outside its unit
     bias = None if bias is None else bias.view_as(bias)
     loss = _LinearCrossEntropy.apply(rows, weight, bias, goals, size, reduction == "mean")
@@ -94,13 +96,13 @@ def _check_range(targets: Tensor, vocab: int) -> None:
     # a target out of range is in no chunk, so its token would get a wrong loss without an error
     if targets.is_meta or torch.compiler.is_compiling():
         return  # the targets have no values
-    right = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
+    right = (targets == IGNORE_INDEX) | ((targets >= 0) & (targets < vocab))
     if not targets.is_cpu:
         torch._assert_async(right.all())  # the host does not wait for it
     elif not right.all():
         raise ConfigError(
             f"target {int(targets[~right][0])} is not one of the {vocab} entries of the vocabulary, from 0. Use "
-            f"{IGNORED} for tokens that do not count."
+            f"{IGNORE_INDEX} for tokens that do not count."
         )
 
 
@@ -118,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chosen += torch.where(inside, logits.gather(1, index)[:, 0], 0)  # no product: 0 x inf is NaN
             total = torch.logaddexp(total, logits.logsumexp(1))
             del logits
-        counts = targets != IGNORED
+        counts = targets != IGNORE_INDEX
         number = counts.sum() if mean else torch.ones((), device=hidden.device)
         ctx.save_for_backward(hidden, weight, bias, targets, total, number)
         ctx.chunk = chunk
@@ -129,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, bias, targets, total, number = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        scale = ((targets != IGNORED) * (grad / number))[:, None]
+        scale = ((targets != IGNORE_INDEX) * (grad / number))[:, None]
         for_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
         for_weight = _empty(weight) if needs_weight else None
         for_bias = _empty(bias) if needs_bias else None

@@ -26,7 +26,7 @@ from torch import Tensor
 from zero.core import checks
 from zero.distributed.world import World
 from zero.errors import ConfigError, HandshakeError
-from zero.losses import IGNORED
+from zero.losses import IGNORE_INDEX
 from zero.platform.files import memory_of
 
 Documents = tuple[tuple[int, ...], ...]
@@ -194,8 +194,8 @@ class SequenceParallel:
         self._rows = _hashed(batch, self._rows)
         mask = batch.get("attention_mask")
         documents = None if mask is None and "position_ids" not in batch else _documents(positions, mask)
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        targets = targets if mask is None else targets.masked_fill(mask == 0, IGNORED)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        targets = targets if mask is None else targets.masked_fill(mask == 0, IGNORE_INDEX)
         own = [x.chunk(self.group.size, dim=1)[self.group.rank].contiguous() for x in (ids, positions, targets)]
         rows = SharedRows(self.group, documents)
         return {"input_ids": own[0], "position_ids": own[1], "shared_rows": rows}, own[2]
@@ -215,7 +215,7 @@ class SequenceParallel:
         Raises:
             HandshakeError: on a CPU, the ranks of the group have different rows; on a GPU this ends the program.
         """
-        count, rows = (targets != IGNORED).sum(), self._rows
+        count, rows = (targets != IGNORE_INDEX).sum(), self._rows
         rows = count if rows is None else rows
         sums = torch.stack([count.double(), rows.double(), total.detach().double()])
         self.group.all_reduce(sums, what="counted tokens and losses").wait()

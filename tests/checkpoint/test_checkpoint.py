@@ -45,7 +45,7 @@ from zero.engine.model.takeover import buffers_of
 from zero.engine.runtime import Runtime
 from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import CheckpointError, StaleStateError
-from zero.platform.safetensors_files import NAMES, offsets
+from zero.platform.safetensors_files import DTYPE_NAMES, offsets
 from zero.testing import run_processes, run_ranks
 from zero.testing.thread_world import Threads
 from zero.tracker import Tracker
@@ -323,7 +323,7 @@ class Wider(Small):
 
 
 def refusal_of(world, path, build, optimizer=zero.adamw, **options):
-    """What `load` says, and that nothing was changed by it."""
+    """Return the message of `load`, which changes nothing."""
     with opened(world, Setting(optimizer=optimizer), build) as (state, _):
         before = digest(state)
         with pytest.raises(CheckpointError) as caught:
@@ -440,7 +440,7 @@ def test_what_was_trained_may_be_frozen_and_the_other_way_round(tmp_path: Path):
 # -- what goes wrong on one rank ---------------------------------------------------------------------------------------
 
 
-SAVED = [dtype for dtype in NAMES if dtype not in (torch.bool, torch.float64)]
+SAVED = [dtype for dtype in DTYPE_NAMES if dtype not in (torch.bool, torch.float64)]
 
 
 def test_a_buffer_of_every_dtype_that_safetensors_has_is_loaded_to_the_bit(tmp_path: Path):
@@ -596,7 +596,7 @@ def test_the_deadline_is_for_waits_and_not_for_work(tmp_path: Path):
 
 def test_blocks_are_shared_by_ranks_and_threads_and_damage_is_found_wherever_it_is(tmp_path: Path, monkeypatch):
     for module in ("format.hashes", "format.texts", "files.shard", "open"):
-        monkeypatch.setattr(sys.modules[f"zero.checkpoint.{module}"], "BLOCK_BYTES", 2**20)
+        monkeypatch.setattr(sys.modules[f"zero.checkpoint.{module}"], "HASH_BLOCK_BYTES", 2**20)
     _, path = saved(zero.open_world(), Setting(), tmp_path, steps=0, build=lambda: Small(width=500))
     (file,), (frozen,) = path.glob("rank-*.safetensors"), path.glob("frozen-*.safetensors")
     whole = file.read_bytes()

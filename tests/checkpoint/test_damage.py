@@ -28,7 +28,7 @@ from tests.conftest import LONG_S, SEED
 from tests.faults.damage import DAMAGED, GOOD, KINDS, Case, Verdict, cases, fuzz, write_manifest
 from tests.faults.disks import FaultyDisk, fail
 from zero.checkpoint import Root, Saving, load, open_checkpoint, save
-from zero.checkpoint.format.hashes import BLOCK_BYTES, hash_block
+from zero.checkpoint.format.hashes import HASH_BLOCK_BYTES, hash_block
 from zero.checkpoint.format.manifest import Index
 from zero.checkpoint.format.texts import index_to_text
 from zero.engine.whole.read import digest
@@ -140,7 +140,7 @@ def put(folder: Path, data: bytes, size: int | None = None) -> None:
     """Another file of rank 1, padded to `size` bytes, with all hashes made right."""
     data = data.ljust(size or 0, b"\0")
     (folder / "rank-00001-of-00002.safetensors").write_bytes(data)
-    assert len(data) <= BLOCK_BYTES
+    assert len(data) <= HASH_BLOCK_BYTES
     random = json.loads((folder / "rank-00001-of-00002.json").read_text())["random"]
     put_index(folder, index_to_text(Index(hash_block(memoryview(data)), random)), len(data))
 

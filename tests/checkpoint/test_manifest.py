@@ -20,9 +20,9 @@ from zero.checkpoint.format.hashes import SPAN_BYTES, FileHash, hash_block
 from zero.checkpoint.format.manifest import (
     ITEM_BYTES,
     File,
-    Flat,
     Index,
     Manifest,
+    SavedFlat,
     file_name,
     held,
     index_name,
@@ -57,7 +57,7 @@ JSON = st.recursive(
 def laid_out(world: int, shared: list[tuple[dict[str, str], int, int, dict[str, tuple[int, ...]]]], **rest) -> Manifest:
     """A sound manifest: (kinds, sharers, copies, shapes) of each flat."""
     made = tuple(
-        Flat(kinds, Layout.of(shapes, world_size=sharers), copies) for kinds, sharers, copies, shapes in shared
+        SavedFlat(kinds, Layout.of(shapes, world_size=sharers), copies) for kinds, sharers, copies, shapes in shared
     )
     count = world * (1 + any(flat.frozen for flat in made))
     files = tuple(File(8192 + number, SHA) for number in range(count))

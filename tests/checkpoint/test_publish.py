@@ -28,7 +28,7 @@ from zero.checkpoint.files.listing import read_manifest
 from zero.checkpoint.files.publish import MANIFEST_NAME, Root
 from zero.checkpoint.files.shard import ShardReader, ShardWriter
 from zero.checkpoint.format.hashes import FileHash
-from zero.checkpoint.format.manifest import File, Flat, Index, Manifest, file_name, index_name, step_name
+from zero.checkpoint.format.manifest import File, Index, Manifest, SavedFlat, file_name, index_name, step_name
 from zero.checkpoint.format.texts import CAP_BYTES, FORMAT, index_from_text, to_text
 from zero.core.layout import Layout
 from zero.errors import CheckpointError
@@ -54,7 +54,7 @@ def contents(step: int, version: int) -> bytes:
 
 def manifest(step: int, files: list[File], world: int = WORLD) -> Manifest:
     layout = Layout.of({"weight": (world * NUMEL,)}, world_size=world)
-    return Manifest(FORMAT, step, world, (Flat({"parameter": "float32"}, layout, 1),), tuple(files), True, {})
+    return Manifest(FORMAT, step, world, (SavedFlat({"parameter": "float32"}, layout, 1),), tuple(files), True, {})
 
 
 def write_files(root: Root, tmp: Path, step: int, version: int) -> str:
@@ -92,7 +92,7 @@ def one_line(error: CheckpointError, about: Path) -> None:
 
 
 def accepted(root: Root, folder: Path) -> bytes | None:
-    """What the folder holds, if manifest and hashes say that it is what was written."""
+    """Return the contents of a folder whose manifest and hashes fit them, else None."""
     try:
         manifest = read_manifest(folder, root.disk)
         data = bytearray(WORLD * 4 * NUMEL)
@@ -133,7 +133,7 @@ def published_in(disk: CrashDisk) -> Held:
 
 @functools.cache
 def recovered(tree: Tree) -> tuple[Held, Held, bool]:
-    """What is published there as it lies, what after a sweep, and whether anything else is left."""
+    """Return the published folders before and after a sweep, and whether anything else is left."""
     disk = CrashDisk(tree)
     before = published_in(disk)
     Root(ROOT, disk).sweep()
@@ -142,7 +142,7 @@ def recovered(tree: Tree) -> tuple[Held, Held, bool]:
 
 
 class Story:
-    """What a run does, what it may rely on at each moment, and whether every crash state keeps that.
+    """The writes of a run, the promises at each moment, and the laws that a state after a crash breaks.
 
     Attributes:
         promised: step to contents of which one must be found after a crash.
@@ -320,7 +320,7 @@ def test_no_crash_in_the_sweep_after_a_crash_does_either(tell):
 
 
 def role(path: Path) -> str:
-    """Which of the fsyncs that the protocol lists."""
+    """Return the name that the protocol gives the fsync of `path`."""
     if path == RUN:
         return "parent"
     if path == ROOT:

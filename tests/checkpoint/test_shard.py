@@ -29,7 +29,7 @@ from zero.checkpoint.files.shard import ShardReader, ShardWriter
 from zero.checkpoint.format.hashes import FileHash
 from zero.errors import CheckpointError
 from zero.platform.files import memory_of
-from zero.platform.safetensors_files import NAMES, FilePart, by_width, header, offsets
+from zero.platform.safetensors_files import DTYPE_NAMES, FilePart, by_width, header, offsets
 
 MIB = 2**20
 NAME = "rank-00000-of-00001.safetensors"
@@ -119,7 +119,9 @@ MANY = [
     FilePart("none", torch.bool, (0,)),
 ]
 
-a_part = st.builds(FilePart, st.text(max_size=8), st.sampled_from(list(NAMES)), st.lists(st.integers(0, 4)).map(tuple))
+a_part = st.builds(
+    FilePart, st.text(max_size=8), st.sampled_from(list(DTYPE_NAMES)), st.lists(st.integers(0, 4)).map(tuple)
+)
 some_parts = st.lists(
     a_part.filter(lambda part: part.key.isprintable() and part.nbytes < 10_000), max_size=12, unique_by=lambda p: p.key
 )
@@ -417,7 +419,7 @@ def live(path: Path, disk: Disk, data: bytes) -> int:
     ("name", "direct"), [(name, ("yes", "switch")[number % 2]) for number, name in enumerate(FAULTS)]
 )
 def test_the_nth_call_fails(path, monkeypatch, name, direct):
-    monkeypatch.setattr(shard, "REQUEST_BYTES", 2**18)  # more calls
+    monkeypatch.setattr(shard, "WRITE_BYTES", 2**18)  # more calls
     data = noise(MIB + 9000, SEED)
     undisturbed = FaultyDisk(direct=direct)
     assert live(path, undisturbed, data) == 0

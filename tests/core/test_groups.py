@@ -15,7 +15,7 @@ import zero
 from tests.common.small import Setting, Small, slice_of, small_batch, small_loss, train_small
 from tests.simulation import simulated_gpu
 from zero.core.groups import Group
-from zero.core.lr_schedule import Cycle, CycledMomentum, OneCycle
+from zero.core.lr_schedule import Cycle, CycledMomentum, OneCycleSchedule
 from zero.core.optimizers import adagrad, adam, adamw, lion, sgd
 from zero.core.updates import PageBatch
 from zero.engine.whole.read import digest, full_state_dict
@@ -317,7 +317,7 @@ def norms_of(world: zero.World, live: dict[str, Any], xs: list[tuple[bool, float
 
 
 def test_the_norm_is_of_what_trains():
-    """What is frozen cannot make a step be skipped either."""
+    """A frozen parameter cannot make a step be skipped either."""
     steps = [(True, 4.0), (False, 4.0), (False, torch.inf), (True, 4.0)]
     assert run_ranks(1, norms_of, {}, steps)[0] == [(5.0, False), (3.0, False), (3.0, False), (5.0, False)]
 
@@ -405,7 +405,7 @@ def test_a_mean_begins_as_the_parameters_of_a_checkpoint_that_has_none(tmp_path)
 def test_one_cycle_moves_rate_and_momentum_of_adam():
     """Against torch's optimizer, whose groups get the same two numbers."""
     cycle = Cycle(3, 4, decay_every=2)
-    rate, momentum = OneCycle(LR, 1e-3, cycle, decay_rate=0.5), CycledMomentum(0.8, 0.9, cycle)
+    rate, momentum = OneCycleSchedule(LR, 1e-3, cycle, decay_rate=0.5), CycledMomentum(0.8, 0.9, cycle)
     ours, theirs = torch.ones(64), torch.ones(64, requires_grad=True)
     transform, oracle = adamw(rate, beta1=momentum), torch.optim.AdamW([theirs], lr=0.0)
     moments = (torch.zeros(64), torch.zeros(64))

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import zero
 from zero.core.layout import Layout, SlotPiece, key_of
-from zero.core.moments import BLOCK, Bf16Moments, EightBitMoments, Moments, add_random
+from zero.core.moments import ROUNDING_BLOCK, Bf16Moments, EightBitMoments, Moments, add_random
 from zero.errors import ConfigError
 
 FORMS = (Bf16Moments(5), EightBitMoments(5), EightBitMoments(5).of_squares())
@@ -32,13 +32,13 @@ def rounded(values: torch.Tensor, key: str) -> torch.Tensor:
 @pytest.mark.parametrize("key", ["0/1/mu/head.weight", "7/99/nu/blocks.3.weight"])
 def test_a_block_of_random_bits_has_every_value_once(key):
     for block in (0, 3, 40):
-        found = noise(key, block * BLOCK, (block + 1) * BLOCK)
+        found = noise(key, block * ROUNDING_BLOCK, (block + 1) * ROUNDING_BLOCK)
         assert torch.equal(found.sort().values, torch.arange(2**16).int())
-        assert (found[1:] - found[:-1]).unique().numel() > BLOCK // 4, "in no order"
+        assert (found[1:] - found[:-1]).unique().numel() > ROUNDING_BLOCK // 4, "in no order"
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=6), st.integers(0, 50 * BLOCK))
+@given(st.lists(st.integers(1, 3 * ROUNDING_BLOCK), min_size=1, max_size=6), st.integers(0, 50 * ROUNDING_BLOCK))
 def test_random_bits_belong_to_their_element_however_a_parameter_is_cut(sizes, start):
     whole, at = noise("a/key", start, start + sum(sizes)), start
     for size in sizes:
@@ -48,15 +48,15 @@ def test_random_bits_belong_to_their_element_however_a_parameter_is_cut(sizes, s
 
 def test_seed_step_moment_parameter_and_block_have_bits_of_their_own():
     keys = [f"{seed}/{step}/{kind}/{name}" for seed in (0, 1) for step in (1, 2) for kind in "mn" for name in "pq"]
-    found = [noise(key, block * BLOCK, block * BLOCK + 64) for key in keys for block in range(40)]
+    found = [noise(key, block * ROUNDING_BLOCK, block * ROUNDING_BLOCK + 64) for key in keys for block in range(40)]
     same = sum(torch.equal(one, other) for i, one in enumerate(found) for other in found[:i])
-    assert same <= 2 * len(found) ** 2 / 2 / BLOCK + 8, "as many as 16 bits agree by chance"
+    assert same <= 2 * len(found) ** 2 / 2 / ROUNDING_BLOCK + 8, "as many as 16 bits agree by chance"
 
 
 @pytest.mark.parametrize("value", [1.0 + 2.0**-9, -3.14159265, 1e-30, 2.0**-130, -1e38, 0.7 * 2.0**-7])
 def test_the_mean_of_a_block_is_the_value(value):
     """Each of 2^16 equally likely bits once: as many go up, in magnitude, as the lower half says."""
-    values = torch.full((BLOCK,), value)
+    values = torch.full((ROUNDING_BLOCK,), value)
     low = int(values[0].view(torch.int32)) & 0xFFFF
     found = rounded(values, "k").float()
     down = (values[:1].view(torch.int32) & ~0xFFFF).view(torch.float32)
@@ -75,10 +75,10 @@ def test_what_bf16_can_hold_is_never_changed():
 
 def test_infinity_and_nan_stay():
     made = [0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7FFF0000, -0x10000]  # of a GPU, of CPUs, and read from bf16
-    nan = torch.tensor(made, dtype=torch.int32).view(torch.float32).repeat(BLOCK)
+    nan = torch.tensor(made, dtype=torch.int32).view(torch.float32).repeat(ROUNDING_BLOCK)
     assert rounded(nan, "k").isnan().all()
     for sign in (1, -1):
-        infinity = torch.full((BLOCK,), sign * math.inf)
+        infinity = torch.full((ROUNDING_BLOCK,), sign * math.inf)
         assert torch.equal(rounded(infinity, "k").float(), infinity)
 
 
@@ -129,7 +129,7 @@ def opened(form: Moments, page: torch.Tensor, key: str) -> Iterator[torch.Tensor
 
 
 def read(page: torch.Tensor, signed: bool) -> list[float]:
-    """What a page holds, in Python's numbers: 65 bytes a block, its exponent and 64 codes."""
+    """Decode a page in Python's numbers: 65 bytes a block, its exponent and 64 codes."""
     found = []
     for place in range(0, page.numel(), 65):
         lowest, *codes = page[place : place + 65].tolist()
@@ -200,9 +200,9 @@ def test_zeros_are_zeros(form):
 @pytest.mark.parametrize("form", [MEANS, SQUARES])
 def test_the_mean_of_many_is_the_value_beside_a_large_one(form, value):
     """Each of 2^16 equally likely bits once, in blocks whose first element is 1 or 2^-27."""
-    values = torch.full((BLOCK,), value)
+    values = torch.full((ROUNDING_BLOCK,), value)
     values[::64] = 1.0 if value > 1e-3 else 2.0**-27
-    page = form.page_of(torch.zeros(BLOCK))
+    page = form.page_of(torch.zeros(ROUNDING_BLOCK))
     with opened(form, page, "k") as moment:
         moment.copy_(values)
     found = form.values_of(page).double().view(-1, 64)

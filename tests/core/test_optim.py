@@ -11,7 +11,7 @@ from torch import Tensor
 from zero.core.groups import Group, decay_matrices
 from zero.core.optim import Transform
 from zero.core.optimizers import adagrad, adam, adamw, lion, sgd, with_ema
-from zero.core.updates import PageBatch, Settings
+from zero.core.updates import GroupSettings, PageBatch
 from zero.errors import ConfigError
 
 LR, DECAY = 3e-3, 0.1
@@ -135,7 +135,7 @@ def test_lion_is_the_papers_algorithm():
 
 def test_the_first_step_of_momentum_starts_the_buffer_as_the_gradient():
     param, grad, mu = torch.zeros(64), torch.full((64,), 2.0), torch.full((64,), nan)
-    sgd(0.5, momentum=0.9).update(PageBatch([param], [grad], ([mu],), Settings(0.5, 0.0, (0.9,)), 1.0))
+    sgd(0.5, momentum=0.9).update(PageBatch([param], [grad], ([mu],), GroupSettings(0.5, 0.0, (0.9,)), 1.0))
     assert mu.eq(2.0).all()
     assert param.eq(-1.0).all()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero.core.formats import PACKED_FORMATS, PackedFormat
 from zero.core.formats.nf4 import NORMAL_FLOAT, _dynamic, _pairs
-from zero.core.formats.packed import TINY
+from zero.core.formats.packed import LEAST_DIVISOR
 
 NF4, INT8 = PACKED_FORMATS["nf4"], PACKED_FORMATS["int8"]
 SIZES = [1, 2, 63, 64, 65, 255, 256, 257, 16383, 16384, 16385, 3 * 16384 + 100]
@@ -199,7 +199,7 @@ def test_equal_values_stay_equal(codec, number):
 @pytest.mark.parametrize("number", [1e-36, 3e-37, 1e-37, 1e-38, 0.0])
 def test_tiny_values_have_the_error_of_the_least_scale(number):
     values = torch.full((256,), number)
-    assert (expanded(INT8, INT8.encode(values), 256) - values).abs().max() <= 0.51 * TINY
+    assert (expanded(INT8, INT8.encode(values), 256) - values).abs().max() <= 0.51 * LEAST_DIVISOR
 
 
 @pytest.mark.parametrize("codec", PACKED_FORMATS.values(), ids=PACKED_FORMATS)

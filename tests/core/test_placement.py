@@ -1,4 +1,4 @@
-"""What each setting asks for; placement never breaks a budget, favours the earliest, and says why it cannot."""
+"""Placement does what each setting asks for, never breaks a budget, favours the earliest, and says why it cannot."""
 
 import pytest
 from hypothesis import given, strategies as st

@@ -1,4 +1,4 @@
-"""What Accelerate asks of DeepSpeed's engine, optimizer and scheduler, through its own wrappers around ours.
+"""Accelerate's calls of DeepSpeed's engine, optimizer and scheduler, through its own wrappers around ours.
 
 Its loop calls backward for every microbatch and says before each whether that one ends a step; `engine.step()` is
 called after the last alone. Source: accelerate/utils/deepspeed.py, and what accelerate/accelerator.py calls.

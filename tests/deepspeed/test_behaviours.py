@@ -26,7 +26,7 @@ from zero.testing import run_ranks
 ROWS, WIDTH, STEPS, LR, MOMENTUM = 2, 4, 2, 0.5, 0.5
 
 User = Callable[[Any, Tensor], None]
-"""What user code does with a model, be it an engine or a module, and a microbatch: any forwards, any backwards."""
+"""The user's code for a microbatch with a model, which is an engine or a module: any forwards, any backwards."""
 
 stages = pytest.mark.parametrize("stage", range(4))
 places = pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (1, "nvme"), (2, "none"), (3, "none"), (3, "nvme")])
@@ -167,7 +167,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @places
 def test_plain_backward_gives_the_gradients_of_ddp(stage, tier):
-    """Those are the mean over ranks."""
+    """DDP's gradients are the mean over ranks."""
 
     def run(world):
         with engine_of(world, stage=stage, tier=tier) as engine:

@@ -23,9 +23,9 @@ from zero.core import schema
 from zero.core.setting_types import MOST
 from zero.deepspeed.config import overrides, source, translate
 from zero.deepspeed.config.keys import Keys
-from zero.deepspeed.config.optimizer_keys import OPTIMIZERS
-from zero.deepspeed.config.schedule_keys import SCHEDULERS
-from zero.deepspeed.config.unsupported_keys import IGNORED, REJECTED
+from zero.deepspeed.config.optimizer_keys import OPTIMIZER_KEYS
+from zero.deepspeed.config.schedule_keys import SCHEDULER_KEYS
+from zero.deepspeed.config.unsupported_keys import IGNORED_KEYS, REJECTED
 from zero.errors import ConfigError
 from zero.settings.build import build_optimizer, build_schedule
 from zero.trainer import compose
@@ -301,7 +301,7 @@ def nested(name: str, value: object) -> dict:
 
 @pytest.mark.parametrize("value", [1, {"enabled": True}, {"a_key": 1}], ids=str)
 def test_a_key_without_a_meaning_is_noted_or_rejected_where_it_is_on(value):
-    for name in (*sorted(IGNORED), *REJECTED):
+    for name in (*sorted(IGNORED_KEYS), *REJECTED):
         raw = nested(name, value)
         if name in REJECTED:
             with pytest.raises(ConfigError, match=f"^ds_config: {name} is not supported: {REJECTED[name]}$"):
@@ -315,16 +315,16 @@ def test_a_key_without_a_meaning_is_noted_or_rejected_where_it_is_on(value):
 
 
 def test_the_tables_name_our_keys_and_no_key_twice(script):
-    declared = [key for kind in (Keys, *OPTIMIZERS.values(), *SCHEDULERS.values()) for key in schema.walk(kind)]
+    declared = [key for kind in (Keys, *OPTIMIZER_KEYS.values(), *SCHEDULER_KEYS.values()) for key in schema.walk(kind)]
     extras = [key.field.json_schema_extra for key in declared]
     assert {extra["to"] for extra in extras if isinstance(extra, dict)} <= set(keys_here())
     assert all(key.field.description for key in declared)
-    assert not set(schema.schema_keys(Keys)) & {*IGNORED, *REJECTED}
+    assert not set(schema.schema_keys(Keys)) & {*IGNORED_KEYS, *REJECTED}
     stage3 = ("module_granularity_threshold", "use_all_reduce_for_fetch_params")
     known = {f"zero_optimization.{prefix}{name}" for prefix in ("", "stage3_") for name in stage3}
-    assert {*known, "optimizer.legacy_fusion", "data_types.param_dtype", "log_level"} <= IGNORED
+    assert {*known, "optimizer.legacy_fusion", "data_types.param_dtype", "log_level"} <= IGNORED_KEYS
     printed = "\n".join(script.tables())
-    assert all(key.rpartition(".")[2] in printed for key in (*schema.schema_keys(Keys), *IGNORED, *REJECTED))
+    assert all(key.rpartition(".")[2] in printed for key in (*schema.schema_keys(Keys), *IGNORED_KEYS, *REJECTED))
 
 
 # What is refused

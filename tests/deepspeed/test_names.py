@@ -539,7 +539,7 @@ class WithHead(Net):
 
 
 def test_a_checkpoint_of_a_model_that_had_less_loads_where_that_is_allowed(tmp_path: Path):
-    """What only one side has stays as it is, on either side."""
+    """Entries that only the model or only the checkpoint has stay as they are."""
     with engine_of() as engine:
         train(engine, 0)
         engine.save_checkpoint(tmp_path / "less")

@@ -41,7 +41,7 @@ def by_node(world: World) -> Routes:
 
 
 def gathered(world: World, keeps: bool) -> list[Tensor]:
-    """What each of three gathers brought, and what one more brought from the secondary shard."""
+    """Return the results of three gathers, and of one more from the secondary shard."""
     routes, fulls, handles = by_node(world), [], []
     secondary = torch.full(((world.nodes - 1) * NUMEL,), torch.nan) if keeps else None
     for number in range(3):
@@ -99,7 +99,7 @@ def test_processes_gather_as_threads_do():
 
 
 def before(share: int, place: int) -> Tensor:
-    """What is in a rank's share already."""
+    """Return the values that a rank's share has before the sum."""
     return rough(share, torch.float32, place, 7)
 
 

@@ -219,7 +219,7 @@ def three_processes():
 
 @pytest.fixture(scope="module", params=[*SIZES, *(-size for size in PROCESSES)], ids=lambda n: f"{abs(n)}{'tp'[n < 0]}")
 def outcome(request):
-    """What every rank saw; a positive size means threads, a negative one processes."""
+    """The observations of every rank; a positive size means threads, a negative one processes."""
     size = request.param
     if size > 0:
         return run_ranks(size, lambda world: {law.__name__: law(world) for law in LAWS})
@@ -494,7 +494,7 @@ def test_exclusive_keeps_torchs_generator_to_one_rank():
 
 
 def save_the_generator_amid_garbage(world):
-    """What checkpoints do, with cycles of tensors lying about."""
+    """Save the generator as a checkpoint does, while cycles of tensors wait for the garbage collector."""
     for _ in range(300):
         cycle = [2 * torch.zeros(1, requires_grad=True)]
         cycle.append(cycle)
@@ -650,7 +650,7 @@ def after_a_slow_rank(world: World) -> float:
 
 
 def stories(outer: World) -> dict[str, str]:
-    """What each case told this rank."""
+    """Return the message of each case on this rank."""
     told = {}
     for case, timeout_s in CASES.items():
         world = World(Processes("cpu", timeout_s=timeout_s))

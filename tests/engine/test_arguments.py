@@ -1,4 +1,4 @@
-"""What a call got in place of what it takes is refused as ours, in one line, with the line to write."""
+"""A wrong argument raises an error of one line, with the line to write instead."""
 
 from collections import namedtuple
 from functools import partial

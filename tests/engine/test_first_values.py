@@ -6,12 +6,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero
-from zero.engine.model.recorded_values import BLOCK
+from zero.engine.model.recorded_values import SEEDED_NUMEL
 from zero.engine.whole.first_values import SAMPLE
 from zero.platform.safetensors_files import StoredWeights
 from zero.testing import run_ranks
 
-ROWS = 3 * BLOCK // 64 + 5
+ROWS = 3 * SEEDED_NUMEL // 64 + 5
 """Rows of a matrix with 64 columns that takes three blocks and a part of a fourth."""
 
 
@@ -73,7 +73,7 @@ def test_values_are_those_of_their_initializers():
     bound = 64**-0.5
     assert 0.99 * bound < made["linear.weight"].max() <= bound, "the bound of the whole matrix, not of a block"
     torch.testing.assert_close(made["turned"].t() @ made["turned"], torch.eye(64))
-    blocks = [block for name in ("normal", "cut", "linear.weight") for block in made[name].view(-1).split(BLOCK)]
+    blocks = [block for name in ("normal", "cut", "linear.weight") for block in made[name].view(-1).split(SEEDED_NUMEL)]
     starts = {tuple(block[:8].tolist()) for block in blocks}
     assert len(starts) == len(blocks), "two blocks draw the same numbers"
 

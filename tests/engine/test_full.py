@@ -89,7 +89,7 @@ def test_edits_persist(stage, preset):
 
 
 def edit_by(world, modify):
-    """What a weight became, where each rank writes its own number."""
+    """Return a weight after each rank has written its own number."""
     state, _ = trained(world, at(1))
     with zero.gathered(state, "norm.*", modify=modify) as full:
         full["norm.weight"].fill_(world.rank)
@@ -158,7 +158,7 @@ def test_an_illegal_edit_fails_on_all_ranks(edit, modify, kind, error, told):
 
 
 def refused(world):
-    """What is refused before anything is given out, by what was asked."""
+    """Return the refusal of each request; nothing has been given out before it."""
     state, _ = trained(world, at(2))
 
     def told(error, names, modify=False, kind="param"):
@@ -333,7 +333,7 @@ EDITS = {
     "mu": {"layers.1.bias": torch.zeros_like},
     "nu": {"layers.0.weight": lambda n: n * 4},
 }
-"""What user code does in the third of five steps."""
+"""Edits by the user's code in the third of five steps."""
 
 
 def by_zero(world, setting):
@@ -394,7 +394,7 @@ def test_parameter_gradient_and_moments_are_read_and_written_as_plain_torch_hold
 
 
 def halve_after_the_first(world, setting):
-    """What was read of two gradients after the first of two microbatches, and after the second."""
+    """Return two gradients as read after the first of two microbatches, and after the second."""
     state, _ = setting.start(world, Plain, plain_loss)
     step, seen = Step(state), [full_state_dict(state)]
     for microbatch in slice_of(plain_batch(0), world, 2):

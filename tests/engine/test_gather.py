@@ -33,7 +33,7 @@ WIDTH, ROWS, STEPS, LR = 7, 3, 3, 0.3
 
 
 class Batch(NamedTuple):
-    """What one rank sees in one step; models may behave differently by step or by rank."""
+    """The input of one rank in one step; models may behave differently by step or by rank."""
 
     x: Tensor
     step: int
@@ -670,7 +670,7 @@ def plain(model: nn.Module, loss_fn: LossFn, ranks: int, steps: int) -> tuple[li
 
 
 class Told(NamedTuple):
-    """What one rank saw. The counts are its pool's after each step; `extra` buffers are those that overflowed."""
+    """The observations of one rank. Counts are its pool's after each step; `extra` counts buffers beyond the pool."""
 
     losses: list[float]
     parameters: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""What user code may do inside a model and around its calls, at every stage: results are those of plain torch.
+"""The freedom of user code inside a model and around its calls: at every stage results are those of plain torch.
 
 The oracle, and most odd models, are in test_gather.py.
 """

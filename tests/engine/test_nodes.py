@@ -350,7 +350,7 @@ def layouts_of(setting: Setting) -> list[Layout]:
 
 
 def planned_with(world: zero.World, gather: str, host: int) -> tuple[int, int]:
-    """What a plan takes of host memory, with parameters there, and how much of it for secondary shards."""
+    """Return the host memory of a plan with parameters there, and the part of it for secondary shards."""
     with world.exclusive(), zero.empty():
         model = Wide()
     offload = zero.Offload("cpu", ahead=0)  # as many slots in any room
@@ -372,7 +372,7 @@ def test_host_memory_that_secondary_shards_do_not_fit_in_goes_without():
 
 @pytest.mark.parametrize("gather", ["auto", "node"])
 def test_a_plan_keeps_no_secondary_shards_that_it_found_no_room_for(gather):
-    """Where parameters may go to the host or stay, what is counted is what is there if they go."""
+    """If parameters may move to the host or stay, the bytes after the move are counted."""
 
     def planned(world: zero.World, room: int) -> int:
         with world.exclusive(), zero.empty():
@@ -471,7 +471,7 @@ def planned_and_counted(world: zero.World, how: dict[str, Any]) -> list[tuple[fl
 
 
 END_BYTES = 512
-"""What six ranks tell each other at the end of a step."""
+"""Bytes that six ranks exchange at the end of a step."""
 
 NF4 = zero.Precision("bf16", frozen="nf4")
 
@@ -627,7 +627,7 @@ def test_a_step_that_breaks_off_leaves_no_secondary_shard_that_holds_something_e
 
 
 def test_a_gather_that_never_began_leaves_no_secondary_shard():
-    """It was asked for into a buffer beyond the pool, which an exception lets go before anybody has waited."""
+    """The gather fills a buffer beyond the pool, which an exception frees before anybody has waited."""
 
     def left_out(world: zero.World, gather: str) -> list[torch.Tensor]:
         state, _ = Setting(between=(gather, "exact"), offload=OFFLOADS["infinity"]).start(world)

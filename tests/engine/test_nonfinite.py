@@ -110,7 +110,7 @@ def poison_each(world, setting, value):
 
 
 def never_poisoned(world, setting):
-    """What `poison_each` must come to."""
+    """Return the result that `poison_each` must have."""
     state, step = setting.start(world, Layers, loss_fn)
     state, _ = step(state, batch_for(world, 0, setting.accumulate))
     first = state

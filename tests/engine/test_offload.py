@@ -1,4 +1,4 @@
-"""Where state sleeps is not arithmetic: every tier gives the same bits, and hides what it does."""
+"""Tiers are not arithmetic: every tier gives the same bits, and hides what it does."""
 
 import errno
 import math
@@ -409,7 +409,7 @@ def test_a_skipped_step_changes_nothing_and_reads_ahead_for_nothing():
 
 
 def test_evaluation_between_steps_changes_nothing():
-    """It reads through the waiting updates, wherever they are made."""
+    """Evaluation reads through the waiting updates, wherever they are made."""
 
     def rank_main(world, setting):
         state, step = setting.start(world)

@@ -1,4 +1,4 @@
-"""What should happen meanwhile does happen meanwhile: an engine that did all in a row would give the same bits."""
+"""Transfers and updates overlap with compute: an engine that did all in a row would give the same bits."""
 
 import gc
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.simulation import simulated_gpu
-from zero.engine.meta import Operation
+from zero.engine.meta import RecordedOperation
 from zero.engine.whole.read import digest
 from zero.testing import run_ranks
 
@@ -137,16 +137,16 @@ def test_what_waits_after_a_step(update):
 
 def test_recorded_first_values_are_made_one_parameter_at_a_time(monkeypatch):
     real: list[int] = []
-    run = Operation.run
+    run = RecordedOperation.run
 
-    def counted(operation: Operation, values: dict[int, Tensor]) -> Any:
+    def counted(operation: RecordedOperation, values: dict[int, Tensor]) -> Any:
         memories = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values.values()}
         real.append(sum(memories.values()))
         return run(operation, values)
 
     with zero.empty():
         model = Stack()
-    monkeypatch.setattr(Operation, "run", counted)
+    monkeypatch.setattr(RecordedOperation, "run", counted)
     plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.open_world())
     zero.init(plan, zero.open_store(plan))
     assert len(real) >= 2 * LAYERS

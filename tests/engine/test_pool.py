@@ -106,7 +106,7 @@ def test_what_is_on_its_way_arrives_before_the_buffer_changes_hands():
 
 
 def test_a_view_that_outlives_the_pin_keeps_its_values():
-    """It keeps the memory too, and the buffer gets fresh memory."""
+    """The view keeps the memory too, and the buffer gets fresh memory."""
     made = pool(n4=1)
     buffer = made.take(0, 4)
     buffer.flat.fill_(1.0)

@@ -223,7 +223,7 @@ def test_an_interrupted_update_is_never_taken_for_a_state(monkeypatch):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_step_that_fails_where_a_reduction_starts_can_be_made_again(stage):
-    """What that reduction would have sent from and received in is not lost: later steps would wait for it for ever."""
+    """The reduction's buffers are not lost: later steps would wait for them for ever."""
 
     def out_of_memory(*_args, **_kwargs):
         raise torch.OutOfMemoryError

@@ -252,7 +252,7 @@ def test_a_unit_of_which_a_call_is_still_to_come_sends_nothing_of_an_earlier_ste
 
 @pytest.mark.parametrize("stage", range(3))
 def test_gradients_are_forgotten_wherever_each_rank_is(stage):
-    """What has arrived when a step is dropped in the middle is gone on every rank, whatever its path was."""
+    """Gradients that have arrived when a step is dropped are gone on every rank, whatever its path was."""
     path_of = [[3, 1, 0], [5]]
     kept = [[[[[0, 1]]]], [[[[1, 2]]]]]
 

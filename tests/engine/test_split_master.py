@@ -37,7 +37,7 @@ def opened(world, setting):
 
 
 def check_rounding(state) -> None:
-    """What the model computes with is the master, halves up in magnitude."""
+    """Check that the model computes with the master, rounded with halves up in magnitude."""
     masters, compute = full_state_dict(state), full_state_dict(state, "compute")
     for name, master in masters.items():
         assert torch.equal(compute[name], in_bf16(master)), name

@@ -37,7 +37,7 @@ def batch_for(world, number, accumulate=1):
 
 
 def test_a_spent_state_says_what_to_write():
-    """Whoever forgets to keep the new state must not see numbers of a later step."""
+    """A program that forgets to keep the new state must not see numbers of a later step."""
     world = World.solo()
     first, step = Setting().start(world)
     second, _ = step(first, batch_for(world, 0))
@@ -146,7 +146,7 @@ def test_a_step_that_fails_on_every_rank_leaves_the_state_good(stage, where):
 
 
 def bits_here(state):
-    """What this rank holds, read without the other ranks."""
+    """Return the bits on this rank, read without the other ranks."""
     units = state.runtime.units
     tensors = [tensor.clone() for unit in units for tensor in unit.shards]
     for page, spec in state.plan.pages.store_pages().items():
@@ -366,7 +366,7 @@ def test_ranks_that_were_started_differently_are_refused(key, told, values):
 
 
 def held_bytes(world, setting):
-    """What the plan says beside what exists after two steps, tier by tier and kind by kind."""
+    """Return the plan's bytes beside the measured ones after two steps, tier by tier and kind by kind."""
     state, step = setting.start(world)
     for number in range(2):
         state, _ = step(state, batch_for(world, number, setting.accumulate))

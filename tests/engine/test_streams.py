@@ -683,7 +683,7 @@ OTHERS = {
     "zero/tracker/interval.py": "the same",
     "zero/tracker/track.py": "the same",
     "zero/distributed/process_group.py:ProcessGroup.open_part": "before NCCL splits a communicator",
-    "zero/distributed/traffic.py:TrafficCounter.timed": "passes waits on",
+    "zero/distributed/traffic.py:CollectiveCounter.timed": "passes waits on",
     "zero/distributed/transport.py:Processes._exchange": "between hosts, for what is in their memory",
     "zero/distributed/routes/copies.py:_Sums.start.add_nodes": "passes waits on",
     "zero/distributed/routes/node.py:SumsByNode.start.wait": "after an error: "

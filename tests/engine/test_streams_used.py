@@ -1,4 +1,4 @@
-"""What travels beside compute on a GPU: where, and that whoever uses it waits for it, however late it is."""
+"""Transfers beside compute on a GPU: their streams, and that every use waits for its transfer, however late it is."""
 
 import functools
 from collections import Counter
@@ -15,7 +15,7 @@ from tests.simulation import simulated_gpu
 from tests.simulation.instrumented_gpu import InstrumentedGpu
 from tests.simulation.simulated_gpu import Simulation
 from tests.simulation.simulated_time import RATES
-from zero.distributed.routes import Gather
+from zero.distributed.routes import GatherRequest
 from zero.engine.whole.measured import measured
 from zero.engine.whole.read import digest, full_state_dict
 from zero.platform.timeline import Span, Timeline
@@ -26,7 +26,7 @@ HOST = Setting(precision="bf16", offload=(("preset", "cpu"),), page_bytes=4 * Ki
 
 
 def aside(name: str) -> str:
-    """What the simulation calls this side stream."""
+    """Return the simulation's name of a side stream."""
     return f"the stream {name!r}"
 
 
@@ -85,7 +85,7 @@ def test_what_travels_late_gives_the_same_bits(size, stage, accumulate, update, 
 
 
 def borrowed() -> list[float]:
-    """What is in gradients of three units that take two buffers in turns."""
+    """Return the gradients of three units that take two buffers in turns."""
     with zero.empty():
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     world = zero.open_world(device="cpu")
@@ -212,7 +212,7 @@ def gathers_and_forwards(world: zero.World, tiers: tuple[tuple[str, str], ...]) 
     routes = state.runtime.routes
     start_gather = routes._start_gather
 
-    def watched(gather: Gather):
+    def watched(gather: GatherRequest):
         assert current(world) == aside("gather")
         told.append(f"gather {gather.what}")
         return start_gather(gather)
@@ -327,7 +327,7 @@ def test_ranks_gather_beside_compute_also_after_an_update(preset, limit):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_out_of_host_memory_takes_little_longer_than_one_on_the_device(size):
-    """What travels takes a good part of it; all but the first gathers and the last gradient are hidden."""
+    """Transfers take a good part of the step; all but the first gathers and the last gradient are hidden."""
     for plain, offloaded in zip(record(size, "none"), record(size, "cpu"), strict=True):
         found = offloaded.hidden()
         travelled_s = sum(found[row].busy_s for row in ("gather", "page in", "page out"))
@@ -336,7 +336,7 @@ def test_a_step_out_of_host_memory_takes_little_longer_than_one_on_the_device(si
 
 
 def test_the_timeline_of_a_slow_link_says_what_compute_waits_for():
-    """What is called compute takes as long as without offload, and the rest of the step is exposed."""
+    """The compute row takes as long as without offload, and the rest of the step is exposed."""
     [plain] = record(1, "none")
     [timeline] = record(1, "cpu", rates=RATES._replace(link_bytes_per_s=RATES.link_bytes_per_s / 10))
     found, before = timeline.hidden(), plain.hidden()
@@ -390,7 +390,7 @@ def test_a_gradient_that_makes_room_takes_along_what_was_to_be_written_to_it(siz
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_sum_is_sent_to_the_others_by_the_stream_that_made_it(accumulate, monkeypatch):
-    """What a collective sends is what is there when the stream that starts it comes to it."""
+    """A collective sends the values that its buffer has when the stream that starts it reaches it."""
     started: set[str] = set()
     gather = zero.World.gather
 

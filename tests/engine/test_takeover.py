@@ -374,7 +374,7 @@ def bounded() -> nn.Module:
 
 
 def decayed() -> nn.Module:
-    """It reads the parameter."""
+    """The decay reads the parameter."""
     model = chain()
     weight = model.layers[1][0].weight
     weight.register_hook(lambda grad: grad + 0.1 * weight.detach())

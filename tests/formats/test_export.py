@@ -723,7 +723,7 @@ def with_mean(*args, **how):
 
 
 def test_the_mean_of_the_parameters_is_exported_and_loaded_in_their_place(trained, tmp_path: Path, monkeypatch, capsys):
-    """What is frozen, and buffers, are as they are."""
+    """Frozen parameters and buffers are exported as they are."""
     world, setting = zero.open_world(), Setting(optimizer=with_mean, precision="bf16")
     with opened(world, setting) as (state, step):
         for number in range(3):

@@ -40,7 +40,7 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def imported(from_: str, path: Path, root: Path, moments: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """What a checkpoint made of it holds."""
+    """Return the tensors of a checkpoint that is made of the file."""
     checkpoint = open_checkpoint(
         World.solo(), import_checkpoint(open_source(from_, path), root, ImportChoice(moments=moments)).folder
     )
@@ -319,7 +319,7 @@ TREES: dict[str, tuple[tuple[str, Callable[[Path, Callable[[Any], object]], None
     "dcp": (("", change_metadata),),
     "deepspeed": (("mp_rank_00_model_states.pt", change_pt),),
 }
-"""Where what is no value stands, by file."""
+"""The files to damage in each format, and the function that changes one."""
 
 JUNK = (None, -1, 0, 7, 2**70, 1.5, float("nan"), "x", "", "a\nb", [], {}, [1], [-2, -2], True, torch.float16)
 

@@ -254,7 +254,7 @@ def test_bf16_is_the_precision_of_the_engine_and_counts_of_tokens_keep_their_dig
 
 
 def test_the_precision_of_accelerate_launch_is_the_engines(tmp_path, monkeypatch):
-    """Which it says in the environment; the plain Trainer follows it, too."""
+    """`accelerate launch` sets it in the environment; the plain Trainer follows it, too."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert trainer(tmp_path, {}).open_engine().plan.precision.compute == torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""What a GPU's torch and system are asked for, and when: seen by the calls, since there need be no GPU."""
+"""The calls of a GPU's torch and of the system, and when they are made; no GPU is needed."""
 
 import contextlib
 import os
@@ -179,7 +179,7 @@ def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """What the system tells of the memory that an address lies in."""
+    """Return the system's description of the memory mapping that has an address."""
     told = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
     for one in told[1:]:
         begin, end = (int(edge, 16) for edge in one.split(maxsplit=1)[0].split("-"))
@@ -227,7 +227,7 @@ def test_several_threads_touch_an_arena_whatever_the_number_of_torchs(monkeypatc
 
 
 def test_freed_memory_of_the_host_stays_with_a_process_on_a_gpu(monkeypatch):
-    """It takes 25 ms, and host memory is not what is short there."""
+    """Giving it back takes 25 ms, and host memory is not short there."""
     given_back: list[int] = []
     monkeypatch.setattr(zero.platform.device, "give_back_memory", lambda: given_back.append(1))
     Cuda(torch.device("cuda", 0)).give_back_memory()

@@ -1,4 +1,4 @@
-"""What a GPU would be asked for, as far as it can be seen without one: on a simulated GPU, or by the call that is made.
+"""The work that a GPU would get, seen without one: on a simulated GPU, or by the call that is made.
 
 A test with a real GPU is marked `gpu`. `benchmarks/launches.py` prints the table that the budgets here keep.
 """
@@ -103,7 +103,7 @@ def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision
 
 @pytest.mark.parametrize(("ranks", "stage", "accumulate"), [(2, 0, 3), (1, 1, 3), (1, 3, 2), (2, 3, 3)])
 def test_gradients_that_add_up_off_the_gpu_have_the_same_bits(ranks, stage, accumulate, tmp_path):
-    """What travels is narrow until there is a sum, and no more of the last sum than a rank updates."""
+    """Transfers are narrow until there is a sum, and a rank moves only the part of the last sum that it updates."""
     how = {"stage": stage, "accumulate": accumulate, "path": tmp_path, "layers": 6}  # more than there are buffers
     asked = [{}, {"preset": "cpu"}, {"preset": "cpu", "page_bytes": 4096}, {"preset": "nvme", "update": "serial"}]
     with simulated_gpu():

@@ -1,4 +1,4 @@
-"""What a recording shows is what happened, and it changes nothing."""
+"""A recording shows a step as it happened, and changes nothing."""
 
 import contextlib
 import itertools
@@ -17,9 +17,9 @@ from zero.engine.whole.read import digest
 from zero.platform.tape import Tape
 from zero.platform.timeline import (
     EXPOSED,
-    ROWS,
+    TIMELINE_ROWS,
     Mark,
-    Share,
+    RowSeconds,
     Span,
     Timeline,
     computing,
@@ -52,18 +52,18 @@ SPANS = (
 
 def test_a_row_is_exposed_where_the_training_thread_stands_still_for_it():
     told = shares(SPANS)
-    assert tuple(told) == ROWS
-    assert told["gather"] == Share(4.0, 1.0)
-    assert told["reduce"] == Share(5.0, 0.0)  # the thread stood still meanwhile, but not for this
-    assert told["page in"] == Share(2.0, 1.0)
-    assert told["update"] == Share(0.5, 0.5)
-    assert told["page out"] == Share(2.5, 0.5)
-    assert told["compute"] == Share(7.0, 0.0)
+    assert tuple(told) == TIMELINE_ROWS
+    assert told["gather"] == RowSeconds(4.0, 1.0)
+    assert told["reduce"] == RowSeconds(5.0, 0.0)  # the thread stood still meanwhile, but not for this
+    assert told["page in"] == RowSeconds(2.0, 1.0)
+    assert told["update"] == RowSeconds(0.5, 0.5)
+    assert told["page out"] == RowSeconds(2.5, 0.5)
+    assert told["compute"] == RowSeconds(7.0, 0.0)
     assert told["page out"].hidden_s == 2.0
     assert Timeline(SPANS).step_s == 10.0
 
 
-NAMES = st.lists(st.sampled_from([row for row in ROWS if row != "compute"]), min_size=1, max_size=3)
+NAMES = st.lists(st.sampled_from([row for row in TIMELINE_ROWS if row != "compute"]), min_size=1, max_size=3)
 
 
 @st.composite
@@ -72,7 +72,7 @@ def spans_on_a_grid(draw) -> list[Span]:
     found = []
     for _ in range(draw(st.integers(0, 12))):
         begin, end = sorted(draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
-        row = draw(st.sampled_from([*ROWS, EXPOSED]))
+        row = draw(st.sampled_from([*TIMELINE_ROWS, EXPOSED]))
         name = ", ".join(draw(NAMES)) if row == EXPOSED else row
         found.append(Span(row, name, float(begin), float(end), rank=draw(st.integers(0, 1))))
     return found
@@ -255,11 +255,11 @@ def counts(timeline: Timeline, row: str) -> Counter[str]:
 
 
 def check_laws(timeline: Timeline, rank: int) -> None:
-    """What holds for every recording on a host."""
+    """Check the laws of every recording on a host."""
     step_s = timeline.step_s
     assert {span.rank for span in timeline.spans} == {rank}
     assert all(0 <= span.begin_s < span.end_s <= step_s for span in timeline.spans)
-    of = {row: [(s.begin_s, s.end_s) for s in timeline.spans if s.row == row] for row in (*ROWS, EXPOSED)}
+    of = {row: [(s.begin_s, s.end_s) for s in timeline.spans if s.row == row] for row in (*TIMELINE_ROWS, EXPOSED)}
     shares = timeline.hidden()
     assert sum(end - begin for begin, end in of["compute"]) == pytest.approx(shares["compute"].busy_s, abs=TOLERANCE_S)
     assert shares["compute"].busy_s + length(of[EXPOSED]) == pytest.approx(step_s, abs=TOLERANCE_S)
@@ -267,7 +267,7 @@ def check_laws(timeline: Timeline, rank: int) -> None:
     for busy_s, exposed_s in shares.values():
         assert 0 <= exposed_s <= busy_s + TOLERANCE_S
     names = {row for span in timeline.spans if span.row == EXPOSED for row in span.name.split(", ")}
-    assert names <= set(ROWS) - {"compute"}
+    assert names <= set(TIMELINE_ROWS) - {"compute"}
 
 
 @pytest.mark.parametrize("update", ["lazy", "serial"])

@@ -1,4 +1,4 @@
-"""What the engine relies on in torch and the traps it walks around: where one changes, its user wants another look."""
+"""Facts of torch that the engine relies on, and traps that it avoids: if one changes, read its user again."""
 
 import torch
 from torch import Tensor, nn

@@ -27,7 +27,7 @@ from zero.platform.device import Device
 from zero.platform.handle import Handle, Then
 from zero.platform.modes import DeviceMode
 from zero.store.base import Page, Ticket
-from zero.store.events import Action, Copy, Modify, Move, Read, Transfer, Work
+from zero.store.events import Action, Copy, Modify, Move, PageTransfer, Read, Work
 from zero.store.executor import Executor
 from zero.store.prefetch import PrefetchStore
 from zero.store.workers import WorkerPool
@@ -146,12 +146,12 @@ def _leaving() -> Iterator[None]:
             mode.__exit__(None, None, None)
 
 
-def _submit(workers: WorkerPool, original: Any, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
+def _submit(workers: WorkerPool, original: Any, event: Modify | PageTransfer, job: Callable[..., None]) -> Ticket:
     host = None if thread.gpu is None else thread.gpu.streams.host
     return original(workers, event, job if host is None else _Job(job, host.now()))
 
 
-def _do_here(workers: WorkerPool, original: Any, event: Transfer, job: Callable[..., None]) -> None:
+def _do_here(workers: WorkerPool, original: Any, event: PageTransfer, job: Callable[..., None]) -> None:
     if thread.gpu is None:
         return original(workers, event, job)
     handoffs = thread.gpu.handoffs

@@ -13,15 +13,15 @@ from zero.store.base import Page
 from zero.store.events import (
     Action,
     Copy,
-    Event,
     Expect,
     Finished,
     GroupPhase,
     Modify,
     Move,
     PageGroup,
+    PageTransfer,
     Read,
-    Transfer,
+    StoreEvent,
     Work,
     Write,
 )
@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
 class Operation(NamedTuple):
     """A modification or a transfer that has not ended."""
 
-    event: Modify | Transfer
+    event: Modify | PageTransfer
     touched: frozenset[Page]
     written: frozenset[Page]
     after: frozenset[int]
@@ -78,7 +78,7 @@ class State(NamedTuple):
     queued: tuple[int, ...]
     """Transfers that have not started."""
     running: frozenset[Action]
-    """What workers do now."""
+    """The actions that workers do now."""
 
     @property
     def is_quiet(self) -> bool:
@@ -97,7 +97,7 @@ def start(*, slots: int, workers: int, read_ahead: int) -> State:
     return State(workers, read_ahead, tuple(range(slots)), (), {}, {}, (), (), (), (), frozenset())
 
 
-def advance(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+def advance(state: State, event: StoreEvent) -> tuple[State, tuple[Action, ...]]:
     """Take in one event; returns the actions to start now, in order of urgency."""
     actions: tuple[Action, ...] = ()
     match event:
@@ -105,7 +105,7 @@ def advance(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             state = _expect(state, groups)
         case Modify():
             state = _modify(state, event)
-        case Transfer():
+        case PageTransfer():
             state, actions = _transfer(state, event)
         case Finished(action):
             state, actions = _finished(state, action)
@@ -135,7 +135,7 @@ def _modify(state: State, event: Modify) -> State:
     return state._replace(ready=_with(state.ready, turn)) if held.phase is GroupPhase.READY else state
 
 
-def _transfer(state: State, event: Transfer) -> tuple[State, tuple[Action, ...]]:
+def _transfer(state: State, event: PageTransfer) -> tuple[State, tuple[Action, ...]]:
     touched = frozenset((event.page,))
     state = _enter(state, event, touched, touched if event.writes else frozenset())
     if event.here and _can_start(state, event.number):
@@ -143,7 +143,7 @@ def _transfer(state: State, event: Transfer) -> tuple[State, tuple[Action, ...]]
     return state._replace(queued=(*state.queued, event.number)), ()
 
 
-def _enter(state: State, event: Modify | Transfer, touched: frozenset[Page], written: frozenset[Page]) -> State:
+def _enter(state: State, event: Modify | PageTransfer, touched: frozenset[Page], written: frozenset[Page]) -> State:
     """Queue up behind every conflicting operation, and drop what was read ahead of a write."""
     after = [
         number
@@ -300,11 +300,11 @@ def _can_start(state: State, number: int) -> bool:
     )
 
 
-def _plain(event: Transfer) -> Move:
+def _plain(event: PageTransfer) -> Move:
     return Move(event.number, event.page, event.writes)
 
 
-def _copy(state: State, event: Transfer) -> Copy | None:
+def _copy(state: State, event: PageTransfer) -> Copy | None:
     """The read as a copy from a slot, if all that it waits for, or did, is that its page is written from there."""
     left = next((group for group, held in state.loaded.items() if event.number in held.waiting), None)
     if left is not None:
@@ -351,9 +351,9 @@ def _read_ahead_of(state: State) -> set[PageGroup]:
     return {group for group, held in state.loaded.items() if held.number is None and held.phase is GroupPhase.READY}
 
 
-def _transfer_event(state: State, number: int) -> Transfer:
+def _transfer_event(state: State, number: int) -> PageTransfer:
     event = state.operations[number].event
-    assert isinstance(event, Transfer)
+    assert isinstance(event, PageTransfer)
     return event
 
 

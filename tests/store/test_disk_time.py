@@ -8,7 +8,7 @@ import pytest
 
 from tests.store.test_schedule import due
 from zero.store.events import Expect, Finished, PageGroup, Read, Work, Write
-from zero.store.indexed_schedule import Schedule
+from zero.store.indexed_schedule import IndexedSchedule
 
 GROUPS, STEPS = 40, 24
 
@@ -22,7 +22,7 @@ def step_s(slots: int, threads: int, *, read_s: float, write_s: float, forward_s
     Args:
         read_s, write_s: seconds to read all groups, and to write them.
     """
-    schedule = Schedule(slots=slots, workers=threads, read_ahead=slots - threads)
+    schedule = IndexedSchedule(slots=slots, workers=threads, read_ahead=slots - threads)
     groups = [PageGroup(number, 0, (f"page {number}",)) for number in range(GROUPS)]
     seconds, free_s = {Read: read_s / GROUPS, Write: write_s / GROUPS}, {Read: 0.0, Write: 0.0}
     events: list[tuple[float, int, Finished]] = []

@@ -59,7 +59,7 @@ def test_disks_that_are_alike_take_turns():
 
 
 def test_disks_that_are_alike_take_turns_with_every_kind():
-    """What one phase of a step reads, such as parameters in backward, is on both disks, and so is a unit's update."""
+    """The pages that a phase reads, such as parameters in backward, and those of an update, are on both disks."""
     kinds = {"param": 2, "low": 2, "mu": 4, "nu": 4, "grad": 4}
     where = spread({Page(unit, kind, 0): 4096 * size for unit in range(6) for kind, size in kinds.items()}, [1.0, 1.0])
     for kind in kinds:

@@ -9,7 +9,7 @@ import pytest
 from tests.store import specification
 from tests.store.test_schedule import SCENARIOS, due, get, put
 from zero.store.events import Expect, Finished, PageGroup
-from zero.store.indexed_schedule import Schedule
+from zero.store.indexed_schedule import IndexedSchedule
 
 PAGES, IN_PLACE = "abcdefgh", 2
 
@@ -44,7 +44,7 @@ def test_a_random_trace_is_that_of_the_specification(seed):
     sizes = {"slots": draw.randrange(1, 5), "workers": draw.randrange(1, 4), "read_ahead": draw.randrange(4)}
     print(f"seed {seed}, {sizes}")
     groups, number = groups_of(draw), 0
-    state, schedule = specification.start(**sizes), Schedule(**sizes)
+    state, schedule = specification.start(**sizes), IndexedSchedule(**sizes)
     under_way: list[Any] = []
     for _ in range(400):
         if under_way and (draw.random() < 0.6 or len(state.operations) > 12):
@@ -54,7 +54,7 @@ def test_a_random_trace_is_that_of_the_specification(seed):
             if not isinstance(event, Expect):
                 number += 1
                 event = event._replace(number=number)
-        if isinstance(event, specification.Transfer) and event.here:
+        if isinstance(event, specification.PageTransfer) and event.here:
             moved = specification.advance(state, event)[1][:1]
             starts = any(isinstance(one, specification.Move) and one.number == event.number for one in moved)
             assert schedule.would_start(event) == starts
@@ -72,7 +72,7 @@ def test_a_random_trace_is_that_of_the_specification(seed):
 def test_so_is_a_trace_of_each_scenario_that_is_searched(scenario, seed):
     draw = random.Random(f"{scenario.name} {seed}")
     sizes = {"slots": scenario.slots, "workers": scenario.workers, "read_ahead": scenario.read_ahead}
-    state, schedule = specification.start(**sizes), Schedule(**sizes)
+    state, schedule = specification.start(**sizes), IndexedSchedule(**sizes)
     waiting, under_way, number = list(scenario.events), [], 0
     while waiting or under_way:
         if waiting and (not under_way or draw.random() < 0.5):
@@ -94,7 +94,7 @@ def test_an_event_costs_the_same_however_many_groups_are_due(behind):
     """Asking for eight times as many groups, and carrying them out, takes eight times as long and not 64."""
 
     def seconds(count: int) -> float:
-        schedule = Schedule(slots=8, workers=2, read_ahead=4)
+        schedule = IndexedSchedule(slots=8, workers=2, read_ahead=4)
         groups = [PageGroup(number // 100, number % 100, (f"{number}m", f"{number}v")) for number in range(count)]
         begin_s = time.perf_counter()
         under_way = schedule.advance(Expect(tuple(groups)))

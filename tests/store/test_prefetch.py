@@ -699,7 +699,7 @@ class AgainstDictionary(RuleBasedStateMachine):
     @precondition(lambda self: self.broken)
     @rule()
     def find_it_broken(self) -> None:
-        """Whoever waits or asks is told; then another store takes its place."""
+        """Every wait and request raises the error; then another store takes the broken one's place."""
         self.held.let_all_go()
         calls = [*[ticket.wait for ticket in self.tickets], self.store.drain, lambda: self.store.expect([])]
         with pytest.raises(StoreError, match="EIO"):

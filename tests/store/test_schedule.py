@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.store import specification as schedule
-from zero.store.events import Copy, Expect, Finished, GroupPhase, Modify, Move, PageGroup, Read, Transfer, Work, Write
+from zero.store.events import (
+    Copy,
+    Expect,
+    Finished,
+    GroupPhase,
+    Modify,
+    Move,
+    PageGroup,
+    PageTransfer,
+    Read,
+    Work,
+    Write,
+)
 
 # Pages are opaque to the schedule: letters are quick to hash.
 A = PageGroup(0, 0, ("a",))
@@ -44,12 +56,12 @@ def due(group: PageGroup, priority: int = 0, *, in_place: bool = False) -> Modif
     return Modify(0, group, (priority,), in_place)
 
 
-def get(page: str, *, here: bool = False) -> Transfer:
-    return Transfer(0, page, False, here)
+def get(page: str, *, here: bool = False) -> PageTransfer:
+    return PageTransfer(0, page, False, here)
 
 
-def put(page: str, *, here: bool = False) -> Transfer:
-    return Transfer(0, page, True, here)
+def put(page: str, *, here: bool = False) -> PageTransfer:
+    return PageTransfer(0, page, True, here)
 
 
 SCENARIOS = [
@@ -133,11 +145,11 @@ class Touch(NamedTuple):
 
 
 class Lies(NamedTuple):
-    """What a slot holds."""
+    """The contents of each slot."""
 
     group: PageGroup
     held: tuple[tuple[int, ...], ...]
-    """What each page was when it was read."""
+    """The writes that each page had when it was read."""
     worked: int | None = None
     """The operation that changed it, until that is written."""
 
@@ -199,7 +211,7 @@ class Node(NamedTuple):
         )
 
     def seen_by(self, number: int, pages: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-        """What pages must hold for an operation: everything that was submitted before it, and nothing else."""
+        """Return the contents that an operation must see: all that was submitted before it, and nothing else."""
         return tuple(tuple(other for other in self.claims.get(page, ()) if other < number) for page in pages)
 
     def holds(self, pages: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
@@ -215,7 +227,7 @@ class Node(NamedTuple):
         return self._replace(open={other: event for other, event in self.open.items() if other != number})
 
     def vacated(self, slot: int) -> "Node":
-        """What a slot held goes once it is written and nobody is to copy it."""
+        """Empty a slot whose contents have been written and are not to be copied."""
         lies = self.memory.get(slot)
         if lies is None or lies.worked in self.open or slot in self.owed.values():
             return self
@@ -237,7 +249,7 @@ class Node(NamedTuple):
 
     def owing(self, write: Write) -> dict[int, int]:
         """The reads that wait for nothing but this write, which is about to end."""
-        reads = [number for number, event in self.open.items() if isinstance(event, Transfer)]
+        reads = [number for number, event in self.open.items() if isinstance(event, PageTransfer)]
         reads = [number for number in reads if not self.has_started(number)]
         return {number: write.slot for number in reads if self.writer_before(number) == write.number}
 
@@ -254,7 +266,7 @@ def check(law: bool, words: str) -> None:
 
 @cache
 def touched_by(event: Any) -> Touch:
-    """What an operation touches between its asking and its end."""
+    """Return the pages and slots that an operation touches between its submission and its end."""
     if isinstance(event, Modify):
         return Touch(frozenset(event.group.beside), frozenset(event.group.pages + event.group.out))
     page = frozenset((event.page,))
@@ -263,7 +275,7 @@ def touched_by(event: Any) -> Touch:
 
 @cache
 def touched_now(action: Any) -> Touch:
-    """What an action touches in the store while it is under way."""
+    """Return the pages and slots that an action touches while it is under way."""
     match action:
         case Read(group):
             return Touch(frozenset(group.pages), frozenset())
@@ -344,7 +356,9 @@ def begun(node: Node, action: Any, event: Any) -> Node:
             check(node.is_clear(number), "a transfer waits for its turn")
             check(number not in node.owed, "what was in memory when it was asked for is not read from the disk")
             check(writes or node.holds((page,)) == node.seen_by(number, (page,)), "a transfer reads what was written")
-            here = here | {number} if isinstance(event, Transfer) and event.here and event.number == number else here
+            here = (
+                here | {number} if isinstance(event, PageTransfer) and event.here and event.number == number else here
+            )
         case Copy(number, page, group, slot):
             check(node.open[number][:3] == (number, page, False), "what was submitted")
             check(not node.has_started(number), "a transfer runs once")
@@ -393,16 +407,16 @@ MOVE, WORK, READ, AHEAD, WRITE = range(5)
 
 
 def startable(node: Node) -> list[tuple[Any, ...]]:
-    """What could be started if a worker were free: how urgent it is, and its turn."""
+    """Return the actions that a free worker could start: the urgency and the turn of each."""
     state, found = node.state, []
     ahead = [group for group, held in state.loaded.items() if held.number is None]
     idle = [group for group in ahead if state.loaded[group].phase is GroupPhase.READY]
     found += [(WRITE, number) for number in unwritten(node)]
     for number, event in node.open.items():
-        copies = isinstance(event, Transfer) and (node.writer_before(number) or number in node.owed)
+        copies = isinstance(event, PageTransfer) and (node.writer_before(number) or number in node.owed)
         if node.has_started(number) or not (node.is_clear(number) or copies):
             continue
-        if isinstance(event, Transfer):
+        if isinstance(event, PageTransfer):
             found.append((MOVE, number))
             continue
         held = state.loaded.get(event.group)
@@ -470,7 +484,7 @@ def at_workers(node: Node) -> list[Any]:
 
 
 def check_state(before: Node, after: Node, event: Any) -> None:
-    """What is true in every situation."""
+    """Check the laws of every situation."""
     state = after.state
     check(len(at_workers(after)) <= state.workers, "no more actions than workers")
     slots = sorted([*state.free, *(held.slot for held in state.loaded.values())])

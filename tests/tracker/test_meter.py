@@ -14,7 +14,7 @@ from zero.store import Traffic
 from zero.testing import run_ranks
 from zero.tracker import ROW, meter as meters
 from zero.tracker.interval import TOTALS, figures
-from zero.tracker.meter import TIMES, Meter, endurance
+from zero.tracker.meter import TIME_KEYS, Meter, endurance
 from zero.trainer.models.gpt_config import GPTConfig
 
 
@@ -159,7 +159,7 @@ def test_a_step_that_is_looked_at_moves_bytes_and_takes_no_time(monkeypatch):
         step(50.0, 40.0)
     row = meter.row(validated=False)
     assert tuple(row) == ROW
-    assert {row[key] for key in TIMES} == {None}
+    assert {row[key] for key in TIME_KEYS} == {None}
     assert (row["step"], row["offload/read_bytes"]) == (4, 10)
     summary = meter.summary("digest", "finished")
     assert (summary.tokens_per_s, summary.wait_s) == (64, 1)

@@ -1,4 +1,4 @@
-"""What W&B gets, read back from its own file, and that nothing it does can end or hold up a run."""
+"""The records of W&B, read back from its own file; nothing that W&B does can end or hold up a run."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ from zero.trainer import launch
 from zero.trainer.config import read
 
 NEVER, ONCE = "offload/read_bytes", "comm/gather_bytes"
-"""What is 0 throughout the runs here, and what is 0 after the first row."""
+"""A metric that is 0 throughout the runs here, and one that is 0 after the first row."""
 
 PLAN = {"device": {"parameters": 400, "moments": 0}, "nvme": {"moments": 800}}
 FACTS = {"plan_bytes": PLAN, "ranks": 2, "data": "0badcafe"}
@@ -45,7 +45,7 @@ def settings(**tracker):
 
 ASKED = settings(artifacts=True, tags=["small", "test"], notes="what W&B gets", entity="us")
 SETTLED = ASKED.on(2)
-"""What the run of most tests has become: open as above, then settled."""
+"""The settings of most tests' run after it has settled them."""
 
 
 def row(step, **more):
@@ -250,7 +250,7 @@ def rank_of_a_run(folder: Path, how: str) -> None:
 def test_the_exit_code_is_that_of_the_run_and_only_rank_0_wrote(tmp_path, how, ranks, exit_code):
     begin, more = (launch.launch, {"ranks": 2}) if ranks > 1 else (launch.inside, {})
     with contextlib.suppress(zero.ZeroError):
-        begin(rank_of_a_run, tmp_path, how, processes=launch.Processes(tmp_path / "ranks", threads=1), **more)
+        begin(rank_of_a_run, tmp_path, how, processes=launch.ProcessSettings(tmp_path / "ranks", threads=1), **more)
     written = wandb_file.read(tmp_path)  # there is one
     assert [one["step"] for one in written.rows if "step" in one] == [1, 2, 3]
     assert written.exit_code == exit_code

@@ -1,4 +1,4 @@
-"""What becomes of activations, unit by unit: the same bits, fewer bytes, and with auto as few made again as fit."""
+"""Policies of activations, unit by unit: the same bits, fewer bytes, and with auto as few recomputed as fit."""
 
 import re
 import sys
@@ -28,8 +28,8 @@ from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.resolve_activations import CPU_LIBRARIES_BYTES
 from zero.trainer.planning.resolve_auto import _choose_activations
-from zero.trainer.planning.traces.activations import Activations
-from zero.trainer.planning.traces.tracing import META, trace
+from zero.trainer.planning.traces.activations import ActivationTraces
+from zero.trainer.planning.traces.tracing import META_DEVICE, trace
 
 MIXED = {"blocks.0": "remat", "blocks.1": "offload", "blocks.2": "selective", "blocks.*": "keep"}
 DEEP = {"width": 128, "layers": 8, "heads": 4, "seq": 128}
@@ -103,7 +103,7 @@ def test_settings_name_units_by_patterns():
 
 def test_each_further_unit_that_is_made_again_takes_bytes_away():
     settings = config(model=DEEP)
-    model, batch = model_of(settings), torch.empty(8, 129, dtype=torch.int64, device=META)
+    model, batch = model_of(settings), torch.empty(8, 129, dtype=torch.int64, device=META_DEVICE)
     splitting = split(model, world_size=1)
     names = [site.name for site in splitting.sites]
     traces = [
@@ -127,7 +127,7 @@ def test_a_policy_from_outside_is_traced_by_its_record(monkeypatch):
     monkeypatch.setitem(ACTIVATIONS, "again", ActivationPolicy("again", recomputes=True))
     monkeypatch.setitem(ACTIVATIONS, "away", ActivationPolicy("away", recomputes=True, offloads=True))
     settings = config(model=DEEP)
-    counted = Activations(settings, model_of(settings))
+    counted = ActivationTraces(settings, model_of(settings))
     again, away, remat = (
         counted.resolved(with_activations(settings, name)).of(16, "cuda") for name in ("again", "away", "remat")
     )
@@ -143,10 +143,10 @@ def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
         zero_={"activations": ["blocks.[0-3]:offload", "blocks.4:remat"], "stage": 0},
     )
     model = model_of(settings)
-    counted = Activations(settings, model).of(16, "cuda")
-    kept = Activations(with_activations(settings, "keep"), model).of(16, "cuda")
+    counted = ActivationTraces(settings, model).of(16, "cuda")
+    kept = ActivationTraces(with_activations(settings, "keep"), model).of(16, "cuda")
     assert counted.peak_bytes < 0.75 * kept.peak_bytes
-    assert kept.host_bytes == 0 == Activations(settings, model).of(16, "cpu").host_bytes
+    assert kept.host_bytes == 0 == ActivationTraces(settings, model).of(16, "cpu").host_bytes
 
     def run(world):
         torch.manual_seed(0)
@@ -160,7 +160,7 @@ def test_what_goes_to_the_host_is_counted_as_a_simulated_gpu_allocates_it():
 
     with simulated_gpu():
         assert run_ranks(1, run) == [(counted.host_bytes, 2 * counted.host_bytes)]
-    taken = Activations(settings, model).planned(16, "cuda")
+    taken = ActivationTraces(settings, model).planned(16, "cuda")
     plan = build_plan(settings, model, gpu(1).world, room=gpu(1).room, **taken)
     assert traffic(plan).of_step(1).by_medium["copy"] == 2 * counted.host_bytes
 
@@ -173,10 +173,10 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
         zero_={"activations": "auto", "stage": 0},
     )
     model, roomy = model_of(settings), gpu(1)
-    names = Activations(with_activations(settings, "keep"), model).site_names
+    names = ActivationTraces(with_activations(settings, "keep"), model).site_names
     need = {word: _device_bytes(with_activations(settings, word), model, roomy) for word in ("keep", "remat")}
     machine = gpu(1, device=need["remat"] + (need["keep"] - need["remat"]) // 3)
-    traced = Activations(with_activations(settings, "offload"), model).of(64, "cuda")
+    traced = ActivationTraces(with_activations(settings, "offload"), model).of(64, "cuda")
     told = []
     for share in (0.01, 0.4, 2.0):  # of all units' bytes that a copy engine moves in the time of forward
         rates = replace(ROUND, copy_out_bytes=share * traced.host_bytes * ROUND.flops / traced.forward.flops)
@@ -184,7 +184,7 @@ def test_auto_sends_to_the_host_what_hides_beside_forward_and_makes_the_rest_aga
         chosen, reasons = _settled(settings, machine, model)
         words = Counter(chosen.zero.activations_by_pattern.values())
         plan = build_plan(
-            chosen, model, machine.world, room=machine.room, **Activations(chosen, model).planned(64, "cuda")
+            chosen, model, machine.world, room=machine.room, **ActivationTraces(chosen, model).planned(64, "cuda")
         )
         sent_bytes = plan.bytes.get("host", {}).get("activations", 0)
         assert sent_bytes <= share * traced.host_bytes
@@ -211,7 +211,7 @@ def test_no_other_way_to_treat_units_makes_fewer_again_whatever_device_and_host_
         zero_={"activations": "auto", "stage": 0},
     )
     model = model_of(settings)
-    counted = Activations(settings, model)
+    counted = ActivationTraces(settings, model)
     count = len(counted.site_names)
     needs = {}
     for sent in range(count + 1):
@@ -254,7 +254,7 @@ def test_what_is_kept_pushes_no_state_off_the_device(copies, monkeypatch):
     rates = replace(ROUND, copy_out_bytes=1e18 if copies == "fast" else 1.0)
     monkeypatch.setattr(sys.modules[_choose_activations.__module__], "assumed", lambda *_: rates)
     model = model_of(settings)
-    counted = Activations(settings, model)
+    counted = ActivationTraces(settings, model)
     names = counted.site_names
     need = {word: _device_bytes(with_activations(settings, word), model, gpu(1)) for word in ("keep", "remat")}
     told = []
@@ -301,7 +301,7 @@ def test_on_a_cpu_what_is_kept_leaves_its_libraries_room():
         launch={"malloc": "lean"},
     )
     model = model_of(settings)
-    counted = Activations(settings, model)
+    counted = ActivationTraces(settings, model)
     names, world = counted.site_names, cpu(NO_LIMIT.host).world
     kept = [[*(f"{name}:remat" for name in names[:count])] or "keep" for count in range(len(names) + 1)]
     needs = [
@@ -350,7 +350,7 @@ def test_a_run_is_planned_with_what_auto_became(here, capsys):
         launch={"malloc": "lean"},
     )
     model, world = model_of(settings), zero.open_world(device="cpu")
-    taken = Activations(settings, model).planned(16, "cpu")
+    taken = ActivationTraces(settings, model).planned(16, "cpu")
     budget = sum(build_plan(settings, model, world, **taken).bytes["device"].values()) + CPU_LIBRARIES_BYTES + 2**19
     assert train.main([*words, "zero.activations=auto", f"offload.host_budget={budget}"]) == 0
     out = capsys.readouterr().out
@@ -362,18 +362,18 @@ def cpu(host_bytes: int) -> Machine:
 
 
 def _settled(settings, machine, model, counted=None):
-    """What auto becomes, and why."""
-    return _choose_activations(settings, machine, counted or Activations(settings, model), lambda *_: None)[:2]
+    """Return the policies that auto chooses, and the reasons."""
+    return _choose_activations(settings, machine, counted or ActivationTraces(settings, model), lambda *_: None)[:2]
 
 
 def _words(settings):
-    """What becomes of the units that do not keep theirs, one for each."""
+    """Return the policy of each unit that does not keep its activations."""
     return [word for word in settings.zero.activations_by_pattern.values() if word != "keep"]
 
 
 def _device_bytes(settings, model, machine) -> int:
-    """What a plan takes of a GPU."""
+    """Return the device bytes of a plan."""
     rows = settings.batch.solved(machine.ranks).numbers()[1]
-    taken = Activations(settings, model).planned(rows, machine.device)
+    taken = ActivationTraces(settings, model).planned(rows, machine.device)
     plan = build_plan(settings, model, machine.world, room=machine.room, **taken)
     return plan.placement.bytes["device"]

@@ -1,4 +1,4 @@
-"""What a person at a terminal gets: a run folder, or one line and an honest exit code.
+"""The command line as its user sees it: a run folder, or one line and an honest exit code.
 
 Refusals run in this process, with torch's import forbidden, except one that is timed as a whole program.
 """
@@ -130,7 +130,7 @@ def test_whoever_stops_reading_ends_what_is_printed_without_a_word(here):
 
 
 def test_a_model_that_debug_makes_small_is_said(here, capsys):
-    """What is typed wins over a preset, and an option that is typed does not: Hydra's order."""
+    """A typed key wins over a preset, and a typed option does not: Hydra's order."""
     asked = ["debug=tiny", "model=gpt_124m", "mode=explain", "explain.key=zero.stage"]
     assert train.main(asked) == 0
     sets = "model.width=32 model.layers=2 model.heads=2 model.seq=32"
@@ -518,7 +518,7 @@ def _alive_in_group(group: int) -> list[psutil.Process]:
 
 
 def _alive_after(group: int, limit_s: float = 10) -> list[psutil.Process]:
-    """Those that stay: multiprocessing's resource tracker ends when it sees its pipe closed, which takes a moment."""
+    """Return the processes that stay. multiprocessing's resource tracker ends a moment after its pipe closes."""
     end_s = time.monotonic() + limit_s
     while (alive := _alive_in_group(group)) and time.monotonic() < end_s:
         psutil.wait_procs(alive, timeout=0.1)

@@ -69,7 +69,7 @@ def test_a_composed_run_has_every_key(option):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_no_yaml_repeats_a_declared_default(option):
-    """Whoever reads a file of conf/ sees what it changes. `name` is which kind it is."""
+    """A reader of a file of conf/ sees what it changes. `name` chooses the option."""
     group, name = option.split("=")
     given = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
     if group in ("experiment", "debug"):  # other sections may come from other options, which these stand above

@@ -137,7 +137,7 @@ def test_a_long_file_goes_in_pieces_and_comes_back_as_it_was(config, tmp_path, m
     """One document, so its end is held out."""
     text = "".join(map(text_of, range(30))) + "no line ends here " * 20
     monkeypatch.setattr(tokenised, "PIECE", 100)
-    monkeypatch.setattr(tokenised, "BATCH", 250)
+    monkeypatch.setattr(tokenised, "BATCH_CHARS", 250)
     (tmp_path / "long.txt").write_text(text)
     config = replace(config, path=str(tmp_path / "long.txt"))
     told = []

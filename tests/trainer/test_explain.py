@@ -1,4 +1,4 @@
-"""What is said about a setting is what the schema does, and everything is said."""
+"""The explanation of a setting is the schema's, and is complete."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from zero.core.setting_types import Reads, words
 from zero.errors import ConfigError
 from zero.trainer.compose import compose, settings_in
 from zero.trainer.config import Config, keys, read
-from zero.trainer.explain import FIRST, WIDTH, explain, explanations, overview, sections
+from zero.trainer.explain import FIRST, LINE_WIDTH, explain, explanations, overview, sections
 from zero.trainer.option_files import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ ENTRIES = {entry.key: entry for entry in explanations()}
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    monkeypatch.setenv("COLUMNS", str(LINE_WIDTH))
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def test_a_key_is_explained_with_kind_default_and_example(key):
     told = explain(key, CONF)
     first, rest = told.split("\n", 1)
     assert first == key
-    assert all(len(line) <= WIDTH for line in told.splitlines())
+    assert all(len(line) <= LINE_WIDTH for line in told.splitlines())
     assert re.search(r"^    takes    \S", rest, re.MULTILINE)
     assert re.search(r"^    default  \S", rest, re.MULTILINE)
     assert f"example python train.py {ENTRIES[key].example}" in " ".join(rest.split())
@@ -130,14 +130,14 @@ def test_every_answer_fits_the_terminal(columns, monkeypatch):
     names = [None, *ENTRIES, *(section.name for section in sections(CONF) if section.name)]
     answers = [overview(CONF), *(explain(name, CONF) for name in names)]
     lines = [line for told in answers for line in told.splitlines()]
-    assert max(map(len, lines)) <= min(columns, WIDTH)
+    assert max(map(len, lines)) <= min(columns, LINE_WIDTH)
     assert overview(CONF).split() == whole
 
 
 def test_the_overview_fits_two_screens_and_names_every_option():
     told = overview(CONF)
     assert len(told.splitlines()) <= 60
-    assert max(map(len, told.splitlines())) <= WIDTH
+    assert max(map(len, told.splitlines())) <= LINE_WIDTH
     for option in CONF.glob("*/*.yaml"):
         row = next(line for line in told.splitlines() if line.startswith(f"  {option.parent.name} "))
         assert option.stem in re.split(r",? +", row)

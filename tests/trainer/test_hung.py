@@ -30,7 +30,7 @@ def stop() -> None:
 
 
 class Hang(NamedTuple):
-    """What stops a rank: one call of the method that stands for a phase, once a step has begun."""
+    """The call that stops a rank: that of the method that stands for a phase, once a step has begun."""
 
     phase: str
     rank: int
@@ -138,7 +138,7 @@ def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
 
     monkeypatch.setattr(launch.ranks, "_attempt", timed)
     ranks, config = tmp_path / "ranks", config_of(tmp_path / "offload")
-    how = launch.Processes(ranks, threads=1, grace_s=GRACE_S)
+    how = launch.ProcessSettings(ranks, threads=1, grace_s=GRACE_S)
     with forked_ranks():
         launch.launch(train_and_hang, config, tmp_path, ranks=2, processes=how, max_restarts=len(HANGS))
     said, complaints = capfd.readouterr()

@@ -1,4 +1,4 @@
-"""What `pip install` brings: a wheel in an empty environment, and what a person types there, outside the repository."""
+"""The result of `pip install`: a wheel in an empty environment, and its commands outside the repository."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from zero.platform import installed as installed_here
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("zero", "conf", "docs", "train.py", "pyproject.toml", "README.md", "LICENSE")
 CHECKOUT = re.compile(r"(?<!zero/application/)\b(train\.py|scripts/\w+|docs/[\w-]+\.md)")
-"""What only a checkout has."""
+"""Commands and pages that only a checkout has."""
 
 
 def a_persons_environment() -> dict[str, str]:
@@ -45,7 +45,7 @@ class Installed(NamedTuple):
     here: Path
 
     def run(self, *words: str, exit_code: int = 0) -> str:
-        """What a command prints; it advises nothing that only a checkout has."""
+        """Return the output of a command, which advises nothing that only a checkout has."""
         done = subprocess.run(
             [self.commands / words[0], *words[1:]],
             cwd=self.here, env=a_persons_environment(), capture_output=True, text=True, timeout=LONG_S, check=False,
@@ -142,7 +142,7 @@ def test_a_package_that_is_missing_there_is_named(installed: Installed) -> None:
 def test_what_is_to_be_installed_is_the_checkout_or_packages_of_other_people(
     monkeypatch: pytest.MonkeyPatch, extra: str
 ) -> None:
-    """Whoever takes the name on an index could otherwise have his package installed."""
+    """An index could have another package of that name, which would otherwise be installed."""
     assert installed_here.install(extra) == f"pip install -e '.[{extra}]'"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -174,7 +174,7 @@ def launched(
     grace_s: float = 30.0,
     max_restarts: int = 0,
 ) -> Any:
-    """What `launch` says of two ranks, while a thread calls `send` with their pids once they run."""
+    """Return the message of `launch` about two ranks; a thread calls `send` with their pids once they run."""
     folder.mkdir(parents=True)
     fifos = [folder / f"{rank}.fifo" for rank in range(2)]
     for fifo in fifos:
@@ -182,7 +182,7 @@ def launched(
     sender = threading.Thread(target=lambda: send([int(fifo.read_text()) for fifo in fifos]), daemon=True)
     sender.start()
     try:
-        how = launch.Processes(folder, grace_s=grace_s)
+        how = launch.ProcessSettings(folder, grace_s=grace_s)
         return launch.launch(entry, folder, *args, ranks=2, processes=how, max_restarts=max_restarts)
     finally:
         sender.join(10)
@@ -211,7 +211,7 @@ def _forked() -> Iterator[None]:
 def test_rank_0_answers_and_every_rank_has_a_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     before = dict(os.environ)
-    seen = launch.launch(environment_of_rank, names, ranks=2, processes=launch.Processes(folder, threads=3))
+    seen = launch.launch(environment_of_rank, names, ranks=2, processes=launch.ProcessSettings(folder, threads=3))
     assert os.environ == before
     assert seen["RANK"] == "0"
     assert seen["WORLD_SIZE"] == "2"
@@ -230,23 +230,27 @@ def test_ranks_start_where_another_library_has_set_a_start_method_of_its_own(fol
     try:
         with patch.dict(multiprocessing.context._concrete_contexts, loky=method):
             multiprocessing.set_start_method("loky", force=True)
-        assert launch.launch(environment_of_rank, (), ranks=1, processes=launch.Processes(folder))["WORLD_SIZE"] == "1"
+        assert (
+            launch.launch(environment_of_rank, (), ranks=1, processes=launch.ProcessSettings(folder))["WORLD_SIZE"]
+            == "1"
+        )
     finally:
         multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc is not glibc's")
 def test_a_lean_rank_keeps_no_large_tensor_in_its_heap(folder: Path) -> None:
-    """What is freed there goes back to the system, so nothing is left between two tensors."""
+    """Freed memory goes back to the system there, so nothing is left between two tensors."""
     assert (
-        launch.launch(mapped_bytes_of_a_tensor, ranks=1, processes=launch.Processes(folder, malloc="lean")) >= 3 << 20
+        launch.launch(mapped_bytes_of_a_tensor, ranks=1, processes=launch.ProcessSettings(folder, malloc="lean"))
+        >= 3 << 20
     )
 
 
 def test_a_deterministic_run_fixes_the_workspace_of_cublas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses cuBLAS in deterministic runs without it."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    plain, fixed = launch.Processes(folder, malloc="default"), launch.Processes(folder, deterministic=True)
+    plain, fixed = launch.ProcessSettings(folder, malloc="default"), launch.ProcessSettings(folder, deterministic=True)
     assert launch.environment(2, fixed)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "CUBLAS_WORKSPACE_CONFIG" not in launch.environment(2, plain)
     assert launch.inside(workspace_of_cublas, processes=fixed) == ":4096:8"
@@ -267,7 +271,7 @@ def test_a_rank_that_raises_ends_all(
     folder: Path, rank: int, error: Exception, cause: str, exit_code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch.launch(raise_on, rank, error, ranks=2, processes=launch.Processes(folder))
+        launch.launch(raise_on, rank, error, ranks=2, processes=launch.ProcessSettings(folder))
     assert str(caught.value) == f"{cause} (log: {folder}/{rank}.log)"
     assert caught.value.exit_code == exit_code
     assert type(error).__name__ in (folder / f"{rank}.log").read_text()
@@ -279,7 +283,7 @@ def test_a_rank_that_was_killed_is_named_though_another_complains_first(folder: 
     with pytest.raises(
         RankFailedError, match=r"^rank 1 was killed by the system \(signal 9\), or by another process: "
     ) as caught:
-        launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, processes=launch.Processes(folder))
+        launch.launch(die_on, 1, signal.SIGKILL, folder, ranks=2, processes=launch.ProcessSettings(folder))
     held = r"the ranks held [\d.]+ [MG]iB \(the largest [\d.]+ [MG]iB\) and [\d.]+ GiB were free\. Continue with"
     assert re.search(held, str(caught.value))
 
@@ -294,7 +298,7 @@ def test_memory_is_blamed_where_little_was_free(folder: Path) -> None:
 @pytest.mark.usefixtures("_forked")
 def test_a_rank_that_raises_without_closing_its_world_is_named_by_the_others_too(folder: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: bad batch"):
-        launch.launch(raise_without_closing, ranks=2, processes=launch.Processes(folder))
+        launch.launch(raise_without_closing, ranks=2, processes=launch.ProcessSettings(folder))
     assert "RankFailedError: rank 1 failed first: ValueError: bad batch (rank 0" in (folder / "0.log").read_text()
 
 
@@ -321,7 +325,7 @@ def test_inside_passes_errors_through_and_logs_them(folder: Path) -> None:
         raise ConfigError("no")
 
     with pytest.raises(ConfigError):
-        launch.inside(fail, processes=launch.Processes(folder))
+        launch.inside(fail, processes=launch.ProcessSettings(folder))
     assert "ConfigError: no" in (folder / "0.log").read_text()
 
 
@@ -347,7 +351,7 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, ex
         "if __name__ == '__main__':\n"
         "    launch.ranks._LATE_S = -0.1\n"  # so that the parent is sooner than the ranks
         "    try:\n"
-        "        launch.launch(entry, ranks=2, processes=launch.Processes(Path(sys.argv[1]), grace_s=2.2))\n"
+        "        launch.launch(entry, ranks=2, processes=launch.ProcessSettings(Path(sys.argv[1]), grace_s=2.2))\n"
         "    except launch.Interrupted as stopped:\n"
         "        print(stopped)\n"
         "        sys.exit(stopped.exit_code)\n"
@@ -370,7 +374,7 @@ def test_a_signal_to_the_parent_leaves_no_orphan(tmp_path: Path, signum: int, ex
 @pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("where", ["rank", "parent"])
 def test_a_sigterm_at_any_time_lets_all_ranks_return_from_the_same_step(tmp_path: Path, where: str) -> None:
-    """It is one request even where a scheduler signals every process, and the parent passes its own signal on."""
+    """There is one request even if a scheduler signals every process and the parent passes its own signal on."""
     rng = random.Random(where)
     for trial in range(2):
         delay_s, rank = rng.uniform(0, 0.4), rng.randrange(2)
@@ -473,7 +477,10 @@ def test_a_rank_that_somebody_has_stopped_does_not_hold_up_the_end(
 @pytest.mark.usefixtures("_forked")
 def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Their logs hold all attempts."""
-    assert launch.launch(die_in_turn, 2, ranks=2, processes=launch.Processes(folder), max_restarts=2) == (2, "2 2")
+    assert launch.launch(die_in_turn, 2, ranks=2, processes=launch.ProcessSettings(folder), max_restarts=2) == (
+        2,
+        "2 2",
+    )
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("restart 1 of 2: rank 0 was killed by the system (signal 9)")
     assert second.startswith("restart 2 of 2: rank 1 was killed by the system (signal 9)")
@@ -488,7 +495,7 @@ def test_killed_ranks_start_again_and_the_cause_is_told(folder: Path, capfd: pyt
 def test_what_another_start_would_meet_again_is_not_restarted(folder: Path, error: Exception, starts: int) -> None:
     folder.mkdir()
     with pytest.raises(RankFailedError, match=r"^rank 1 failed") as caught:
-        launch.launch(start_and_raise, folder, error, ranks=2, processes=launch.Processes(folder), max_restarts=1)
+        launch.launch(start_and_raise, folder, error, ranks=2, processes=launch.ProcessSettings(folder), max_restarts=1)
     assert (folder / "starts").read_text().count("start") == starts
     assert caught.value.exit_code == getattr(error, "exit_code", 1)
 
@@ -506,7 +513,7 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted(folder: Path) -> None:
     with pytest.raises(RankFailedError, match=r"^rank 1 was killed by the system"):
         launched(die_when_asked, folder, lambda _: os.kill(os.getpid(), signal.SIGUSR1), max_restarts=3)
     assert (folder / "starts").read_text().count("start") == 2
-    assert time.monotonic() - began_s < launch.Processes(folder).grace_s / 2
+    assert time.monotonic() - began_s < launch.ProcessSettings(folder).grace_s / 2
 
 
 def listened() -> set[str]:
@@ -520,13 +527,13 @@ def listened() -> set[str]:
 def test_only_this_machine_can_connect_to_ranks_on_it_and_to_their_store(folder: Path) -> None:
     with patch.dict(os.environ):
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        assert launch.launch(listened, ranks=2, processes=launch.Processes(folder)) == {"127.0.0.1"}
+        assert launch.launch(listened, ranks=2, processes=launch.ProcessSettings(folder)) == {"127.0.0.1"}
 
 
 @pytest.mark.usefixtures("_forked")
 def test_a_missed_deadline_shows_where_every_rank_was(folder: Path) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch.launch(turn_in_a_circle, ranks=2, processes=launch.Processes(folder))
+        launch.launch(turn_in_a_circle, ranks=2, processes=launch.ProcessSettings(folder))
     assert str(caught.value) == (
         "rank 0 failed: rank 0 waited 0.25 s in barrier of the end (step 3, backward). No message from rank 1 (busy, "
         f"stopped or dead), last phase of rank 1: step 3, forward (log: {folder}/0.log, stacks in the log of each)"
@@ -552,10 +559,10 @@ def test_a_rank_in_this_process_is_asked_too(
     monkeypatch.setenv("WORLD_SIZE", "1")
     kept = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM, signal.SIGINT)
     before = [signal.getsignal(each) for each in kept]
-    assert start(ask_oneself, signum, processes=launch.Processes(folder))
+    assert start(ask_oneself, signum, processes=launch.ProcessSettings(folder))
     assert not launch.preempted()
     with pytest.raises(launch.Interrupted, match=r"^stopped by SIGTERM: the run had not ended 0.02 s after"):
-        start(lambda: ask_oneself(signum) and wait_elsewhere(), processes=launch.Processes(folder, grace_s=0.02))
+        start(lambda: ask_oneself(signum) and wait_elsewhere(), processes=launch.ProcessSettings(folder, grace_s=0.02))
     assert [signal.getsignal(each) for each in kept] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -563,7 +570,7 @@ def test_a_rank_in_this_process_is_asked_too(
 @pytest.mark.parametrize("signum", [signal.SIGQUIT, signal.SIGALRM, signal.SIGXCPU])
 def test_a_signal_that_ends_a_rank_in_this_process_is_told_by_its_name(folder: Path, signum: signal.Signals) -> None:
     with pytest.raises(launch.Interrupted, match=f"^stopped by {signum.name}$"):
-        launch.inside(ask_oneself, signum, processes=launch.Processes(folder))
+        launch.inside(ask_oneself, signum, processes=launch.ProcessSettings(folder))
 
 
 @pytest.mark.parametrize("start", [launch.inside, launch.joined])
@@ -572,7 +579,7 @@ def test_a_rank_in_this_process_shows_where_it_is(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    start(ask_oneself, signal.SIGUSR2, processes=launch.Processes(folder))
+    start(ask_oneself, signal.SIGUSR2, processes=launch.ProcessSettings(folder))
     assert "in ask_oneself" in (folder / "0.log").read_text()
 
 

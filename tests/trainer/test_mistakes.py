@@ -111,7 +111,7 @@ SNIPPETS = [
 
 @pytest.fixture
 def names(here):
-    """What a script has at hand."""
+    """The names that a script has."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     needed = {"optimizer": zero.adamw(lr=1e-3), "world": zero.open_world()}
     plan = zero.Plan(model, **needed)

@@ -38,7 +38,7 @@ from zero.trainer.config import Config, read
 from zero.trainer.models import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
 from zero.trainer.planning import (
-    Activations,
+    ActivationTraces,
     Machine,
     PaperWorld,
     against_measured,
@@ -83,7 +83,7 @@ def gpu(ranks: int, device: int = 80 * GiB, host: int = TiB, disk: int = TiB) ->
 
 def activation_bytes(settings: Config, model: torch.nn.Module, device: str) -> int:
     """Of the microbatch of a config whose batch is solved."""
-    return Activations(settings, model).bytes(settings.batch.numbers()[1], device)
+    return ActivationTraces(settings, model).bytes(settings.batch.numbers()[1], device)
 
 
 def states_bytes(plan: zero.Plan) -> int:
@@ -218,15 +218,17 @@ def test_what_is_needed_fits_and_one_byte_less_does_not(preset, tier, tmp_path):
     model, rates = model_of(settings), assumed(settings, gpu(1))
     settings = settings.model_copy(update={"batch": settings.batch.model_copy(update={"micro": 8})})
     machine = gpu(1, device=1, host=1, disk=1)
-    (refused,) = choices(settings, machine, Activations(settings, model), rates, stages=[Stage(3)], presets=[preset])
+    (refused,) = choices(
+        settings, machine, ActivationTraces(settings, model), rates, stages=[Stage(3)], presets=[preset]
+    )
     needs = {name: sum(kinds.values()) for name, kinds in refused.plan.bytes.items()}
     exact = gpu(1, *(needs.get(name, 0) for name in ("device", "host", "nvme")))
-    (fits,) = choices(settings, exact, Activations(settings, model), rates, stages=[Stage(3)], presets=[preset])
+    (fits,) = choices(settings, exact, ActivationTraces(settings, model), rates, stages=[Stage(3)], presets=[preset])
     assert fits.fits
     assert fits.plan.bytes == refused.plan.bytes
     field = {"device": "device_bytes", "host": "host_bytes", "nvme": "disk_bytes"}[tier]
     less = replace(exact, **{field: needs[tier] - 1})
-    (short,) = choices(settings, less, Activations(settings, model), rates, stages=[Stage(3)], presets=[preset])
+    (short,) = choices(settings, less, ActivationTraces(settings, model), rates, stages=[Stage(3)], presets=[preset])
     assert not short.fits
     assert short.lacks == {tier: 1}
     key = {"device": "zero.activations=remat", "host": "offload", "nvme": "offload.path"}[tier]
@@ -238,7 +240,7 @@ def test_what_is_needed_fits_and_one_byte_less_does_not(preset, tier, tmp_path):
 def test_activations_count_and_a_refusal_says_how_much_and_what_to_do():
     settings = config(offload={"host_budget": "6MiB"}, batch={"global": 64}).on(1)
     model, world = model_of(settings), zero.open_world(device="cpu")
-    counted = Activations(settings, model)
+    counted = ActivationTraces(settings, model)
     plan = build_plan(settings, model, world)
     nbytes = activation_bytes(settings, model, "cpu")
     assert nbytes == int(1.5 * counted.of(64, "cpu").peak_bytes)
@@ -263,7 +265,7 @@ def test_what_is_advised_can_be_done_and_takes_less(mode, ranks, stage):
         batch={"global": ranks, "micro": 1},
     )
     model = build_task(settings).model
-    nbytes = Activations(settings, model).bytes(1, "cuda")
+    nbytes = ActivationTraces(settings, model).bytes(1, "cuda")
     resorts = {3: ["use more ranks"], 0: ["set zero.stage=3"], 1: ["set zero.stage=3", "use more ranks"]}[stage]
     resorts = ["use more ranks with zero.stage=3"] if ranks == 1 and stage < 3 else resorts
     leaves = {"train": "set offload.optimizer=cpu", "eval": "set offload.param=cpu"}[mode]
@@ -272,7 +274,7 @@ def test_what_is_advised_can_be_done_and_takes_less(mode, ranks, stage):
         machine = gpu(ranks, device_bytes)
         rates = assumed(settings, machine)
         (refused,) = choices(
-            settings, machine, Activations(settings, model), rates, stages=[Stage(stage)], presets=["config"]
+            settings, machine, ActivationTraces(settings, model), rates, stages=[Stage(stage)], presets=["config"]
         )
         assert refused.refusal.split(". ")[-1].removesuffix(".").lower().split(", or ") == expected
 
@@ -301,13 +303,18 @@ def test_remat_is_advised_where_it_is_not_set_and_would_take_less(activations, r
     """Two layers and few rows: the logits are most of it, and they are there in any case."""
     settings = config(zero_={"stage": 3, "activations": activations}, batch={"global": rows, "micro": rows})
     model = model_of(settings)
-    counted = Activations(settings, model)
+    counted = ActivationTraces(settings, model)
     kept, recomputed = (counted.bytes(rows, device, remat=remat) for remat in (False, True))
     assert (recomputed < kept) == helps
     assert recomputed <= kept
     machine = gpu(1, device=KiB) if device == "cuda" else Machine(1, 1, "cpu", 0, KiB, KiB, paper=True)
     (refused,) = choices(
-        settings, machine, Activations(settings, model), assumed(settings, machine), stages=[Stage(3)], presets=["none"]
+        settings,
+        machine,
+        ActivationTraces(settings, model),
+        assumed(settings, machine),
+        stages=[Stage(3)],
+        presets=["none"],
     )
     assert ("zero.activations=remat" in refused.refusal) == (helps and activations == "keep")
     fewer, shorter = (counted.bytes(*least, seq=seq) for least, seq in (((1, device), None), ((rows, device), 32)))
@@ -350,7 +357,7 @@ def test_every_rule_says_what_the_operator_does(kind, compute, monkeypatch):
     seen = {}
     for where in ("cpu", "meta"):
         recorded = Recording()
-        monkeypatch.setattr(tracing, "META", torch.device(where))
+        monkeypatch.setattr(tracing, "META_DEVICE", torch.device(where))
         monkeypatch.setattr(operators, "result_of", lambda func, args, kwargs, to=recorded: to(func, args, kwargs))
         monkeypatch.setattr(
             Recording,
@@ -437,13 +444,13 @@ def peak_of(profiled: profile) -> int:
 def test_tracing_is_quick_and_does_not_import_the_compiler():
     code = (
         "import sys, time, torch, zero\n"
-        "from zero.trainer.planning import Activations\n"
+        "from zero.trainer.planning import ActivationTraces\n"
         "from zero.trainer.config import read\n"
         "from zero.trainer.models import GPT\n"
         f"config = read({{'model': {TINY!r}, 'batch': {{'global': 8}}, 'precision': {{'compute': 'bf16'}}}}).on(1)\n"
         "with zero.empty(): model = GPT(config.model)\n"
         "begin = time.process_time()\n"
-        "assert Activations(config, model).bytes(8, 'cpu') > 0\n"
+        "assert ActivationTraces(config, model).bytes(8, 'cpu') > 0\n"
         "print(time.process_time() - begin, *[name for name in ('torch._dynamo', 'sympy') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S, check=True)
@@ -458,15 +465,15 @@ def test_a_validation_can_need_more_than_a_step():
     model = model_of(settings)
     chunk = torch.zeros(32, 65, dtype=torch.int64, device="meta")
     evaluated = trace(model, split(model, world_size=1), loss, chunk, compute=torch.float32, backward=False)
-    assert Activations(settings, model).of(1, "cpu").peak_bytes == evaluated.peak_bytes
-    assert Activations(settings, model).of(64, "cpu").peak_bytes > evaluated.peak_bytes
+    assert ActivationTraces(settings, model).of(1, "cpu").peak_bytes == evaluated.peak_bytes
+    assert ActivationTraces(settings, model).of(64, "cpu").peak_bytes > evaluated.peak_bytes
 
 
 def test_what_is_only_evaluated_needs_parameters_and_the_activations_of_a_validation():
     """Counted, held, and with slots for its pages where a GPU would read them from a file."""
     settings = config(mode="eval", resume="latest", model={**TINY, "vocab": 20_000}, precision={"compute": "bf16"})
     offloaded = settings.model_copy(update={"offload": config(offload={"param": "nvme", "page": 4096}).offload})
-    model, machine, counted = build_task(settings).model, gpu(2), Activations(settings, build_task(settings).model)
+    model, machine, counted = build_task(settings).model, gpu(2), ActivationTraces(settings, build_task(settings).model)
     chunk = torch.zeros(32, 65, dtype=torch.int64, device="meta")
     told = trace(model, split(model, world_size=1), loss, chunk, compute=torch.bfloat16, backward=False)
     assert counted.of(1, "cpu") == counted.of(64, "cpu", remat=True) == told
@@ -575,7 +582,7 @@ def gathered_numel(plan: zero.Plan, passes: int) -> list[int]:
 def test_the_best_choice_is_the_fastest_that_fits_and_of_those_alike_what_moves_and_takes_least():
     settings = config(precision={"compute": "bf16"}, batch={"global": 32})
     model, machine = model_of(settings), gpu(4)
-    offered = choices(settings, machine, Activations(settings, model), assumed(settings, machine))
+    offered = choices(settings, machine, ActivationTraces(settings, model), assumed(settings, machine))
     assert [(choice.plan.facts.stage.level, choice.preset) for choice in offered[:3]] == [
         (0, "none"),
         (0, "cpu"),
@@ -597,7 +604,7 @@ def test_where_everything_is_as_fast_the_star_is_where_the_concepts_page_says(ra
     unbound = replace(
         ROUND, copy_in_bytes=1e18, copy_out_bytes=1e18, disk_read_bytes=1e18, disk_write_bytes=1e18, link_bytes=1e18
     )
-    winner = best(choices(settings, gpu(ranks), Activations(settings, model_of(settings)), unbound))
+    winner = best(choices(settings, gpu(ranks), ActivationTraces(settings, model_of(settings)), unbound))
     assert winner is not None
     assert (winner.plan.facts.stage.level, winner.preset) == (level, "none")
 
@@ -627,7 +634,7 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
     wide = config(batch={"global": 48 * size})
     model = model_of(wide)
     whole = build_plan(wide, model, zero.open_world(device="cpu"), activation_bytes=0)
-    most = Activations(wide, model).bytes(48, "cpu")
+    most = ActivationTraces(wide, model).bytes(48, "cpu")
     settings = config(
         batch={"global": 48 * size}, offload={"host_budget": tier_bytes(whole, "device") * 2 + int(share * most)}
     )
@@ -635,7 +642,7 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
     def fits(accumulate: int) -> bool:
         solved = settings.model_copy(update={"batch": settings.batch.model_copy(update={"accumulate": accumulate})})
         machine = Machine(size, size, "cpu", 0, TiB * size, TiB, paper=True)
-        nbytes = Activations(solved, model).bytes(48 // accumulate, "cpu")
+        nbytes = ActivationTraces(solved, model).bytes(48 // accumulate, "cpu")
         try:
             build_plan(solved, model, machine.world, room=machine.room, activation_bytes=nbytes)
         except ConfigError:
@@ -647,7 +654,7 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
     settled = run_ranks(
         size,
         lambda world: resolve_auto(
-            settings, Activations(settings, model_of_rank(world, settings)), world, telling(notes.append)
+            settings, ActivationTraces(settings, model_of_rank(world, settings)), world, telling(notes.append)
         ),
     )
     for one, step_s in settled:
@@ -659,7 +666,7 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
 
 
 def test_settle_changes_nothing_where_nothing_is_auto():
-    """It does not even look at the model."""
+    """A run without auto does not even look at the model."""
     for batch in (
         {"global": 8, "micro": 2},
         {"global": 8, "accumulate": 4},
@@ -674,7 +681,10 @@ def test_settle_changes_nothing_where_nothing_is_auto():
 def test_a_default_run_that_fits_keeps_its_batch_whole():
     settings = config()
     settled, _ = resolve_auto(
-        settings, Activations(settings, model_of(settings)), zero.open_world(device="cpu"), telling(pytest.fail)
+        settings,
+        ActivationTraces(settings, model_of(settings)),
+        zero.open_world(device="cpu"),
+        telling(pytest.fail),
     )
     assert settled == settings.on(1)
     assert settled.batch.numbers() == (8, 8, 1)
@@ -685,7 +695,10 @@ def test_where_nothing_fits_every_rank_says_what_is_needed_and_which_key_to_chan
         settings = config(zero_={"stage": stage}, offload={"host_budget": "1MiB"})
         with pytest.raises(ConfigError, match=r"offload\.host_budget=1\.0 MiB: a rank needs at least \d.*Raise"):
             run_ranks(
-                2, lambda world, s=settings: resolve_auto(s, Activations(s, model_of_rank(world, s)), world, Tracker())
+                2,
+                lambda world, s=settings: resolve_auto(
+                    s, ActivationTraces(s, model_of_rank(world, s)), world, Tracker()
+                ),
             )
 
 
@@ -695,7 +708,7 @@ def test_a_stage_of_auto_becomes_the_best_one_and_says_why(tmp_path):
     settled = run_ranks(
         2,
         lambda world: resolve_auto(
-            settings, Activations(settings, model_of_rank(world, settings)), world, telling(notes.append)
+            settings, ActivationTraces(settings, model_of_rank(world, settings)), world, telling(notes.append)
         ),
     )
     assert settled[0] == settled[1]
@@ -721,7 +734,7 @@ def test_a_run_on_several_nodes_measures_what_is_between_its_ranks(size, nodes, 
     run_ranks(
         size,
         lambda world: resolve_auto(
-            settings, Activations(settings, model_of_rank(world, settings)), world, telling(notes.append)
+            settings, ActivationTraces(settings, model_of_rank(world, settings)), world, telling(notes.append)
         ),
         nodes=nodes,
     )
@@ -737,7 +750,7 @@ def test_with_offload_auto_as_well_anything_may_be_chosen(tmp_path):
     shown = []
     settled, _ = resolve_auto(
         settings,
-        Activations(settings, model_of(settings)),
+        ActivationTraces(settings, model_of(settings)),
         zero.open_world(device="cpu"),
         telling(notes.append, lambda *told: shown.append(told)),
     )
@@ -768,7 +781,7 @@ def test_slow_compute_is_not_measured_for_long(monkeypatch):
 def test_products_are_timed_at_the_models_own_shapes(seq, monkeypatch):
     """A machine that computes tall products at a tenth of the rate of others: what counts is the model's mixture."""
     settings = config(model={**TINY, "seq": seq}, batch={"global": 2})
-    traced = Activations(settings, model_of(settings)).of(2, "cpu")
+    traced = ActivationTraces(settings, model_of(settings)).of(2, "cpu")
     tokens, width = 2 * seq, TINY["width"]
     assert Product(1, tokens, width, 3 * width, (False, True)) in traced.products
     all_flops = sum(one.flops * count for one, count in traced.products.items())
@@ -805,7 +818,7 @@ def test_a_step_is_the_sum_of_its_parts_and_grows_with_rows():
         model_of(settings),
         replace(ROUND, attention_flops=3e8, memory_bytes=1e9, launch_s=1e-5, update_numel=1e6),
     )
-    counted, machine = Activations(settings, model), Machine(1, 1, "cpu", 0, TiB, TiB, paper=True)
+    counted, machine = ActivationTraces(settings, model), Machine(1, 1, "cpu", 0, TiB, TiB, paper=True)
     plan = build_plan(settings, model, machine.world, room=machine.room)
     written_bytes = 2 * plan.facts.flat_dtype.itemsize * sum(unit.trainable.P for unit in plan.units)
     updated_numel = sum(plan.sizes.update_numel(unit) for unit in plan.units)
@@ -825,7 +838,7 @@ def test_a_step_is_the_sum_of_its_parts_and_grows_with_rows():
 def test_recomputing_takes_longer_and_what_ranks_send_does_not_hide_on_a_cpu():
     settings = config(zero_={"stage": 3}, batch={"global": 2})
     model, slow = model_of(settings), replace(ROUND, flops=1e3)
-    kept, again = (Activations(settings, model).of(1, "cpu", remat=remat) for remat in (False, True))
+    kept, again = (ActivationTraces(settings, model).of(1, "cpu", remat=remat) for remat in (False, True))
     assert again.backward.flops > kept.backward.flops
     assert again.forward.flops == kept.forward.flops
     machines = Machine(2, 2, "cpu", 0, TiB, TiB, paper=True), gpu(2)
@@ -840,7 +853,7 @@ def test_recomputing_takes_longer_and_what_ranks_send_does_not_hide_on_a_cpu():
 
 
 def test_what_comes_from_other_nodes_takes_its_own_time():
-    """Where all else takes none: a gather by node is quicker than a straight one by the bytes that it saves."""
+    """If nothing else takes time, a gather by node is quicker than a straight one by the bytes that it saves."""
     rates = replace(ROUND, update_numel=1e18, memory_bytes=1e18, link_bytes=1e9, wire_bytes=1e6)
     machine, took = Machine(16, 8, "cuda", TiB, TiB, TiB, paper=True), {}
     for way in ("world", "node"):
@@ -865,7 +878,7 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(tmp_path):
     settled = run_ranks(
         2,
         lambda world: resolve_auto(
-            settings, Activations(settings, model_of_rank(world, settings)), world, telling(notes.append)
+            settings, ActivationTraces(settings, model_of_rank(world, settings)), world, telling(notes.append)
         ),
     )
     assert all("nvme" not in one.config.offload.kinds for one in settled)

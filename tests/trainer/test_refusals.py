@@ -59,7 +59,7 @@ def kinds_in(annotation) -> set:
 
 
 def bad_values(key: Key) -> dict[str, object]:
-    """What a key must not be, by kind; what it may be is left out, as its own words have it."""
+    """Return bad values of a key, by kind, without those that the key's own text allows."""
     kinds, may = kinds_in(key.field.annotation), words(key.field)
     number = bool({int, float} & kinds)
     bad: dict[str, object] = {

@@ -22,9 +22,9 @@ from zero.errors import MachineError
 from zero.platform.files import Files
 from zero.platform.timeline import Span, Timeline
 from zero.tracker.report import chart, origin, page, run, scale
-from zero.tracker.report.chart import Bar, BarPart, ChartSpan, Panel, Row, Series
+from zero.tracker.report.chart import Bar, BarPart, ChartSpan, Panel, Series, TimelineRow
 from zero.tracker.report.folder import read_run
-from zero.tracker.report.plan import KINDS, TIME, compared, per_step
+from zero.tracker.report.plan import KIND_COLOURS, TIME, compared, per_step
 from zero.trainer import checks, cli, job
 from zero.trainer.config import Config
 
@@ -161,7 +161,11 @@ def test_bars_stay_inside_their_box(rows):
 @LAW
 @given(st.lists(st.tuples(st.text(max_size=12), st.lists(st.tuples(numbers, numbers, names), max_size=20)), max_size=5))
 def test_a_timeline_stays_inside_its_box(rows):
-    drawn(chart.timeline([Row(name, [ChartSpan(*span) for span in spans], "blue") for name, spans in rows], title="t"))
+    drawn(
+        chart.timeline(
+            [TimelineRow(name, [ChartSpan(*span) for span in spans], "blue") for name, spans in rows], title="t"
+        )
+    )
 
 
 @LAW
@@ -231,7 +235,7 @@ def test_a_bar_is_as_long_as_its_number():
 @LAW
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(5, 60)), min_size=1, max_size=4))
 def test_spans_that_overlap_in_time_do_not_on_paper(spans):
-    row = Row("page in", [ChartSpan(begin, begin + long, "page") for begin, long in spans], "teal")
+    row = TimelineRow("page in", [ChartSpan(begin, begin + long, "page") for begin, long in spans], "teal")
     root = drawn(chart.timeline([row], title="step"))
     boxes = [[float(rect.attrib[key]) for key in ("x", "y", "width", "height")] for rect in tags(root, "rect")]
     assert len(boxes) == len(spans)
@@ -303,7 +307,7 @@ def waits(step: int, slowest: object, worked_s: object, longest_s: object, step_
 
 
 def test_the_rank_that_others_waited_for_is_named_with_what_it_cost_them(tmp_path):
-    """What all waited alike is not its doing; a row that was not timed names nobody."""
+    """A wait that all ranks share is not its doing; a row that was not timed names nobody."""
     rows = [waits(1, 1, 0.9, 0.3), waits(2, 0, 0.5, 0.9), waits(3, 1, 0.9, 0.22), waits(4, 1, 1.0, 0.1)]
     folder = write_folder(tmp_path, rows=[*rows, waits(5, None, None, None, None)], summary={"ranks": 3})
     said = "Slowest rank 1 in 3 of 4 rows. Other ranks waited up to 120 ms longer in a step (median)."
@@ -570,9 +574,9 @@ SCHEMES = [(DARK, "rgb(16, 20, 24)"), (LIGHT, "rgb(246, 247, 248)")]
 
 def charts_of_many_words() -> str:
     """Charts whose labels and legends are as long as they get."""
-    kinds = [*KINDS]
+    kinds = [*KIND_COLOURS]
     series = [Series(name, [(1, 700 << 20), (2_000_000, 1 << 20)]) for name in ("waiting for the store", "whole step")]
-    bars = [Bar("device, plan", [BarPart(kind, 1000 << 20, *KINDS[kind]) for kind in kinds])]
+    bars = [Bar("device, plan", [BarPart(kind, 1000 << 20, *KIND_COLOURS[kind]) for kind in kinds])]
     bars.append(Bar("measured", [BarPart(kinds[0], 1000 << 30, "blue")]))
     panels = [Panel(f"panel {number}", [(1, 1e-7), (2, 1.234e-6)], note="12.3456") for number in range(7)]
     drawn = [

@@ -1,4 +1,4 @@
-"""What differs from the run that saved a checkpoint is said in words that can be typed, and they do what is said."""
+"""Differences from the run that saved a checkpoint are printed as words to type, and the words do what is said."""
 
 import re
 import shlex

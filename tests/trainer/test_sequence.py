@@ -27,7 +27,7 @@ from zero.testing import run_processes, run_ranks  # noqa: E402
 from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import open_data  # noqa: E402
 from zero.trainer.data.windows import slice_of  # noqa: E402
-from zero.trainer.planning import Activations, Machine, PaperWorld, choices, plan_text  # noqa: E402
+from zero.trainer.planning import ActivationTraces, Machine, PaperWorld, choices, plan_text  # noqa: E402
 from zero.trainer.planning.cost import compute_seconds  # noqa: E402
 from zero.trainer.planning.rates import assumed  # noqa: E402
 from zero.trainer.planning.traces.operators import OperatorWork  # noqa: E402
@@ -203,7 +203,7 @@ def test_activations_of_a_slice_are_those_that_are_planned_a_share_of_those_of_a
     for sequence in (1, 2, 4):
         config = long_rows(sequence)
         world = PaperWorld(sequence, local_size=sequence, device="cpu")
-        planned[sequence] = Activations(config, build_task(config, world).model).of(1, "cpu").peak_bytes
+        planned[sequence] = ActivationTraces(config, build_task(config, world).model).of(1, "cpu").peak_bytes
         measured[sequence] = max(run_processes(sequence, peak_of_a_step, config))
         assert measured[sequence] == pytest.approx(planned[sequence], rel=0.1)
     for share in (planned, measured):
@@ -258,13 +258,13 @@ def test_the_longest_row_that_is_printed_fits_and_a_longer_one_does_not(sequence
 
 def _traces_and_rates(config):
     machine = Machine.described(config)
-    return Activations(config, build_task(config, machine.world).model), assumed(config, machine)
+    return ActivationTraces(config, build_task(config, machine.world).model), assumed(config, machine)
 
 
 def test_exchanges_are_predicted_to_take_time():
     """Each exchange brings this rank the other ranks' half of q, k, v or the result."""
     config = long_rows(2)
-    traced = Activations(config, build_task(config, PaperWorld(2, local_size=2, device="cpu")).model).of(1, "cpu")
+    traced = ActivationTraces(config, build_task(config, PaperWorld(2, local_size=2, device="cpu")).model).of(1, "cpu")
     slice_bytes = 512 * 64 * 4
     assert traced.forward.exchanged_bytes == 4 * 4 * slice_bytes / 2
     assert traced.backward.exchanged_bytes == traced.forward.exchanged_bytes

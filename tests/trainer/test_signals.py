@@ -115,7 +115,7 @@ class Starts:
         return 0
 
     def bits(self) -> list[str]:
-        """What the last checkpoint holds."""
+        """Return the bits of the last checkpoint."""
         indexes = sorted(max(self._root.iterdir()).glob("rank-*.json"))
         return [json.loads(index.read_text())["digests"] for index in indexes]
 

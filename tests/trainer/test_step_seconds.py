@@ -21,7 +21,7 @@ from zero.engine.plan.traffic import traffic
 from zero.errors import ConfigError
 from zero.testing import run_ranks
 from zero.tracker import Tracker
-from zero.trainer.planning import Activations, Machine, plan_text, probes, resolve_auto, trace
+from zero.trainer.planning import ActivationTraces, Machine, plan_text, probes, resolve_auto, trace
 from zero.trainer.planning.choices import plan_choice
 from zero.trainer.planning.cost import Ahead, Rates, break_even, limits, step_seconds
 from zero.trainer.planning.machine import PaperWorld
@@ -245,7 +245,7 @@ def test_an_h100_computes_seven_billion_parameters_at_the_rate_of_its_products()
     layers, width, seq, numel = 32, 4096, 4096, 6.74e9
     large = {"vocab": 32000, "width": width, "layers": layers, "heads": 32, "seq": seq, "hidden": 11008, "tied": False}
     settings = config(model=large, plan={"gpu": "H100"}, precision={"compute": "bf16"}, batch={"global": 1})
-    traced = Activations(settings, model_of(settings)).of(1, "cuda")
+    traced = ActivationTraces(settings, model_of(settings)).of(1, "cuda")
     rates = assumed(settings, Machine.described(settings))
     work = traced.forward + traced.backward
     predicted_s = work.flops / rates.flops + work.attention_flops / rates.attention_flops
@@ -267,7 +267,7 @@ def test_auto_updates_where_a_step_is_shorter(fast, compute, monkeypatch):
     model, machine = model_of(settings), gpu(1)
     rates = replace(FREE, flops=1e15, attention_flops=1e15, copy_in_bytes=1e6, host_update_numel=1e4)
     rates = replace(rates, **{fast: 1e12})
-    counted = Activations(settings, model)
+    counted = ActivationTraces(settings, model)
     choice = plan_choice(settings, "config", machine, counted, rates)
     fixed = {
         where: plan_choice(
@@ -284,7 +284,7 @@ def test_auto_updates_where_a_step_is_shorter(fast, compute, monkeypatch):
 def test_auto_is_the_device_where_nothing_is_offloaded():
     settings = config(offload={"compute": "auto", "ahead": 0})
     model, machine = model_of(settings), gpu(1)
-    choice = plan_choice(settings, "config", machine, Activations(settings, model), assumed(settings, machine))
+    choice = plan_choice(settings, "config", machine, ActivationTraces(settings, model), assumed(settings, machine))
     assert choice.config.offload.compute == "device"
 
 
@@ -298,7 +298,7 @@ def test_a_run_takes_the_processor_that_its_measured_rates_favour(fast, compute,
     )
     with simulated_gpu():
         [resolved] = run_ranks(
-            1, lambda world: resolve_auto(settings, Activations(settings, model_of(settings)), world, Tracker())
+            1, lambda world: resolve_auto(settings, ActivationTraces(settings, model_of(settings)), world, Tracker())
         )
     assert resolved.config.offload.compute == compute
     assert resolved.step_s > 0
@@ -309,7 +309,7 @@ def test_a_run_on_a_cpu_measures_nothing_to_choose_its_processor(monkeypatch):
     monkeypatch.setattr(planning, "measured_rates", lambda *_, **__: pytest.fail("measured"))
     settings = config(batch={"global": 1}, offload={"compute": "auto", "ahead": 0})
     resolved = resolve_auto(
-        settings, Activations(settings, model_of(settings)), zero.open_world(device="cpu"), Tracker()
+        settings, ActivationTraces(settings, model_of(settings)), zero.open_world(device="cpu"), Tracker()
     )
     assert (resolved.config.offload.compute, resolved.step_s) == ("device", None)
 

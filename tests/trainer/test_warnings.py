@@ -122,8 +122,8 @@ def test_a_process_that_may_be_one_of_several_is_no_run_of_its_own(here, monkeyp
 def test_ranks_that_another_command_starts_share_the_cores(tmp_path):
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(cores()), "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     code = (
-        "import sys, torch; from pathlib import Path; from zero.trainer.launch import Processes, joined\n"
-        "sys.exit(joined(torch.get_num_threads, processes=Processes(Path(sys.argv[1]))))"
+        "import sys, torch; from pathlib import Path; from zero.trainer.launch import ProcessSettings, joined\n"
+        "sys.exit(joined(torch.get_num_threads, processes=ProcessSettings(Path(sys.argv[1]))))"
     )
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
     done = subprocess.run([sys.executable, "-c", code, tmp_path], env=env, cwd=ROOT, timeout=LONG_S, check=False)

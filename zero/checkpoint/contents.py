@@ -10,20 +10,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from zero.checkpoint.format.manifest import FROZEN_KINDS, ITEM_BYTES, Flat
+from zero.checkpoint.format.manifest import ITEM_BYTES, SavedFlat, frozen_kinds
 from zero.core.layout import Layout
-from zero.engine.model import Flat as UnitFlat, UnitSpec
+from zero.engine.model import Flat, UnitSpec
 from zero.engine.plan import Plan
 from zero.errors import CheckpointError
 from zero.store import PageKind
 
 PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 
-WEIGHTS = FROZEN_KINDS | {PARAMETER}
-"""The kinds of parameters' values. Frozen ones in a packed format have its name."""
+
+def weight_kinds() -> frozenset[str]:
+    """Return the kinds of parameters' values. Frozen ones in a packed format have its name."""
+    return frozen_kinds() | {PARAMETER}
 
 
-def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
+def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[SavedFlat, ...]:
     """Return the trainable flat of each unit, then the frozen flats, the packed ones, and one flat for each buffer.
 
     If each node has a copy of the state, each node writes an equal part of it.
@@ -35,9 +37,9 @@ def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
         return {kind: dtype_name(dtype) for kind, dtype in kinds.items()}
 
     return (
-        *(Flat(trainable(unit), unit.trainable, copies) for unit in plan.units),
+        *(SavedFlat(trainable(unit), unit.trainable, copies) for unit in plan.units),
         *(
-            Flat({saved_kind(flat): dtype_name(flat.dtype(plan.precision.compute))}, flat.stored, copies)
+            SavedFlat({saved_kind(flat): dtype_name(flat.dtype(plan.precision.compute))}, flat.stored, copies)
             for flats in zip(*(unit.flats[1:] for unit in plan.units), strict=True)
             for flat in flats
         ),
@@ -45,15 +47,15 @@ def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[Flat, ...]:
     )
 
 
-def saved_kind(flat: UnitFlat) -> str:
+def saved_kind(flat: Flat) -> str:
     """Return the kind of a unit's flat in checkpoints."""
     plain = PARAMETER if flat.kind == PageKind.PARAM else FROZEN
     return plain if flat.form is None else flat.form.name
 
 
-def lone(name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Flat:
+def lone(name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> SavedFlat:
     """Return a flat that holds a single tensor and is written by rank 0."""
-    return Flat({kind: dtype_name(dtype)}, Layout.of({name: shape}, world_size=1), copies=1)
+    return SavedFlat({kind: dtype_name(dtype)}, Layout.of({name: shape}, world_size=1), copies=1)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

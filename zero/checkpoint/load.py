@@ -15,11 +15,11 @@ from torch import Tensor
 
 from zero.checkpoint.agreement import gather_reports
 from zero.checkpoint.contents import BUFFER, FROZEN, PARAMETER, flats, saved_kind
-from zero.checkpoint.format.facts import Numbers, lineage_of, numbers_of
-from zero.checkpoint.format.manifest import FROZEN_KINDS, Entry, files_of, held
+from zero.checkpoint.format.facts import StateFacts, lineage_of, numbers_of
+from zero.checkpoint.format.manifest import Entry, files_of, frozen_kinds, held
 from zero.checkpoint.format.random_generators import set_random
 from zero.checkpoint.frozen_file import frozen_version, remember
-from zero.checkpoint.match import Key, Match, match
+from zero.checkpoint.match import Match, TensorKey, match
 from zero.checkpoint.tensors import Checkpoint, Tensors, index_of
 from zero.core.formats import PACKED_FORMATS
 from zero.core.layout import Slot
@@ -122,7 +122,7 @@ def _check_coordinates(folder: Path, saved: object, coordinates: Mapping[str, in
         )
 
 
-def _rested(state: State, numbers: Numbers, kept: Set[Key]) -> dict[str, int]:
+def _rested(state: State, numbers: StateFacts, kept: Set[TensorKey]) -> dict[str, int]:
     """Return the steps without an update by parameter; one that keeps a moment also keeps its number of updates.
 
     Where that number is larger than the checkpoint's step, the steps without an update are negative.
@@ -135,12 +135,12 @@ def _rested(state: State, numbers: Numbers, kept: Set[Key]) -> dict[str, int]:
     return numbers.rested | {name: numbers.step - state.step + before.get(name, 0) for name in names}
 
 
-def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: Set[Key]) -> None:
+def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: Set[TensorKey]) -> None:
     """Note that a checkpoint has the file of frozen values that this rank would save."""
     manifest, world, listed = checkpoint.manifest, runtime.plan.world, flats(runtime.plan, {})
     numbers = files_of(listed, world.rank, world.size)
     alike = manifest.world == world.size and files_of(manifest.flats, world.rank, world.size) == numbers
-    if not alike or not manifest.finite or not FROZEN_KINDS.isdisjoint(kind for _, kind in kept):
+    if not alike or not manifest.finite or not frozen_kinds().isdisjoint(kind for _, kind in kept):
         return
     for number in numbers[1:]:
         saved, own = (held(several, number, world.size) for several in (manifest.flats, listed))
@@ -148,7 +148,7 @@ def _remember_frozen(runtime: Runtime, checkpoint: Checkpoint, kept: Set[Key]) -
             remember(runtime, checkpoint.folder, manifest.files[number], frozen_version(runtime))
 
 
-def _untouched(plan: Plan, kept: Set[Key]) -> set[Key]:
+def _untouched(plan: Plan, kept: Set[TensorKey]) -> set[TensorKey]:
     """Return the keys of all flats in which every tensor is kept; such a flat is neither read nor written."""
     flats = [(unit.stored(page_kind), kind) for unit in plan.units for kind, page_kind in _kinds(plan, unit)]
     by_flat = [{(slot.name, kind) for slot in layout.slots} for layout, kind in flats]
@@ -159,7 +159,7 @@ def _fill(
     state: State,
     checkpoint: Checkpoint,
     matched: Match,
-    current: Mapping[Key, Tensor],
+    current: Mapping[TensorKey, Tensor],
     buffers: Mapping[str, Tensor],
     progress: Progress,
 ) -> None:
@@ -217,9 +217,9 @@ def _converted(
     return read if wanted is None else wanted.bytes_of(entry.name, numel, read)
 
 
-def _current(state: State, kept: Set[Key]) -> dict[Key, Tensor]:
+def _current(state: State, kept: Set[TensorKey]) -> dict[TensorKey, Tensor]:
     """Return the full values of the kept tensors, except buffers and packed ones, on the host. Collective."""
-    values = dict[Key, Tensor]()
+    values = dict[TensorKey, Tensor]()
     kinds = {kind for _, kind in kept} - {BUFFER, *PACKED_FORMATS}
     for kind in sorted(kinds):  # a set's order differs between ranks
         source = {PARAMETER: "param", FROZEN: "param"}.get(kind, kind)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS, flats
-from zero.checkpoint.format.manifest import FROZEN_KINDS, Entry, entries
+from zero.checkpoint.contents import BUFFER, PARAMETER, flats, weight_kinds
+from zero.checkpoint.format.manifest import Entry, entries, frozen_kinds
 from zero.checkpoint.tensors import Checkpoint, shape_of, weights_of
 from zero.core.suggest import some
 from zero.engine.model import buffers_of
@@ -20,7 +20,7 @@ from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.errors import CheckpointError
 
-Key = tuple[str, str]
+TensorKey = tuple[str, str]
 """(name, kind) of a tensor."""
 
 
@@ -30,8 +30,8 @@ class Match(NamedTuple):
     `entries` also has tensors that only the checkpoint has and that `partial` names.
     """
 
-    entries: Mapping[Key, Entry]
-    kept: frozenset[Key]
+    entries: Mapping[TensorKey, Entry]
+    kept: frozenset[TensorKey]
 
 
 def match(
@@ -58,10 +58,10 @@ def match(
         note(f"{checkpoint.folder} has no {', '.join(plan.optimizer.copies)}, which starts as a copy of the parameters")
     saved |= begun
     for name, entry in weights_of(checkpoint, weights).items():
-        saved |= {key: entry for kind in WEIGHTS if (key := (name, kind)) in saved}
+        saved |= {key: entry for kind in weight_kinds() if (key := (name, kind)) in saved}
 
-    def stays(key: Key) -> bool:
-        return _named(key, partial) or not (moments or key[1] in {*WEIGHTS, BUFFER})
+    def stays(key: TensorKey) -> bool:
+        return _named(key, partial) or not (moments or key[1] in {*weight_kinds(), BUFFER})
 
     kept = frozenset(key for key in wanted if stays(key))
     _check_partial(checkpoint.folder, partial, wanted, saved, note)
@@ -70,19 +70,19 @@ def match(
     return Match(saved, kept)
 
 
-def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[Key, Entry]:
+def _tensors(plan: Plan, buffers: Mapping[str, Tensor]) -> dict[TensorKey, Entry]:
     """Return an entry for every tensor of a plan's state, empty tensors included."""
     return {(entry.name, entry.kind): entry for entry in entries(flats(plan, buffers))}
 
 
-def _entries(checkpoint: Checkpoint, wanted: Iterable[Key]) -> dict[Key, Entry]:
+def _entries(checkpoint: Checkpoint, wanted: Iterable[TensorKey]) -> dict[TensorKey, Entry]:
     """Return the entries of a checkpoint by (name, kind).
 
     A parameter that is trained, frozen or packed in the model and not in the checkpoint gets the model's kind.
     """
     saved = {(entry.name, entry.kind): entry for entry in checkpoint.manifest.entries}
     for name, kind in wanted:
-        others = [(name, other) for other in WEIGHTS if (name, other) in saved] if kind in WEIGHTS else []
+        others = [(name, other) for other in weight_kinds() if (name, other) in saved] if kind in weight_kinds() else []
         if (name, kind) not in saved and others:
             saved[name, kind] = saved.pop(others[0])
     return saved
@@ -94,7 +94,7 @@ def one_sided(state: State, checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(sorted(escape(f"{kind}/{name}") for name, kind in wanted ^ _entries(checkpoint, wanted).keys()))
 
 
-def _begun(plan: Plan, wanted: Iterable[Key], saved: Mapping[Key, Entry]) -> dict[Key, Entry]:
+def _begun(plan: Plan, wanted: Iterable[TensorKey], saved: Mapping[TensorKey, Entry]) -> dict[TensorKey, Entry]:
     """Map each moment that begins as a copy of its parameter and is not in the checkpoint to the parameter's entry."""
     lacking = [key for key in wanted if key[1] in plan.optimizer.copies and key not in saved]
     return {key: saved[key[0], PARAMETER] for key in lacking if (key[0], PARAMETER) in saved}
@@ -103,8 +103,8 @@ def _begun(plan: Plan, wanted: Iterable[Key], saved: Mapping[Key, Entry]) -> dic
 def _check_partial(
     folder: Path,
     partial: Sequence[str],
-    wanted: Mapping[Key, Entry],
-    saved: Mapping[Key, Entry],
+    wanted: Mapping[TensorKey, Entry],
+    saved: Mapping[TensorKey, Entry],
     note: Callable[[str], None],
 ) -> None:
     for pattern in partial:
@@ -122,9 +122,9 @@ def _check_partial(
 
 def _check_match(
     checkpoint: Checkpoint,
-    saved: Mapping[Key, Entry],
-    wanted: Mapping[Key, Entry],
-    kept: Set[Key],
+    saved: Mapping[TensorKey, Entry],
+    wanted: Mapping[TensorKey, Entry],
+    kept: Set[TensorKey],
     convert: Sequence[str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
@@ -158,7 +158,7 @@ def _may_become(kind: str, saved: str, dtype: str) -> bool:
     Frozen parameters accept every floating-point dtype and codes, floating-point buffers the former, and moments accept
     fp32 and bf16.
     """
-    if kind in FROZEN_KINDS:
+    if kind in frozen_kinds():
         return "float" in saved or saved == "uint8"
     if kind == BUFFER and "float" in dtype:
         return "float" in saved
@@ -167,11 +167,11 @@ def _may_become(kind: str, saved: str, dtype: str) -> bool:
     return saved == dtype
 
 
-def _named(key: Key, patterns: Sequence[str]) -> bool:
+def _named(key: TensorKey, patterns: Sequence[str]) -> bool:
     name, kind = key
     return any(fnmatchcase(name, pattern) or fnmatchcase(f"{kind}/{name}", pattern) for pattern in patterns)
 
 
-def _words(key: Key) -> str:
+def _words(key: TensorKey) -> str:
     name, kind = key
-    return name if kind in WEIGHTS else f"{kind}/{name}"
+    return name if kind in weight_kinds() else f"{kind}/{name}"

@@ -12,9 +12,9 @@ from typing import Any
 from zero.checkpoint.agreement import gather_reports, join_threads
 from zero.checkpoint.files.disk import Disk
 from zero.checkpoint.files.listing import read_manifest
-from zero.checkpoint.files.shard import THREADS
+from zero.checkpoint.files.shard import HASH_THREADS
 from zero.checkpoint.format.facts import lineage_of, numbers_of
-from zero.checkpoint.format.hashes import BLOCK_BYTES
+from zero.checkpoint.format.hashes import HASH_BLOCK_BYTES
 from zero.checkpoint.format.manifest import Manifest
 from zero.checkpoint.tensors import Checkpoint, reader_of
 from zero.distributed.world import World
@@ -67,11 +67,13 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
         CheckpointError: a file is damaged; raised on every rank.
     """
     files = checkpoint.manifest.files
-    blocks = ((place, number) for place, file in enumerate(files) for number in range(-(-file.size // BLOCK_BYTES)))
-    count = sum(-(-file.size // BLOCK_BYTES) for file in files)
+    blocks = (
+        (place, number) for place, file in enumerate(files) for number in range(-(-file.size // HASH_BLOCK_BYTES))
+    )
+    count = sum(-(-file.size // HASH_BLOCK_BYTES) for file in files)
     begin, stop = (rank * count // world.size for rank in (world.rank, world.rank + 1))
     mine = list(itertools.islice(blocks, begin, stop))
-    cuts = [place * len(mine) // THREADS for place in range(THREADS + 1)]
+    cuts = [place * len(mine) // HASH_THREADS for place in range(HASH_THREADS + 1)]
     done: list[int] = []
     errors: dict[int, Exception] = {}
 
@@ -93,6 +95,6 @@ def _verify(world: World, checkpoint: Checkpoint, progress: Progress) -> None:
     threads = [threading.Thread(target=compare, args=ends, daemon=True) for ends in itertools.pairwise(cuts)]
     for thread in threads:
         thread.start()
-    what, total = f"verifying {checkpoint.folder.name}", len(mine) * BLOCK_BYTES
-    join_threads(world, threads, lambda: progress(what, len(done) * BLOCK_BYTES, total))
+    what, total = f"verifying {checkpoint.folder.name}", len(mine) * HASH_BLOCK_BYTES
+    join_threads(world, threads, lambda: progress(what, len(done) * HASH_BLOCK_BYTES, total))
     gather_reports(world, raise_first)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.contents import BUFFER, PARAMETER, saved_kind
-from zero.checkpoint.format.manifest import Flat, Held
+from zero.checkpoint.format.manifest import Held, SavedFlat
 from zero.core.layout import pages
 from zero.core.sizes import round_up
 from zero.engine.plan import Plan
@@ -37,7 +37,7 @@ def pieces_on_host(buffer: Tensor) -> Tensor:
 
 
 def pieces_of(
-    pieces: Iterable[Held], flats: Sequence[Flat], buffers: Mapping[str, Tensor], runtime: Runtime, memory: Tensor
+    pieces: Iterable[Held], flats: Sequence[SavedFlat], buffers: Mapping[str, Tensor], runtime: Runtime, memory: Tensor
 ) -> Iterator[Tensor]:
     """Yield the pieces of a file of this rank in order, as contiguous CPU tensors; each is valid until the next one.
 

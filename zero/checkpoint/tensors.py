@@ -26,7 +26,7 @@ OPEN_FILES = 128
 """Maximum number of files that `Tensors` keeps open. Each takes a file descriptor and 1 MiB of memory."""
 
 
-Places = dict[tuple[str, str], tuple[int, int]]
+TensorOffsets = dict[tuple[str, str], tuple[int, int]]
 """(name, kind) of a tensor -> (number of its first element in a file, byte offset of that element there)."""
 
 
@@ -97,7 +97,7 @@ class Tensors(AbstractContextManager["Tensors"]):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files = dict[int, tuple[ShardReader, Places]]()
+        self._files = dict[int, tuple[ShardReader, TensorOffsets]]()
         self._open = dict[int, ShardReader]()  # the most recently used file is last
 
     def __exit__(self, *_: object) -> None:
@@ -117,7 +117,7 @@ class Tensors(AbstractContextManager["Tensors"]):
                 reader.read(offset + (first - entry.start - begin) * values.itemsize, memory_of(part))
         return values
 
-    def _file(self, number: int) -> tuple[ShardReader, Places]:
+    def _file(self, number: int) -> tuple[ShardReader, TensorOffsets]:
         if number not in self._files:
             self._files[number] = reader_of(self._checkpoint, number)
         reader, places = self._files[number]
@@ -129,7 +129,7 @@ class Tensors(AbstractContextManager["Tensors"]):
         return reader, places
 
 
-def reader_of(checkpoint: Checkpoint, number: int) -> tuple[ShardReader, Places]:
+def reader_of(checkpoint: Checkpoint, number: int) -> tuple[ShardReader, TensorOffsets]:
     manifest = checkpoint.manifest
     pieces = held(manifest.flats, number, manifest.world)
     parts = [piece.part for piece in pieces]

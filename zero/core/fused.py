@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zero.core.layout import NOTHING, VECTOR, Layout
+from zero.core.layout import ONE_SETTING, VECTOR, Layout
 from zero.core.optim import Fused, Hyper
 
 GROUP_NUMBERS = 10
@@ -13,7 +13,7 @@ GROUP_NUMBERS = 10
 
 
 def tables(
-    layout: Layout, start: int, stop: int, tile_numel: int, settings: Mapping[str, int] = NOTHING
+    layout: Layout, start: int, stop: int, tile_numel: int, settings: Mapping[str, int] = ONE_SETTING
 ) -> tuple[Tensor, Tensor]:
     """Return the tables of the parameters in [start, stop) of a flat, which is cut into tiles.
 

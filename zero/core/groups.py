@@ -1,6 +1,7 @@
 """Groups of parameters with settings of their own, and the values of these settings at each step.
 
-A **group** is a set of parameters that share `Settings`: learning rate, weight decay, momenta, and whether they train.
+A **group** is a set of parameters with the same `GroupSettings`: learning rate, weight decay, momenta,
+whether it trains.
 Each setting is a constant, a function of the step, or an entry of a dict that the user holds and that is read at each
 step, like an entry of torch's `param_groups`.
 """
@@ -15,7 +16,7 @@ from typing import Any
 from zero.core import checks
 from zero.core.lr_schedule import Schedule
 from zero.core.suggest import meant
-from zero.core.updates import Settings
+from zero.core.updates import GroupSettings
 from zero.errors import ConfigError
 
 Mask = Callable[[str, tuple[int, ...]], bool]
@@ -131,7 +132,7 @@ def settings_at(
     decays: bool,
     where: str,
     step: int,
-) -> Settings:
+) -> GroupSettings:
     """Return the settings of a group at `step`; a setting that the group does not have is taken from `default`.
 
     Args:
@@ -156,7 +157,7 @@ def settings_at(
         wanted = f"the betas ({', '.join(betas)})" if betas else "no betas"
         raise ConfigError(f"optim.{where}betas={values['betas']}: this optimizer has {wanted}")
     trains = values["trains"](step) if callable(values["trains"]) else values["trains"]
-    return Settings(
+    return GroupSettings(
         at("lr", values["lr"]),
         at("weight_decay", values["weight_decay"]) if decays else 0.0,
         tuple(at(key, value) for key, value in zip(betas, values["betas"], strict=True)),

@@ -11,13 +11,13 @@ from torch import Tensor
 from zero.core.layout import Layout, Slot, SlotPiece
 from zero.core.master import Master
 from zero.core.moments import Moments, permutation
-from zero.core.updates import Update
+from zero.core.updates import PageUpdate
 
 
 class Pass(NamedTuple):
     """One pass of an update over all elements of a unit, page by page. Matrices take two, all else one."""
 
-    update: Update
+    update: PageUpdate
     kept: "Kept"
     reads_grad: bool = True
     """False: its gradients are the orthogonal directions."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from zero.core.sizes import round_up
 from zero.errors import LayoutError
 
-NOTHING: Mapping[str, int] = MappingProxyType({})
+ONE_SETTING: Mapping[str, int] = MappingProxyType({})
 
 VECTOR = 64
 """Alignment of slots and shards, in elements: 128 bytes in a 2-byte dtype, at least one cache line in every dtype."""
@@ -177,7 +177,7 @@ class Layout:
         firsts = [max(start, slot.offset) for slot in slots]
         return list(zip(slots, firsts, [*firsts[1:], stop], strict=False))
 
-    def segments(self, start: int, stop: int, settings: Mapping[str, int] = NOTHING) -> tuple[Segment, ...]:
+    def segments(self, start: int, stop: int, settings: Mapping[str, int] = ONE_SETTING) -> tuple[Segment, ...]:
         """Split [start, stop) into the longest segments of equal settings; a gap belongs to the slot before it.
 
         Cuts are at multiples of 64 elements, so a fused kernel may process each segment alone and give the same bits.

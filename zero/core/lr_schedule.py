@@ -83,7 +83,7 @@ def warmup_cosine(
 
 
 @dataclass(frozen=True)
-class LrRange:
+class LrRangeSchedule:
     """A learning-rate range test: `lr` at step 1, then `rate` x lr more for every `every` steps.
 
     With `stairs` the rate changes once per `every` steps, otherwise evenly at every step.
@@ -129,7 +129,7 @@ class Cycle:
 
 
 @dataclass(frozen=True)
-class OneCycle:
+class OneCycleSchedule:
     """A learning rate that rises from `start` to `lr` and falls back to `start` in one cycle, then decays.
 
     After the cycle the rate is start / (1 + decay_rate x passed intervals of the decay).

@@ -36,7 +36,7 @@ from torch import Tensor
 from zero.core.layout import VECTOR, SlotPiece, key_of
 from zero.core.master import cut_as, one_after_another, rounded
 
-BLOCK = 2**16
+ROUNDING_BLOCK = 2**16
 """Consecutive elements of a parameter that share one random number: a 16-bit offset into `permutation`."""
 
 _NAN = 0x7FC00000
@@ -202,9 +202,9 @@ def add_random(bits: Tensor, key: int, start: int, left: int = 0) -> None:
         left: the number of bits by which the random bits are shifted to the left.
     """
     stop, mixed = start + bits.numel(), mix(key)
-    for block in range(start // BLOCK, -(-stop // BLOCK)):
-        first, last = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
-        place = (mix(mixed + block) >> 16) - block * BLOCK
+    for block in range(start // ROUNDING_BLOCK, -(-stop // ROUNDING_BLOCK)):
+        first, last = max(start, block * ROUNDING_BLOCK), min(stop, (block + 1) * ROUNDING_BLOCK)
+        place = (mix(mixed + block) >> 16) - block * ROUNDING_BLOCK
         part = permutation(bits.device)[place + first : place + last]
         bits[first - start : last - start].add_(part, alpha=1 << left)
 
@@ -227,7 +227,7 @@ def permutation(device: torch.device) -> Tensor:
     The first call for a device creates it; other threads and streams must not use it before that call has returned.
     Source: the 16-bit hash of Wellons 2018, "Prospecting for Hash Functions".
     """
-    x = torch.arange(BLOCK, dtype=torch.int64)
+    x = torch.arange(ROUNDING_BLOCK, dtype=torch.int64)
     for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFF
     return x.to(torch.int32).repeat(2).to(device)

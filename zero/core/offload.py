@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from zero.core.schema import Section
-from zero.core.setting_types import Places, bytes_of, key, memory_bytes, or_auto, whole_or_auto
+from zero.core.setting_types import PathOrPaths, bytes_of, key, memory_bytes, or_auto, whole_or_auto
 from zero.core.sizes import BLOCK_BYTES, GiB, size_text
 from zero.errors import ConfigError, SettingError
 
@@ -51,14 +51,16 @@ def _percent(share: float) -> str:
 
 
 _SIZE_OR_SHARE = "a size such as 8GiB, a share of what is free such as 50%"
-Page = Annotated[int | None, or_auto("a size in bytes such as 8MiB or 80GiB, not negative", _page, None)]
+PageBytes = Annotated[int | None, or_auto("a size in bytes such as 8MiB or 80GiB, not negative", _page, None)]
 Budget = Annotated[
     int | float | None,
     or_auto(_SIZE_OR_SHARE, _budget, None, lambda kept: _percent(kept) if isinstance(kept, float) else kept),
 ]
 Reserve = Annotated[int | None, or_auto("a size such as 80GiB", memory_bytes, None)]
 StoreThreads = Annotated[int | None, whole_or_auto(1, 4096, None)]
-Ahead = Annotated[int | None, or_auto("a size such as 8GiB", lambda size: bytes_of(size) and memory_bytes(size), None)]
+AheadBytes = Annotated[
+    int | None, or_auto("a size such as 8GiB", lambda size: bytes_of(size) and memory_bytes(size), None)
+]
 
 
 class Offload(Section):
@@ -88,14 +90,14 @@ class Offload(Section):
         trades="4 bytes per parameter on the device against a write and a read per step",
         example="cpu",
     )
-    path: Places | None = key(
+    path: PathOrPaths | None = key(
         None,
         "folder of the file, which has no name; a list of folders: pages are spread over a file in each, by their "
         "measured rates; null: the current folder. '$NAME', in quotes, is a variable of each rank",
         trades="several disks read and write at once; one that fails ends the run",
         example=". offload=nvme",
     )
-    page_bytes: Page = key(
+    page_bytes: PageBytes = key(
         "auto",
         "bytes of one fp32 page, such as 4MiB; a multiple of 4KiB; auto: 4MiB, for large models up to 64MiB",
         alias="page",
@@ -109,7 +111,7 @@ class Offload(Section):
         unit="threads",
         example="4",
     )
-    ahead: Ahead = key(
+    ahead: AheadBytes = key(
         "auto",
         "most state that is read before its gradient exists, on a GPU and in host memory each, such as 8GiB; auto: "
         "what the plan leaves free on a GPU if it counts activations; for a disk an eighth of host memory beside a "

@@ -26,7 +26,7 @@ from zero.core.groups import (
 from zero.core.layout import Layout
 from zero.core.matrices import Matrices, MatrixRule
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
-from zero.core.updates import NO_NUMBERS, Numbers, Settings, Update
+from zero.core.updates import NO_NUMBERS, GroupSettings, Numbers, PageUpdate
 from zero.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ class Hyper(NamedTuple):
     """1 for the first update; skipped steps do not count."""
     divisor: float
     """Divisor of the gradients, applied once in fp32: ranks x accumulate x loss scale / clip coefficient."""
-    groups: tuple[Settings, ...]
+    groups: tuple[GroupSettings, ...]
     numbers: Numbers = NO_NUMBERS
     """Device tensors of numbers that fused kernels read from memory, made once for all updates of a step."""
     table: Tensor | None = None
@@ -59,7 +59,7 @@ class Fused(NamedTuple):
     tile: Callable[..., Any]
     """Function of a module in Triton's language, whose name `tl` it gets from the kernel. It takes parameters,
     gradients, a pointer to the numbers, and at most two moments; it returns the updated parameters and moments."""
-    numbers: Callable[[tuple[float, ...], Settings], tuple[float, ...]]
+    numbers: Callable[[tuple[float, ...], GroupSettings], tuple[float, ...]]
     """Function from the transform's constants and a group's settings to the numbers that `tile` reads: at most 8."""
 
     @property
@@ -85,10 +85,10 @@ class Transform:
 
     name: str
     moments: tuple[str, ...]
-    update: Update
+    update: PageUpdate
     constants: tuple[float, ...]
     """Numbers such as eps that are fixed in `update`, for comparison between ranks."""
-    groups: tuple[Callable[[int], Settings], ...]
+    groups: tuple[Callable[[int], GroupSettings], ...]
     """Function from the step, 1 for the first update, to the settings, by group number; the default group is first."""
     group: Callable[[str, tuple[int, ...]], int]
     """Function from the (name, shape) of a parameter to the number of its group."""
@@ -204,7 +204,7 @@ def check_transform(value: object, call: str) -> None:
 def make_transform(
     name: str,
     moments: tuple[str, ...],
-    update: Update,
+    update: PageUpdate,
     constants: tuple[float, ...],
     lr: Number,
     betas: Mapping[str, Number],

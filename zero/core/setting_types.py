@@ -104,7 +104,7 @@ def words_in_fp32(value: float) -> float:
 
 Count = Annotated[int | Literal["auto"], whole_or_auto(1)]
 Steps = Annotated[int | Literal["auto"], whole_or_auto(0)]
-Threads = Annotated[int | Literal["auto"], whole_or_auto(1, 4096)]
+ThreadCount = Annotated[int | Literal["auto"], whole_or_auto(1, 4096)]
 Ranks = Annotated[int | Literal["auto"], whole_or_auto(1, 2**20)]
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
@@ -151,7 +151,7 @@ Memory = Annotated[int | Literal["auto"], or_auto("a size such as 80GiB", memory
 # Words
 
 
-def text_of(value: object) -> str:
+def validate_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("must be text")
     if not value.strip():
@@ -162,7 +162,7 @@ def text_of(value: object) -> str:
 
 
 def _place(value: object) -> str:
-    text = text_of(value)
+    text = validate_text(value)
     if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
         raise ValueError("is too long for a path")
     if "*" in text or "?" in text:
@@ -170,11 +170,11 @@ def _place(value: object) -> str:
     return os.path.expanduser(text)
 
 
-def names_of(value: object) -> tuple[str, ...]:
+def validate_names(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         is_word = isinstance(value, str) and re.fullmatch(r"[\w.*/-]+", value)
         raise ValueError(f"must be a list: [{value}]" if is_word else "")
-    return tuple(text_of(name) for name in value)
+    return tuple(validate_text(name) for name in value)
 
 
 def _places(value: object) -> str | tuple[str, ...]:
@@ -208,7 +208,7 @@ def _activations(value: object) -> str | tuple[str, ...]:
         return str(value)
     if not value:
         raise ValueError("must not be empty")
-    entries = tuple(text_of(entry) for entry in value)
+    entries = tuple(validate_text(entry) for entry in value)
     for entry in entries:
         pattern, _, word = entry.rpartition(":")
         if not pattern or word not in ACTIVATIONS:
@@ -241,12 +241,12 @@ def _compile(value: object) -> bool | dict[str, Any]:
 Compile = Annotated[
     bool | dict[str, Any], Reads("true, false, or arguments of torch.compile such as {mode: max-autotune}", _compile)
 ]
-Place = Annotated[str, Reads("a path", _place)]
-Places = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
+PathText = Annotated[str, Reads("a path", _place)]
+PathOrPaths = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
 Needed = Annotated[str, Reads("a path, or null", lambda value: value if value is None else _place(value))]
 """A path without a default. Its section rejects null with a message of its own."""
-Word = Annotated[str, Reads("text", text_of)]
-Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", names_of)]
+PlainText = Annotated[str, Reads("text", validate_text)]
+Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", validate_names)]
 
 # In words
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zero.core.layout import Slot
 from zero.core.optim import Hyper
-from zero.core.updates import Settings
+from zero.core.updates import GroupSettings
 
 
 class UpdateCounts:
@@ -33,7 +33,7 @@ class UpdateCounts:
         """Begin a step, in which no group has trained."""
         self.trains = [False] * len(self.trains)
 
-    def train(self, groups: Sequence[Settings]) -> None:
+    def train(self, groups: Sequence[GroupSettings]) -> None:
         """Note which groups train in the next forward; a group that trains in any forward of a step is updated."""
         self.trains = [before or now.trains for before, now in zip(self.trains, groups, strict=True)]
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Tensors = list[Tensor]
+TensorList = list[Tensor]
 Numbers = Mapping[float, Tensor]
 """Number -> the 0-dim fp32 tensor on the device from which kernels read it."""
 NO_NUMBERS: Numbers = MappingProxyType({})
 
 
-class Settings(NamedTuple):
+class GroupSettings(NamedTuple):
     """Optimizer settings of one group at one step."""
 
     lr: float
@@ -46,10 +46,10 @@ class PageBatch(NamedTuple):
         factor: factor of the learning rate for matrices of one shape, see `MatrixRule.factor`.
     """
 
-    params: Tensors
-    grads: Tensors
-    moments: tuple[Tensors, ...]
-    settings: Settings
+    params: TensorList
+    grads: TensorList
+    moments: tuple[TensorList, ...]
+    settings: GroupSettings
     divisor: float
     numbers: Numbers = NO_NUMBERS
     factor: float = 1.0
@@ -67,10 +67,10 @@ class PageBatch(NamedTuple):
             torch._foreach_div_(self.grads, self.divisor)
 
 
-Update = Callable[[PageBatch], None]
+PageUpdate = Callable[[PageBatch], None]
 
 
-def average(decay: float, means: Tensors, params: Tensors) -> None:
+def average(decay: float, means: TensorList, params: TensorList) -> None:
     """Take the parameters into their running means."""
     torch._foreach_mul_(means, decay)
     torch._foreach_add_(means, torch._foreach_mul(params, 1 - decay))

@@ -20,7 +20,7 @@ from zero.errors import ConfigError, StaleStateError
 from zero.user_loop.full_models import close_full
 from zero.user_loop.grads import is_trained
 
-MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
+MOMENT_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "mu"}
 """Torch's names of moments -> this library's."""
 
 
@@ -122,7 +122,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
         param: the parameter.
         optim_state_key: exp_avg, exp_avg_sq or momentum_buffer.
     """
-    return _read(param, MOMENTS.get(optim_state_key, optim_state_key))
+    return _read(param, MOMENT_NAMES.get(optim_state_key, optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -137,7 +137,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Set a moment of `param` (see `safe_get_full_optimizer_state`) to `value`, a tensor of its shape. Collective."""
-    set_full(*_home_of(param), value, MOMENTS.get(optim_state_key, optim_state_key))
+    set_full(*_home_of(param), value, MOMENT_NAMES.get(optim_state_key, optim_state_key))
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:

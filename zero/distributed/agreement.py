@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero.distributed.failure import field_difference
-from zero.distributed.traffic import TrafficCounter
+from zero.distributed.traffic import CollectiveCounter
 from zero.distributed.transport import Transport, check_tensor, label
 from zero.errors import HandshakeError
 from zero.platform.modes import unobserved
@@ -39,7 +39,7 @@ class Hosts:
     def __init__(self, transport: Transport, whole: Self | None = None) -> None:
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._whole = transport, whole
-        self._counter: TrafficCounter = TrafficCounter() if whole is None else whole._counter
+        self._counter: CollectiveCounter = CollectiveCounter() if whole is None else whole._counter
 
     @property
     def whole(self) -> Self:

@@ -22,7 +22,7 @@ from torch import Tensor
 from zero.distributed.failure import NAMING_S, Note, Notes
 from zero.distributed.operations import Operations, signature_of
 from zero.distributed.rendezvous import (
-    check_groups,
+    check_process_groups,
     connect_all,
     env_int,
     have_gloo_listen,
@@ -66,7 +66,7 @@ class ProcessGroup:
             hint = ". Set GLOO_SOCKET_IFNAME to the network interface between the nodes."
         self._owns_default = not dist.is_initialized()
         if not self._owns_default:
-            check_groups(self._store, rank, size, dist.distributed_c10d._world.group_count, timeout_s)
+            check_process_groups(self._store, rank, size, dist.distributed_c10d._world.group_count, timeout_s)
         before = open_sockets()
         self._group = connect_all(
             self._store, rank, size, self._connect, timeout_s=timeout_s, wait_s=self._wait_s, hint=hint

@@ -103,7 +103,7 @@ def hosts(store: dist.Store, size: int) -> list[str]:
     return _texts(store, "here", size)
 
 
-def check_groups(store: dist.Store, rank: int, size: int, made: int, timeout_s: float) -> None:
+def check_process_groups(store: dist.Store, rank: int, size: int, made: int, timeout_s: float) -> None:
     """Raise ConfigError unless every rank has `made` as many process groups, from which torch makes their names."""
     store.set(f"groups/{rank}", str(made))
     _await_all(store, "groups", rank, size, timeout_s, "connect")

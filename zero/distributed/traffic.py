@@ -17,7 +17,7 @@ class Collectives(NamedTuple):
     """The part of `gather_bytes` and `reduce_bytes` that came from other nodes."""
 
 
-class TrafficCounter:
+class CollectiveCounter:
     """The counter of one rank, which a world shares with its parts."""
 
     def __init__(self) -> None:

@@ -29,11 +29,11 @@ from zero.errors import CheckpointError
 from zero.formats.stream import Stream, TensorSource
 from zero.formats.torch_file import check_records, refused
 from zero.platform.files import naming
-from zero.platform.safetensors_files import NAMES
+from zero.platform.safetensors_files import DTYPE_NAMES
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 
-_DTYPES = {str(dtype): dtype for dtype in NAMES}
+_DTYPES = {str(dtype): dtype for dtype in DTYPE_NAMES}
 _RECORDS = "Metadata StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
 _RECORDS += "MetadataIndex _MEM_FORMAT_ENCODING"
 _ALLOWED = {
@@ -104,7 +104,7 @@ def read(folder: Path) -> TensorSource:
     Raises:
         CheckpointError: the metadata is damaged, or uses classes that tensors do not need.
     """
-    saved = _metadata(folder / METADATA)
+    saved = _metadata(folder / METADATA_FILE)
     streams, left = {}, []
     for name, entry in saved.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):

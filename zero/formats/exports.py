@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint import Checkpoint, Tensors, open_at, shape_of, weights_of
-from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
+from zero.checkpoint.contents import BUFFER, PARAMETER, weight_kinds
 from zero.checkpoint.format.manifest import Entry
 from zero.core.formats import PACKED_FORMATS
 from zero.core.master import rounded
@@ -29,7 +29,7 @@ from zero.formats.torch_file import write as write_torch
 from zero.platform.files import appearing, naming
 from zero.progress import Progress, silent
 
-FORMATS = ("hf", "torch", "dcp", "peft")
+EXPORT_FORMATS = ("hf", "torch", "dcp", "peft")
 
 
 class Exported(NamedTuple):
@@ -89,8 +89,8 @@ def export_checkpoint(
         ConfigError: the format is unknown, `out` exists, an adapter is trained for "hf", or for "peft" there is none or
             other parameters are trained.
     """
-    if to not in FORMATS:
-        raise ConfigError(f"--to {to} does not exist. Choose from {', '.join(FORMATS)}.")
+    if to not in EXPORT_FORMATS:
+        raise ConfigError(f"--to {to} does not exist. Choose from {', '.join(EXPORT_FORMATS)}.")
     if os.path.lexists(out):
         raise ConfigError(f"--out {out}: exists already. Give another name.")
     with Tensors(checkpoint) as files, naming(out), appearing(out) as unfinished:
@@ -128,7 +128,7 @@ def whole_parameters(checkpoint: Checkpoint, *, frozen: bool = True) -> dict[str
     left = (
         set()
         if frozen
-        else {entry.name for entry in checkpoint.manifest.entries if entry.kind in WEIGHTS - {PARAMETER}}
+        else {entry.name for entry in checkpoint.manifest.entries if entry.kind in weight_kinds() - {PARAMETER}}
     )
     with Tensors(checkpoint) as files:
         streams, ties = _streams(checkpoint, files, torch.float32, weights_of(checkpoint, PARAMETER))
@@ -149,7 +149,7 @@ def _streams(
     """
     streams = {}
     for entry in checkpoint.manifest.entries:
-        if entry.kind in {*WEIGHTS, BUFFER}:
+        if entry.kind in {*weight_kinds(), BUFFER}:
             entry = trained.get(entry.name, entry) if entry.kind == PARAMETER else entry
             shape = shape_of(checkpoint, entry)
             cast: Callable[[Tensor, torch.dtype], Tensor] = rounded

@@ -28,15 +28,15 @@ from zero.formats.stream import Stream, TensorSource, counted
 from zero.formats.torch_file import read as read_torch
 from zero.formats.universal import read as read_deepspeed
 from zero.platform.files import memory_of, naming
-from zero.platform.safetensors_files import NAMES
+from zero.platform.safetensors_files import DTYPE_NAMES
 from zero.progress import Progress, silent
 
-FORMATS = ("hf", "torch", "dcp", "deepspeed")
+IMPORT_FORMATS = ("hf", "torch", "dcp", "deepspeed")
 
 STATISTICS = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
 """Patterns for the names of the buffers of torch's normalization layers."""
 
-Value = tuple[str, str, Stream]
+SavedValue = tuple[str, str, Stream]
 """(name, kind, values) of one tensor of the new checkpoint."""
 
 
@@ -72,14 +72,14 @@ def open_source(from_: str, path: Path) -> TensorSource:
     """Return the tensors of a file or folder; their values are read later.
 
     Args:
-        from_: the format, one of `FORMATS`.
+        from_: the format, one of `IMPORT_FORMATS`.
 
     Raises:
         CheckpointError: the path is not of the format `from_`, is damaged, or contains objects that are not allowed.
         ConfigError: the format is unknown.
     """
-    if from_ not in FORMATS:
-        raise ConfigError(f"--from {from_} does not exist. Choose from {', '.join(FORMATS)}.")
+    if from_ not in IMPORT_FORMATS:
+        raise ConfigError(f"--from {from_} does not exist. Choose from {', '.join(IMPORT_FORMATS)}.")
     with naming(path):
         path.stat()
     read: dict[str, Callable[[Path], TensorSource]] = {"hf": read_hf, "torch": read_torch, "deepspeed": read_deepspeed}
@@ -191,13 +191,13 @@ def _kinds(source: TensorSource, ties: Mapping[str, str], choice: ImportChoice) 
     return {name: kind(name) for name in names}
 
 
-def _values(source: TensorSource, kinds: Mapping[str, str], moments: tuple[str, ...]) -> list[Value]:
+def _values(source: TensorSource, kinds: Mapping[str, str], moments: tuple[str, ...]) -> list[SavedValue]:
     """List the tensors of the new checkpoint; parameters and moments are fp32, other tensors keep their dtype."""
     values = []
     for name, kind in kinds.items():
         stream = source.tensors[name]
         is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # its scale is a separate tensor
-        if stream.dtype not in NAMES or is_float8:
+        if stream.dtype not in DTYPE_NAMES or is_float8:
             raise CheckpointError(f"{name} ({kind}): {stream.dtype} cannot be imported. Import a bf16 copy.")
         values.append((name, kind, stream.to(torch.float32, name) if kind == PARAMETER else stream))
         zeros = Stream.read_by(torch.float32, stream.shape, lambda start, stop: torch.zeros(stop - start))
@@ -239,7 +239,7 @@ def _notes(
 START = Precision("fp32").scale.start()  # a load starts with the run's own scale
 
 
-def _publish(root: Root, values: list[Value], number: int, numbers: Mapping[str, Any], progress: Progress) -> Path:
+def _publish(root: Root, values: list[SavedValue], number: int, numbers: Mapping[str, Any], progress: Progress) -> Path:
     name = step_name(number)
     if number in root.steps():
         raise CheckpointError(f"{root.path / name}: exists already. Give --step or another --out.")

@@ -27,14 +27,14 @@ from torch.nn import Parameter
 from zero.errors import CheckpointError
 from zero.formats.stream import Stream, TensorSource, new_file, put
 from zero.platform.files import naming
-from zero.platform.safetensors_files import NAMES
+from zero.platform.safetensors_files import DTYPE_NAMES
 
 _CLASSES = torch.storage._dtype_to_storage_type_map()
 
-STORAGES = {dtype: getattr(torch, _CLASSES[dtype]) for dtype in NAMES if dtype in _CLASSES}
+STORAGES = {dtype: getattr(torch, _CLASSES[dtype]) for dtype in DTYPE_NAMES if dtype in _CLASSES}
 """Each dtype that a checkpoint can store -> the storage class in torch.save's pickle; float8 dtypes have none."""
 
-ALIGN_BYTES = 64
+STORAGE_ALIGN_BYTES = 64
 """Alignment of each record in the file, as in torch.save, so that memory-mapped tensors are aligned."""
 
 TRUST = "Such a file may hold only tensors, and you must trust its author."
@@ -107,7 +107,7 @@ def _aligned(name: str, offset: int) -> zipfile.ZipInfo:
     """Return the zip entry of a record whose local header begins at `offset`, padded so that its data is aligned."""
     place = zipfile.ZipInfo(name)
     begin = offset + _LOCAL_HEADER_BYTES + len(name) + 4 + _ZIP64_BYTES
-    padding = -begin % ALIGN_BYTES
+    padding = -begin % STORAGE_ALIGN_BYTES
     place.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding  # the padding field of torch.save
     return place
 

@@ -21,7 +21,7 @@ from zero.errors import CheckpointError
 from zero.formats.stream import Stream, TensorSource, shape_in
 from zero.formats.torch_file import restricted, stream_of
 
-MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+MOMENT_FILES = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 """This library's name of a moment -> DeepSpeed's name."""
 
 MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
@@ -62,7 +62,7 @@ def read(folder: Path) -> TensorSource:
             tensors[name] = _stream(home / "fp32.pt", shapes.get(name))
             kinds[name] = PARAMETER if name in trained else FROZEN
     for name, home in trained.items():
-        for kind, theirs in MOMENTS.items():
+        for kind, theirs in MOMENT_FILES.items():
             if (home / f"{theirs}.pt").is_file():
                 moments[name, kind] = _stream(home / f"{theirs}.pt", shapes[name])
     for kind, others in ((FROZEN, frozen), (BUFFER, buffers)):

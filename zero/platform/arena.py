@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero.core.sizes import BLOCK_BYTES, round_up
 from zero.platform.device import Device, work_alone
-from zero.platform.host_memory import mapping
+from zero.platform.host_memory import map_anonymous
 
 MOST_TOUCHING = 16
 """Limit of the threads that touch an arena, because every rank of a node touches its own at the same time."""
@@ -28,7 +28,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, device: Device, *, pin: bool = True) -> None:
-        memory = mapping(max(nbytes, BLOCK_BYTES))
+        memory = map_anonymous(max(nbytes, BLOCK_BYTES))
         if not device.shares_memory:
             _advise(memory)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)

@@ -23,10 +23,10 @@ def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tenso
     """
     if device.type != "cpu" or numel == 0:
         return torch.zeros(numel, dtype=dtype, device=device)
-    return torch.frombuffer(mapping(numel * dtype.itemsize), dtype=dtype, count=numel)
+    return torch.frombuffer(map_anonymous(numel * dtype.itemsize), dtype=dtype, count=numel)
 
 
-def mapping(nbytes: int) -> mmap.mmap:
+def map_anonymous(nbytes: int) -> mmap.mmap:
     """Return a mapping of new zeros of this process alone."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 

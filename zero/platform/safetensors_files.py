@@ -29,7 +29,7 @@ from zero.platform.host_memory import aligned_zeros
 
 INDEX = "model.safetensors.index.json"
 
-NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.complex64: "C64",
     torch.float32: "F32",
@@ -60,7 +60,7 @@ MOST_HEADER_BYTES = 100_000_000
 ALIGN_BYTES = BLOCK_BYTES
 """Alignment of the data in a checkpoint's files, so that they can be memory-mapped and read by direct I/O."""
 
-_DTYPES = {word: dtype for dtype, word in NAMES.items()}
+_DTYPES = {word: dtype for dtype, word in DTYPE_NAMES.items()}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def header(
     """Return the bytes of a file before its data: the length of the header, and the header.
 
     Args:
-        parts: the tensors, sorted `by_width`, with different keys and dtypes in `NAMES`.
+        parts: the tensors, sorted `by_width`, with different keys and dtypes in `DTYPE_NAMES`.
         align_bytes: the header is padded so that the data begins at a multiple of this.
         metadata: key -> text, stored in the header.
 
@@ -98,7 +98,7 @@ def header(
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     for part, start in zip(parts, _starts(parts), strict=False):
-        name = NAMES[part.dtype]
+        name = DTYPE_NAMES[part.dtype]
         entries[part.key] = {"dtype": name, "shape": list(part.shape), "data_offsets": [start, start + part.nbytes]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     nbytes = -(-(LENGTH_BYTES + len(text)) // align_bytes) * align_bytes - LENGTH_BYTES

@@ -27,11 +27,11 @@ from zero.platform.run_files import publish
 if TYPE_CHECKING:  # it imports torch, which reading a timeline does not need
     pass
 
-ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
+TIMELINE_ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
 EXPOSED = "exposed"
 
 
-Interval = tuple[float, float]
+BeginEnd = tuple[float, float]
 """(begin, end) in seconds, with begin <= end."""
 
 
@@ -47,7 +47,7 @@ class Span(NamedTuple):
     rank: int = 0
 
 
-class Share(NamedTuple):
+class RowSeconds(NamedTuple):
     """The seconds in which a row was busy, and the part of them in which the training thread waited for the row."""
 
     busy_s: float
@@ -73,8 +73,8 @@ class Timeline:
         """Return the duration of the recording in seconds."""
         return max((span.end_s for span in self.spans if span.row in ("compute", EXPOSED)), default=0.0)
 
-    def hidden(self) -> dict[str, Share]:
-        """Return busy and exposed seconds of every row in `ROWS`, summed over the ranks."""
+    def hidden(self) -> dict[str, RowSeconds]:
+        """Return busy and exposed seconds of every row in `TIMELINE_ROWS`, summed over the ranks."""
         return shares(self.spans)
 
     def write(self, path: Path) -> None:
@@ -99,9 +99,9 @@ class Timeline:
 # -- arithmetic of intervals -------------------------------------------------------------------------------------------
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def union(intervals: Iterable[BeginEnd]) -> list[BeginEnd]:
     """Merge overlapping intervals; return disjoint, non-empty intervals in ascending order."""
-    merged: list[Interval] = []
+    merged: list[BeginEnd] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
@@ -110,14 +110,14 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersection(ours: Iterable[Interval], theirs: Iterable[Interval]) -> list[Interval]:
+def intersection(ours: Iterable[BeginEnd], theirs: Iterable[BeginEnd]) -> list[BeginEnd]:
     """Return the time after 0 that both lists of intervals cover, as disjoint intervals in ascending order."""
     first, second = union(ours), union(theirs)
     end = max((stop for _, stop in first + second), default=0.0)
     return outside(outside(first, end) + outside(second, end), end)
 
 
-def outside(intervals: Iterable[Interval], end: float) -> list[Interval]:
+def outside(intervals: Iterable[BeginEnd], end: float) -> list[BeginEnd]:
     """Return the parts of (0, end) that none of `intervals` covers, in ascending order."""
     free, begin = [], 0.0
     for start, stop in [*union(intervals), (end, end)]:
@@ -127,14 +127,14 @@ def outside(intervals: Iterable[Interval], end: float) -> list[Interval]:
     return free
 
 
-def length(intervals: Iterable[Interval]) -> float:
+def length(intervals: Iterable[BeginEnd]) -> float:
     """Return the total time that at least one interval covers, in seconds."""
     return sum(end - begin for begin, end in union(intervals))
 
 
-def shares(spans: Sequence[Span]) -> dict[str, Share]:
+def shares(spans: Sequence[Span]) -> dict[str, RowSeconds]:
     """Return busy and exposed seconds of each row, summed over the ranks."""
-    shares = {row: Share(0.0, 0.0) for row in ROWS}
+    shares = {row: RowSeconds(0.0, 0.0) for row in TIMELINE_ROWS}
     for rank in {span.rank for span in spans}:
         of_rank = [span for span in spans if span.rank == rank]
         exposed = [span for span in of_rank if span.row == EXPOSED]
@@ -142,7 +142,7 @@ def shares(spans: Sequence[Span]) -> dict[str, Share]:
             under_way = [(span.begin_s, span.end_s) for span in of_rank if span.row == row]
             waited = [(span.begin_s, span.end_s) for span in exposed if row in span.name.split(", ")]
             exposed_s = length(intersection(under_way, waited))
-            shares[row] = Share(before.busy_s + length(under_way), before.exposed_s + exposed_s)
+            shares[row] = RowSeconds(before.busy_s + length(under_way), before.exposed_s + exposed_s)
     return shares
 
 
@@ -154,7 +154,7 @@ class Mark(NamedTuple):
     unit: str
 
 
-def computing(exposed: Iterable[Interval], marks: Sequence[Mark], step_s: float, rank: int) -> list[Span]:
+def computing(exposed: Iterable[BeginEnd], marks: Sequence[Mark], step_s: float, rank: int) -> list[Span]:
     """Return the spans of row `compute`: the time of the step that `exposed` does not cover, cut at the marks.
 
     Each span has the name and unit of the mark at its end. After the last mark, the name is "rest".
@@ -175,7 +175,7 @@ def to_trace(spans: Iterable[Span]) -> dict[str, Any]:
     named: list[dict[str, Any]] = []
     drawn: list[dict[str, Any]] = []
     lanes: dict[tuple[int, str], list[float]] = {}  # (rank, row) -> the end of the last span of each thread
-    order = (*ROWS, EXPOSED)
+    order = (*TIMELINE_ROWS, EXPOSED)
     for span in sorted(spans, key=lambda span: (span.rank, order.index(span.row), span.begin_s)):
         ends = lanes.setdefault((span.rank, span.row), [])
         lane = next((number for number, end_s in enumerate(ends) if end_s <= span.begin_s), len(ends))

@@ -18,7 +18,7 @@ from zero.core.setting_types import Natural, Whole, key
 from zero.core.stage import Stage
 from zero.errors import ConfigError
 from zero.settings.optimizers import AdamWSection, Optim
-from zero.settings.schedule import Decay, OneCycle, Schedule, Warmup, WarmupCosine
+from zero.settings.schedule import DecayFields, OneCycleSection, ScheduleSection, WarmupCosineSection, WarmupFields
 from zero.settings.step_sections import Batch, PrecisionSection, Zero
 from zero.tracker.settings import JsonlSettings, TrackerSettings
 
@@ -31,7 +31,7 @@ class Settings(Section):
     zero: Zero = Zero()
     batch: Batch = Batch()
     optim: Optim = AdamWSection()
-    schedule: Schedule = WarmupCosine()
+    schedule: ScheduleSection = WarmupCosineSection()
     precision: PrecisionSection = PrecisionSection()
     offload: Offload = Offload()
     tracker: TrackerSettings = JsonlSettings()
@@ -44,13 +44,13 @@ class Settings(Section):
 
     def _schedule_agrees(self) -> None:
         schedule = self.schedule
-        if isinstance(schedule, Decay) and self.warmup + schedule.hold >= self.decayed:
+        if isinstance(schedule, DecayFields) and self.warmup + schedule.hold >= self.decayed:
             total = "steps" if schedule.total is None else "schedule.total"
             raise ConfigError(
                 f"schedule.warmup={self.warmup}, schedule.hold={schedule.hold}: no step of {total}={self.decayed} is "
                 "left for the decay. Lower one of them."
             )
-        if isinstance(schedule, OneCycle) and schedule.momentum and not self.optim.has_momentum:
+        if isinstance(schedule, OneCycleSection) and schedule.momentum and not self.optim.has_momentum:
             raise ConfigError(
                 f"schedule.momentum=true: optim={self.optim.name} has no momentum. Set schedule.momentum=false."
             )
@@ -58,13 +58,13 @@ class Settings(Section):
     @property
     def warmup(self) -> int:
         """Steps until the peak learning rate."""
-        steps = self.schedule.warmup if isinstance(self.schedule, Warmup) else 0
+        steps = self.schedule.warmup if isinstance(self.schedule, WarmupFields) else 0
         return self.steps // 20 if steps == "auto" else steps
 
     @property
     def decayed(self) -> int:
         """The step at which a decay reaches its last learning rate."""
-        total = self.schedule.total if isinstance(self.schedule, Decay) else None
+        total = self.schedule.total if isinstance(self.schedule, DecayFields) else None
         return self.steps if total is None else total
 
     def on(self, ranks: int) -> Self:

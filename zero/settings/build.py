@@ -15,7 +15,7 @@ from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.settings import Settings
-from zero.settings.schedule import Decay, LrRange, OneCycle, Warmup, WarmupLinear
+from zero.settings.schedule import DecayFields, LrRangeSection, OneCycleSection, WarmupFields, WarmupLinearSection
 
 
 def build_plan(config: Settings, model: nn.Module, world: World, **overrides: Any) -> Plan:
@@ -74,23 +74,23 @@ def _build_transform(config: Settings) -> Transform:
 def build_schedule(config: Settings) -> Schedule:
     """Make the function from the step to the learning rate."""
     chosen, lr = config.schedule, config.optim.lr
-    if isinstance(chosen, Warmup):
+    if isinstance(chosen, WarmupFields):
         start = None if chosen.start is None else chosen.start * lr
-        if isinstance(chosen, Decay):
-            make = lr_schedule.warmup_linear if isinstance(chosen, WarmupLinear) else lr_schedule.warmup_cosine
+        if isinstance(chosen, DecayFields):
+            make = lr_schedule.warmup_linear if isinstance(chosen, WarmupLinearSection) else lr_schedule.warmup_cosine
             final, hold = chosen.final * lr, chosen.hold
             return make(lr, config.warmup, config.decayed, final, hold=hold, start=start, curve=chosen.curve)
         return lr_schedule.linear_warmup(lr, config.warmup, start=start, curve=chosen.curve)
-    if isinstance(chosen, OneCycle):
-        return lr_schedule.OneCycle(lr, chosen.start * lr, _cycle(config, chosen), chosen.decay_rate)
-    if isinstance(chosen, LrRange):
-        return lr_schedule.LrRange(lr, chosen.every, chosen.rate, chosen.stairs)
+    if isinstance(chosen, OneCycleSection):
+        return lr_schedule.OneCycleSchedule(lr, chosen.start * lr, _cycle(config, chosen), chosen.decay_rate)
+    if isinstance(chosen, LrRangeSection):
+        return lr_schedule.LrRangeSchedule(lr, chosen.every, chosen.rate, chosen.stairs)
     return lr_schedule.linear_warmup(lr, 0)
 
 
 def _cycled_momentum(config: Settings) -> Schedule | None:
     chosen = config.schedule
-    if not isinstance(chosen, OneCycle) or not chosen.momentum:
+    if not isinstance(chosen, OneCycleSection) or not chosen.momentum:
         return None
     low, high, cycle = chosen.momentum_min, chosen.momentum_max, _cycle(config, chosen)
     momentum = lr_schedule.CycledMomentum(low, high, cycle, chosen.momentum_decay_rate, chosen.momentum_start)
@@ -102,7 +102,7 @@ def _cycled_momentum(config: Settings) -> Schedule | None:
     return momentum
 
 
-def _cycle(config: Settings, chosen: OneCycle) -> lr_schedule.Cycle:
+def _cycle(config: Settings, chosen: OneCycleSection) -> lr_schedule.Cycle:
     rise = max(1, config.steps // 2) if chosen.rise == "auto" else chosen.rise
     down = chosen.rise_stairs if chosen.fall_stairs is None else chosen.fall_stairs
     return lr_schedule.Cycle(rise, chosen.fall or rise, (chosen.rise_stairs, down), chosen.decay_every)

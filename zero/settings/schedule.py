@@ -9,13 +9,13 @@ from zero.core.setting_types import MOST, Count, Fraction, Natural, NonNegative,
 from zero.errors import ConfigError
 
 
-class Constant(Section):
+class ConstantSection(Section):
     """The peak learning rate throughout."""
 
     name: Literal["constant"] = key("constant", "kind of schedule")
 
 
-class Warmup(Section):
+class WarmupFields(Section):
     """Fields of every schedule with a warm-up."""
 
     warmup: Steps = key("auto", "steps until the peak; auto: a twentieth of `steps`", unit="steps", example="20")
@@ -29,7 +29,7 @@ class Warmup(Section):
     )
 
 
-class Decay(Warmup):
+class DecayFields(WarmupFields):
     """Fields of every schedule with a decay."""
 
     hold: Annotated[int, Field(ge=-1, le=MOST)] = key(
@@ -41,25 +41,25 @@ class Decay(Warmup):
     final: Share = key(0.1, "learning rate after the last step, as a share of the peak", example="0")
 
 
-class LinearWarmup(Warmup):
+class LinearWarmupSection(WarmupFields):
     """Up from zero in a line, then the peak."""
 
     name: Literal["linear_warmup"] = key("linear_warmup", "kind of schedule")
 
 
-class WarmupLinear(Decay):
+class WarmupLinearSection(DecayFields):
     """Up in a line, then down in a line over the rest of `steps`."""
 
     name: Literal["warmup_linear"] = key("warmup_linear", "kind of schedule")
 
 
-class WarmupCosine(Decay):
+class WarmupCosineSection(DecayFields):
     """Up in a line, then down along half a cosine over the rest of `steps`."""
 
     name: Literal["warmup_cosine"] = key("warmup_cosine", "kind of schedule")
 
 
-class OneCycle(Section):
+class OneCycleSection(Section):
     """Up to the peak and down again while the momentum goes down and up; then a decay."""
 
     name: Literal["one_cycle"] = key("one_cycle", "kind of schedule")
@@ -99,7 +99,7 @@ class OneCycle(Section):
         return self
 
 
-class LrRange(Section):
+class LrRangeSection(Section):
     """A test of learning rates: up from optim.lr for as long as it runs."""
 
     name: Literal["lr_range"] = key("lr_range", "kind of schedule")
@@ -108,6 +108,12 @@ class LrRange(Section):
     stairs: bool = key(False, "whether it moves once per interval only", example="true")
 
 
-Schedule = Annotated[
-    Constant | LinearWarmup | WarmupLinear | WarmupCosine | OneCycle | LrRange, Field(discriminator="name")
+ScheduleSection = Annotated[
+    ConstantSection
+    | LinearWarmupSection
+    | WarmupLinearSection
+    | WarmupCosineSection
+    | OneCycleSection
+    | LrRangeSection,
+    Field(discriminator="name"),
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from zero.errors import StoreError
 from zero.platform.handle import Handle
 
-Held = TypeVar("Held")
+Holder = TypeVar("Holder")
 
 
 class PageKind(StrEnum):
@@ -51,12 +51,12 @@ class Page(NamedTuple):
         return f"page {self.kind} {self.number} of unit {self.unit}"
 
 
-class Pages(dict[Page, Held]):
+class Pages(dict[Page, Holder]):
     """A store's record of each of its pages. A look-up of an unknown page, or after `close`, raises StoreError."""
 
     is_closed = False
 
-    def __missing__(self, page: Page) -> Held:
+    def __missing__(self, page: Page) -> Holder:
         self.check_open()
         raise StoreError(f"{page} was never allocated")
 

@@ -85,7 +85,7 @@ class Modify(NamedTuple):
     """The store lends all pages of the group, so there is no slot, no read and no write."""
 
 
-class Transfer(NamedTuple):
+class PageTransfer(NamedTuple):
     """The submission of a read or a write of one page."""
 
     number: int
@@ -144,4 +144,4 @@ class Finished(NamedTuple):
     action: Action
 
 
-Event = Expect | Modify | Transfer | Finished
+StoreEvent = Expect | Modify | PageTransfer | Finished

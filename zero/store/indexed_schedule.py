@@ -10,14 +10,14 @@ from zero.store.base import Page
 from zero.store.events import (
     Action,
     Copy,
-    Event,
     Expect,
     Finished,
     GroupPhase,
     Modify,
     Move,
+    PageTransfer,
     Read,
-    Transfer,
+    StoreEvent,
     Work,
     Write,
 )
@@ -25,7 +25,7 @@ from zero.store.loaded_groups import LoadedGroups
 from zero.store.page_operations import OperationQueue, PageOperation, PageOperations
 
 
-class Schedule:
+class IndexedSchedule:
     """The state of the scheduler and its decisions. It is the specification's `State`, but changed in place.
 
     Args:
@@ -48,7 +48,7 @@ class Schedule:
         """Return whether no operation is queued or in progress; groups that were read ahead may be in slots."""
         return not self._operations and not self.running
 
-    def advance(self, event: Event) -> list[Action]:
+    def advance(self, event: StoreEvent) -> list[Action]:
         """Process one event and return the actions to start now, in order of urgency."""
         actions: list[Action] = []
         match event:
@@ -56,7 +56,7 @@ class Schedule:
                 self._loaded.expect(groups)
             case Modify():
                 self._modify(event)
-            case Transfer():
+            case PageTransfer():
                 self._transfer(event, actions)
             case Finished(action):
                 self._finished(action)
@@ -68,7 +68,7 @@ class Schedule:
             actions.append(following)
         return actions
 
-    def would_start(self, event: Transfer) -> bool:
+    def would_start(self, event: PageTransfer) -> bool:
         """Return whether `event`, submitted with `here`, would start at once."""
         if event.writes:
             return not self._operations.is_touched(event.page) and not self._is_being_read(event.page)
@@ -90,7 +90,7 @@ class Schedule:
         elif held.phase is GroupPhase.READY:
             self._wait_in(self._ready, number)
 
-    def _transfer(self, event: Transfer, actions: list[Action]) -> None:
+    def _transfer(self, event: PageTransfer, actions: list[Action]) -> None:
         written, read = ((event.page,), ()) if event.writes else ((), (event.page,))
         self._operations.submit(PageOperation(event, ((), event.number)), written, read)
         self._loaded.outdate(written, None)
@@ -137,7 +137,7 @@ class Schedule:
 
     def _move(self, number: int) -> Action | None:
         event, source = self._operations[number].event, self._operations[number].source
-        assert isinstance(event, Transfer)
+        assert isinstance(event, PageTransfer)
         if source is not None:
             return Copy(number, event.page, source, self._loaded[source].slot)
         return Move(number, event.page, event.writes) if self._can_start(number) else None

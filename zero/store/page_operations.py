@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 
 from zero.store.base import Page
-from zero.store.events import Action, Modify, PageGroup, Transfer
+from zero.store.events import Action, Modify, PageGroup, PageTransfer
 
 Turn = tuple[int, ...]
 
@@ -25,7 +25,7 @@ class PageOperation:
 
     __slots__ = ("after", "before", "event", "source", "turn")
 
-    def __init__(self, event: Modify | Transfer, turn: tuple[Turn, int]) -> None:
+    def __init__(self, event: Modify | PageTransfer, turn: tuple[Turn, int]) -> None:
         self.event, self.turn = event, turn
         self.after: set[int] = set()
         self.before: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class PageOperations(dict[int, PageOperation]):
         """Remove an operation, and yield the numbers of those that waited for it and have not ended."""
         operation = self.pop(number)
         event = operation.event
-        for page in (event.page,) if isinstance(event, Transfer) else event.group.all:
+        for page in (event.page,) if isinstance(event, PageTransfer) else event.group.all:
             others = tuple(touch for touch in self._touching.pop(page, ()) if touch[0] != number)
             if others:
                 self._touching[page] = others
@@ -80,7 +80,7 @@ class PageOperations(dict[int, PageOperation]):
     def only_modification_before(self, number: int) -> PageGroup | None:
         """Return the group that is modified by the only operation that a read of a page waits for; else None."""
         operation = self[number]
-        if not isinstance(operation.event, Transfer) or operation.event.writes or len(operation.after) != 1:
+        if not isinstance(operation.event, PageTransfer) or operation.event.writes or len(operation.after) != 1:
             return None
         (before,) = (self[number].event for number in operation.after)
         return before.group if isinstance(before, Modify) else None

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero.errors import StoreError
 from zero.platform.handle import Done
 from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching
-from zero.store.events import Expect, Modify, PageGroup, Transfer
+from zero.store.events import Expect, Modify, PageGroup, PageTransfer
 from zero.store.executor import Executor
 from zero.store.traffic_counter import Traffic
 from zero.store.workers import WorkerPool
@@ -187,7 +187,7 @@ class PrefetchStore(Store):
         check_matching(page, *self._sizes[page], tensor)
         if writes:
             self._versions[page] += 1
-        event = Transfer(0, page, writes)
+        event = PageTransfer(0, page, writes)
         if self._inner.in_place(page) is None:
             return self._workers.submit(event, partial(self._executor.move, page, tensor, writes))
         self._workers.do_here(event, partial(self._executor.copy_in_caller, page, tensor, writes))

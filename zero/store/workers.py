@@ -20,9 +20,9 @@ import torch
 from zero.errors import StoreError
 from zero.platform.threads import BackgroundThread, uninterrupted
 from zero.store.base import Ticket
-from zero.store.events import Action, Copy, Event, Finished, Modify, Move, Read, Transfer, Work, Write
+from zero.store.events import Action, Copy, Finished, Modify, Move, PageTransfer, Read, StoreEvent, Work, Write
 from zero.store.executor import Executor
-from zero.store.indexed_schedule import Schedule
+from zero.store.indexed_schedule import IndexedSchedule
 
 IDLE_S = 1.0
 """Seconds after which an idle worker looks for work, in case an interrupt swallowed a wake-up."""
@@ -33,7 +33,7 @@ class _Ticket:
 
     __slots__ = ("_workers", "ended", "event", "job")
 
-    def __init__(self, workers: "WorkerPool", event: Modify | Transfer, job: Callable[..., None]) -> None:
+    def __init__(self, workers: "WorkerPool", event: Modify | PageTransfer, job: Callable[..., None]) -> None:
         self.event, self.ended = event, False
         self.job: Callable[..., None] = job
         self._workers = workers
@@ -71,7 +71,7 @@ class WorkerPool:
     def __init__(
         self, executor: Executor, *, threads: int, read_ahead: int, timeout_s: float, prepare: Callable[[], None]
     ) -> None:
-        self._schedule = Schedule(slots=len(executor.slots), workers=threads, read_ahead=read_ahead)
+        self._schedule = IndexedSchedule(slots=len(executor.slots), workers=threads, read_ahead=read_ahead)
         self.executor, self._timeout_s, self._prepare = executor, timeout_s, prepare
         self._size = threads
         self._threads: list[threading.Thread] = []
@@ -86,13 +86,13 @@ class WorkerPool:
 
     # -- in the calling thread --
 
-    def post(self, event: Event) -> None:
+    def post(self, event: StoreEvent) -> None:
         """Process an event that has no ticket."""
         with self._lock, uninterrupted():
             self._refuse()
             self._advance(event)
 
-    def submit(self, event: Modify | Transfer, job: Callable[..., None]) -> Ticket:
+    def submit(self, event: Modify | PageTransfer, job: Callable[..., None]) -> Ticket:
         """Submit a new operation, give it a number, and return its ticket."""
         with self._lock:
             self._refuse()
@@ -103,7 +103,7 @@ class WorkerPool:
                 self._advance(event)
         return ticket
 
-    def do_here(self, event: Transfer, job: Callable[..., None]) -> None:
+    def do_here(self, event: PageTransfer, job: Callable[..., None]) -> None:
         """Execute a transfer in the calling thread, once every earlier operation on its page has ended."""
         move: Action | None = None
         try:
@@ -211,7 +211,7 @@ class WorkerPool:
     def _is_over(self) -> bool:
         return self._closed or self._failure is not None
 
-    def _advance(self, event: Event, *, keep_first: bool = False) -> Action | None:
+    def _advance(self, event: StoreEvent, *, keep_first: bool = False) -> Action | None:
         """Process an event and queue its actions; with `keep_first` return the first action instead of queueing it."""
         try:
             actions = self._schedule.advance(event)
@@ -239,7 +239,7 @@ class WorkerPool:
             thread.start()
             self._threads.append(thread)
 
-    def _wait(self, holds: Callable[[], bool], event: Modify | Transfer | None) -> None:
+    def _wait(self, holds: Callable[[], bool], event: Modify | PageTransfer | None) -> None:
         """Wait until `holds()` is true, and return with the lock held again.
 
         Raises:
@@ -273,12 +273,12 @@ class WorkerPool:
             raise StoreError(message) from error
 
 
-def _words(action: Action | Modify | Transfer | None) -> str:
+def _words(action: Action | Modify | PageTransfer | None) -> str:
     """Return the name of an operation or an action for a message."""
     if action is None:
         return "all operations"
     if isinstance(action, Modify | Work):
         return f"the work on {action.group}"
-    writes = isinstance(action, Write) or (isinstance(action, Transfer | Move) and action.writes)
+    writes = isinstance(action, Write) or (isinstance(action, PageTransfer | Move) and action.writes)
     place = action.group if isinstance(action, Read | Write) else action.page
     return f"the {'write' if writes else 'read'} of {place}"

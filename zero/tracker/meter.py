@@ -26,7 +26,7 @@ LIFE_BYTES = 600e12
 ENDLESS_STEPS = 1e9
 """Number of steps above which a drive's endurance is not printed."""
 
-TIMES = (
+TIME_KEYS = (
     *(key for key in ROW if key.startswith("speed/") and key not in NO_CHART),
     "comm/wait_s", "comm/slowest_rank", "comm/slowest_s", "offload/wait_s",
 )  # fmt: skip
@@ -191,7 +191,7 @@ class Meter:
             "memory/host_peak_bytes": host_bytes,
             "memory/nvme_bytes": self._nvme_bytes,
         }
-        return row if timed else row | dict.fromkeys(TIMES)
+        return row if timed else row | dict.fromkeys(TIME_KEYS)
 
     def summary(self, data_digest: str, exit_reason: str, checkpoint: Path | None = None) -> Summary:
         """Return the results so far. Peaks and bytes of other ranks are those of the last row, of this rank current."""

@@ -5,18 +5,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero.core.schema import Section
-from zero.core.setting_types import Reads, Whole, Word, key, names_of, text_of
+from zero.core.setting_types import PlainText, Reads, Whole, key, validate_names, validate_text
 
 
 def _name(value: object) -> str:
-    text = text_of(value)
+    text = validate_text(value)
     if len(text) > 128:
         raise ValueError("must have at most 128 characters, the limit of W&B")
     return text
 
 
 def _tags(value: object) -> tuple[str, ...]:
-    tags = names_of(value)
+    tags = validate_names(value)
     if long := next((tag for tag in tags if len(tag) > 64), None):
         raise ValueError(f"has {long}, but a tag of W&B has at most 64 characters")
     return tags
@@ -60,7 +60,7 @@ class WandbSettings(JsonlSettings):
         None, "group of the run; null: the folder of its sweep if it has one, else WANDB_RUN_GROUP", example="stages"
     )
     tags: Tags = key((), "labels to find the run by; empty: WANDB_TAGS", example="[baseline,night]")
-    notes: Word | None = key(None, "a sentence about the run; null: WANDB_NOTES", example="larger-batch")
+    notes: PlainText | None = key(None, "a sentence about the run; null: WANDB_NOTES", example="larger-batch")
     versions: bool = key(
         True, "record the commit of the code's git repository, and which packages are installed", example="false"
     )

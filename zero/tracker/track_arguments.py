@@ -15,7 +15,7 @@ from zero.tracker.report.folder import OWN_LOOP
 from zero.tracker.run_record import Unit
 from zero.tracker.settings import JsonlSettings, TrackerSettings, WandbSettings
 
-NAMES = ("jsonl", "wandb", "tensorboard")
+TRACKERS = ("jsonl", "wandb", "tensorboard")
 
 
 def tracker_settings(tracker: str | Iterable[str] | Mapping[str, Any], every: int) -> TrackerSettings:
@@ -26,11 +26,13 @@ def tracker_settings(tracker: str | Iterable[str] | Mapping[str, Any], every: in
             typed |= {"name": "jsonl", "tensorboard": True}
         return WandbSettings(**typed) if typed.get("name") == "wandb" else JsonlSettings(**typed)
     if not isinstance(tracker, Iterable):
-        raise ConfigError(f"tracker is {type_text(tracker)}. Pass one or several of {', '.join(NAMES)}, or settings.")
+        raise ConfigError(
+            f"tracker is {type_text(tracker)}. Pass one or several of {', '.join(TRACKERS)}, or settings."
+        )
     names = [tracker] if isinstance(tracker, str) else list(tracker)
     for name in names:
-        if name not in NAMES:
-            raise ConfigError(f"tracker={name} does not exist. {suggest.nearest(str(name), NAMES)}")
+        if name not in TRACKERS:
+            raise ConfigError(f"tracker={name} does not exist. {suggest.nearest(str(name), TRACKERS)}")
     section = WandbSettings if "wandb" in names else JsonlSettings
     return section(every=every, tensorboard="tensorboard" in names)
 

@@ -8,7 +8,7 @@ from zero.core import suggest
 from zero.trainer.config import is_section, keys
 from zero.trainer.explain import explanations, options_with
 from zero.trainer.foreign_settings import foreign_message
-from zero.trainer.option_files import CONF, PRESETS, groups, options_of
+from zero.trainer.option_files import CONF, PRESET_GROUPS, groups, options_of
 
 
 def complaint(
@@ -30,7 +30,7 @@ def complaint(
     if message := foreign_message(word):
         return message
     options = options_of(key, folders)
-    if options and is_delete and key not in PRESETS:
+    if options and is_delete and key not in PRESET_GROUPS:
         return f"{word}: a run needs one option of {key}. Choose from {', '.join(options)}."
     if options and isinstance(value, list):
         return f"{word}: a run has one option of {key}. Add -m for a run with each: {key}={','.join(map(str, value))}"
@@ -42,10 +42,10 @@ def complaint(
     having = [group for group in sorted(groups()) if "." not in key and str(value) in options_of(group)]
     if hint := suggest.meant(key, having):  # gpt_7b shows that modle=gpt_7b means model, not mode
         return f"{key} is not a setting{hint}"
-    return unknown_key(key, word.partition("=")[2])
+    return unknown_setting(key, word.partition("=")[2])
 
 
-def unknown_key(key: str, value: str) -> str:
+def unknown_setting(key: str, value: str) -> str:
     """Return the error message for an unknown key, with the most similar key and the option that this key needs."""
     by_key = {entry.key: entry for entry in explanations()}
     likely = by_key.get(suggest.likely_key(key, list(by_key)))

@@ -39,10 +39,10 @@ from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
 from zero.errors import SettingError, one_line
 from zero.platform.run_files import hold, making
-from zero.trainer.complaints import complaint, of_another_option, unknown_key
+from zero.trainer.complaints import complaint, of_another_option, unknown_setting
 from zero.trainer.config import Config, is_section, keys, keys_of, kinds
 from zero.trainer.foreign_settings import foreign_message
-from zero.trainer.option_files import CONF, PRESETS, option_folders
+from zero.trainer.option_files import CONF, PRESET_GROUPS, option_folders
 
 _VERSION_BASE: Mapping[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 """The argument `version_base` for Hydra 1.3, which warns if it is missing. Hydra 1.4 warns if it is given."""
@@ -59,7 +59,7 @@ def _store_options() -> None:
         group = None if path.parent == CONF else path.parent.name
         option: Any = OmegaConf.load(path)
         node = OmegaConf.merge(_declared(group, option.get("name")), option)
-        package = "_global_" if group in (None, *PRESETS) else group
+        package = "_global_" if group in (None, *PRESET_GROUPS) else group
         ConfigStore.instance().store(path.stem, node, group, package, provider=str(path.parent))
 
 
@@ -67,8 +67,8 @@ def _declared(group: str | None, name: str | None) -> dict[str, Any]:
     """Return the declared defaults of the section `name` of a group; for None, of all sections without option files."""
     plain = Config().plain()
     if group is None:
-        return {key: plain[key] for key in plain if key in PRESETS or not (CONF / key).is_dir()}
-    if group in PRESETS:
+        return {key: plain[key] for key in plain if key in PRESET_GROUPS or not (CONF / key).is_dir()}
+    if group in PRESET_GROUPS:
         return {}
     section = kinds(group).get(str(name))
     if section is None:
@@ -117,7 +117,9 @@ def compose(words: Sequence[str]) -> Any:
         key = str(getattr(error.__cause__, "full_key", None))
         if key in keys() or is_section(key):
             raise SettingError(of_another_option(key)) from None
-        raise SettingError(unknown_key(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)) from None
+        raise SettingError(
+            unknown_setting(key, "") if is_section(key.rpartition(".")[0]) else one_line(error)
+        ) from None
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
@@ -164,7 +166,7 @@ def _without_other_options(settings: dict[str, Any], hydra_config: Any) -> dict[
         section, name = (*key.split("."), "")[:2]
         if kinds(section) and name not in keys_of(section, settings[section]):
             raise SettingError(of_another_option(key))
-    for group in PRESETS:
+    for group in PRESET_GROUPS:
         for section, names in _option(group, choices.get(group)).items():
             known = keys_of(section, settings[section]) if isinstance(names, Mapping) and section in settings else ()
             for name in names if known else ():
@@ -215,7 +217,9 @@ def notes_of(composed: Any) -> Iterator[str]:
         and not any(f"model.{name}.".startswith(f"{key}.") for key in typed if key != "model")
     ]
     if changed:
-        presets = " ".join(f"{group}={choices[group]}" for group in PRESETS if choices.get(group) not in (None, "none"))
+        presets = " ".join(
+            f"{group}={choices[group]}" for group in PRESET_GROUPS if choices.get(group) not in (None, "none")
+        )
         yield f"{presets} replaces settings of model={choices.model}: {' '.join(changed)}"
 
 

@@ -21,7 +21,7 @@ from zero.errors import ConfigError
 from zero.trainer.config import Config
 from zero.trainer.foreign_settings import foreign_settings
 
-WIDTH, CELL = 100, 28
+LINE_WIDTH, CELL_WIDTH = 100, 28
 """Largest width of a line, and of a cell to which its column is adapted, in characters."""
 
 FIRST = (
@@ -297,8 +297,8 @@ def _first_paragraph(text: str) -> str:
 
 
 def _width() -> int:
-    """Return the width of a line in characters: that of the terminal, but at least 60 and at most `WIDTH`."""
-    return max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+    """Return the width of a line in characters: that of the terminal, but at least 60 and at most `LINE_WIDTH`."""
+    return max(60, min(LINE_WIDTH, shutil.get_terminal_size((LINE_WIDTH, 24)).columns))
 
 
 def _rows_of(entries: Iterable[Explanation]) -> str:
@@ -316,7 +316,7 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
 
 def _lines(rows: list[tuple[str, ...]]) -> Iterator[str]:
     columns = list(zip(*rows, strict=True))[:-1]
-    widths = [max((len(cell) for cell in column if len(cell) <= CELL), default=0) for column in columns]
+    widths = [max((len(cell) for cell in column if len(cell) <= CELL_WIDTH), default=0) for column in columns]
     below, width = " " * (2 + sum(width + 2 for width in widths)), _width()
     for row in rows:
         head = "  " + "".join(cell.ljust(width) + "  " for cell, width in zip(row, widths, strict=False))

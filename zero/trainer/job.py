@@ -127,6 +127,8 @@ def _failing(folder: Path, *, final: bool) -> Iterator[None]:
         raise stopped from None
 
 
-def _processes(config: Config, folder: Path) -> launch.Processes:
+def _processes(config: Config, folder: Path) -> launch.ProcessSettings:
     settings = config.launch
-    return launch.Processes(folder / "ranks", settings.threads, settings.malloc, config.deterministic, settings.grace)
+    return launch.ProcessSettings(
+        folder / "ranks", settings.threads, settings.malloc, config.deterministic, settings.grace
+    )

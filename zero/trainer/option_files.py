@@ -11,7 +11,7 @@ from zero.platform.installed import TOP
 CONF = TOP / "conf"
 """The folder of option files."""
 
-PRESETS = ("experiment", "debug")
+PRESET_GROUPS = ("experiment", "debug")
 """Option groups whose files set keys of other sections."""
 
 

@@ -26,7 +26,7 @@ def print_mode(config: Config, overrides: Sequence[str], conf: Path) -> int:
         from zero.trainer.planning import plan_text
 
         settings = config.launch
-        processes = launch.Processes(Path(), settings.threads, settings.malloc)
+        processes = launch.ProcessSettings(Path(), settings.threads, settings.malloc)
         # the process is set up like a rank's, because mode=plan measures rates in it
         with launch.set_up(processes, ranks=1 if settings.ranks == "auto" else settings.ranks):
             text, fits = plan_text(config, overrides)

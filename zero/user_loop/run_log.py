@@ -30,7 +30,7 @@ from zero.user_loop.optimizers import Optimizer, optimizer_settings
 
 log = logging.getLogger("zero")
 
-SECTIONS = ("zero", "offload", "batch", "precision", "tracker")
+RECORDED_SECTIONS = ("zero", "offload", "batch", "precision", "tracker")
 """Sections of the settings that are recorded, because they apply to any model and loop."""
 WARM_UP_STEPS = 2
 """Number of first steps that the speed does not include."""
@@ -195,8 +195,8 @@ def make_folder(world: World, folder: Path | None) -> None:
 
 
 def run_settings(config: Settings, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the settings of a run as JSON values: `SECTIONS` of the config, and the optimizer's groups."""
+    """Return the settings of a run as JSON values: `RECORDED_SECTIONS` of the config, and the optimizer's groups."""
     groups = {str(number): group for number, group in enumerate(optimizer_settings(optimizer.param_groups))}
     chosen = {"kind": optimizer.kind, "clip": config.optim.clip, "groups": groups}
-    sections = {key: value for key, value in config.plain().items() if key in SECTIONS}
+    sections = {key: value for key, value in config.plain().items() if key in RECORDED_SECTIONS}
     return {"mode": "train", **sections, "optimizer": json.loads(json.dumps(to_json(chosen), default=str))}

@@ -23,9 +23,9 @@ from typing import Self
 
 from zero.checkpoint.files.disk import Disk
 from zero.checkpoint.format.hashes import (
-    BLOCK_BYTES,
     CRC_BYTES,
     DIGEST_BYTES,
+    HASH_BLOCK_BYTES,
     SPAN_BYTES,
     FileHash,
     crc_of,
@@ -36,10 +36,10 @@ from zero.errors import CheckpointError, if_it_fails
 from zero.platform.files import move, naming
 from zero.platform.safetensors_files import ALIGN_BYTES, FilePart, header, offsets
 
-REQUEST_BYTES = 4 * 2**20
+WRITE_BYTES = 4 * 2**20
 """Maximum number of bytes that one system call writes."""
 
-THREADS = 3
+HASH_THREADS = 3
 """Number of threads that hash and do I/O: two keep two cores hashing while the third waits for the disk."""
 
 CLOSED = -1
@@ -68,8 +68,8 @@ class _OpenFile:
 class ShardWriter(_OpenFile):
     """Writer of a new file, from its first to its last byte. Only one thread may call it.
 
-    Bytes are copied into blocks, and threads hash and write the full blocks. At most `THREADS` + 1 blocks, 64 MiB, are
-    in memory. An error in a thread is raised by a later call, at the latest by `finish`. After an error the caller
+    Bytes are copied into blocks, and threads hash and write the full blocks. At most `HASH_THREADS` + 1 blocks, 64 MiB,
+    are in memory. An error in a thread is raised by a later call, at the latest by `finish`. After an error the caller
     removes the file.
 
     Args:
@@ -96,7 +96,7 @@ class ShardWriter(_OpenFile):
         self._hashes: list[FileHash] = []
         with naming(path, "making it"):
             self._fd = disk.create(path)
-        self._threads = ThreadPoolExecutor(THREADS, "zero-shard")  # starts no thread before the first block
+        self._threads = ThreadPoolExecutor(HASH_THREADS, "zero-shard")  # starts no thread before the first block
         self._direct = False
         with if_it_fails(self.close):
             with contextlib.suppress(OSError):  # without direct I/O, writes go through the page cache
@@ -113,15 +113,15 @@ class ShardWriter(_OpenFile):
             done = 0
             while done < len(octets):
                 block = self._block = self._block or self._next_block()
-                filled = self._given % BLOCK_BYTES
-                count = min(len(octets) - done, BLOCK_BYTES - filled)
+                filled = self._given % HASH_BLOCK_BYTES
+                count = min(len(octets) - done, HASH_BLOCK_BYTES - filled)
                 run = ctypes.c_char * count
                 # releases the GIL, which an assignment to a slice would hold
                 ctypes.memmove(run.from_buffer(block, filled), run.from_buffer(octets, done), count)
                 done += count
                 self._given += count
-                if filled + count == BLOCK_BYTES:
-                    work = partial(self._settle, block, BLOCK_BYTES, self._given)
+                if filled + count == HASH_BLOCK_BYTES:
+                    work = partial(self._settle, block, HASH_BLOCK_BYTES, self._given)
                     self._running.append((block, self._threads.submit(work).result if self._behind is None else work))
                     self._block = None
 
@@ -139,7 +139,7 @@ class ShardWriter(_OpenFile):
                     self._behind()
                 self._collect()
             if self._block is not None:  # after all others, because an end that is not aligned turns direct I/O off
-                self._hashes.append(self._settle(self._block, self._given % BLOCK_BYTES, self._given))
+                self._hashes.append(self._settle(self._block, self._given % HASH_BLOCK_BYTES, self._given))
             with naming(self._path, "synchronising"):
                 self._disk.fsync(self._fd)  # never repeated: after a failure the kernel drops the unwritten bytes
             self._forget(self._nbytes)
@@ -160,9 +160,9 @@ class ShardWriter(_OpenFile):
         self._block = None
 
     def _next_block(self) -> mmap.mmap:
-        if self._behind is None and len(self._running) > THREADS:
+        if self._behind is None and len(self._running) > HASH_THREADS:
             return self._collect()
-        return mmap.mmap(-1, BLOCK_BYTES)
+        return mmap.mmap(-1, HASH_BLOCK_BYTES)
 
     def _collect(self) -> mmap.mmap:
         """Keep the hashes of the oldest block when it is written, and return the block."""
@@ -186,7 +186,7 @@ class ShardWriter(_OpenFile):
         Whole pages bypass the page cache. Direct I/O is turned off for the end of the file, and after the file system
         has rejected it (EINVAL).
         """
-        direct, request = self._direct, view[:REQUEST_BYTES]
+        direct, request = self._direct, view[:WRITE_BYTES]
         whole = len(request) // ALIGN_BYTES * ALIGN_BYTES
         if direct and whole:
             try:
@@ -264,7 +264,7 @@ class ShardReader(_OpenFile):
         Raises:
             CheckpointError: the block is damaged; the message names the first damaged MiB.
         """
-        start, stop = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._expected.size)
+        start, stop = number * HASH_BLOCK_BYTES, min((number + 1) * HASH_BLOCK_BYTES, self._expected.size)
         digest = sha256()
         self._held = -1
         for span in range(start // SPAN_BYTES, -(-stop // SPAN_BYTES)):

@@ -16,10 +16,10 @@ from zero.checkpoint.format.manifest import Manifest
 from zero.checkpoint.format.texts import Schema, checked_json
 from zero.core.loss_scale import LossScale
 
-Count = Annotated[int, Field(ge=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
-class Numbers(Schema):
+class StateFacts(Schema):
     """The part of a saved state that is not tensors: the facts of a manifest under "state".
 
     Attributes:
@@ -29,7 +29,7 @@ class Numbers(Schema):
             updates than `step` when an earlier checkpoint was loaded.
     """
 
-    step: Count
+    step: NonNegativeInt
     scale: LossScale
     dynamic: bool
     rested: dict[str, int] = Field({})
@@ -39,7 +39,7 @@ class LineageText(Schema):
     """The lineage of a checkpoint: the facts of a manifest under "lineage", see `Lineage`."""
 
     name: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
-    saved_ns: Count
+    saved_ns: NonNegativeInt
 
 
 def lineage_of(folder: Path, manifest: Manifest) -> LineageText | None:
@@ -48,9 +48,9 @@ def lineage_of(folder: Path, manifest: Manifest) -> LineageText | None:
     return None if lineage is None else checked_json(LineageText, lineage, f"the facts of {folder}")
 
 
-def numbers_of(folder: Path, manifest: Manifest) -> Numbers:
+def numbers_of(folder: Path, manifest: Manifest) -> StateFacts:
     """Validate and return the numbers of a manifest."""
-    return checked_json(Numbers, manifest.facts.get("state"), f"the facts of {folder}")
+    return checked_json(StateFacts, manifest.facts.get("state"), f"the facts of {folder}")
 
 
 def saved_facts(

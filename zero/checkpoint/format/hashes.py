@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32  # zlib.crc32 takes five times as long
 
-BLOCK_BYTES = 16 * 2**20
+HASH_BLOCK_BYTES = 16 * 2**20
 SPAN_BYTES = 2**20
 
 DIGEST_BYTES = 32

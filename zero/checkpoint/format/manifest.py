@@ -17,18 +17,20 @@ from pydantic import Field
 from zero.checkpoint.format.hashes import FileHash
 from zero.core.formats import PACKED_FORMATS
 from zero.core.layout import Layout, Slot
-from zero.platform.safetensors_files import LENGTH_BYTES, NAMES, FilePart, by_width
+from zero.platform.safetensors_files import DTYPE_NAMES, LENGTH_BYTES, FilePart, by_width
 
-ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in NAMES}
+ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPE_NAMES}
 """Name of each dtype that a checkpoint can store -> bytes of one element."""
 
 PACKED_SHAPES = "coded"
 """The fact of a manifest that has the shapes of the parameters in a packed format, by name."""
 
-FROZEN_KINDS = frozenset(("frozen", *PACKED_FORMATS))
-"""The kinds of values that steps do not change: frozen parameters, and their codes by the name of the format."""
-
 MAX_INT = 2**63 - 1
+
+
+def frozen_kinds() -> frozenset[str]:
+    """Return the kinds of values that steps do not change: frozen parameters, and the names of packed formats."""
+    return frozenset(("frozen", *PACKED_FORMATS))
 
 
 class Entry(NamedTuple):
@@ -50,7 +52,7 @@ class Entry(NamedTuple):
         return math.prod(self.shape)
 
 
-class Flat(NamedTuple):
+class SavedFlat(NamedTuple):
     """A flat tensor that is divided among ranks; each kind of value (parameter, moments) has the same layout.
 
     Attributes:
@@ -66,7 +68,7 @@ class Flat(NamedTuple):
     @property
     def frozen(self) -> bool:
         """Whether the flat has tensors, none of which a step changes."""
-        return bool(self.layout.slots) and FROZEN_KINDS.issuperset(self.kinds)
+        return bool(self.layout.slots) and frozen_kinds().issuperset(self.kinds)
 
     def share(self, rank: int) -> tuple[int, int]:
         """Return the (start, stop) range of the flat that is in the file of `rank`."""
@@ -128,7 +130,7 @@ class Manifest(NamedTuple):
     format: int
     step: int
     world: int
-    flats: tuple[Flat, ...]
+    flats: tuple[SavedFlat, ...]
     files: tuple[File, ...]
     finite: bool
     facts: dict[str, Any]
@@ -146,7 +148,7 @@ class Index(NamedTuple):
     random: dict[str, Any] | None
 
 
-def entries(flats: Iterable[Flat]) -> tuple[Entry, ...]:
+def entries(flats: Iterable[SavedFlat]) -> tuple[Entry, ...]:
     return tuple(
         Entry(slot.name, kind, dtype, slot.shape, number, slot.offset)
         for number, flat in enumerate(flats)
@@ -155,12 +157,12 @@ def entries(flats: Iterable[Flat]) -> tuple[Entry, ...]:
     )
 
 
-def files_of(flats: Iterable[Flat], rank: int, world: int) -> range:
+def files_of(flats: Iterable[SavedFlat], rank: int, world: int) -> range:
     """Return the numbers of the files that a rank writes."""
     return range(rank, world * (2 if any(flat.frozen for flat in flats) else 1), world)
 
 
-def held(flats: Iterable[Flat], file: int, world: int) -> list[Held]:
+def held(flats: Iterable[SavedFlat], file: int, world: int) -> list[Held]:
     """List the pieces of tensors in a file, in the order of the file."""
     frozen, rank = divmod(file, world)
     pieces = [

@@ -23,8 +23,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from zero.checkpoint.format.hashes import BLOCK_BYTES, CRC_BYTES, DIGEST_BYTES, SPAN_BYTES, FileHash
-from zero.checkpoint.format.manifest import ITEM_BYTES, MAX_INT, File, Flat, Index, Manifest, files_of
+from zero.checkpoint.format.hashes import CRC_BYTES, DIGEST_BYTES, HASH_BLOCK_BYTES, SPAN_BYTES, FileHash
+from zero.checkpoint.format.manifest import ITEM_BYTES, MAX_INT, File, Index, Manifest, SavedFlat, files_of
 from zero.core.layout import Layout
 from zero.errors import CheckpointError
 
@@ -143,7 +143,7 @@ def index_from_text(text: bytes, size: int) -> Index:
     body = checked_json(_IndexText, _parsed(text), "the index")
     for key, digits, nbytes, unit_bytes in (
         ("crcs", body.crcs, CRC_BYTES, SPAN_BYTES),
-        ("digests", body.digests, DIGEST_BYTES, BLOCK_BYTES),
+        ("digests", body.digests, DIGEST_BYTES, HASH_BLOCK_BYTES),
     ):
         if len(digits) != 2 * nbytes * -(-size // unit_bytes):
             raise CheckpointError(f"{key} of the index: {len(digits)} digits do not fit a file of {size} bytes")
@@ -151,7 +151,7 @@ def index_from_text(text: bytes, size: int) -> Index:
     return Index(hashes, None if body.random is None else body.random.model_dump())
 
 
-def _flat_to_json(flat: Flat) -> dict[str, Any]:
+def _flat_to_json(flat: SavedFlat) -> dict[str, Any]:
     tensors = [{"name": slot.name, "shape": list(slot.shape)} for slot in flat.layout.slots]
     return {"copies": flat.copies, "kinds": flat.kinds, "sharers": flat.layout.world_size, "tensors": tensors}
 
@@ -167,7 +167,7 @@ def _manifest_of(body: Any) -> Manifest:
     return Manifest(text.format, text.step, text.world, flats, tuple(text.files), text.finite, text.facts)
 
 
-def _flat_of(flat: _FlatText, where: str, world: int) -> Flat:
+def _flat_of(flat: _FlatText, where: str, world: int) -> SavedFlat:
     if flat.sharers * flat.copies > world:
         raise CheckpointError(
             f"{where}: {flat.copies} copies on {flat.sharers} ranks each need more than {world} ranks"
@@ -175,13 +175,13 @@ def _flat_of(flat: _FlatText, where: str, world: int) -> Flat:
     shapes = {tensor.name: tensor.shape for tensor in flat.tensors}
     if len(shapes) < len(flat.tensors):
         raise CheckpointError(f"{where}: lists a tensor twice")
-    return Flat(flat.kinds, Layout.of(shapes, world_size=flat.sharers), flat.copies)
+    return SavedFlat(flat.kinds, Layout.of(shapes, world_size=flat.sharers), flat.copies)
 
 
-T = TypeVar("T", bound=BaseModel)
+TextSchema = TypeVar("TextSchema", bound=BaseModel)
 
 
-def checked_json(schema: type[T], body: Any, what: str) -> T:
+def checked_json(schema: type[TextSchema], body: Any, what: str) -> TextSchema:
     """Validate a JSON value and return it as `schema`; `what` names the whole value in the message.
 
     Raises:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero.core.formats.packed import TINY, PackedFormat, bytes_as_fp32, fp32_numbers
+from zero.core.formats.packed import LEAST_DIVISOR, PackedFormat, bytes_as_fp32, fp32_numbers
 from zero.core.layout import VECTOR
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from zero.core.formats.packed import Tile
+    from zero.core.formats.packed import Value
 
 
 def tile(
-    codes: "Tile", _first_table: "Tile", _second_table: "Tile", numel: "Tile", first: "Tile", lane: "Tile"
-) -> "Tile":
+    codes: "Value", _first_table: "Value", _second_table: "Value", numel: "Value", first: "Value", lane: "Value"
+) -> "Value":
     """Return a tile of values; a row has 256 values in 260 bytes, and a tile has some rows."""
     at = first + lane
     live = at < numel
@@ -39,7 +39,7 @@ class Integer8(PackedFormat):
     tile = staticmethod(tile)
 
     def _encode(self, values: Tensor, rows: Tensor) -> None:
-        largest = values.abs().amax(1, keepdim=True).clamp(min=127 * TINY)
+        largest = values.abs().amax(1, keepdim=True).clamp(min=127 * LEAST_DIVISOR)
         rows[:, :4].copy_(largest.view(torch.uint8))
         rows[:, 4:].view(torch.int8).copy_(torch.round(values * (127 / largest)))
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero.core.formats.packed import TINY, PackedFormat, bytes_as_fp32, fp32_numbers
+from zero.core.formats.packed import LEAST_DIVISOR, PackedFormat, bytes_as_fp32, fp32_numbers
 from zero.core.layout import VECTOR
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from zero.core.formats.packed import Tile
+    from zero.core.formats.packed import Value
 
 NORMAL_FLOAT = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -34,7 +34,7 @@ NORMAL_FLOAT = (
 """The 16 values of nf4, in units of a block's largest magnitude."""
 
 
-def tile(codes: "Tile", pairs: "Tile", dynamic: "Tile", numel: "Tile", first: "Tile", lane: "Tile") -> "Tile":
+def tile(codes: "Value", pairs: "Value", dynamic: "Value", numel: "Value", first: "Value", lane: "Value") -> "Value":
     """Return a tile of values; it is in one row, of 16,384 values in 8,456 bytes."""
     row = first // 16384
     begin = codes + row * 8456
@@ -65,8 +65,8 @@ class NormalFloat4(PackedFormat):
         centred = largest - offset
         spread = centred.abs().amax(1, keepdim=True)
         head.copy_(torch.cat([offset, spread], 1).view(torch.uint8))
-        scales.copy_(_nearest(centred * (1 / spread.clamp(min=TINY)), _dynamic(values.device)))
-        relative = vectors * (1 / largest.clamp(min=TINY))[:, :, None]
+        scales.copy_(_nearest(centred * (1 / spread.clamp(min=LEAST_DIVISOR)), _dynamic(values.device)))
+        relative = vectors * (1 / largest.clamp(min=LEAST_DIVISOR))[:, :, None]
         nibbles = _nearest(relative, _pairs(values.device)[:16, 1].contiguous()).view(len(rows), -1, 2)
         codes.copy_(nibbles[:, :, 0] << 4 | nibbles[:, :, 1])
 

@@ -22,10 +22,10 @@ from zero.errors import ConfigError
 if TYPE_CHECKING:
     import triton.language as tl
 
-Tile = Any
+Value = Any
 """A tensor, pointer or number in Triton's language."""
 
-TINY = 1e-38
+LEAST_DIVISOR = 1e-38
 """The least divisor, for blocks of zeros. Its inverse is finite in fp32."""
 
 EXPANDED_AT_ONCE = 2**18
@@ -176,7 +176,7 @@ def fp32_numbers(head: Tensor) -> Tensor:
     return head.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
-def bytes_as_fp32(pointer: "Tile") -> "Tile":
+def bytes_as_fp32(pointer: "Value") -> "Value":
     """Load 4 bytes, which need not be aligned, as an fp32 number; for functions `tile`."""
     bits = tl.load(pointer).to(tl.int32) | (tl.load(pointer + 1).to(tl.int32) << 8)
     bits |= (tl.load(pointer + 2).to(tl.int32) << 16) | (tl.load(pointer + 3).to(tl.int32) << 24)

@@ -13,7 +13,7 @@ from zero.core.groups import Group, Mask, Number, decay_matrices
 from zero.core.lr_schedule import Schedule
 from zero.core.optim import Fused, Transform, constant, make_transform
 from zero.core.optimizers.rule import PLAIN, Rule
-from zero.core.updates import PageBatch, Settings
+from zero.core.updates import GroupSettings, PageBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -114,7 +114,7 @@ def _update(kernel: Callable[..., None], eps: float, batch: PageBatch) -> None:
     )
 
 
-def _numbers(decoupled: bool, constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
+def _numbers(decoupled: bool, constants: tuple[float, ...], now: GroupSettings) -> tuple[float, ...]:
     (eps,), lr, decay, (beta1, beta2) = constants, now.lr, now.weight_decay, now.betas
     step_size, bias_correction = lr / (1 - beta1**now.step), (1 - beta2**now.step) ** 0.5
     shrink = lr * decay if decoupled else decay

@@ -5,7 +5,7 @@ from functools import partial
 
 from zero.core.groups import check_setting
 from zero.core.optim import Transform, check_transform
-from zero.core.updates import PageBatch, Update, average
+from zero.core.updates import PageBatch, PageUpdate, average
 from zero.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
     )
 
 
-def _update(update: Update, decay: float, batch: PageBatch) -> None:
+def _update(update: PageUpdate, decay: float, batch: PageBatch) -> None:
     *moments, means = batch.moments
     update(batch._replace(moments=tuple(moments)))
     average(decay, means, batch.params)

@@ -12,7 +12,7 @@ from zero.core.groups import Group, Mask, Number, decay_matrices
 from zero.core.lr_schedule import Schedule
 from zero.core.optim import Fused, Transform, make_transform
 from zero.core.optimizers.rule import Rule
-from zero.core.updates import PageBatch, Settings
+from zero.core.updates import GroupSettings, PageBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -61,7 +61,7 @@ def _update(batch: PageBatch) -> None:
     torch._foreach_add_(mus, grads)
 
 
-def _numbers(_constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
+def _numbers(_constants: tuple[float, ...], now: GroupSettings) -> tuple[float, ...]:
     beta1, beta2 = now.betas
     return now.lr, 1 - now.lr * now.weight_decay, beta1 / (1 - beta1), beta2, 1 - beta2
 

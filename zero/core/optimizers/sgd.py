@@ -11,7 +11,7 @@ from zero.core.groups import Group, Mask, Number, as_tuple, decay_matrices
 from zero.core.lr_schedule import Schedule
 from zero.core.optim import Fused, Transform, make_transform
 from zero.core.optimizers.rule import PLAIN, Rule
-from zero.core.updates import PageBatch, Settings
+from zero.core.updates import GroupSettings, PageBatch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -67,7 +67,7 @@ def _update(nesterov: bool, batch: PageBatch) -> None:
     )
 
 
-def _numbers(_constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
+def _numbers(_constants: tuple[float, ...], now: GroupSettings) -> tuple[float, ...]:
     return now.lr, now.weight_decay, *now.betas, float(now.step == 1)
 
 

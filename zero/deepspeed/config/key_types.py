@@ -8,7 +8,7 @@ from pydantic import Field
 from zero.core.schema import Section
 from zero.core.setting_types import Reads
 
-Scale = Annotated[float, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Dtype = Literal["fp32", "fp16", "bf16"]
 
 
@@ -35,7 +35,9 @@ def _by_group(words: str, is_valid: Callable[[float], bool]) -> Reads:
 PeakRates = Annotated[
     float | tuple[float, ...], _by_group("a number from 1e-37, at most 1000", lambda rate: 1e-37 <= rate <= 1000)
 ]
-Rates = Annotated[float | tuple[float, ...], _by_group("a number from 0, at most 1000", lambda rate: 0 <= rate <= 1000)]
+GroupRates = Annotated[
+    float | tuple[float, ...], _by_group("a number from 0, at most 1000", lambda rate: 0 <= rate <= 1000)
+]
 Fractions = Annotated[float | tuple[float, ...], _by_group("a number from 0, below 1", lambda share: 0 <= share < 1)]
 Betas = Annotated[tuple[float, float], Reads("two numbers from 0, below 1, such as [0.9, 0.999]", _betas)]
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from zero.core.schema import Section
-from zero.core.setting_types import MOST, Count, Names, Whole, Word
-from zero.deepspeed.config.key_types import Dtype, Scale, means, to
+from zero.core.setting_types import MOST, Count, Names, PlainText, Whole
+from zero.deepspeed.config.key_types import Dtype, NonNegativeFloat, means, to
 
 Every = Annotated[Whole, BeforeValidator(lambda value: MOST if value == math.inf else value)]
 
@@ -20,11 +20,11 @@ class Fp16(Section):
     """Keys of `fp16`."""
 
     enabled: bool = means("`precision=fp16`", False)
-    loss_scale: Scale = means("`precision.scale.static`; 0 is `null`: dynamic", 0.0)
+    loss_scale: NonNegativeFloat = means("`precision.scale.static`; 0 is `null`: dynamic", 0.0)
     initial_scale_power: Annotated[int, Field(ge=0, le=40)] = means("`precision.scale.initial`, 2 to that power", 16)
     loss_scale_window: Whole | None = to("precision.scale.window")
     hysteresis: Whole | None = to("precision.scale.hysteresis")
-    min_loss_scale: Scale | None = to("precision.scale.minimum")
+    min_loss_scale: NonNegativeFloat | None = to("precision.scale.minimum")
     auto_cast: bool = means("`zero.initialize`: false leaves floating-point inputs as they are, also in bf16", True)
 
 
@@ -38,7 +38,7 @@ class OffloadKeys(Section):
     """Keys of `offload_param` and `offload_optimizer`."""
 
     device: Literal["none", "cpu", "nvme"] | None = means("`offload.param`, `offload.optimizer`; gradients follow it")
-    nvme_path: Word | None = means("`offload.path`")
+    nvme_path: PlainText | None = means("`offload.path`")
     pin_memory: bool | None = means("`offload.pin`")
 
 
@@ -54,17 +54,17 @@ class ZeroOptimization(Section):
     stage: Annotated[int, Field(ge=0, le=3)] = means("`zero.stage`", 0)
     offload_param: OffloadKeys = means("", OffloadKeys())
     offload_optimizer: OffloadKeys = means("", OffloadKeys())
-    nvme_offload_path: Word | None = means("`offload.path`")
+    nvme_offload_path: PlainText | None = means("`offload.path`")
     offload_param_nvme: bool = means("`offload.param=nvme`, whatever `offload_param.device` is", False)
     offload_optimizer_nvme: bool = means("`offload.optimizer=nvme`, whatever `offload_optimizer.device` is", False)
     cpu_offload: bool = means("`offload.optimizer=cpu`", False)
     cpu_offload_param: bool = means("`offload.param=cpu`", False)
     leaf_module: LeafModule = means("", LeafModule())
     units: Names | None = to("zero.units")
-    gather: Word | None = to("zero.gather")
-    reduce: Word | None = to("zero.reduce")
-    shard: Word | None = to("zero.shard")
-    frozen: Word | None = to("precision.frozen")
+    gather: PlainText | None = to("zero.gather")
+    reduce: PlainText | None = to("zero.reduce")
+    shard: PlainText | None = to("zero.shard")
+    frozen: PlainText | None = to("precision.frozen")
     zero_quantized_nontrainable_weights: bool = means("`precision.frozen=int8`", False)
 
 
@@ -88,9 +88,9 @@ class WandbKeys(Section):
     """Keys of `wandb`."""
 
     enabled: bool = means("`tracker=wandb`", False)
-    project: Word = means("`tracker.project`", "deepspeed")
-    group: Word | None = means("`tracker.group`")
-    team: Word | None = means("`tracker.entity`")
+    project: PlainText = means("`tracker.project`", "deepspeed")
+    group: PlainText | None = means("`tracker.group`")
+    team: PlainText | None = means("`tracker.entity`")
 
 
 class Tensorboard(Section):
@@ -102,7 +102,7 @@ class Tensorboard(Section):
 class Named(Section):
     """Keys of `optimizer` and `scheduler`."""
 
-    type: Word | None = means("`optim` or `schedule`")
+    type: PlainText | None = means("`optim` or `schedule`")
     params: Any = means("`optim.*` with `optim.decay=all`, or `schedule.*`", {})
 
 
@@ -115,7 +115,9 @@ class Keys(Section):
     managed_gradient_accumulation: bool = means("`zero.initialize`: false leaves it to the caller when to step", True)
     gradient_allreduce_op: Literal["mean", "avg"] = means("gradients are averaged", "mean")
     sequence_parallel_size: Literal[1] = means("only 1", 1)
-    gradient_clipping: Scale | None = means("`optim.clip`; 0 is `null`; 1.0 without the key, as in newest DeepSpeed")
+    gradient_clipping: NonNegativeFloat | None = means(
+        "`optim.clip`; 0 is `null`; 1.0 without the key, as in newest DeepSpeed"
+    )
     optimizer: Named = means("", Named())
     scheduler: Named = means("", Named())
     steps_per_print: Every | None = to("tracker.every")

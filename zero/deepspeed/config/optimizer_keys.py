@@ -18,7 +18,7 @@ class OptimizerKeys(Section):
     weight_decay: NonNegative = to("optim.weight_decay", 0.0)
 
 
-class Lion(OptimizerKeys):
+class LionKeys(OptimizerKeys):
     """Keys of Lion."""
 
     name: ClassVar[str] = "lion"
@@ -26,7 +26,7 @@ class Lion(OptimizerKeys):
     betas: Betas = means("`optim.beta1`, `optim.beta2`", (0.9, 0.999))
 
 
-class AdamW(Lion):
+class AdamWKeys(LionKeys):
     """Keys of AdamW and Adam. Adam's weight decay is decoupled too, unless `adam_w_mode` is false."""
 
     name: ClassVar[str] = "adamw"
@@ -38,7 +38,7 @@ class AdamW(Lion):
     amsgrad: Literal[False] = means("only false", False)
 
 
-class Muon(Lion):
+class MuonKeys(LionKeys):
     """Keys of Muon, which updates matrices, and of the AdamW beside it."""
 
     name: ClassVar[str] = "muon"
@@ -52,7 +52,7 @@ class Muon(Lion):
     ns_method: Literal["gram", "standard"] = means("ignored: two ways to the same iteration", "gram")
 
 
-class Adagrad(OptimizerKeys):
+class AdagradKeys(OptimizerKeys):
     """Keys of Adagrad."""
 
     name: ClassVar[str] = "adagrad"
@@ -61,7 +61,7 @@ class Adagrad(OptimizerKeys):
     eps: NonNegative = to("optim.eps", 1e-10)
 
 
-class Sgd(OptimizerKeys):
+class SgdKeys(OptimizerKeys):
     """Keys of SGD."""
 
     name: ClassVar[str] = "sgd"
@@ -70,7 +70,7 @@ class Sgd(OptimizerKeys):
     nesterov: bool = to("optim.nesterov", False)
 
 
-OPTIMIZERS: Mapping[str, type[OptimizerKeys]] = {
-    "Adam": AdamW, "AdamW": AdamW, "Lion": Lion, "Adagrad": Adagrad, "SGD": Sgd, "Muon": Muon
+OPTIMIZER_KEYS: Mapping[str, type[OptimizerKeys]] = {
+    "Adam": AdamWKeys, "AdamW": AdamWKeys, "Lion": LionKeys, "Adagrad": AdagradKeys, "SGD": SgdKeys, "Muon": MuonKeys
 }  # fmt: skip
 """Value of `optimizer.type` -> class of its keys. A config may write it in upper or lower case."""

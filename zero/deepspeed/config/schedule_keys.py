@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from zero.core.schema import Section
 from zero.core.setting_types import Natural, NonNegative, Whole
 from zero.core.suggest import shown
-from zero.deepspeed.config.key_types import Fractions, PeakRates, Rates, means, to
+from zero.deepspeed.config.key_types import Fractions, GroupRates, PeakRates, means, to
 from zero.errors import ConfigError
 
 log = logging.getLogger("zero")
@@ -55,24 +55,24 @@ class ScheduleKeys(Section):
                 raise ConfigError(f"{self.section_key}.{name} is missing, and has no default")
 
 
-class Rise(ScheduleKeys):
+class RiseKeys(ScheduleKeys):
     """Keys that all schedulers with a warm-up have."""
 
     warmup_num_steps: Whole = means("`schedule.warmup`", 1000)
     warmup_type: Annotated[Literal["log", "linear"], BeforeValidator(_known_curve)] = to("schedule.curve", "log")
 
 
-class Warmup(Rise):
+class WarmupKeys(RiseKeys):
     """Keys of `WarmupLR`."""
 
     name: ClassVar[str] = "linear_warmup"
     peak_key: ClassVar[str] = "warmup_max_lr"
 
-    warmup_min_lr: Rates = means("`schedule.start`, as a share of the peak", 0.0)
+    warmup_min_lr: GroupRates = means("`schedule.start`, as a share of the peak", 0.0)
     warmup_max_lr: PeakRates | None = means("`optim.lr`")
 
 
-class WarmupDecay(Warmup):
+class WarmupDecayKeys(WarmupKeys):
     """Keys of `WarmupDecayLR`."""
 
     name: ClassVar[str] = "warmup_linear"
@@ -82,7 +82,7 @@ class WarmupDecay(Warmup):
     total_num_steps: Whole | None = means("`schedule.total`")
 
 
-class WarmupCosine(Rise):
+class WarmupCosineKeys(RiseKeys):
     """Keys of `WarmupCosineLR`."""
 
     name: ClassVar[str] = "warmup_cosine"
@@ -93,14 +93,14 @@ class WarmupCosine(Rise):
     cos_min_ratio: NonNegative = to("schedule.final", 1e-4)
 
 
-class OneCycle(ScheduleKeys):
+class OneCycleKeys(ScheduleKeys):
     """Keys of `OneCycle`."""
 
     name: ClassVar[str] = "one_cycle"
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
     peak_key: ClassVar[str] = "cycle_max_lr"
 
-    cycle_min_lr: Rates | None = means("`schedule.start`, as a share of the peak")
+    cycle_min_lr: GroupRates | None = means("`schedule.start`, as a share of the peak")
     cycle_max_lr: PeakRates | None = means("`optim.lr`")
     decay_lr_rate: NonNegative = to("schedule.decay_rate", 0.0)
     cycle_first_step_size: Whole = to("schedule.rise", 2000)
@@ -114,7 +114,7 @@ class OneCycle(ScheduleKeys):
     decay_mom_rate: NonNegative = to("schedule.momentum_decay_rate", 0.0)
 
 
-class LRRange(ScheduleKeys):
+class LRRangeKeys(ScheduleKeys):
     """Keys of `LRRangeTest`."""
 
     name: ClassVar[str] = "lr_range"
@@ -126,10 +126,10 @@ class LRRange(ScheduleKeys):
     lr_range_test_staircase: bool = to("schedule.stairs", False)
 
 
-SCHEDULERS: Mapping[str, type[ScheduleKeys]] = {
-    "WarmupLR": Warmup,
-    "WarmupDecayLR": WarmupDecay,
-    "WarmupCosineLR": WarmupCosine,
-    "OneCycle": OneCycle,
-    "LRRangeTest": LRRange,
+SCHEDULER_KEYS: Mapping[str, type[ScheduleKeys]] = {
+    "WarmupLR": WarmupKeys,
+    "WarmupDecayLR": WarmupDecayKeys,
+    "WarmupCosineLR": WarmupCosineKeys,
+    "OneCycle": OneCycleKeys,
+    "LRRangeTest": LRRangeKeys,
 }

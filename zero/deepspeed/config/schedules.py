@@ -4,8 +4,15 @@ from typing import Any
 
 from zero.core import suggest
 from zero.deepspeed.config.key_types import moved
-from zero.deepspeed.config.optimizer_keys import Lion
-from zero.deepspeed.config.schedule_keys import OneCycle, Rise, ScheduleKeys, Warmup, WarmupCosine, WarmupDecay
+from zero.deepspeed.config.optimizer_keys import LionKeys
+from zero.deepspeed.config.schedule_keys import (
+    OneCycleKeys,
+    RiseKeys,
+    ScheduleKeys,
+    WarmupCosineKeys,
+    WarmupDecayKeys,
+    WarmupKeys,
+)
 from zero.deepspeed.config.source import CheckedConfig
 from zero.errors import ConfigError
 from zero.settings import Settings
@@ -27,7 +34,7 @@ def check_one_schedule(scheduler: ScheduleKeys | None) -> None:
 
 
 def _has_betas(config: CheckedConfig) -> bool:
-    return config.optimizer is None or isinstance(config.optimizer, Lion)
+    return config.optimizer is None or isinstance(config.optimizer, LionKeys)
 
 
 def scheduler_of(config: CheckedConfig) -> tuple[str, dict[str, Any]] | None:
@@ -49,9 +56,9 @@ def schedule_settings(config: CheckedConfig) -> dict[str, Any]:
     if scheduler is None:
         return {} if config.optimizer is None else {"name": "constant"}
     settings = {"name": scheduler.name, **moved(scheduler, "schedule")}
-    if isinstance(scheduler, Rise):
+    if isinstance(scheduler, RiseKeys):
         return settings | _rise(config, scheduler)
-    if isinstance(scheduler, OneCycle):
+    if isinstance(scheduler, OneCycleKeys):
         settings["start"] = _start(config, scheduler, scheduler.cycle_min_lr or 0.0)
         if not _has_betas(config):
             settings["momentum"] = False
@@ -73,7 +80,7 @@ def _lr(config: CheckedConfig) -> float:
     return Settings.read({"optim": {"name": config.optimizer.name if config.optimizer else "adamw"}}).optim.lr
 
 
-def _rise(config: CheckedConfig, scheduler: Rise) -> dict[str, Any]:
+def _rise(config: CheckedConfig, scheduler: RiseKeys) -> dict[str, Any]:
     """Return the settings of a warm-up and its decay.
 
     DeepSpeed makes its first two updates at the first rate, a setting `schedule` only one, so every rate is reached one
@@ -82,15 +89,15 @@ def _rise(config: CheckedConfig, scheduler: Rise) -> dict[str, Any]:
     """
     is_log, is_auto = scheduler.warmup_type == "log", "scheduler.params.warmup_num_steps" in config.autos
     settings: dict[str, Any] = {"warmup": "auto" if is_auto else max(2, scheduler.warmup_num_steps) + (not is_log)}
-    if isinstance(scheduler, Warmup):
+    if isinstance(scheduler, WarmupKeys):
         if scheduler.warmup_min_lr and _peak(config, scheduler) is None and config.optimizer is None:
             raise ConfigError("scheduler.params.warmup_min_lr needs warmup_max_lr, or an optimizer with its rate")
         settings["start"] = _start(config, scheduler, scheduler.warmup_min_lr)
-    if isinstance(scheduler, WarmupDecay):
+    if isinstance(scheduler, WarmupDecayKeys):
         settings |= {"final": settings["start"], "hold": int(is_log)}
         if scheduler.total_num_steps is not None:
             settings["total"] = scheduler.total_num_steps + 1
-    if isinstance(scheduler, WarmupCosine):
+    if isinstance(scheduler, WarmupCosineKeys):
         settings |= {"start": scheduler.warmup_min_ratio, "hold": int(is_log) - 1}
         if scheduler.total_num_steps is not None:
             settings["total"] = scheduler.total_num_steps
@@ -107,5 +114,5 @@ def optim_of_schedule(config: CheckedConfig) -> dict[str, Any]:
         key = f"scheduler.params.{scheduler.peak_key}"
         rates = f"{peak:g}" if isinstance(peak, float) else suggest.shown(peak)
         config.notes.append(f"{key} is {rates}, and wins over optimizer.params.lr, as in DeepSpeed")
-    is_cycle = isinstance(scheduler, OneCycle) and scheduler.cycle_momentum and _has_betas(config)
+    is_cycle = isinstance(scheduler, OneCycleKeys) and scheduler.cycle_momentum and _has_betas(config)
     return {"lr": peak, "beta2": 0.99} if is_cycle else {"lr": peak}

@@ -16,9 +16,9 @@ from zero.core import schema, suggest
 from zero.core.schema import Section
 from zero.core.setting_types import MOST
 from zero.deepspeed.config.keys import Keys, Named
-from zero.deepspeed.config.optimizer_keys import OPTIMIZERS, OptimizerKeys
-from zero.deepspeed.config.schedule_keys import SCHEDULERS, ScheduleKeys
-from zero.deepspeed.config.unsupported_keys import IGNORED, REJECTED
+from zero.deepspeed.config.optimizer_keys import OPTIMIZER_KEYS, OptimizerKeys
+from zero.deepspeed.config.schedule_keys import SCHEDULER_KEYS, ScheduleKeys
+from zero.deepspeed.config.unsupported_keys import IGNORED_KEYS, REJECTED
 from zero.errors import ConfigError
 
 AUTO = "auto"
@@ -53,8 +53,8 @@ def check(written: Mapping[str, Any]) -> CheckedConfig:
     """
     autos, ignored = set[str](), list[str]()
     keys = Keys(**_known(written, "", autos, ignored))
-    optimizer = _params("optimizer", keys.optimizer, OPTIMIZERS)
-    scheduler = _params("scheduler", keys.scheduler, SCHEDULERS)
+    optimizer = _params("optimizer", keys.optimizer, OPTIMIZER_KEYS)
+    scheduler = _params("scheduler", keys.scheduler, SCHEDULER_KEYS)
     if scheduler is not None:
         scheduler.check(autos)
     notes = [f"ignored, because they set how bytes move or what is printed: {', '.join(ignored)}"] if ignored else []
@@ -68,7 +68,7 @@ def _known(node: Mapping[str, Any], prefix: str, autos: set[str], ignored: list[
         name = f"{prefix}{suggest.shown(key)}"
         if str(key).startswith(_COMMENTS) or value is None:
             continue
-        if name in REJECTED or name in IGNORED:
+        if name in REJECTED or name in IGNORED_KEYS:
             switch = value.get("enabled", value) if isinstance(value, Mapping) else value
             if not switch or switch == AUTO:
                 continue
@@ -106,9 +106,9 @@ def _all_known() -> Iterator[str]:
     for key in schema.schema_keys(Keys):
         if key not in ("optimizer.params", "scheduler.params"):
             yield key
-    for kind in (*OPTIMIZERS.values(), *SCHEDULERS.values()):
+    for kind in (*OPTIMIZER_KEYS.values(), *SCHEDULER_KEYS.values()):
         yield from schema.schema_keys(kind, kind.section_key)
-    yield from (*IGNORED, *REJECTED)
+    yield from (*IGNORED_KEYS, *REJECTED)
 
 
 _COMMENTS = ("_", "//", "#")

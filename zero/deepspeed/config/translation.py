@@ -16,13 +16,13 @@ from zero.core.batch import solve_batch
 from zero.core.stage import Stage
 from zero.deepspeed.config.key_types import moved
 from zero.deepspeed.config.keys import Keys
-from zero.deepspeed.config.optimizer_keys import AdamW, Lion, Muon
+from zero.deepspeed.config.optimizer_keys import AdamWKeys, LionKeys, MuonKeys
 from zero.deepspeed.config.schedules import check_one_schedule, optim_of_schedule, schedule_settings, scheduler_of
 from zero.deepspeed.config.source import CheckedConfig, check, read_source
 from zero.errors import ConfigError
 from zero.settings import Settings
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,16 @@ def _batch(config: CheckedConfig, world_size: int | None) -> dict[str, Any]:
     total, micro = keys.train_batch_size, keys.train_micro_batch_size_per_gpu
     accumulate = keys.gradient_accumulation_steps
     if total == micro == "auto":
-        if config.autos.isdisjoint(BATCH[:2]):
-            raise ConfigError(f"{BATCH[0]} and {BATCH[1]} are both missing. Write one of them.")
+        if config.autos.isdisjoint(BATCH_KEYS[:2]):
+            raise ConfigError(f"{BATCH_KEYS[0]} and {BATCH_KEYS[1]} are both missing. Write one of them.")
         return {}
     if accumulate == "auto" and "auto" in (total, micro):
         accumulate = 1
     if world_size is not None or total == "auto" or micro == "auto" or accumulate == "auto":
-        solve_batch(total, micro, accumulate, world_size or 1, BATCH)
+        solve_batch(total, micro, accumulate, world_size or 1, BATCH_KEYS)
     elif total % (micro * accumulate):
-        factors = f"{BATCH[1]}={micro} x {BATCH[2]}={accumulate}"
-        raise ConfigError(f"{BATCH[0]}={total} does not divide by {factors}. Set one of the three to auto.")
+        factors = f"{BATCH_KEYS[1]}={micro} x {BATCH_KEYS[2]}={accumulate}"
+        raise ConfigError(f"{BATCH_KEYS[0]}={total} does not divide by {factors}. Set one of the three to auto.")
     return {"global": total, "micro": micro, "accumulate": accumulate}
 
 
@@ -193,15 +193,15 @@ def _optim(config: CheckedConfig, schedule: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {"name": "adamw", "clip": 1.0 if clip is None else clip or None}
     if optimizer is not None:
         settings |= {"name": optimizer.name, "decay": "all", **moved(optimizer, "optim", config.autos)}
-    if isinstance(optimizer, Lion) and "optimizer.params.betas" not in config.autos:
+    if isinstance(optimizer, LionKeys) and "optimizer.params.betas" not in config.autos:
         settings["beta1"], settings["beta2"] = optimizer.betas
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, AdamWKeys):
         is_adam = str(config.keys.optimizer.type).lower() == "adam"
         if is_adam and not optimizer.adam_w_mode:
             settings["name"] = "adam"
         elif optimizer.torch_adam and "weight_decay" not in optimizer.model_fields_set:
             settings["weight_decay"] = 0.01  # the default of torch.optim.AdamW
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, MuonKeys):
         lr = optimizer.lr if "lr" in optimizer.model_fields_set else 3e-4
         settings |= {"exclude": ["*embed*", "*lm_head*"], "adamw_lr": optimizer.adam_lr or lr}
         if optimizer.muon_lr is not None:

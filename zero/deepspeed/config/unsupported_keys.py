@@ -36,7 +36,7 @@ _STAGE3 = (
     "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save"
 )
 
-IGNORED = frozenset(
+IGNORED_KEYS = frozenset(
     f"{section}{name}"
     for section, names in (*_IGNORED.items(), ("zero_optimization.", _STAGE3), ("zero_optimization.stage3_", _STAGE3))
     for name in names.split()

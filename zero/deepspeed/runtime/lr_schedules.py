@@ -94,7 +94,7 @@ class _Schedule(ABC):
 
 
 class _Rise(_Schedule):
-    keys: schedule_keys.Rise
+    keys: schedule_keys.RiseKeys
 
     @property
     def warmup_num_steps(self) -> int:
@@ -112,8 +112,8 @@ class _Rise(_Schedule):
 class WarmupLR(_Rise):
     """A warm-up from `warmup_min_lr` to `warmup_max_lr`, by default each group's own rate, then a constant rate."""
 
-    declared = schedule_keys.Warmup
-    keys: schedule_keys.Warmup
+    declared = schedule_keys.WarmupKeys
+    keys: schedule_keys.WarmupKeys
 
     def get_lr(self) -> list[float]:
         share = self._share()
@@ -127,8 +127,8 @@ class WarmupLR(_Rise):
 class WarmupDecayLR(WarmupLR):
     """A warm-up, then a linear decay to `warmup_min_lr`. If the decay has no iterations, the rate drops at once."""
 
-    declared = schedule_keys.WarmupDecay
-    keys: schedule_keys.WarmupDecay
+    declared = schedule_keys.WarmupDecayKeys
+    keys: schedule_keys.WarmupDecayKeys
 
     def _share(self) -> float:
         done, rise, total = self.last_batch_iteration, self.warmup_num_steps, self.keys.total_num_steps or 0
@@ -138,8 +138,8 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(_Rise):
     """A warm-up to each group's own rate, then a cosine decay. The first update has a learning rate of 0."""
 
-    declared = schedule_keys.WarmupCosine
-    keys: schedule_keys.WarmupCosine
+    declared = schedule_keys.WarmupCosineKeys
+    keys: schedule_keys.WarmupCosineKeys
 
     def get_lr(self) -> list[float]:
         ratio = self._ratio()
@@ -163,8 +163,8 @@ class OneCycle(_Schedule):
     optimizers without betas is not changed.
     """
 
-    declared = schedule_keys.OneCycle
-    keys: schedule_keys.OneCycle
+    declared = schedule_keys.OneCycleKeys
+    keys: schedule_keys.OneCycleKeys
 
     @property
     def _cycle(self) -> Cycle:
@@ -208,8 +208,8 @@ class OneCycle(_Schedule):
 class LRRangeTest(_Schedule):
     """A learning-rate range test: rates rise from `lr_range_test_min_lr` without a limit."""
 
-    declared = schedule_keys.LRRange
-    keys: schedule_keys.LRRange
+    declared = schedule_keys.LRRangeKeys
+    keys: schedule_keys.LRRangeKeys
 
     def get_lr(self) -> list[float]:
         keys, intervals = self.keys, (self.last_batch_iteration + 1) / self.keys.lr_range_test_step_size

@@ -13,10 +13,10 @@ from zero.distributed.routes.nodes import (
     within_node as within_node,
 )
 from zero.distributed.routes.route import (
-    Gather as Gather,
+    GatherRequest as GatherRequest,
     GatherRoute as GatherRoute,
     Received as Received,
-    Sum as Sum,
+    SumRequest as SumRequest,
     SumRoute as SumRoute,
 )
 from zero.distributed.routes.routes import Routes as Routes

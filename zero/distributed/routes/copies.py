@@ -11,7 +11,7 @@ import torch
 from zero.distributed.routes.node import SumsByNode, sum_received
 from zero.distributed.routes.nodes import across_nodes, reused, within_node
 from zero.distributed.routes.parts import Queue
-from zero.distributed.routes.route import Gather, GatherRoute, Received, Sum, SumRoute
+from zero.distributed.routes.route import GatherRequest, GatherRoute, Received, SumRequest, SumRoute
 from zero.distributed.world import World
 from zero.platform.handle import Done, Handle, Then
 
@@ -26,7 +26,7 @@ class _Sums(SumsByNode):
         super().__init__(world, travels, queue)
         self._back = across_nodes(world, "sum for copies")
 
-    def start(self, request: Sum) -> Handle:
+    def start(self, request: SumRequest) -> Handle:
         total, partial = request.sum_S, request.partial
         if partial is None or not partial.numel():
             return Done()
@@ -52,7 +52,7 @@ class _Sums(SumsByNode):
         return self._queue.add([first], add_nodes, is_sum=True)
 
 
-def _open_gather(world: World, _: Queue) -> Callable[[Gather], Handle]:
+def _open_gather(world: World, _: Queue) -> Callable[[GatherRequest], Handle]:
     node = within_node(world, "gather")
     return lambda gather: node.gather(gather.shard_S, gather.full_P, what=gather.what)
 

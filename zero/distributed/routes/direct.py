@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from zero.distributed.routes.parts import Queue
-from zero.distributed.routes.route import Gather, GatherRoute, Received
+from zero.distributed.routes.route import GatherRequest, GatherRoute, Received
 from zero.distributed.world import World
 from zero.platform.handle import Handle
 
 
-def _open(world: World, _: Queue) -> Callable[[Gather], Handle]:
+def _open(world: World, _: Queue) -> Callable[[GatherRequest], Handle]:
     apart = world
     if world.size > 1 and not world.compute.shares_memory:
         # With one communicator a gather would queue behind the sums that were started before it. A kernel of NCCL
@@ -17,7 +17,7 @@ def _open(world: World, _: Queue) -> Callable[[Gather], Handle]:
         # earliest one that has not ended.
         apart = world.part(range(world.size), "gather", priority=True)
 
-    def start(gather: Gather) -> Handle:
+    def start(gather: GatherRequest) -> Handle:
         order = world if gather.of_sum else apart
         return order.gather(gather.shard_S, gather.full_P, what=gather.what)
 

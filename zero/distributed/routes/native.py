@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 
 from zero.distributed.routes.parts import Queue
-from zero.distributed.routes.route import Received, Sum, SumRoute
+from zero.distributed.routes.route import Received, SumRequest, SumRoute
 from zero.distributed.world import World
 from zero.platform.handle import Handle
 
 
-def _open(world: World, _: Queue, travels: torch.dtype) -> Callable[[Sum], Handle]:
-    def start(total: Sum) -> Handle:
+def _open(world: World, _: Queue, travels: torch.dtype) -> Callable[[SumRequest], Handle]:
+    def start(total: SumRequest) -> Handle:
         return world.reduce_scatter(
             total.full_P, total.received, total.sum_S, native=True, accumulate=total.accumulate, what=total.what
         )

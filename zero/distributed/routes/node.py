@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zero.distributed.routes.nodes import across_nodes, reused, within_node
 from zero.distributed.routes.parts import Queue
-from zero.distributed.routes.route import Gather, GatherRoute, Received, Sum, SumRoute
+from zero.distributed.routes.route import GatherRequest, GatherRoute, Received, SumRequest, SumRoute
 from zero.distributed.world import World
 from zero.errors import if_it_fails
 from zero.platform.handle import Done, Handle
@@ -36,7 +36,7 @@ class _Gathers:
         self._device, self._queue = world.compute, queue
         self._at_once = not world.compute.shares_memory  # on a GPU the host does not wait
 
-    def start(self, gather: Gather) -> Handle:
+    def start(self, gather: GatherRequest) -> Handle:
         shard_S, full_P, secondary, current, of_sum, what = gather
         if not shard_S.numel():
             return self._world.gather(shard_S, full_P, what=what)
@@ -71,7 +71,7 @@ class SumsByNode:
         self._within, self._across = within_node(world, "sum"), across_nodes(world, "sum")
         self._travels, self._queue = travels, queue
 
-    def start(self, request: Sum) -> Handle:
+    def start(self, request: SumRequest) -> Handle:
         partial = request.partial
         if partial is None or not partial.numel():
             return Done()
@@ -87,7 +87,7 @@ class SumsByNode:
                 first.append(self._within.reduce_scatter(*row, what=request.what))
         return self._queue.add(first, lambda: [self._add_nodes(request, partial)], is_sum=True)
 
-    def _add_nodes(self, request: Sum, sent: Tensor) -> Handle:
+    def _add_nodes(self, request: SumRequest, sent: Tensor) -> Handle:
         """Start to add nodes' sums `sent`, in the memory of the first part's flats, which are not needed any more."""
         if self._travels != sent.dtype:
             sent = reused(request.full_P, self._travels, sent.numel()).copy_(sent)

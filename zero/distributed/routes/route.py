@@ -20,7 +20,7 @@ class Received(NamedTuple):
     wire: float
 
 
-class Gather(NamedTuple):
+class GatherRequest(NamedTuple):
     """The arguments of one `Routes.gather`."""
 
     shard_S: Tensor
@@ -31,7 +31,7 @@ class Gather(NamedTuple):
     what: str
 
 
-class Sum(NamedTuple):
+class SumRequest(NamedTuple):
     """The arguments of one `Routes.reduce_scatter`."""
 
     full_P: Tensor
@@ -52,7 +52,7 @@ class GatherRoute:
         by_node: whether it goes by node, so that a rank may keep a secondary shard.
     """
 
-    open: Callable[[World, Queue], Callable[[Gather], Handle]]
+    open: Callable[[World, Queue], Callable[[GatherRequest], Handle]]
     received: Callable[[World, int], Received]
     by_node: bool = False
 
@@ -71,7 +71,7 @@ class SumRoute:
             elements, else P.
     """
 
-    open: Callable[[World, Queue, torch.dtype], Callable[[Sum], Handle]]
+    open: Callable[[World, Queue, torch.dtype], Callable[[SumRequest], Handle]]
     received: Callable[[World, int, int, int], Received]
     by_node: bool = False
     backend_adds: bool = False

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from zero.distributed.routes.parts import Queue
-from zero.distributed.routes.route import Gather, GatherRoute, Sum, SumRoute
+from zero.distributed.routes.route import GatherRequest, GatherRoute, SumRequest, SumRoute
 from zero.distributed.world import World
 from zero.platform.handle import Handle
 
@@ -40,7 +40,7 @@ class Routes:
             current: whether `secondary` was filled, or is being filled, by an earlier gather; then it is the source.
             of_sum: whether this gather ends an all-reduce, see `advance`. A direct one runs in order with the sums.
         """
-        return self._start_gather(Gather(shard_S, full_P, secondary, current, of_sum, what))
+        return self._start_gather(GatherRequest(shard_S, full_P, secondary, current, of_sum, what))
 
     def reduce_scatter(
         self,
@@ -59,7 +59,7 @@ class Routes:
             partial: (`partial_numel`,) fp32, for the sum of this node if sums are by node; scratch, in use until the
                 handle was waited for.
         """
-        return self._start_sum(Sum(full_P, received, sum_S, partial, accumulate, what))
+        return self._start_sum(SumRequest(full_P, received, sum_S, partial, accumulate, what))
 
     @property
     def are_waiting(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from zero.distributed.mesh import Placed
-from zero.engine.model import NOTHING, Binding, ParameterPlaceholder, Site
+from zero.engine.model import NOT_PLACED, Binding, ParameterPlaceholder, Site
 
 
 class Place(NamedTuple):
@@ -56,7 +56,7 @@ class Places:
 
     def placed(self, site: Site) -> Mapping[str, Placed]:
         """Return the placement of each parameter of `site` that was a DTensor, by its name in the site's `Body`."""
-        return self._placed_of.get(site.path, NOTHING)
+        return self._placed_of.get(site.path, NOT_PLACED)
 
     def names(self, site: Site) -> list[str]:
         """Return the full names of the site's parameters."""

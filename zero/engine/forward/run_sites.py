@@ -43,8 +43,8 @@ from zero.engine.model import (
     Body,
     Compiler,
     ParameterPlaceholder,
-    Run,
     Site,
+    SiteRun,
     call_with,
     in_backward,
     note_dtypes,
@@ -134,13 +134,13 @@ class SiteRunner:
                 if bound.trainable:
                     self._units[bound.unit].placeholders[bound.slot] = placeholder
 
-    def runner(self, site: Site) -> Run:
+    def runner(self, site: Site) -> SiteRun:
         """Return the function that runs a call of `site`.
 
         With `compile` torch's compiler does not trace it into the caller's graph; without, it raises there.
         """
         if self._compiler is not None:
-            return cast(Run, torch.compiler.disable(partial(self.run, site)))
+            return cast(SiteRun, torch.compiler.disable(partial(self.run, site)))
 
         def run(body: Body, args: Any, kwargs: Any) -> Any:
             refuse_compiler()

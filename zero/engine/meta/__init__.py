@@ -2,12 +2,12 @@
 
 from zero.engine.meta.function_names import requested, writes
 from zero.engine.meta.on_meta import absent, dispatch_trunc_normal, empty
-from zero.engine.meta.operations import Operation, Recipe, RecordedRoot
+from zero.engine.meta.operations import Recipe, RecordedOperation, RecordedRoot
 from zero.engine.meta.unmade import Unmade, explaining_meta, is_meta, lacks_values
 
 __all__ = [
-    "Operation",
     "Recipe",
+    "RecordedOperation",
     "RecordedRoot",
     "Unmade",
     "absent",

@@ -42,7 +42,7 @@ class RecordedRoot:
     begin: Tensor | None = None
     is_made: bool = False
     number: int = field(default_factory=next_number)
-    operations: "list[Operation]" = field(default_factory=list)
+    operations: "list[RecordedOperation]" = field(default_factory=list)
     is_changed: bool = False
     whole: set[int] = field(init=False)
 
@@ -70,7 +70,7 @@ class Recipe(NamedTuple):
         return cls(root, root.number)
 
 
-class Operation:
+class RecordedOperation:
     """One recorded call of a torch function.
 
     Args:

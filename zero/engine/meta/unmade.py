@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zero.core.tree import replaced, tensors_in
 from zero.engine.meta.function_names import requested, writes
-from zero.engine.meta.operations import Operation, Recipe, RecordedRoot, next_number
+from zero.engine.meta.operations import Recipe, RecordedOperation, RecordedRoot, next_number
 from zero.errors import OutsideUnitError
 
 _AS_ON_CPU = {"device": torch.device("cpu"), "is_cpu": True, "is_meta": False}
@@ -139,7 +139,7 @@ def _only_dtype(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
     name, root = requested(func)[0], target.recipe.root
     if name in _VIEWS:
-        root.operations.append(Operation(func, args, kwargs, _recipes_in(args, kwargs), root))
+        root.operations.append(RecordedOperation(func, args, kwargs, _recipes_in(args, kwargs), root))
         _plainly(func, *args, **kwargs)
         return
     if name.startswith("resize_"):
@@ -148,7 +148,7 @@ def _write(target: Unmade, func: Any, args: Any, kwargs: Any) -> None:
         _plainly(func, *args, **kwargs)  # raises now if the shapes do not fit
     root.kept = all(tensor.recipe.root.kept for tensor in _unmade_in(args, kwargs))
     if root.kept:
-        root.operations.append(Operation(func, args, kwargs, _recipes_in(args, kwargs), root))
+        root.operations.append(RecordedOperation(func, args, kwargs, _recipes_in(args, kwargs), root))
         root.is_changed = True
     else:
         _draw_alike(func, args, kwargs)
@@ -189,7 +189,9 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
     roots = {tensor.untyped_storage()._cdata: tensor.recipe.root for tensor in unmade}
     made = [tensor for tensor in tensors_in(result) if is_meta(tensor) and id(tensor) not in known]
     viewed = {roots.get(tensor.untyped_storage()._cdata) for tensor in made}
-    operation = Operation(func, args, kwargs, _recipes_in(args, kwargs), viewed.pop() if len(viewed) == 1 else None)
+    operation = RecordedOperation(
+        func, args, kwargs, _recipes_in(args, kwargs), viewed.pop() if len(viewed) == 1 else None
+    )
     new: dict[int, Tensor] = {}
     for place, tensor in enumerate(tensors_in(result)):
         if not is_meta(tensor) or id(tensor) in known:

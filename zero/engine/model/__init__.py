@@ -7,9 +7,9 @@ from zero.engine.model.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.model.recorded_values import RecordedValues, reached
 from zero.engine.model.split import APART, embedding_ids, split
 from zero.engine.model.takeover import (
-    NOTHING,
+    NOT_PLACED,
     Body,
-    Run,
+    SiteRun,
     Takeover,
     attach,
     buffers_of,
@@ -24,7 +24,7 @@ from zero.engine.model.unsupported import note_dtypes
 
 __all__ = [
     "APART",
-    "NOTHING",
+    "NOT_PLACED",
     "Backend",
     "Binding",
     "Body",
@@ -34,8 +34,8 @@ __all__ = [
     "ModuleTree",
     "ParameterPlaceholder",
     "RecordedValues",
-    "Run",
     "Site",
+    "SiteRun",
     "Splitting",
     "Takeover",
     "UnitSpec",

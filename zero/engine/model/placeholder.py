@@ -12,7 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from zero.core.tree import replaced, tensors_in
 from zero.engine.memory import storage_address
 from zero.engine.meta import Recipe, Unmade, is_meta, requested
-from zero.engine.model.read_only import METADATA, call_for_reading, reject_writing, reject_written, version_of
+from zero.engine.model.read_only import (
+    METADATA_ATTRIBUTES,
+    call_for_reading,
+    reject_writing,
+    reject_written,
+    version_of,
+)
 from zero.errors import ConfigError, OutsideUnitError, PlanError
 
 _MEMORY = frozenset({"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"})
@@ -234,7 +240,7 @@ class ParameterPlaceholder(nn.Parameter):
         if request == "stride" or request == "is_contiguous":  # as of the gathered parameter
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
         _refuse_gradient(func, request, args, kwargs)
-        if request in METADATA:
+        if request in METADATA_ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if full := _full_values_of((args, kwargs)):

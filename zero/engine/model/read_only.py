@@ -11,7 +11,7 @@ from zero.engine.memory import storage_address
 from zero.engine.meta import requested, writes
 from zero.errors import OutsideUnitError
 
-METADATA = frozenset(
+METADATA_ATTRIBUTES = frozenset(
     {"shape", "dtype", "layout", "ndim", "names", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf"}
     | {"retains_grad", "is_sparse", "is_quantized", "is_nested", "size", "dim", "ndimension", "numel", "nelement"}
     | {"stride", "is_contiguous", "data_ptr", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__"}
@@ -46,7 +46,7 @@ class ReadOnlyTensor(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, (request, _) = kwargs or {}, requested(func)
-        if request in METADATA or request in ("grad", "retain_grad", "register_hook"):  # need no values
+        if request in METADATA_ATTRIBUTES or request in ("grad", "retain_grad", "register_hook"):  # need no values
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         reject_writing(cls, func, request, args, kwargs)

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zero.distributed.world import World
-from zero.engine.meta import Operation, Recipe, RecordedRoot, Unmade, dispatch_trunc_normal, is_meta, writes
+from zero.engine.meta import Recipe, RecordedOperation, RecordedRoot, Unmade, dispatch_trunc_normal, is_meta, writes
 from zero.engine.model.placeholder import ParameterPlaceholder
 from zero.engine.model.unit import Owner, Splitting
 from zero.errors import PlanError
 from zero.platform.host_memory import aligned_zeros
 
-BLOCK = 1 << 14
+SEEDED_NUMEL = 1 << 14
 """Elements that are drawn from one seed. Seeding a generator takes a tenth of the time of drawing so many numbers.
 
 torch's generator on a CPU uses 32 bits of a seed, so of a million blocks about a hundred draw another one's numbers.
@@ -121,7 +121,9 @@ class RecordedValues:
             self._last = None  # free the last owner's values before the next are computed
         if _is_ranged(recipe) and all(other.root.is_written for other in self._own(owner).values()):
             with self._drawing_alone():
-                values = self._part(recipe.root, start // BLOCK, -(-stop // BLOCK))[start % BLOCK :][: stop - start]
+                values = self._part(recipe.root, start // SEEDED_NUMEL, -(-stop // SEEDED_NUMEL))[
+                    start % SEEDED_NUMEL :
+                ][: stop - start]
             _refuse_left_out(self._model.get_submodule(owner.path), owner, {name: values})
             return values
         if self._last is None:
@@ -131,18 +133,18 @@ class RecordedValues:
 
     def _part(self, root: RecordedRoot, first: int, last: int) -> Tensor:
         """Compute blocks [first, last) of a root whose operations are all elementwise; return them in one tensor."""
-        part = _begun(root, first * BLOCK, min(last * BLOCK, root.shape.numel()))
+        part = _begun(root, first * SEEDED_NUMEL, min(last * SEEDED_NUMEL, root.shape.numel()))
         for operation in root.operations:
             self._run_by_blocks(operation, root, part, first)
         return part
 
-    def _run_by_blocks(self, operation: Operation, root: RecordedRoot, part: Tensor, first: int) -> None:
+    def _run_by_blocks(self, operation: RecordedOperation, root: RecordedRoot, part: Tensor, first: int) -> None:
         """Run an elementwise operation on `part`, (n,), which begins at block `first` of the root."""
         if operation.is_alias:
             return
         writes = [other for other in root.operations if not other.is_alias]
         key = f"{self._keys[root]}/{writes.index(operation)}"
-        for number, block in enumerate(part.split(BLOCK), first):
+        for number, block in enumerate(part.split(SEEDED_NUMEL), first):
             torch.default_generator.manual_seed(self._seed_of(f"{key}/{number}"))
             operation.run(dict.fromkeys(root.whole, block))
 

@@ -28,7 +28,7 @@ from zero.engine.model.unsupported import check_model
 from zero.errors import PlanError
 from zero.store import PageKind
 
-AUTO = "auto"
+DEFAULT_POLICY = "auto"
 """The word that stands for the default policy in a list of class names."""
 
 SHARED, APART = "(vectors)", " matrices"
@@ -79,7 +79,7 @@ def split(
         PlanError: the model has no parameters, no module of a named class, or a part that `unsupported` rejects.
     """
     check_model(model)
-    roots = _roots(model, class_names or (AUTO,))
+    roots = _roots(model, class_names or (DEFAULT_POLICY,))
     visited, needs, owners, chains = _walk(model, roots)
     if not visited:
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
@@ -275,8 +275,8 @@ def _depth(sites: Sequence[Site], chains: Iterable[_Chain], shared: set[int]) ->
 
 
 def _roots(model: nn.Module, class_names: Sequence[str]) -> set[int]:
-    named = _by_class(model, [name for name in class_names if name != AUTO])
-    return _by_default(model, named) if AUTO in class_names else named
+    named = _by_class(model, [name for name in class_names if name != DEFAULT_POLICY])
+    return _by_default(model, named) if DEFAULT_POLICY in class_names else named
 
 
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> set[int]:

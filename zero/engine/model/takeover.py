@@ -29,7 +29,7 @@ from zero.platform.modes import unobserved
 BATCH_NORM = nn.BatchNorm1d.forward
 """The forward that torch's batch norms of all dimensions share; buffers of subclasses that override it keep dtypes."""
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOT_PLACED: Mapping[str, Any] = MappingProxyType({})
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -67,7 +67,7 @@ class Takeover:
         splitting: Splitting,
         dtype: torch.dtype,
         device: torch.device,
-        placed: Mapping[str, Placed] = NOTHING,
+        placed: Mapping[str, Placed] = NOT_PLACED,
     ) -> None:
         refuse_taken(model)
         _watch_optimizers()
@@ -107,7 +107,7 @@ class Takeover:
         for placeholder, _ in self._parameters.values():
             placeholder.recipe = None
 
-    def attach(self, run: Callable[[Site], "Run"]) -> None:
+    def attach(self, run: Callable[[Site], "SiteRun"]) -> None:
         """Replace the call of each site by `run(site)`, see `attach`."""
         self._detach.callback(attach(self._model, self._splitting, run))
 
@@ -207,11 +207,11 @@ class Body(nn.Module):
         return self._call(*args, **kwargs)
 
 
-Run = Callable[[Body, Any, Any], Any]
+SiteRun = Callable[[Body, Any, Any], Any]
 """A function of (body of a site, args, kwargs) that runs a call of the site and returns its outputs."""
 
 
-def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], Run]) -> Callable[[], None]:
+def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], SiteRun]) -> Callable[[], None]:
     """Replace the call of each site of `model` by `run(site)`; return a function that undoes this.
 
     The user's hooks on a site run inside `run`, with the full parameters in place. `state_dict` returns full values.
@@ -284,7 +284,7 @@ def call_with(
     buffers: Mapping[str, Tensor] | None = None,
     path: str = "",
     check_writes: bool = False,
-    placed: Mapping[str, Placed] = NOTHING,
+    placed: Mapping[str, Placed] = NOT_PLACED,
 ) -> Any:
     """Run `module` with `parameters`, and `buffers` if given, in place of its own.
 

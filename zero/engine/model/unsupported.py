@@ -17,7 +17,7 @@ from zero.core.suggest import some
 from zero.distributed.mesh import is_dtensor
 from zero.engine.meta import Unmade, is_meta
 from zero.errors import PlanError
-from zero.platform.safetensors_files import NAMES
+from zero.platform.safetensors_files import DTYPE_NAMES
 
 WRAPPERS = (
     ("torch.distributed.fsdp", "which shards it already. Pass the model as it is before FSDP."),
@@ -103,7 +103,7 @@ def _faults_of_buffer(buffer: Tensor, *, saved: bool) -> Faults:
         is_meta(buffer),
         " is on meta and has no values. Build the model under zero.empty(), which puts only parameters on meta.",
     )
-    form = "nested" if buffer.is_nested else buffer.dtype if buffer.dtype not in NAMES else buffer.layout
+    form = "nested" if buffer.is_nested else buffer.dtype if buffer.dtype not in DTYPE_NAMES else buffer.layout
     yield (
         saved and form is not torch.strided,
         f" is {form}, which a checkpoint cannot hold. Register it with persistent=False, and compute it in the "

@@ -11,7 +11,7 @@ from zero.core.fused import numbers
 from zero.core.layout import Slot
 from zero.core.optim import Hyper
 from zero.core.update_counts import UpdateCounts
-from zero.core.updates import Settings, on_device
+from zero.core.updates import GroupSettings, on_device
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 
@@ -31,7 +31,7 @@ class StepNumbers:
         self.counts = UpdateCounts(counted, len(plan.optimizer.groups))
         self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its tensors
 
-    def train(self, groups: Sequence[Settings]) -> None:
+    def train(self, groups: Sequence[GroupSettings]) -> None:
         """Note which groups train in the next forward, see `UpdateCounts.train`."""
         self.counts.train(groups)
 

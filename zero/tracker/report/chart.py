@@ -64,7 +64,7 @@ class ChartSpan(NamedTuple):
     shade: float = 1.0
 
 
-class Row(NamedTuple):
+class TimelineRow(NamedTuple):
     """A row of a timeline: spans of one name and colour. Overlapping spans are drawn below each other."""
 
     name: str
@@ -167,7 +167,7 @@ def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
     return svg.document(svg.WIDTH, bottom + 24, f"{title}: {label}", body)
 
 
-def timeline(rows: Sequence[Row], *, title: str) -> str:
+def timeline(rows: Sequence[TimelineRow], *, title: str) -> str:
     """Return a timeline: rows of spans, with time from left to right. Overlapping spans have separate lanes."""
     kept = [row._replace(spans=sorted(_known_spans(row.spans))) for row in rows]
     first = min((span.begin_s for row in kept for span in row.spans), default=0.0)

@@ -33,7 +33,7 @@ class Job(NamedTuple):
 
 FIGURES = Job._fields[3:-1]
 
-OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
+MARKS_OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
 """Files and folders by which the folder of a run is recognised, because `hydra.sweep.subdir` may give it any name."""
 
 
@@ -44,7 +44,7 @@ def jobs_in(folder: Path) -> list[Path]:
     """
     jobs = []
     for place, folders, files in os.walk(folder):
-        if OF_A_RUN.intersection(folders + files):
+        if MARKS_OF_A_RUN.intersection(folders + files):
             jobs.append(Path(place))
             folders.clear()  # a run contains no other run
     return sorted((path for path in jobs if path != folder), key=lambda path: _in_order(str(path)))

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from zero.tracker.report.scale import UNKNOWN
 from zero.tracker.report.svg import escape
 
-NOTHING: Mapping[int, str] = {}
+NO_MARKS: Mapping[int, str] = {}
 PILLS = {"finished": "good", "failed": "bad", "stopped": "open", "running": "open"}
 """The mood of the label of each status; see `pill`."""
 
@@ -99,7 +99,7 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     numbers: Iterable[int] = (),
-    marked: Mapping[int, str] = NOTHING,
+    marked: Mapping[int, str] = NO_MARKS,
 ) -> Html:
     """Return a table.
 

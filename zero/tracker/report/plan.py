@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import zero.tracker.report.chart as chart
+from zero.core.placement import TIERS
 from zero.tracker.report.chart import Bar, BarPart
 from zero.tracker.report.folder import RecordedRun, mapping, typical
 from zero.tracker.report.page import Html, figure, section, side_by_side, table
 from zero.tracker.report.scale import UNKNOWN, finite_values, seconds, size
 
-KINDS = {
+KIND_COLOURS = {
     "parameters": ("blue", 1.0),
     "gathered units": ("blue", 0.55),
     "gradients": ("amber", 1.0),
@@ -23,7 +24,6 @@ KINDS = {
 }
 """Colour and opacity of each kind of tensor in charts of a plan's memory; other kinds are slate."""
 
-TIERS = ("device", "host", "nvme")
 
 BETWEEN = "between steps"
 """The label of a tier's bytes between two steps: the sum of all kinds except activations."""
@@ -55,7 +55,7 @@ def compared(run: RecordedRun) -> list[Compared]:
     rows: list[Compared] = []
     for tier, kinds in planned.items():
         held = measured.get(tier, {})
-        shown = [name for name in dict.fromkeys([*KINDS, *kinds]) if kinds.get(name) or held.get(name)]
+        shown = [name for name in dict.fromkeys([*KIND_COLOURS, *kinds]) if kinds.get(name) or held.get(name)]
         between, held_bytes = sum(kinds.values()) - kinds.get("activations", 0), sum(held.values()) if held else None
         if len(shown) == 1:
             rows.append(Compared(tier, shown[0], kinds.get(shown[0], 0), held_bytes))
@@ -90,7 +90,7 @@ def plan_section(run: RecordedRun) -> Html:
     return section(
         "Plan and measurement",
         side_by_side(
-            figure(chart.bars(bars, title="bytes of one rank", order=list(KINDS)), "Bytes of one rank"),
+            figure(chart.bars(bars, title="bytes of one rank", order=list(KIND_COLOURS)), "Bytes of one rank"),
             table(
                 ["", "", "plan", "measured", "ratio"],
                 [_cells(row, first=row.where != before) for before, row in zip(places, rows, strict=False)],
@@ -124,8 +124,8 @@ def _bytes(kinds: object) -> dict[str, float]:
 
 
 def _parts(kinds: Mapping[str, float]) -> list[BarPart]:
-    shown = [name for name in dict.fromkeys([*KINDS, *kinds]) if name in kinds]
-    return [BarPart(name, kinds[name], *KINDS.get(name, ("slate", 0.7))) for name in shown]
+    shown = [name for name in dict.fromkeys([*KIND_COLOURS, *kinds]) if name in kinds]
+    return [BarPart(name, kinds[name], *KIND_COLOURS.get(name, ("slate", 0.7))) for name in shown]
 
 
 def per_step(run: RecordedRun, key: str) -> list[tuple[object, object]]:

@@ -14,7 +14,7 @@ from typing import Any
 import zero.tracker.report.chart as chart
 from zero.core.schema import flat_fields
 from zero.platform.run_files import publish
-from zero.platform.timeline import ROWS, Span, Timeline, shares
+from zero.platform.timeline import TIMELINE_ROWS, Span, Timeline, shares
 from zero.tracker.report.chart import Series
 from zero.tracker.report.folder import RecordedRun, read_run
 from zero.tracker.report.origin import origin_section, settings_section
@@ -37,7 +37,7 @@ from zero.tracker.report.scale import count, finite_values, loss_scale_of, numbe
 from zero.tracker.report.svg import escape
 from zero.tracker.views.view import ROW
 
-COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "teal", "update": "purple"}
+ROW_COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "teal", "update": "purple"}
 """Colours of the rows of a timeline; other rows, such as page out, are rose."""
 
 THIRD: Mapping[str, Any] = {"width": 368.0}
@@ -253,8 +253,8 @@ def _step(run: RecordedRun) -> Html:
     spans = [span for span in run.trace if span.rank == min(traced.rank for traced in run.trace)]
     if not spans:
         return Html()
-    drawn = {name: [_drawn(span) for span in spans if span.row == name] for name in ROWS}
-    rows = [chart.Row(name, placed, COLOURS.get(name, "rose")) for name, placed in drawn.items() if placed]
+    drawn = {name: [_drawn(span) for span in spans if span.row == name] for name in TIMELINE_ROWS}
+    rows = [chart.TimelineRow(name, placed, ROW_COLOURS.get(name, "rose")) for name, placed in drawn.items() if placed]
     head = ["row", "spans", "busy", "hidden", "exposed", "of the step"]
     return section(
         "One step",

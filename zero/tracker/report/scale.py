@@ -18,7 +18,7 @@ UNKNOWN = "–"
 
 SIZES = ((1024**5, "PiB"), (1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 POWERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
-TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 class Scale(NamedTuple):
@@ -115,7 +115,7 @@ def logarithmic(values: Iterable[object], begin: float, end: float) -> Scale:
 
 def duration_unit(longest_s: float, least: float = 1.0) -> tuple[float, str]:
     """Return (seconds, name) of the largest unit of time of which `longest_s` seconds are at least `least` units."""
-    return next(((unit, name) for unit, name in TIMES if longest_s >= least * unit), TIMES[-1])
+    return next(((unit, name) for unit, name in TIME_UNITS if longest_s >= least * unit), TIME_UNITS[-1])
 
 
 # Numbers as text

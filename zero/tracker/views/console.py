@@ -29,7 +29,7 @@ BAR_COLUMNS = 14
 SHOWN_S = 0.3
 """Seconds after which the progress of a long operation is shown on a terminal."""
 
-Clock = Callable[[], float]
+MonotonicClock = Callable[[], float]
 
 
 class Word(NamedTuple):
@@ -46,7 +46,7 @@ class Lines(View):
         steps: number of steps of the whole run; None: unknown.
     """
 
-    def __init__(self, steps: int | None, stream: TextIO, clock: Clock = time.monotonic) -> None:
+    def __init__(self, steps: int | None, stream: TextIO, clock: MonotonicClock = time.monotonic) -> None:
         self._of, self._stream = "" if steps is None else f"/{steps}", stream
         self._console = Console(file=stream)
         self._left = None if steps is None else _Left(steps, clock)
@@ -81,7 +81,7 @@ class Lines(View):
 class BarView(View):
     """A view that shows a progress bar and the newest row, for terminals."""
 
-    def __init__(self, steps: int, stream: TextIO, clock: Clock = time.monotonic) -> None:
+    def __init__(self, steps: int, stream: TextIO, clock: MonotonicClock = time.monotonic) -> None:
         self._steps, self._step, self._clock, self._over = steps, 0, clock, False
         self._left, self._work = _Left(steps, clock), _Work(clock)
         self._words: list[Word] = []
@@ -189,7 +189,7 @@ def _is_extra(key: str) -> bool:
 class _Work:
     """The progress of a long operation, timed from its first report."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: MonotonicClock) -> None:
         self._clock, self.begun_s = clock, 0.0
         self.what, self.done, self.total = "", 0, 0
 
@@ -221,7 +221,7 @@ class _Work:
 class _Left:
     """Estimate of the time until the last step, by the speed since the first row, because earlier steps are slower."""
 
-    def __init__(self, steps: int, clock: Clock) -> None:
+    def __init__(self, steps: int, clock: MonotonicClock) -> None:
         self._steps, self._clock, self._begun_s, self._over = steps, clock, clock(), False
         self._first: tuple[float, float] | None = None
         self._newest: tuple[float, float | None] = (clock(), None)

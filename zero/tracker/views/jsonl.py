@@ -13,7 +13,7 @@ from zero.tracker.views.view import Row, View, finite
 
 log = logging.getLogger("zero")
 
-ROWS = "metrics.jsonl"
+ROWS_FILE = "metrics.jsonl"
 
 RUNNING = "running, or ended without a word"
 """The exit reason in summary.json until a run ends; it remains if the process is killed."""
@@ -87,7 +87,7 @@ def _claim(place: Path) -> bool:
     """Create metrics.jsonl; return False if it exists. If two processes start at once, only one creates the file."""
     place.mkdir(parents=True, exist_ok=True)
     try:
-        (place / ROWS).touch(exist_ok=False)
+        (place / ROWS_FILE).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

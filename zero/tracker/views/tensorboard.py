@@ -14,10 +14,10 @@ from zero.core.schema import flat_fields
 from zero.platform.installed import install
 from zero.tracker.views.view import Charts, Row, View
 
-FLUSH_S = 2
+TENSORBOARD_FLUSH_S = 2
 """Seconds until a row is written to the file, so that a killed run loses few rows."""
 
-OF_A_RUN = ("train/loss", "val/loss")
+COMPARED_METRICS = ("train/loss", "val/loss")
 """Metrics in TensorBoard's table of hyperparameters, by which runs are compared."""
 
 
@@ -43,7 +43,7 @@ class TensorBoardRun(View):
         """Write a row. The first row opens the file and hides rows of an earlier start from its step on."""
         step = int(row["step"] or 0)
         if self._writer is None:
-            self._writer = self._open(str(self._folder), purge_step=step, flush_secs=FLUSH_S)
+            self._writer = self._open(str(self._folder), purge_step=step, flush_secs=TENSORBOARD_FLUSH_S)
             self._write_settings()
         for key, value in self._charts.of(row).items():
             if key != "step":
@@ -58,5 +58,5 @@ class TensorBoardRun(View):
         self._writer.add_text("settings", "\n".join(f"    {line}" for line in text.splitlines()))
         values = flat_fields(self._config).items()  # hyperparameters are numbers, booleans or text
         settings = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
-        for part in self._hparams(settings, dict.fromkeys(OF_A_RUN, 0.0)):
+        for part in self._hparams(settings, dict.fromkeys(COMPARED_METRICS, 0.0)):
             self._writer.file_writer.add_summary(part)

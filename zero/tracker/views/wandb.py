@@ -35,10 +35,10 @@ IN_ROWS_OR_CONFIG = frozenset(
 
 NO_KEY = "W&B is offline for this run: there is no key. Run `wandb login`, or export WANDB_API_KEY."
 
-PATIENCE_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """Seconds that W&B may try to connect before the run continues offline, unless WANDB_INIT_TIMEOUT is set."""
 
-FLUSH_S = 2.0
+WANDB_FLUSH_S = 2.0
 """Seconds until a row is written to W&B's file, so that a killed run loses few rows."""
 
 NAME_LENGTH = 128
@@ -248,8 +248,8 @@ def _settings(wandb: Any, *, versions: bool) -> Any:
     if not versions:  # else WANDB_DISABLE_GIT decides
         wanted["disable_git"] = True
     if "WANDB_INIT_TIMEOUT" not in os.environ:
-        wanted["init_timeout"] = PATIENCE_S
+        wanted["init_timeout"] = CONNECT_TIMEOUT_S
     flush = "x_transaction_log_flush_interval"
     if flush in wandb.Settings.model_fields:  # W&B has it since 0.31
-        wanted[flush] = FLUSH_S
+        wanted[flush] = WANDB_FLUSH_S
     return wandb.Settings(**wanted)

@@ -31,7 +31,7 @@ from zero.core.precision import DTYPES
 from zero.core.setting_types import bytes_of
 from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
-from zero.formats.exports import FORMATS
+from zero.formats.exports import EXPORT_FORMATS
 from zero.trainer.models.hf_config import LoRAConfig
 from zero.trainer.text_output import command_line
 
@@ -50,7 +50,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = command_line("export", __doc__)
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, a run, or checkpoints")
     parser.add_argument(
-        "--to", required=True, choices=FORMATS, help="the format; hf is for transformers only with model=hf"
+        "--to", required=True, choices=EXPORT_FORMATS, help="the format; hf is for transformers only with model=hf"
     )
     parser.add_argument("--out", type=Path, help="new file or folder; default: exported-TO in the run")
     parser.add_argument("--weights", default="parameter", choices=("parameter", "ema"), help=MEAN)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zero.errors import ZeroError
 from zero.formats import ImportChoice, import_checkpoint, open_source, progress_bar
-from zero.formats.imports import FORMATS
+from zero.formats.imports import IMPORT_FORMATS
 from zero.trainer.text_output import command_line
 
 
@@ -44,7 +44,7 @@ def step(text: str) -> int:
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = command_line("import", __doc__)
     parser.add_argument("source", type=Path, help="file or folder to import")
-    parser.add_argument("--from", dest="from_", required=True, choices=FORMATS, help="its format")
+    parser.add_argument("--from", dest="from_", required=True, choices=IMPORT_FORMATS, help="its format")
     parser.add_argument("--out", required=True, type=Path, metavar="ROOT", help="folder of checkpoints; need not exist")
     parser.add_argument("--prefix", default="", help="import only names with this prefix, and remove it")
     parser.add_argument(

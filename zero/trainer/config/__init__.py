@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from zero.core import schema, suggest
 from zero.core.schema import Section
-from zero.core.setting_types import Place, key
+from zero.core.setting_types import PathText, key
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.step_sections import Batch
@@ -45,7 +45,7 @@ class Config(Settings):
         "doctor (is this machine ready), explain (what a key means)",
         example="plan",
     )
-    resume: Place = key(
+    resume: PathText = key(
         "none",
         "checkpoint to continue from: none (begin anew), latest (the newest valid checkpoint), or the path of a step, "
         "a run or a folder of checkpoints",

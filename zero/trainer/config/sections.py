@@ -11,13 +11,13 @@ from zero.core.setting_types import (
     Names,
     Natural,
     NonNegative,
-    Place,
+    PathText,
+    PlainText,
     Ranks,
     Reads,
     Rows,
-    Threads,
+    ThreadCount,
     Whole,
-    Word,
     bytes_of,
     key,
     memory_bytes,
@@ -36,7 +36,7 @@ def _pcie(value: object) -> str:
     return str(value)
 
 
-Disk = Annotated[int | Literal["auto"], or_auto("a size such as 4TB", _disk)]
+DiskBytes = Annotated[int | Literal["auto"], or_auto("a size such as 4TB", _disk)]
 PCIe = Annotated[str, Reads("a generation from 3 to 6 and lanes, such as 5x16", _pcie)]
 
 
@@ -87,7 +87,9 @@ class Launch(Section):
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "device: cuda, cpu, or auto: GPUs where torch finds some", example="cpu"
     )
-    threads: Threads = key("auto", "CPU threads per rank; auto: the cores shared evenly", unit="threads", example="1")
+    threads: ThreadCount = key(
+        "auto", "CPU threads per rank; auto: the cores shared evenly", unit="threads", example="1"
+    )
     timeout: Annotated[float, Field(ge=1, le=604_800)] = key(
         300.0,
         "longest wait for another rank, in seconds; the error then names it; at most a week",
@@ -122,7 +124,7 @@ class Launch(Section):
 class CheckpointSection(Section):
     """Checkpoints of a run; see docs/checkpoints.md."""
 
-    dir: Place | None = key(
+    dir: PathText | None = key(
         None, "folder of all checkpoints; null: checkpoints/ in the run's folder", example="checkpoints"
     )
     every: Natural = key(
@@ -171,7 +173,7 @@ class MachineSection(Section):
         unit="processes",
         example="4 mode=plan",
     )
-    gpu: Word | None = key(
+    gpu: PlainText | None = key(
         None, "model of the GPUs, such as H100, for their memory and rates; null: round rates", example="H100 mode=plan"
     )
     pcie: PCIe | None = key(
@@ -194,7 +196,7 @@ class MachineSection(Section):
     host_memory: Memory = key(
         "auto", "host memory of one node, such as 1TiB; auto: what is free here", unit="bytes", example="1TiB mode=plan"
     )
-    disk: Disk = key(
+    disk: DiskBytes = key(
         "auto",
         "disk of one node for offload, such as 4TB; auto: what offload.path has free",
         unit="bytes",
@@ -205,7 +207,7 @@ class MachineSection(Section):
 class Explain(Section):
     """The key or section that mode=explain explains."""
 
-    key: Word | None = key(
+    key: PlainText | None = key(
         None, "a key, such as zero.stage, or a section, such as offload", example="zero.stage mode=explain"
     )
 

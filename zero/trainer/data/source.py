@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.setting_types import Needed, Place, Reads, Rows, Word, key, names_of
+from zero.core.setting_types import Needed, PathText, PlainText, Reads, Rows, key, validate_names
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ Holdout = Annotated[float, Field(gt=0, le=0.5)]
 
 
 def _folders(value: object) -> tuple[str, ...]:
-    names = names_of(value)
+    names = validate_names(value)
     if any("/" in name for name in names):
         raise ValueError("must be names of folders, without /")
     return names
@@ -40,7 +40,7 @@ class TextConfig(Section):
     section_key = "data"
 
     name: Literal["text"] = key("text", "kind of data")
-    folder: Place | None = key(
+    folder: PathText | None = key(
         None, "folder; null: the sources of the Python standard library", example="/usr/share/doc"
     )
     skip: Folders = key(
@@ -78,7 +78,7 @@ class TokensConfig(Section):
         unit="tokens",
         example="256 data.path=train.bin",
     )
-    validation_path: Place | None = key(
+    validation_path: PathText | None = key(
         None,
         "a second file, for validation; null: the end of the first",
         example="held.bin data.path=train.bin model.vocab=50304",
@@ -129,7 +129,7 @@ class HFTextConfig(Section):
         "a folder of text and JSONL files, one such file, or a folder that datasets.save_to_disk made; required",
         example="texts data.tokenizer=path/to/llama",
     )
-    column: Word = key(
+    column: PlainText = key(
         "text",
         "field of a line of JSONL, or column of a dataset, with the text",
         example="body data.path=texts data.tokenizer=path/to/llama",
@@ -139,7 +139,7 @@ class HFTextConfig(Section):
         "a tokenizer.json or a folder with one; null: that of model.path, with model=hf",
         example="path/to/llama data.path=texts",
     )
-    end: Word | None = key(
+    end: PlainText | None = key(
         None,
         "the token after each document; null: the end of text of the tokenizer's settings",
         example="'</s>' data.path=texts data.tokenizer=path/to/llama",
@@ -149,7 +149,7 @@ class HFTextConfig(Section):
         "share of whole documents kept for validation",
         example="0.1 data.path=texts data.tokenizer=path/to/llama",
     )
-    cache: Place | None = key(
+    cache: PathText | None = key(
         None,
         "folder where the tokens are kept, on a disk that all ranks share; null: functional-zero in the user's cache",
         example="tokens data.path=texts data.tokenizer=path/to/llama",

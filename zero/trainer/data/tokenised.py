@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 VERSION = 1
 """Version of the cached format, part of the hash that names the folder."""
 
-TRAIN, HELD, ABOUT = "train.bin", "held.bin", "about.json"
+TRAIN_FILE, HELD_FILE, ABOUT_FILE = "train.bin", "held.bin", "about.json"
 RECORDS = (".jsonl", ".ndjson", ".json")
 SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"
 """Files that `save_to_disk` writes: in the folder of a dataset, and in a folder that contains several datasets."""
@@ -48,13 +48,13 @@ TEXT = ("str", "string", "large_string")
 """Names of the text types of Python and of `datasets`."""
 
 PIECE = 2**16
-BATCH = 2**20
-"""Characters that are encoded as one text (PIECE) and in one call (BATCH). Until it is written, a token takes about
-100 bytes of memory."""
+BATCH_CHARS = 2**20
+"""Characters that are encoded as one text (PIECE) and in one call (BATCH_CHARS). Until it is written, a token takes
+53-100 bytes of memory."""
 
 CHAT = "write one with the text of each chat, which tokenizer.apply_chat_template makes"
 
-ROWS = 256
+ROWS_PER_READ = 256
 STILL = "still at it"
 
 
@@ -70,9 +70,9 @@ def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", pr
 
     tokenizer = Tokenizer(config.tokenizer, config.end)
     folder = _agreed(config, tokenizer, world or World.solo(), progress)
-    held = folder / HELD
+    held = folder / HELD_FILE
     tokens = TokensConfig(
-        path=str(folder / TRAIN),
+        path=str(folder / TRAIN_FILE),
         dtype="uint16" if tokenizer.vocab <= 2**16 else "uint32",
         vocab=tokenizer.vocab,
         validation_path=str(held) if held.is_file() else None,
@@ -127,7 +127,7 @@ def _agreed(config: HFTextConfig, tokenizer: Tokenizer, world: "World", progress
         return Path(world.share(str(_found_or_made(config, tokenizer, report))))
     while (folder := world.share("")) == STILL:
         pass
-    if not Path(folder, TRAIN).is_file():
+    if not Path(folder, TRAIN_FILE).is_file():
         raise ConfigError(
             f"rank {world.rank} does not see {folder}, but rank 0 does. Set data.cache to a folder on a shared disk."
         )
@@ -160,7 +160,7 @@ def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress:
                 ) from error
             _make(config, tokenizer, unfinished, progress)
     except OSError:  # for example, another run has made the folder
-        if not (folder / TRAIN).is_file():
+        if not (folder / TRAIN_FILE).is_file():
             raise
 
 
@@ -187,7 +187,7 @@ def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Pr
     typecode = "H" if tokenizer.vocab <= 2**16 else "I"
     total, done, documents = sum(file.size for file in _files(config)), 0, 0
     with ExitStack() as closing:
-        train, held = (closing.enter_context((folder / name).open("wb")) for name in (TRAIN, HELD))
+        train, held = (closing.enter_context((folder / name).open("wb")) for name in (TRAIN_FILE, HELD_FILE))
         for batch in _batches(_documents(config)):
             for piece, numbers in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
                 tokens = array(typecode, numbers + [tokenizer.end] * piece.ends)
@@ -200,11 +200,11 @@ def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Pr
     if not any(sizes):
         raise _no_text(config)
     if not sizes[0]:
-        (folder / HELD).replace(folder / TRAIN)
+        (folder / HELD_FILE).replace(folder / TRAIN_FILE)
     elif not sizes[1]:
-        (folder / HELD).unlink()
+        (folder / HELD_FILE).unlink()
     about = {"texts": str(config.root.absolute()), "tokenizer": str(tokenizer.file.absolute()), "documents": documents}
-    (folder / ABOUT).write_text(json.dumps(about, indent=2))
+    (folder / ABOUT_FILE).write_text(json.dumps(about, indent=2))
 
 
 # Documents
@@ -226,7 +226,7 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
     for piece in pieces:
         batch.append(piece)
         chars += len(piece.text)
-        if chars >= BATCH:
+        if chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
     if batch:
@@ -292,7 +292,7 @@ def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
     except Exception as error:  # a damaged folder raises errors of Arrow, the file system or datasets
         raise ConfigError(f"data.path={config.path}: datasets cannot read it: {in_short(error)}") from error
     number = 0
-    for batch in rows.iter(batch_size=ROWS):
+    for batch in rows.iter(batch_size=ROWS_PER_READ):
         for value in batch[config.column]:
             if value is None:
                 raise _no_text_in(config, f"{config.path}, row {number}", {config.column: "NoneType"})

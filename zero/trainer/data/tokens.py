@@ -16,7 +16,7 @@ from zero.errors import MachineError
 from zero.trainer.data.source import TokensConfig
 from zero.trainer.data.windows import Windows, decode_numbers
 
-BLOCK_BYTES = 64 * 1024
+DIGEST_BLOCK_BYTES = 64 * 1024
 BLOCKS = 256
 
 
@@ -67,11 +67,11 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's length and of 256 blocks of 64 KiB spread over it: of all bytes up to 16 MiB."""
     size = path.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
-    last = max(0, size - BLOCK_BYTES)
+    last = max(0, size - DIGEST_BLOCK_BYTES)
     with path.open("rb") as file:
         for start in sorted({last * block // (BLOCKS - 1) for block in range(BLOCKS)}):
             file.seek(start)
-            digest.update(file.read(BLOCK_BYTES))
+            digest.update(file.read(DIGEST_BLOCK_BYTES))
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from zero.errors import StoreError
 from zero.platform.run_files import MEMORY, folders_of, mount_of, takes_files
 from zero.store.nvme import probe
 from zero.trainer.config import Config
-from zero.trainer.doctor.host import Diagnosis, Host, State, judge
+from zero.trainer.doctor.host import Diagnosis, Host, Verdict, judge
 
 MOST_THREADS = 64
 """Limit of the threads with which a disk is measured."""
@@ -25,7 +25,7 @@ def disk(config: Config, host: Host) -> Iterator[Diagnosis]:
 
 def _disk_of(config: Config, host: Host, folder: Path) -> Iterator[Diagnosis]:
     wanted = bool({"nvme", "auto"} & {config.offload.optimizer, config.offload.param, config.offload.grad})
-    state: State = "bad" if wanted or config.offload.path else "warn"
+    state: Verdict = "bad" if wanted or config.offload.path else "warn"
     if not folder.is_dir() or not takes_files(folder):
         why = "is not writable" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
         yield Diagnosis("offload.path", state, f"{folder} {why}", "set offload.path to a folder on a fast local disk")
@@ -54,7 +54,7 @@ def _file_system(host: Host, folder: Path) -> tuple[str, int]:
     return mount_of(host.text("/proc/self/mountinfo"), str(folder.resolve())), host.space(str(folder))[1]
 
 
-def _rate(config: Config, folder: Path, free_bytes: int, state: State) -> Diagnosis:
+def _rate(config: Config, folder: Path, free_bytes: int, state: Verdict) -> Diagnosis:
     if free_bytes < GiB:
         advice = f"{size_text(free_bytes)} free is too little to offload anything"
         return Diagnosis("disk rate", "warn", "not measured", advice)

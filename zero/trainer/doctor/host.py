@@ -10,14 +10,14 @@ import psutil
 
 from zero.trainer.launch.process import cores
 
-State = Literal["ok", "warn", "bad"]
+Verdict = Literal["ok", "warn", "bad"]
 
 
 class Diagnosis(NamedTuple):
     """The result of one check."""
 
     name: str
-    state: State
+    state: Verdict
     finding: str
     advice: str = ""
     """Empty if the state is "ok"."""
@@ -75,7 +75,7 @@ class Host:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def judge(name: str, finding: str, *problems: tuple[Any, State, str]) -> Diagnosis:
+def judge(name: str, finding: str, *problems: tuple[Any, Verdict, str]) -> Diagnosis:
     """Return the check with the state and advice of the first problem that exists; "ok" if none does.
 
     Args:

@@ -16,12 +16,12 @@ from typing import Any, TextIO
 
 from zero.errors import if_it_fails
 from zero.platform.run_files import writing
-from zero.trainer.launch.process import Processes, log_traceback, redirected, set_up, write_to_log
+from zero.trainer.launch.process import ProcessSettings, log_traceback, redirected, set_up, write_to_log
 from zero.trainer.launch.request import FATAL_SIGNALS, STOP_SIGNALS, Request, import_torch, stacks_on_request
 from zero.trainer.launch.world_size import restart_count
 
 
-def inside(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
+def inside(entry: Callable[..., Any], *args: Any, processes: ProcessSettings) -> Any:
     """Call `entry(*args)` as the only rank, in this process, so that a debugger works. Its errors are raised unchanged.
 
     Raises:
@@ -47,7 +47,7 @@ def inside(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
             raise
 
 
-def joined(entry: Callable[..., Any], *args: Any, processes: Processes) -> Any:
+def joined(entry: Callable[..., Any], *args: Any, processes: ProcessSettings) -> Any:
     """Call `entry(*args)` as a rank in this process, which torchrun started. Its errors are raised unchanged.
 
     With `threads="auto"` the ranks of a node share its cores, unless torchrun has set OMP_NUM_THREADS. torchrun sends

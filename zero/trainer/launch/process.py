@@ -26,7 +26,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 
 
 @dataclass(frozen=True)
-class Processes:
+class ProcessSettings:
     """The set-up of the processes of ranks.
 
     Attributes:
@@ -44,7 +44,7 @@ class Processes:
     grace_s: float = 30.0
 
 
-def environment(ranks: int, processes: Processes) -> dict[str, str]:
+def environment(ranks: int, processes: ProcessSettings) -> dict[str, str]:
     """Return the environment variables of child ranks, without variables that the user has set.
 
     A number of threads in `processes` replaces the user's OMP_NUM_THREADS and MKL_NUM_THREADS.
@@ -61,7 +61,7 @@ def environment(ranks: int, processes: Processes) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name in settled or name not in os.environ}
 
 
-def set_up(processes: Processes, ranks: int | None = None) -> AbstractContextManager[None]:
+def set_up(processes: ProcessSettings, ranks: int | None = None) -> AbstractContextManager[None]:
     """Set up this process as a rank. Environment variables are set during the body only, malloc and threads for good.
 
     Args:
@@ -78,7 +78,7 @@ def set_up(processes: Processes, ranks: int | None = None) -> AbstractContextMan
     return environ({"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE} if fixed else {})
 
 
-def _threads(processes: Processes, ranks: int) -> int:
+def _threads(processes: ProcessSettings, ranks: int) -> int:
     return max(1, cores() // ranks) if processes.threads == "auto" else processes.threads
 
 

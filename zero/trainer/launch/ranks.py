@@ -29,7 +29,7 @@ from zero.platform.run_files import writing
 from zero.platform.threads import repeating
 from zero.trainer.launch.board import Board
 from zero.trainer.launch.ending import MEMORY_ADVICE, Interrupted
-from zero.trainer.launch.process import Processes, environ, environment, log_traceback, redirect, write_to_log
+from zero.trainer.launch.process import ProcessSettings, environ, environment, log_traceback, redirect, write_to_log
 from zero.trainer.launch.request import (
     FATAL_SIGNALS,
     STOP_SIGNALS,
@@ -59,12 +59,12 @@ class _Job(NamedTuple):
     args: tuple[Any, ...]
     ranks: int
     port: int
-    processes: Processes
+    processes: ProcessSettings
     board: Board
     max_restarts: int
 
 
-def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Processes, max_restarts: int = 0) -> Any:
+def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: ProcessSettings, max_restarts: int = 0) -> Any:
     """Call `entry(*args)` in each of `ranks` new processes; returns the result of rank 0.
 
     The environment of each process has torchrun's variables, such as RANK, WORLD_SIZE and MASTER_PORT. All processes

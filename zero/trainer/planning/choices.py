@@ -15,7 +15,7 @@ from zero.settings.step_sections import Batch
 from zero.trainer.config import Config
 from zero.trainer.planning.cost import ALIKE, Rates, step_seconds
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.activations import ActivationTraces
 from zero.trainer.planning.traces.tracing import Traced
 
 STAGES = tuple(Stage(level) for level in range(4))
@@ -74,7 +74,7 @@ def bytes_by_tier(plan: Plan) -> dict[str, int]:
 def choices(
     config: Config,
     machine: Machine,
-    activations: Activations,
+    activations: ActivationTraces,
     rates: Rates,
     *,
     stages: Sequence[Stage] = STAGES,
@@ -114,7 +114,7 @@ def nearest_choice(candidates: Sequence[Choice]) -> Choice:
     return min(candidates, key=lambda choice: sum(choice.lacks.values()))
 
 
-def plan_choice(config: Config, preset: str, machine: Machine, activations: Activations, rates: Rates) -> Choice:
+def plan_choice(config: Config, preset: str, machine: Machine, activations: ActivationTraces, rates: Rates) -> Choice:
     """Return the choice for these settings with the largest microbatch that fits, or with the smallest if none does.
 
     With `offload.compute=auto` the host updates all offloaded state if that is predicted to be faster, else the device.
@@ -140,7 +140,9 @@ def plan_choice(config: Config, preset: str, machine: Machine, activations: Acti
     return Choice(solved, preset, plan, refusal, lacks, seconds, moved_bytes)
 
 
-def _largest_that_fits(config: Config, machine: Machine, activations: Activations) -> tuple[Config, Plan | ConfigError]:
+def _largest_that_fits(
+    config: Config, machine: Machine, activations: ActivationTraces
+) -> tuple[Config, Plan | ConfigError]:
     """Return the settings with the largest microbatch that fits and their plan, or with the smallest and its error.
 
     A plan of a large model takes a quarter of a second. So the smallest microbatch is tried second: if it does not fit,
@@ -167,7 +169,7 @@ def _largest_that_fits(config: Config, machine: Machine, activations: Activation
     return next((other for other in map(attempt, others[:-1]) if isinstance(other[1], Plan)), least)
 
 
-def largest(config: Config, machine: Machine, activations: Activations) -> Traced:
+def largest(config: Config, machine: Machine, activations: ActivationTraces) -> Traced:
     """Return the trace of the largest microbatch that may be chosen, even if it does not fit. Probes use its shapes."""
     return activations.of(next(batches(config, machine.ranks)).numbers()[1], machine.device)
 
@@ -183,7 +185,7 @@ def with_compute(config: Config, compute: str) -> Config:
     return config.changed("offload", compute=compute)
 
 
-def planned(config: Config, world: World, room: Room | None, activations: Activations) -> Plan:
+def planned(config: Config, world: World, room: Room | None, activations: ActivationTraces) -> Plan:
     """Return the plan of these settings.
 
     Args:
@@ -199,7 +201,7 @@ def planned(config: Config, world: World, room: Room | None, activations: Activa
     return build_plan(config, activations.model, world, room=room, check_writes=config.debug.check_writes, **counts)
 
 
-def plan_of_run(config: Config, world: World, activations: Activations) -> Plan:
+def plan_of_run(config: Config, world: World, activations: ActivationTraces) -> Plan:
     """Return the plan of a run for the memory that is free on this machine now. The settings have no auto left.
 
     Raises:
@@ -211,7 +213,7 @@ def plan_of_run(config: Config, world: World, activations: Activations) -> Plan:
         raise _advised(error, activations.resolved(config), config.batch.numbers()[1], world.compute.kind) from None
 
 
-def _advised(error: ConfigError, activations: Activations, rows: int, device: str) -> ConfigError:
+def _advised(error: ConfigError, activations: ActivationTraces, rows: int, device: str) -> ConfigError:
     """Return the error with advice that lowers the activations, if they are more than half of what does not fit."""
     if not isinstance(error, DoesNotFit) or 2 * error.activation_bytes <= error.needs_bytes:
         return error
@@ -244,7 +246,7 @@ def with_setting(config: Config, stage: Stage, preset: str) -> Config | None:
     return config.changed("zero", stage=stage.level)
 
 
-def _unlimited(config: Config, machine: Machine, activations: Activations) -> Plan:
+def _unlimited(config: Config, machine: Machine, activations: ActivationTraces) -> Plan:
     """Return a plan without memory limits, but with the fewest page slots, as a plan has when memory is short."""
     free: dict[str, int | None] = {"device_budget": None, "host_budget": None}
     if config.offload.ahead is None:

@@ -5,7 +5,7 @@ from torch import nn
 from zero.trainer.config import Config
 from zero.trainer.planning.choices import Choice, bytes_by_tier
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.activations import ActivationTraces
 from zero.trainer.run.task import build_task
 
 ROUND_TOKENS = 64
@@ -18,7 +18,7 @@ CLOSE = 0.03
 """Relative difference between two lengths at which the search ends."""
 
 
-def longest_row(choice: Choice, config: Config, machine: Machine, activations: Activations) -> tuple[int, bool]:
+def longest_row(choice: Choice, config: Config, machine: Machine, activations: ActivationTraces) -> tuple[int, bool]:
     """Return the tokens of the longest row that fits alone in a microbatch, and whether the model has no longer ones.
 
     Bytes are almost linear in tokens, so the next length to trace is taken from a line through the last two.
@@ -60,7 +60,7 @@ def _bytes_of(config: Config, tokens: int, machine: Machine) -> int:
     """Return the bytes that grow with a row, for one of `tokens` tokens: activations, and tables of positions."""
     longer = config.changed("model", seq=tokens)
     model = build_task(longer, machine.world).model
-    return Activations(longer, model).bytes(1, machine.device) + _buffer_bytes(model)
+    return ActivationTraces(longer, model).bytes(1, machine.device) + _buffer_bytes(model)
 
 
 def _buffer_bytes(model: nn.Module) -> int:

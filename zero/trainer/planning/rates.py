@@ -30,7 +30,7 @@ GPU = Rates(
 )
 """Rates assumed for a GPU, and for a node with one drive of PCIe 4."""
 
-CPU = Rates(
+CPU_RATES = Rates(
     flops=5e10,
     attention_flops=2e10,
     memory_bytes=1e10,
@@ -66,7 +66,7 @@ def assumed(config: Config, machine: Machine) -> Rates:
         ConfigError: `plan.gpu` is not known, or does not compute in the dtype.
     """
     if machine.device == "cpu":
-        return _of_rank(CPU, machine)
+        return _of_rank(CPU_RATES, machine)
     rates, name = GPU, "each GPU"
     single = "fp32" if config.precision.matmul == "highest" else "tf32"
     dtype = single if config.precision.compute == "fp32" else config.precision.compute

@@ -20,7 +20,7 @@ from zero.trainer.config import Config
 from zero.trainer.planning.choices import planned, with_activations
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
-from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.activations import ActivationTraces
 
 CPU_LIBRARIES_BYTES = 16 * MiB
 """Memory left free for matrix products, code and threads of a process on a CPU, which no plan counts: 5 to 8 MB in
@@ -28,7 +28,7 @@ CPU_LIBRARIES_BYTES = 16 * MiB
 
 
 def resolve_activations(
-    config: Config, machine: Machine, activations: Activations, rates: Callable[[], Rates]
+    config: Config, machine: Machine, activations: ActivationTraces, rates: Callable[[], Rates]
 ) -> tuple[Config, str]:
     """Return the settings with an activation policy for each unit, and a sentence about them.
 
@@ -67,7 +67,7 @@ def resolve_activations(
     return of(count, sent), f"units computed again in backward: {count - sent} of {len(names)}{beside}, as few as fit"
 
 
-def _largest_offload(config: Config, machine: Machine, activations: Activations, least: Plan, rates: Rates) -> int:
+def _largest_offload(config: Config, machine: Machine, activations: ActivationTraces, least: Plan, rates: Rates) -> int:
     """Return how many units, from the first on, can copy their activations to the host while a GPU computes forward.
 
     The copies back overlap as well, because backward takes longer than forward. Host memory must hold the activations

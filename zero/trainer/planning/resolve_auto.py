@@ -33,7 +33,7 @@ from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import between_ranks, measured_rates, with_disk_or_without
 from zero.trainer.planning.rates import assumed
 from zero.trainer.planning.resolve_activations import resolve_activations
-from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.activations import ActivationTraces
 
 
 class Resolved(NamedTuple):
@@ -47,7 +47,7 @@ class Resolved(NamedTuple):
     step_s: float | None
 
 
-def resolve_auto(config: Config, activations: Activations | None, world: World, tracker: Tracker) -> Resolved:
+def resolve_auto(config: Config, activations: ActivationTraces | None, world: World, tracker: Tracker) -> Resolved:
     """Return the settings with stage, offload, batch and activations resolved. Collective, unless nothing is auto.
 
     A batch that fits in one microbatch is one microbatch. If `zero.stage` is a number, `offload=auto` stays: the plan
@@ -88,7 +88,7 @@ def resolve_auto(config: Config, activations: Activations | None, world: World, 
 
 
 def _choose_activations(
-    config: Config, machine: Machine, activations: Activations, progress: Progress
+    config: Config, machine: Machine, activations: ActivationTraces, progress: Progress
 ) -> tuple[Config, list[str], Rates | None]:
     """Choose all other settings as if every unit were recomputed; then keep the activations of as many units as fit.
 
@@ -113,7 +113,7 @@ def _choose_activations(
     return settled, [*reasons, f"auto: zero.activations: {reason}"], compared_by
 
 
-def _predicted(config: Config, machine: Machine, activations: Activations, rates: Rates) -> float:
+def _predicted(config: Config, machine: Machine, activations: ActivationTraces, rates: Rates) -> float:
     """Return the predicted seconds of a step with these settings, whose batch is in numbers."""
     rows = config.batch_on(machine.ranks).numbers()[1]
     plan = planned(config, machine.world, machine.room, activations)
@@ -122,7 +122,7 @@ def _predicted(config: Config, machine: Machine, activations: Activations, rates
 
 
 def _choose(
-    config: Config, machine: Machine, activations: Activations, progress: Progress
+    config: Config, machine: Machine, activations: ActivationTraces, progress: Progress
 ) -> tuple[Config, list[str], Rates | None]:
     """Return the best settings, the reasons (a line each), and the rates that settings were compared by, or None."""
     level = config.zero.stage

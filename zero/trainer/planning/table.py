@@ -39,7 +39,7 @@ from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.probes import with_disk_or_without
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
-from zero.trainer.planning.traces.activations import Activations
+from zero.trainer.planning.traces.activations import ActivationTraces
 from zero.trainer.run.task import build_task
 
 COLUMNS = 80
@@ -67,7 +67,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     auto = config.zero.activations == "auto"
     if auto:
         config = with_activations(config, REMAT.name)
-    activations = Activations(config, build_task(config, machine.world).model)
+    activations = ActivationTraces(config, build_task(config, machine.world).model)
     if machine.paper:
         rates = assumed(config, machine)
     else:
@@ -163,7 +163,7 @@ def _answer(
         yield f"  python train.py launch.ranks={machine.ranks} {' '.join(keys)}"
 
 
-def _limits(choice: Choice, machine: Machine, activations: Activations, rates: Rates) -> Iterator[str]:
+def _limits(choice: Choice, machine: Machine, activations: ActivationTraces, rates: Rates) -> Iterator[str]:
     """Yield the parts of the machine that limit the step, the tokens from which none but compute does, and settings
     that would raise the tokens per second.
     """
@@ -206,7 +206,7 @@ def _limits(choice: Choice, machine: Machine, activations: Activations, rates: R
         yield from _sentence(f"times the tokens/s: {', '.join(worth)}")
 
 
-def _longest(winner: Choice, config: Config, machine: Machine, activations: Activations) -> Iterator[str]:
+def _longest(winner: Choice, config: Config, machine: Machine, activations: ActivationTraces) -> Iterator[str]:
     """Yield the longest row that fits alone in a microbatch."""
     tokens, is_limit = longest_row(winner, config, machine, activations)
     shared = f", shared by {config.zero.sequence} ranks" * (config.zero.sequence > 1)
@@ -216,7 +216,7 @@ def _longest(winner: Choice, config: Config, machine: Machine, activations: Acti
 def _longest_alone(config: Config, machine: Machine, rates: Rates) -> Iterator[str]:
     """Yield the longest row that fits, if rows of the settings do not, but short ones do."""
     config = config.changed("model", seq=ROUND_TOKENS * config.zero.sequence)
-    activations = Activations(config, build_task(config, machine.world).model)
+    activations = ActivationTraces(config, build_task(config, machine.world).model)
     if winner := best(choices(config, machine, activations, rates)):
         yield from _longest(winner, config, machine, activations)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero.checkpoint import Checkpoint
-from zero.checkpoint.contents import BUFFER, PARAMETER, WEIGHTS
+from zero.checkpoint.contents import BUFFER, PARAMETER, weight_kinds
 from zero.core import suggest
 from zero.core.schema import flat_fields
 from zero.engine.plan import Plan
@@ -56,7 +56,7 @@ def refuse_other_moments(config: Config, plan: Plan, checkpoint: Checkpoint) -> 
         (unit, slot.name) for unit in plan.units for slot in unit.trainable.slots if (slot.name, PARAMETER) in saved
     ]
     names, here = {name for _, name in both}, {(name, kind) for unit, name in both for kind in unit.moments}
-    there = {(name, kind) for name, kind in saved if name in names and kind not in {*WEIGHTS, BUFFER}}
+    there = {(name, kind) for name, kind in saved if name in names and kind not in {*weight_kinds(), BUFFER}}
     lacking = {key for key in here - there if key[1] not in plan.optimizer.copies}
     beyond, ours, theirs = there - here, config.plain()["optim"], _saved(checkpoint.facts).get("optim")
     if config.checkpoint.partial or not (lacking or beyond):

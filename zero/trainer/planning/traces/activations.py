@@ -15,7 +15,7 @@ from zero.sequence import SharedRows
 from zero.settings.build import build_precision
 from zero.trainer.config import Config
 from zero.trainer.planning.machine import PaperGroup
-from zero.trainer.planning.traces.tracing import META, Traced, trace
+from zero.trainer.planning.traces.tracing import META_DEVICE, Traced, trace
 from zero.trainer.run.evaluate import CHUNK_TOKENS
 from zero.trainer.run.task import loss_of
 
@@ -36,7 +36,7 @@ class PlanArguments(TypedDict):
     host_activation_bytes: int
 
 
-class Activations:
+class ActivationTraces:
     """Activation bytes and work of a run's microbatches. Each shape is traced once and cached.
 
     Args:
@@ -59,7 +59,7 @@ class Activations:
         self._shared_rows = SharedRows(self._group) if sequence > 1 else None
         self._traced: dict[tuple[int, int, _Policies, bool], Traced] = {}
 
-    def resolved(self, config: Config) -> "Activations":
+    def resolved(self, config: Config) -> "ActivationTraces":
         """Return a copy for the same run with other settings, such as other activations; both share their traces."""
         other = copy(self)
         other._config = config
@@ -134,7 +134,7 @@ class Activations:
                 self.model,
                 self._splitting,
                 loss_of(self._config, self.model, self._shared_rows),
-                torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META),
+                torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META_DEVICE),
                 compute=self._compute,
                 policies=activations_of(self._splitting, dict(policies)),
                 backward=backward,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
-Rule = Callable[..., Any]
+ShapeRule = Callable[..., Any]
 
 
 def result_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -165,7 +165,7 @@ def _value(x: Tensor) -> bool | int | float:
 _TESTS = frozenset((aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.isfinite))
 _TESTS |= {aten.logical_and, aten.logical_or, aten.logical_not, aten.signbit, aten.isposinf, aten.isneginf}
 
-_RULES: Mapping[Any, Rule] = {
+_RULES: Mapping[Any, ShapeRule] = {
     aten._local_scalar_dense.default: _value,
     aten.ones_like.default: _alike,
     aten.mm.default: _product,

@@ -31,7 +31,7 @@ from zero.trainer.planning.traces.operators import OperatorCounts, OperatorWork,
 
 aten = torch.ops.aten
 
-META = torch.device("meta")
+META_DEVICE = torch.device("meta")
 
 AT_ONCE = 2**62
 """A sequence number that makes autograd run a node as soon as it is ready, because it runs the largest number first."""
@@ -80,7 +80,9 @@ def trace(
     """
     copied = _copy_on_meta(model, compute)
     values = {
-        (unit.index, trainable, number): torch.empty(slot.shape, dtype=compute, device=META, requires_grad=trainable)
+        (unit.index, trainable, number): torch.empty(
+            slot.shape, dtype=compute, device=META_DEVICE, requires_grad=trainable
+        )
         for unit in splitting.units
         for trainable, slots in ((True, unit.trainable.slots), (False, unit.frozen_slots))
         for number, slot in enumerate(slots)
@@ -115,11 +117,13 @@ def trace(
 
 def _copy_on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
     parameters = {
-        id(parameter): nn.Parameter(torch.empty(parameter.shape, dtype=compute, device=META), parameter.requires_grad)
+        id(parameter): nn.Parameter(
+            torch.empty(parameter.shape, dtype=compute, device=META_DEVICE), parameter.requires_grad
+        )
         for parameter in model.parameters()
     }
     copied = copy.deepcopy(model, parameters)
-    move_buffers(copied, compute, META)
+    move_buffers(copied, compute, META_DEVICE)
     return copied
 
 
@@ -158,7 +162,7 @@ class _Host(OnHost):
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        super().__init__(_Meta(META), new_block=lambda nbytes: torch.empty(1, dtype=torch.uint8).expand(nbytes))
+        super().__init__(_Meta(META_DEVICE), new_block=lambda nbytes: torch.empty(1, dtype=torch.uint8).expand(nbytes))
         self._parameters = {tensor.untyped_storage()._cdata for tensor in parameters}
 
     def taking(self) -> AbstractContextManager[Any]:

@@ -67,7 +67,7 @@ def _update(nesterov: bool, batch: PageBatch) -> None:
     )
 
 
-def _numbers(_constants: tuple[float, ...], now: Settings) -> tuple[float, ...]:
+def _numbers(now: Settings) -> tuple[float, ...]:
     return now.lr, now.weight_decay, *now.betas, float(now.step == 1)
 
 

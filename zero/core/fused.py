@@ -54,7 +54,7 @@ def numbers(fused: Fused, hyper: Hyper, first: int = 0) -> Tensor:
     """
     rows, decay = [], fused.average or 0.0
     for number, now in enumerate(hyper.groups):  # of a group that does not train the kernel reads the first one only
-        takes = now.trains and number >= first
-        values = (1.0, hyper.divisor, decay, 1 - decay, *fused.numbers(now)) if takes else ()
+        is_updated = now.trains and number >= first
+        values = (1.0, hyper.divisor, decay, 1 - decay, *fused.numbers(now)) if is_updated else ()
         rows.append((*values, *(0.0,) * (GROUP_NUMBERS - len(values))))
     return torch.tensor(rows, dtype=torch.float32, device="cpu")

@@ -50,7 +50,7 @@ class PageBatch(NamedTuple):
 
     def scalar(self, value: float) -> Tensor:
         """Return a 0-dim fp32 tensor for kernels of torch, made by one launch: `torch.tensor` would wait for a copy."""
-        return torch.full((), value, dtype=torch.float32, device=self.params[0].device)
+        return self.params[0].new_full((), value)
 
     def grad_scale(self) -> Tensor | None:
         return None if self.divisor == 1.0 else self.scalar(self.divisor)

@@ -41,8 +41,13 @@ def test_no_stage_and_no_tier_changes_a_bit(optimizer, precision, others):
             assert run_ranks(2, train_small, other, 2) == expected, other
 
 
-def test_lion_has_the_arithmetic_of_its_operators():
-    setting = Setting(stage=1, optimizer=zero.lion, precision="bf16", clip=0.5, accumulate=2)
+def averaged_lion(lr, **settings):
+    return zero.with_ema(zero.lion(lr, **settings), 0.5)
+
+
+@pytest.mark.parametrize("optimizer", [zero.lion, averaged_lion])
+def test_lion_has_the_arithmetic_of_its_operators(optimizer):
+    setting = Setting(stage=1, optimizer=optimizer, precision="bf16", clip=0.5, accumulate=2)
     with simulated_gpu(fused=True):
         fused = run_ranks(2, train_small, setting, 2)
     with simulated_gpu():
@@ -51,7 +56,7 @@ def test_lion_has_the_arithmetic_of_its_operators():
 
 def signum(lr, *, weight_decay=0.0, clip=None):
     """Make an optimizer of the user's own, with a function for the kernel."""
-    fused = Fused(tile, lambda constants, now: (now.lr, *now.betas))
+    fused = Fused(tile, lambda now: (now.lr, *now.betas))
     betas = {"momentum": 0.9}
     return make_transform("signum", ("mu",), update, (), lr, betas, 0.0, clip, decay_matrices, (), fused=fused)
 

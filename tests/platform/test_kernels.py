@@ -34,6 +34,9 @@ OPTIMIZERS: dict[str, Callable[..., Transform]] = {
     "momentum": lambda **more: zero.sgd(LR, momentum=0.9, weight_decay=DECAY, **more),
     "nesterov": lambda **more: zero.sgd(LR, momentum=0.9, nesterov=True, weight_decay=DECAY, **more),
     "lion": lambda **more: zero.lion(LR, weight_decay=DECAY, **more),
+    "adagrad": lambda **more: zero.adagrad(LR, lr_decay=0.3, eps=1e-6, weight_decay=DECAY, **more),
+    "averaged adamw": lambda **more: zero.with_ema(OPTIMIZERS["adamw"](**more), 0.7),
+    "averaged sgd": lambda **more: zero.with_ema(OPTIMIZERS["sgd"](**more), 0.7),
 }
 MASTERS = {
     "none": Precision("fp32"),
@@ -81,7 +84,7 @@ class State:
     def by_kernel(self, layout: Layout, grad: Tensor, hyper: Hyper, cuts: list[int], tile_numel: int = 256) -> None:
         made = self.transform.fused
         assert made is not None
-        numbers = fused.numbers(made, self.transform.constants, hyper)
+        numbers = fused.numbers(made, hyper)
         keys = [fused.signed(key) for key in self.kept.keys(hyper.step)]
         squares = [moment == SQUARES for moment in self.transform.moments]
         for start, stop in pairwise(cuts):
@@ -89,7 +92,8 @@ class State:
             device = self.param.device
             tables = [table.to(device) for table in (*fused.tables(layout, start, stop, tile_numel), numbers)]
             tables.append(permutation(device))
-            args = self.param[start:stop], pages, grad[start:stop], tables, keys, squares, made.rule, tile_numel
+            rule, averages = made.rule, made.average is not None
+            args = self.param[start:stop], pages, grad[start:stop], tables, keys, squares, averages, rule, tile_numel
             torch.ops.zero.update(*args)
 
     def by_operators(self, layout: Layout, grad: Tensor, hyper: Hyper, update: Callable[[PageBatch], None]) -> None:
@@ -122,14 +126,31 @@ def elementwise(transform: Transform) -> Callable[[PageBatch], None]:
                 grad = grad.add(mu.mul(momentum)) if transform.constants[0] else mu
             param.sub_(grad.mul(lr))
             return
-        (beta1, beta2), (mu, nu), [eps] = now.betas, moments, transform.constants
+        if transform.name == "adagrad":
+            [nu], (lr_decay, eps) = moments, transform.constants
+            grad = grad.add(param.mul(decay)) if decay else grad
+            nu.add_(grad.mul(grad))
+            param.sub_(grad.mul(lr / (1 + (now.step - 1) * lr_decay)).div_(root_of(nu).add_(torch.tensor(eps))))
+            return
+        (beta1, beta2), (mu, nu), [eps, *_] = now.betas, moments, transform.constants
         mu.mul_(beta1).add_(grad.mul(1 - beta1))
         nu.mul_(beta2).add_(grad.mul(1 - beta2).mul_(grad))
-        # in fp64, because the sqrt of MKL is not always the nearest fp32 number; this double rounding is exact
-        root = nu.double().sqrt().float().div_(torch.tensor((1 - beta2**now.step) ** 0.5)).add_(torch.tensor(eps))
+        root = root_of(nu).div_(torch.tensor((1 - beta2**now.step) ** 0.5)).add_(torch.tensor(eps))
         param.sub_(mu.mul(lr / (1 - beta1**now.step)).div_(root))
 
+    def averaged(batch: PageBatch) -> None:
+        *moments, [mean] = batch.moments
+        update(batch._replace(moments=tuple(moments)))
+        mean.mul_(transform.constants[-1]).add_(batch.params[0].mul(1 - transform.constants[-1]))
+
+    if transform.copies:
+        return averaged
     return transform.update if transform.name == "lion" else update
+
+
+def root_of(squares: Tensor) -> Tensor:
+    """Return roots, computed in fp64, because MKL's are not always the nearest; this double rounding is exact."""
+    return squares.double().sqrt().float()
 
 
 def assert_same(first: State, second: State) -> None:
@@ -280,11 +301,12 @@ def test_five_steps_are_those_of_the_fused_kernels_of_torch(name):
 def test_every_operation_of_the_compiled_kernel_rounds_once(pages, dtype):
     """Compile for an H100, which needs no GPU: no product is contracted with a sum, and no subnormal is flushed."""
     names = kernels._update.arg_names
-    types = dict.fromkeys(names[:5], pages) | {"param": dtype, "grad": dtype, "numbers": "*fp32"}
+    types = dict.fromkeys(names[:5], pages) | dict.fromkeys(("average", "numbers"), "*fp32")
+    types |= {"param": dtype, "grad": dtype}
     types |= {"master": "*i16" if dtype == "*i16" else "*fp32", "first_key": "i32", "second_key": "i32"}
     rule = kernels._rule(zero.adamw(LR).fused.rule)
     constants = {"RULE": rule, "MOMENTS": 2, "FIRST_SQUARES": False, "SECOND_SQUARES": True}
-    constants |= {"SLOT_WIDTH": 8, "NUMBERS_WIDTH": 10, "ROWS": 16}
+    constants |= {"AVERAGES": True, "SLOT_WIDTH": 8, "NUMBERS_WIDTH": fused.GROUP_NUMBERS, "ROWS": 16}
     signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
     source = ASTSource(kernels._update, signature, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})

@@ -8,8 +8,9 @@ from torch import Tensor
 from zero.core.layout import ONE_SETTING, VECTOR, Layout
 from zero.core.optim import Fused, Hyper
 
-GROUP_NUMBERS = 10
-"""Numbers of a group: whether it trains, the divisor of gradients, and at most eight of the optimizer."""
+GROUP_NUMBERS = 12
+"""Numbers of a group: whether it trains, the divisor of gradients, two for the mean of parameters, at most eight of
+the optimizer."""
 
 
 def tables(
@@ -45,14 +46,15 @@ def signed(key: int) -> int:
     return key - (key >> 31 << 32)
 
 
-def numbers(fused: Fused, constants: tuple[float, ...], hyper: Hyper, first: int = 0) -> Tensor:
+def numbers(fused: Fused, hyper: Hyper, first: int = 0) -> Tensor:
     """Return the numbers of each group in one step, (groups, `GROUP_NUMBERS`) fp32, in the order of the kernel.
 
     Args:
         first: the number of groups before those of this optimizer.
     """
-    rows = []
+    rows, decay = [], fused.average or 0.0
     for number, now in enumerate(hyper.groups):  # of a group that does not train the kernel reads the first one only
-        values = (1.0, hyper.divisor, *fused.numbers(constants, now)) if now.trains and number >= first else ()
+        is_updated = now.trains and number >= first
+        values = (1.0, hyper.divisor, decay, 1 - decay, *fused.numbers(now)) if is_updated else ()
         rows.append((*values, *(0.0,) * (GROUP_NUMBERS - len(values))))
     return torch.tensor(rows, dtype=torch.float32, device="cpu")

@@ -26,7 +26,7 @@ from zero.core.groups import (
 from zero.core.layout import Layout
 from zero.core.matrices import Matrices, MatrixRule
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
-from zero.core.updates import NO_NUMBERS, GroupSettings, Numbers, PageUpdate
+from zero.core.updates import GroupSettings, PageUpdate
 from zero.errors import ConfigError
 
 
@@ -38,8 +38,6 @@ class Hyper(NamedTuple):
     divisor: float
     """Divisor of the gradients, applied once in fp32: ranks x accumulate x loss scale / clip coefficient."""
     groups: tuple[GroupSettings, ...]
-    numbers: Numbers = NO_NUMBERS
-    """Device tensors of numbers that fused kernels read from memory, made once for all updates of a step."""
     table: Tensor | None = None
     """The numbers of all groups on a device with kernels of its own, see `zero.core.fused`."""
 
@@ -59,8 +57,10 @@ class Fused(NamedTuple):
     tile: Callable[..., Any]
     """Function of a module in Triton's language, whose name `tl` it gets from the kernel. It takes parameters,
     gradients, a pointer to the numbers, and at most two moments; it returns the updated parameters and moments."""
-    numbers: Callable[[tuple[float, ...], GroupSettings], tuple[float, ...]]
-    """Function from the transform's constants and a group's settings to the numbers that `tile` reads: at most 8."""
+    numbers: Callable[[GroupSettings], tuple[float, ...]]
+    """Function from a group's settings to the numbers that `tile` reads: at most 8."""
+    average: float | None = None
+    """The decay of a running mean of the parameters, the last moment, which `tile` does not get; None: no mean."""
 
     @property
     def rule(self) -> str:

@@ -8,17 +8,13 @@ once are used here. `add(alpha=)` and `lerp` may round once or twice, differentl
 Letters: K elements of one page.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 TensorList = list[Tensor]
-Numbers = Mapping[float, Tensor]
-"""Number -> the 0-dim fp32 tensor on the device from which kernels read it."""
-NO_NUMBERS: Numbers = MappingProxyType({})
 
 
 class GroupSettings(NamedTuple):
@@ -42,7 +38,6 @@ class PageBatch(NamedTuple):
         grads: fp32, may be overwritten.
         moments: for each moment a list as long as `params`, updated in place.
         divisor: gradients are divided by it.
-        numbers: device tensors of the step and the divisor, if they exist already.
         factor: factor of the learning rate for matrices of one shape, see `MatrixRule.factor`.
     """
 
@@ -51,13 +46,11 @@ class PageBatch(NamedTuple):
     moments: tuple[TensorList, ...]
     settings: GroupSettings
     divisor: float
-    numbers: Numbers = NO_NUMBERS
     factor: float = 1.0
 
     def scalar(self, value: float) -> Tensor:
-        made = self.numbers.get(float(value))
-        device = self.params[0].device
-        return made if made is not None and made.device == device else on_device(value, device)
+        """Return a 0-dim fp32 tensor for kernels of torch, made by one launch: `torch.tensor` would wait for a copy."""
+        return self.params[0].new_full((), value)
 
     def grad_scale(self) -> Tensor | None:
         return None if self.divisor == 1.0 else self.scalar(self.divisor)
@@ -74,8 +67,3 @@ def average(decay: float, means: TensorList, params: TensorList) -> None:
     """Take the parameters into their running means."""
     torch._foreach_mul_(means, decay)
     torch._foreach_add_(means, torch._foreach_mul(params, 1 - decay))
-
-
-def on_device(value: float, device: torch.device) -> Tensor:
-    """Make a 0-dim fp32 tensor with `full`: one launch on a GPU, where `torch.tensor` would wait for a copy."""
-    return torch.full((), value, dtype=torch.float32, device=device)

@@ -109,6 +109,7 @@ def _update(
     master,
     first_moment,
     second_moment,
+    average,
     slots,
     tiles,
     numbers,
@@ -119,6 +120,7 @@ def _update(
     MOMENTS: tl.constexpr,
     FIRST_SQUARES: tl.constexpr,
     SECOND_SQUARES: tl.constexpr,
+    AVERAGES: tl.constexpr,
     SLOT_WIDTH: tl.constexpr,
     NUMBERS_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -147,19 +149,23 @@ def _update(
     else:
         old = tl.load(master + at, live, other=0.0)
     if MOMENTS == 0:
-        new = RULE(old, gradient, group + 2)
+        new = RULE(old, gradient, group + 4)
     else:
         old_first = _decode(first_moment, row, lane, live, FIRST_SQUARES)
         if MOMENTS == 1:
-            new, new_first = RULE(old, gradient, group + 2, old_first)
+            new, new_first = RULE(old, gradient, group + 4, old_first)
         else:
             old_second = _decode(second_moment, row, lane, live, SECOND_SQUARES)
-            new, new_first, new_second = RULE(old, gradient, group + 2, old_first, old_second)
+            new, new_first, new_second = RULE(old, gradient, group + 4, old_first, old_second)
             new_second = tl.where(trains, new_second, old_second)
             _encode(second_moment, new_second, random, key ^ second_key, first, row, lane, live, drawn, SECOND_SQUARES)
         new_first = tl.where(trains, new_first, old_first)
         _encode(first_moment, new_first, random, key ^ first_key, first, row, lane, live, drawn, FIRST_SQUARES)
     new = tl.where(trains, new, old)
+    if AVERAGES:
+        mean = tl.load(average + at, live, other=0.0)
+        moved = mean * tl.load(group + 2) + new * tl.load(group + 3)
+        tl.store(average + at, tl.where(trains, moved, mean), live)
     if param.dtype.element_ty == tl.float32:
         tl.store(param + at, new, live)
     else:
@@ -228,6 +234,7 @@ def _run_update(
     tables: Sequence[Tensor],
     keys: Sequence[int],
     squares: Sequence[bool],
+    averages: bool,
     rule: str,
     tile_numel: int,
 ) -> None:
@@ -239,12 +246,14 @@ def _run_update(
         tables: slots, tiles and numbers of `zero.core.fused`, and the permutation of `zero.core.moments`.
         keys: a signed 32-bit seed of random bits for each moment.
         squares: whether each moment is never negative.
+        averages: whether the last moment is the running mean of the parameters, in fp32.
         rule: the full name of the function `tile` of the optimizer, see `zero.core.optim.Fused`.
     """
     slots, tiles, numbers, _ = tables
     tensors = [page.view(torch.int16) if page.dtype == torch.bfloat16 else page for page in (param, grad, *kept)]
     if param.dtype == torch.float32:
         tensors.insert(2, tensors[0])
+    average = tensors.pop() if averages else tensors[0]
     count = len(tensors) - 3
     tensors += [tensors[0]] * (2 - count)
     first_key, second_key, *_ = (*keys, 0, 0)
@@ -253,6 +262,7 @@ def _run_update(
         _update,
         tiles.numel(),
         *tensors,
+        average,
         *tables,
         first_key,
         second_key,
@@ -260,6 +270,7 @@ def _run_update(
         count,
         first_squares,
         second_squares,
+        averages,
         slots.shape[1],
         numbers.shape[1],
         tile_numel // 64,
@@ -309,7 +320,7 @@ _INTERPRETER = threading.Lock()
 
 SCHEMAS: dict[str, Callable[..., None]] = {
     "update(Tensor(a!) param, Tensor(b!)[] kept, Tensor grad, Tensor[] tables, int[] keys, bool[] squares, "
-    "str rule, int tile_numel) -> ()": _run_update,
+    "bool averages, str rule, int tile_numel) -> ()": _run_update,
     "add_in_order(Tensor(a!) total, Tensor received, Tensor own, int rank, bool accumulate, int tile_numel) -> ()": (
         _run_add
     ),

@@ -5,15 +5,20 @@ Source: Duchi et al. 2011, "Adaptive Subgradient Methods for Online Learning and
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero.core.groups import Group, Mask, Number, decay_matrices
 from zero.core.lr_schedule import Schedule
-from zero.core.optim import Transform, constant, make_transform
+from zero.core.optim import Fused, Transform, constant, make_transform
 from zero.core.optimizers.rule import PLAIN, Rule
-from zero.core.updates import PageBatch
+from zero.core.updates import GroupSettings, PageBatch
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    from zero.core.optim import Tile
 
 
 def adagrad(
@@ -34,8 +39,8 @@ def adagrad(
         lr_decay: the learning rate of step t is lr / (1 + (t - 1) x lr_decay); 0 or more.
     """
     constants = constant("lr_decay", lr_decay), constant("eps", eps)
-    update = partial(_update, lr_decay, eps)
-    return make_transform("adagrad", ("nu",), update, constants, lr, {}, weight_decay, clip, decay, groups)
+    update, fused = partial(_update, *constants), Fused(_tile, partial(_numbers, *constants))
+    return make_transform("adagrad", ("nu",), update, constants, lr, {}, weight_decay, clip, decay, groups, fused=fused)
 
 
 def _update(lr_decay: float, eps: float, batch: PageBatch) -> None:
@@ -50,6 +55,17 @@ def _update(lr_decay: float, eps: float, batch: PageBatch) -> None:
     torch._foreach_mul_(grads, now.lr / (1 + (now.step - 1) * lr_decay))
     torch._foreach_div_(grads, roots)
     torch._foreach_sub_(params, grads)
+
+
+def _numbers(lr_decay: float, eps: float, now: GroupSettings) -> tuple[float, ...]:
+    return now.lr / (1 + (now.step - 1) * lr_decay), now.weight_decay, eps
+
+
+def _tile(param: "Tile", gradient: "Tile", numbers: "Tile", square: "Tile") -> "tuple[Tile, Tile]":
+    decay = tl.load(numbers + 1)
+    gradient = tl.where(decay != 0.0, gradient + param * decay, gradient)
+    square = square + gradient * gradient
+    return param - tl.div_rn(gradient * tl.load(numbers), tl.sqrt_rn(square) + tl.load(numbers + 2)), square
 
 
 def _build(chosen: Any, lr: Schedule, _momentum: Schedule | None, shared: Mapping[str, Any]) -> Transform:

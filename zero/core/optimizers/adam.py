@@ -65,7 +65,7 @@ def adam(
 ) -> Transform:
     """Make Adam with L2 weight decay: weight_decay x parameter is added to the gradient. Arguments as in `adamw`."""
     shared = {"weight_decay": weight_decay, "clip": clip, "decay": decay, "groups": groups}
-    return _make("adam", torch._fused_adam_, FUSED_ADAM, lr, {"beta1": beta1, "beta2": beta2}, eps, shared)
+    return _make("adam", torch._fused_adam_, _tile, lr, {"beta1": beta1, "beta2": beta2}, eps, shared)
 
 
 def of_adamw(
@@ -77,13 +77,13 @@ def of_adamw(
         shared: the arguments `weight_decay`, `clip`, `decay` and `groups` of `adamw`.
         others: see `make_transform`.
     """
-    return _make("adamw", torch._fused_adamw_, FUSED_ADAMW, lr, betas, eps, shared, others)
+    return _make("adamw", torch._fused_adamw_, _decoupled_tile, lr, betas, eps, shared, others)
 
 
 def _make(
     name: str,
     kernel: Callable[..., None],
-    fused: Fused,
+    tile: Callable[..., Any],
     lr: Number,
     betas: Mapping[str, Number],
     eps: float,
@@ -91,6 +91,7 @@ def _make(
     others: tuple[int, ...] = (),
 ) -> Transform:
     update = partial(_update, kernel, constant("eps", eps))
+    fused = Fused(tile, partial(_numbers, name == "adamw", eps))
     return make_transform(name, ("mu", "nu"), update, (eps,), lr, betas, **shared, others=others, fused=fused)
 
 
@@ -114,8 +115,8 @@ def _update(kernel: Callable[..., None], eps: float, batch: PageBatch) -> None:
     )
 
 
-def _numbers(decoupled: bool, constants: tuple[float, ...], now: GroupSettings) -> tuple[float, ...]:
-    (eps,), lr, decay, (beta1, beta2) = constants, now.lr, now.weight_decay, now.betas
+def _numbers(decoupled: bool, eps: float, now: GroupSettings) -> tuple[float, ...]:
+    lr, decay, (beta1, beta2) = now.lr, now.weight_decay, now.betas
     step_size, bias_correction = lr / (1 - beta1**now.step), (1 - beta2**now.step) ** 0.5
     shrink = lr * decay if decoupled else decay
     return step_size, shrink, beta1, 1 - beta1, beta2, 1 - beta2, bias_correction, eps
@@ -138,9 +139,6 @@ def _descend(
     square = square * tl.load(numbers + 4) + gradient * tl.load(numbers + 5) * gradient
     root = tl.div_rn(tl.sqrt_rn(square), tl.load(numbers + 6)) + tl.load(numbers + 7)
     return param - tl.div_rn(mean * tl.load(numbers), root), mean, square
-
-
-FUSED_ADAM, FUSED_ADAMW = Fused(_tile, partial(_numbers, False)), Fused(_decoupled_tile, partial(_numbers, True))
 
 
 def _build(

@@ -32,7 +32,7 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
         copies=(*transform.copies, "ema"),
         update=partial(_update, transform.update, decay),
         matrix_rule=transform.matrix_rule and transform.matrix_rule.averaged(decay),
-        fused=None,
+        fused=transform.fused and transform.fused._replace(average=decay),
         constants=(*transform.constants, decay),
     )
 

@@ -61,7 +61,7 @@ def _update(batch: PageBatch) -> None:
     torch._foreach_add_(mus, grads)
 
 
-def _numbers(_constants: tuple[float, ...], now: GroupSettings) -> tuple[float, ...]:
+def _numbers(now: GroupSettings) -> tuple[float, ...]:
     beta1, beta2 = now.betas
     return now.lr, 1 - now.lr * now.weight_decay, beta1 / (1 - beta1), beta2, 1 - beta2
 

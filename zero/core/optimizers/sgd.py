@@ -67,7 +67,7 @@ def _update(nesterov: bool, batch: PageBatch) -> None:
     )
 
 
-def _numbers(_constants: tuple[float, ...], now: GroupSettings) -> tuple[float, ...]:
+def _numbers(now: GroupSettings) -> tuple[float, ...]:
     return now.lr, now.weight_decay, *now.betas, float(now.step == 1)
 
 

@@ -48,7 +48,7 @@ class Gathers:
         self._alone = plan.world.size == 1  # with one rank, decisions may depend on timing
         self.in_order = plan.facts.resident and not self._alone
         self._keeps_secondary = plan.facts.keeps_secondary
-        self._unstarted: list[tuple[UnitState, Later]] = []  # requested, and to be started behind other work
+        self._unstarted: dict[UnitState, list[Later]] = {}  # to be started behind other work, in the order of requests
 
     @property
     def resident(self) -> list[Buffer]:
@@ -115,7 +115,8 @@ class Gathers:
 
         def fetch() -> Sequence[Handle]:
             handles = self._fetch(unit, buffer.flat, tickets, not self.is_over(tickets))
-            self._unstarted += [(unit, handle) for handle in handles if isinstance(handle, Later)]
+            if later := [handle for handle in handles if isinstance(handle, Later)]:
+                self._unstarted[unit] = later
             return handles
 
         buffer.arrivals += self._tape.under_way("gather", unit.spec.name, fetch)
@@ -123,13 +124,13 @@ class Gathers:
     def start_next(self) -> None:
         """Start the parts of the first requested gather that were to be started behind other work."""
         if self._unstarted:
-            for handle in self._forget(self._unstarted[0][0]):
+            for handle in self._unstarted.pop(next(iter(self._unstarted))):
                 handle.start()
 
     def arrive(self, unit: UnitState) -> Buffer:
         """Have the current stream wait for the gather of `unit`; return its buffer."""
         buffer = self.buffer(unit)
-        self._forget(unit)
+        self._unstarted.pop(unit, None)  # landing starts them
         with self._tape.stream_standing("gather, update", unit.spec.name):  # both run on side streams
             buffer.land()
         buffer.ahead = False
@@ -168,9 +169,3 @@ class Gathers:
         """Wait for every gather into a resident buffer, before parameters are written."""
         for buffer in self.resident:
             buffer.land()
-
-    def _forget(self, unit: UnitState) -> list[Later]:
-        """Remove and return the gathers of `unit` that were requested and have not been started."""
-        forgotten = [handle for of_unit, handle in self._unstarted if of_unit is unit]
-        self._unstarted = [(of_unit, handle) for of_unit, handle in self._unstarted if of_unit is not unit]
-        return forgotten

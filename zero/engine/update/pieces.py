@@ -15,7 +15,7 @@ from zero.core.kept import Kept, Pass
 from zero.core.layout import Layout
 from zero.core.master import cut_as, in_fp32
 from zero.core.moments import permutation
-from zero.core.optim import SQUARES, Hyper
+from zero.core.optim import SQUARES, Fused, Hyper
 from zero.core.updates import PageBatch
 from zero.engine.plan import Part, Plan
 from zero.engine.unit_state import UnitState
@@ -60,7 +60,7 @@ class Pieces:
         layout, now = unit.spec.trainable, self._plan.passes.of(unit.spec)[turn]
         if self._numbers.fused is not None and where.tile_numel and not unit.spec.matrices:
             for piece in pieces:
-                run_kernel(self._numbers.fused.rule, now.kept, hyper, where, piece)
+                run_kernel(self._numbers.fused, now.kept, hyper, where, piece)
             return
         for batch in _batches(pieces, where.piece_numel):
             places = [layout.pieces(*piece.range) for piece in batch] if now.kept.draws else []
@@ -89,7 +89,7 @@ class Pieces:
                         parts.append(tensor[a - piece.first : b - piece.first])
         for (number, factor), (grads, masters, *moments) in grouped.items():
             settings = hyper.groups[number]
-            now.update(PageBatch(masters, grads, tuple(moments), settings, hyper.divisor, hyper.numbers, factor))
+            now.update(PageBatch(masters, grads, tuple(moments), settings, hyper.divisor, factor))
 
     def with_tables(self, layout: Layout, part: Part, device: Device) -> Part:
         """Return `part` with the tables for the kernel that updates it on `device`; unchanged without a kernel."""
@@ -100,13 +100,14 @@ class Pieces:
         return part._replace(tables=tuple(device.upload(table) for table in made))
 
 
-def run_kernel(rule: str, kept: Kept, hyper: Hyper, device: Device, piece: Piece) -> None:
-    """Update a piece by one launch of the kernel for `rule`, see `zero.platform.kernels`."""
+def run_kernel(fused: Fused, kept: Kept, hyper: Hyper, device: Device, piece: Piece) -> None:
+    """Update a piece by one launch of the kernel, see `zero.platform.kernels`."""
     assert hyper.table is not None
     tables = [*piece.tables, hyper.table, permutation(device.device) if kept.draws else hyper.table]
     keys = [signed(key) for key in kept.keys(hyper.step)]
     squares = [moment == SQUARES for moment in kept.moments]
-    torch.ops.zero.update(piece.param_K, piece.kept, piece.grad_K, tables, keys, squares, rule, device.tile_numel)
+    averages, tensors = fused.average is not None, (piece.param_K, piece.kept, piece.grad_K, tables)
+    torch.ops.zero.update(*tensors, keys, squares, averages, fused.rule, device.tile_numel)
 
 
 def _batches(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:

@@ -11,7 +11,7 @@ from zero.core.fused import numbers
 from zero.core.layout import Slot
 from zero.core.optim import Hyper
 from zero.core.update_counts import UpdateCounts
-from zero.core.updates import GroupSettings, on_device
+from zero.core.updates import GroupSettings
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 
@@ -29,7 +29,7 @@ class StepNumbers:
         self.fused = plan.optimizer.fused if self._device.tile_numel else None
         counted = (slot for unit in plan.units if not unit.matrices for slot in unit.trainable.slots)
         self.counts = UpdateCounts(counted, len(plan.optimizer.groups))
-        self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its tensors
+        self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its table
 
     def train(self, groups: Sequence[GroupSettings]) -> None:
         """Note which groups train in the next forward, see `UpdateCounts.train`."""
@@ -62,12 +62,9 @@ class StepNumbers:
         if self.fused is not None:
             rule = self._plan.optimizer.matrix_rule
             first = 0 if rule is None else rule.groups
-            table = self._device.upload(numbers(self.fused, self._plan.optimizer.constants, hyper, first))
-            self._decided = hyper._replace(table=table)
-        else:
-            values = {float(hyper.divisor), *(float(group.step) for group in hyper.groups)}
-            self._decided = hyper._replace(numbers={value: on_device(value, self._device.device) for value in values})
-        return self._decided
+            hyper = hyper._replace(table=self._device.upload(numbers(self.fused, hyper, first)))
+        self._decided = hyper
+        return hyper
 
     def _training(self, unit: UnitState) -> list[tuple[int, int, Sequence[int]]]:
         """Return the maximal ranges of this rank's shard in which all groups train.

@@ -283,12 +283,12 @@ def _update_numel(config: Config, device: Device) -> float:
     layout = Layout.of({"probe": (PROBE_NUMEL,)}, world_size=1)
     if device.tile_numel and (fused := optimizer.fused) is not None:
         hyper = Hyper(1, 1.0, (now,))
-        hyper = hyper._replace(table=device.upload(numbers(fused, optimizer.constants, hyper)))
+        hyper = hyper._replace(table=device.upload(numbers(fused, hyper)))
         rows = [device.upload(table) for table in tables(layout, 0, PROBE_NUMEL, device.tile_numel)]
 
         def launch() -> None:
             device.sum_of_squares(grad)
-            run_kernel(fused.rule, kept, hyper, device, Piece(0, param, state, grad, rows))
+            run_kernel(fused, kept, hyper, device, Piece(0, param, state, grad, rows))
 
         return PROBE_NUMEL / _fastest_s([launch], device, PROBE_S["other"])[0]
 

@@ -766,7 +766,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/replay.py:Replay._copy self._store.read().wait": {"ticket": "made twice, infinity"},
     "engine/replay.py:Replay._sums self._device.join": {"join": "made twice, cpu"},
     "engine/replay.py:Replay.watched self._device.join": {"join": "made twice, cpu"},
-    "engine/gather/gathers.py:Gathers.start self._device.aside": {"aside": "stage 3"},
+    "engine/gather/gathers.py:Gathers.start self._device.aside": {"aside": "stage 1"},
     "engine/runtime.py:Runtime.await_copies self.copying[-1].wait": {"ticket": "saved behind at stage 1"},
     "engine/runtime.py:Runtime.finish_step self.store.drain": {"drain": "serial"},
     "engine/runtime.py:Runtime.make_updates self.plan.world.compute.join": {"join": "saved, cpu"},
@@ -805,7 +805,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/update/update.py:Updater._launch_pass unit.updated.wait": {"wait": "muon, cpu"},
     "engine/update/update.py:Updater._update_on_streams unit.updated.wait": {"wait": "cpu at stage 1"},
     "engine/update/update.py:Updater.apply_deferred ticket.wait": {"ticket": "nvme at stage 1"},
-    "engine/update/update.py:Updater.schedule_update self._device.aside": {"aside": "nvme at stage 1, units skipped"},
+    "engine/update/update.py:Updater.schedule_update self._device.aside": {"aside": "cpu"},
     "engine/update/update.py:Updater.schedule_update self._gradients.left().wait": {"wait": "cpu"},
 }
 """By call, each kind of wait that it makes, with a scenario that misses it."""

@@ -117,7 +117,9 @@ class SimulatedGpu(Device):
         self._uploaded.append(values)  # on a GPU the allocator keeps pinned memory until its copies are done
         self.adopt(values)
         self.pin(values)
-        return self.bring(values)
+        here = self.room_for(values)
+        self._copy(here, values)  # as on a GPU, `copied` does not count it
+        return here
 
     def give_back_memory(self) -> None:
         """Do nothing, as on a GPU."""

@@ -8,9 +8,9 @@ from torch import Tensor
 from zero.core.layout import ONE_SETTING, VECTOR, Layout
 from zero.core.optim import Fused, Hyper
 
-GROUP_NUMBERS = 12
-"""Numbers of a group: whether it trains, the divisor of gradients, two for the mean of parameters, at most eight of
-the optimizer."""
+GROUP_NUMBERS = 13
+"""Numbers of a group: whether it trains, the divisor of gradients, the number of its update, two for the mean of
+parameters, at most eight of the optimizer."""
 
 
 def tables(
@@ -46,15 +46,16 @@ def signed(key: int) -> int:
     return key - (key >> 31 << 32)
 
 
-def numbers(fused: Fused, hyper: Hyper, first: int = 0) -> Tensor:
+def numbers(fused: Fused | None, hyper: Hyper, first: int = 0) -> Tensor:
     """Return the numbers of each group in one step, (groups, `GROUP_NUMBERS`) fp32, in the order of the kernel.
 
     Args:
+        fused: the rule of the kernel; None without a kernel.
         first: the number of groups before those of this optimizer.
     """
-    rows, decay = [], fused.average or 0.0
-    for number, now in enumerate(hyper.groups):  # of a group that does not train the kernel reads the first one only
-        is_updated = now.trains and number >= first
-        values = (1.0, hyper.divisor, decay, 1 - decay, *fused.numbers(now)) if is_updated else ()
-        rows.append((*values, *(0.0,) * (GROUP_NUMBERS - len(values))))
+    rows, average = [], 0.0 if fused is None else fused.average or 0.0
+    for number, now in enumerate(hyper.groups):
+        row = now.trains, hyper.divisor, now.step, average, 1 - average
+        rule = fused.numbers(now) if fused is not None and now.trains and number >= first else ()
+        rows.append((*row, *rule, *(0.0,) * (GROUP_NUMBERS - len(row) - len(rule))))
     return torch.tensor(rows, dtype=torch.float32, device="cpu")

@@ -39,7 +39,7 @@ class Hyper(NamedTuple):
     """Divisor of the gradients, applied once in fp32: ranks x accumulate x loss scale / clip coefficient."""
     groups: tuple[GroupSettings, ...]
     table: Tensor | None = None
-    """The numbers of all groups on a device with kernels of its own, see `zero.core.fused`."""
+    """The numbers of all groups on the device, see `zero.core.fused`."""
 
     @property
     def lr(self) -> float:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 TensorList = list[Tensor]
+DIVISOR, STEP = 1, 2
+"""The places of these numbers in a row of `zero.core.fused.numbers`."""
 
 
 class GroupSettings(NamedTuple):
@@ -38,6 +40,7 @@ class PageBatch(NamedTuple):
         grads: fp32, may be overwritten.
         moments: for each moment a list as long as `params`, updated in place.
         divisor: gradients are divided by it.
+        row: the group's row of `Hyper.table`; None: there is no table.
         factor: factor of the learning rate for matrices of one shape, see `MatrixRule.factor`.
     """
 
@@ -46,18 +49,23 @@ class PageBatch(NamedTuple):
     moments: tuple[TensorList, ...]
     settings: GroupSettings
     divisor: float
+    row: Tensor | None = None
     factor: float = 1.0
 
-    def scalar(self, value: float) -> Tensor:
-        """Return a 0-dim fp32 tensor for kernels of torch, made by one launch: `torch.tensor` would wait for a copy."""
-        return self.params[0].new_full((), value)
+    def step(self) -> Tensor:
+        return self._scalar(STEP, self.settings.step)
 
     def grad_scale(self) -> Tensor | None:
-        return None if self.divisor == 1.0 else self.scalar(self.divisor)
+        return None if self.divisor == 1.0 else self._scalar(DIVISOR, self.divisor)
 
     def divide_grads(self) -> None:
         if self.divisor != 1.0:
             torch._foreach_div_(self.grads, self.divisor)
+
+    def _scalar(self, place: int, value: float) -> Tensor:
+        """Return a number of the row; on another device than the row's, make a tensor of `value`."""
+        here = self.params[0]
+        return here.new_full((), value) if self.row is None or self.row.device != here.device else self.row[place]
 
 
 PageUpdate = Callable[[PageBatch], None]

@@ -149,14 +149,14 @@ def _update(
     else:
         old = tl.load(master + at, live, other=0.0)
     if MOMENTS == 0:
-        new = RULE(old, gradient, group + 4)
+        new = RULE(old, gradient, group + 5)
     else:
         old_first = _decode(first_moment, row, lane, live, FIRST_SQUARES)
         if MOMENTS == 1:
-            new, new_first = RULE(old, gradient, group + 4, old_first)
+            new, new_first = RULE(old, gradient, group + 5, old_first)
         else:
             old_second = _decode(second_moment, row, lane, live, SECOND_SQUARES)
-            new, new_first, new_second = RULE(old, gradient, group + 4, old_first, old_second)
+            new, new_first, new_second = RULE(old, gradient, group + 5, old_first, old_second)
             new_second = tl.where(trains, new_second, old_second)
             _encode(second_moment, new_second, random, key ^ second_key, first, row, lane, live, drawn, SECOND_SQUARES)
         new_first = tl.where(trains, new_first, old_first)
@@ -164,7 +164,7 @@ def _update(
     new = tl.where(trains, new, old)
     if AVERAGES:
         mean = tl.load(average + at, live, other=0.0)
-        moved = mean * tl.load(group + 2) + new * tl.load(group + 3)
+        moved = mean * tl.load(group + 3) + new * tl.load(group + 4)
         tl.store(average + at, tl.where(trains, moved, mean), live)
     if param.dtype.element_ty == tl.float32:
         tl.store(param + at, new, live)

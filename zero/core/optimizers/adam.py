@@ -103,7 +103,7 @@ def _update(kernel: Callable[..., None], eps: float, batch: PageBatch) -> None:
         mus,
         nus,
         [],
-        [batch.scalar(batch.settings.step)] * len(batch.params),
+        [batch.step()] * len(batch.params),
         lr=batch.settings.lr,
         beta1=beta1,
         beta2=beta2,

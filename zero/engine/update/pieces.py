@@ -88,8 +88,8 @@ class Pieces:
                     for parts, tensor in zip(lists, state, strict=True):
                         parts.append(tensor[a - piece.first : b - piece.first])
         for (number, factor), (grads, masters, *moments) in grouped.items():
-            settings = hyper.groups[number]
-            now.update(PageBatch(masters, grads, tuple(moments), settings, hyper.divisor, factor))
+            settings, row = hyper.groups[number], None if hyper.table is None else hyper.table[number]
+            now.update(PageBatch(masters, grads, tuple(moments), settings, hyper.divisor, row, factor))
 
     def with_tables(self, layout: Layout, part: Part, device: Device) -> Part:
         """Return `part` with the tables for the kernel that updates it on `device`; unchanged without a kernel."""

@@ -58,13 +58,10 @@ class StepNumbers:
 
     def decide(self, hyper: Hyper) -> Hyper:
         """Return `hyper` with the groups that trained in this step, and each number of updates."""
-        hyper = self.counts.decide(hyper)
-        if self.fused is not None:
-            rule = self._plan.optimizer.matrix_rule
-            first = 0 if rule is None else rule.groups
-            hyper = hyper._replace(table=self._device.upload(numbers(self.fused, hyper, first)))
-        self._decided = hyper
-        return hyper
+        hyper, rule = self.counts.decide(hyper), self._plan.optimizer.matrix_rule
+        table = numbers(self.fused, hyper, 0 if rule is None else rule.groups)
+        self._decided = hyper._replace(table=self._device.upload(table))
+        return self._decided
 
     def _training(self, unit: UnitState) -> list[tuple[int, int, Sequence[int]]]:
         """Return the maximal ranges of this rank's shard in which all groups train.

@@ -24,7 +24,7 @@ LOOP_FILE = "lightning.ckpt"
 """The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""
 
 PART = re.compile(r"(?P<name>.+?)(\.(?P<nonce>[0-9a-f]{16}))?\.part", re.DOTALL)
-"""The name of a checkpoint's folder until it is whole, then of a file that it replaced. Earlier versions wrote no nonce."""
+"""The name of a checkpoint's folder until it is whole, then of a file that it replaced. Once there was no nonce."""
 
 
 def save_folder(engine: Engine, path: Path, write: Callable[[Path], None]) -> None:
@@ -40,8 +40,7 @@ def save_folder(engine: Engine, path: Path, write: Callable[[Path], None]) -> No
         folder = Path(by_rank_0(world, lambda: str(saved.enter_context(_part(path))))) if is_new else path
         if writes:
             write(folder / loop_file)
-            sync(folder / loop_file, Files())
-            Files().fsync_folder(folder)  # the state that is published next names this file
+            sync(folder / loop_file, Files())  # its name is synced when the state that names it is published
         engine.save_checkpoint(folder, STATE_FOLDER, {"loop": loop_file}, save_latest=False)
         if writes:
             for file in folder.glob("lightning*.ckpt"):

@@ -455,7 +455,7 @@ def test_an_adapter_that_is_computed_from_a_base_without_values_is_refused_by_pe
         ({"target_modules": "all-linear"}, "gate .*of peft for weight"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
 def test_adapters_of_parameters_of_experts_are_refused_by_their_names(adapted, name, base):
     model = transformers.AutoModelForCausalLM.from_pretrained(base / "mixtral")
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, **adapted))

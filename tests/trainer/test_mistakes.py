@@ -121,6 +121,7 @@ SNIPPETS = [
     ("attend(heads(2), rows=world)", "rows is a World. Pass shared_rows of SequenceParallel.slice"),
     # worlds, plans and optimizers
     ("zero.World.solo('gpu')", "device='gpu': torch has no such device"),
+    ("run(nn.Sequential(torch.compile(nn.Linear(4, 2), backend='eager')))", "torch.compile of the model or of a part"),
     ("make_plan(room=3)", "room is an int. Pass a Room, or None"),
     ("make_plan(precision=zero.Precision('fp16', scale=3))", "precision.scale is an int. Write zero.LossScaling"),
     ("zero.adamw(0.1, groups=3)", "optim.groups is an int. Pass a list: groups=[zero.Group(...)]"),
@@ -159,6 +160,10 @@ def names(here):
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean()
 
+    def run(model: nn.Module) -> object:
+        plan = zero.Plan(model, **needed)
+        return zero.make_step(plan, loss_fn)(zero.init(plan, zero.open_store(plan)), [batch])
+
     def attend(q: torch.Tensor, k: torch.Tensor | None = None, rows: object = shared) -> torch.Tensor:
         k = q if k is None else k
         return zero.sequence.attention(q, k, k, rows)
@@ -184,6 +189,7 @@ def names(here):
         "mean": zero.sequence.SequenceParallel(needed["world"]).loss,
         "heads": lambda count, channels=2: torch.ones(1, count, 4, channels),
         "attend": attend,
+        "run": run,
         "open_newest": open_newest,
         "export_checkpoint": export_checkpoint,
         "saved": lambda: zero.open_checkpoint(needed["world"], zero.save(state, here)),

@@ -185,7 +185,7 @@ def test_what_is_no_layout_is_refused_with_what_was_seen(words, call):
 def lines_run(slots: int, numel: int) -> int:
     """Return the number of lines of Python that make the tables of a kernel, iterations of comprehensions included."""
     layout = Layout.of({str(number): (numel,) for number in range(slots)}, world_size=1)
-    _ = layout.S, [slot.numel for slot in layout._filled]  # a layout computes these once
+    expected = tables(layout, 0, layout.P, 1024)  # a layout computes sizes and keys once
     lines, before = itertools.count(), sys.gettrace()
 
     def watch(frame, event, argument):
@@ -194,9 +194,10 @@ def lines_run(slots: int, numel: int) -> int:
 
     sys.settrace(watch)
     try:
-        tables(layout, 0, layout.P, 1024)
+        again = tables(layout, 0, layout.P, 1024)
     finally:
         sys.settrace(before)
+    assert all(map(torch.equal, again, expected))
     return next(lines)
 
 

@@ -1,6 +1,7 @@
 """The rules of the house: which file may import which, and how files are written. Each rule gives its reason."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 import tomllib
@@ -426,6 +427,17 @@ def test_public_names_tell_the_story():
     assert set(zero.__all__) == set(zero._HOME)
     for name in zero.__all__:
         assert getattr(zero, name).__doc__, f"zero.{name} has no docstring"
+
+
+def test_the_python_reference_has_what_the_other_pages_call():
+    text = (ROOT / "docs" / "api.md").read_text()
+    entries = dict(re.findall(r"^::: ([\w.]+)\n((?:    .*\n)*)", text, re.MULTILINE))
+    formats = [f"zero.formats.{name}" for name in ("export_checkpoint", "open_newest", "from_bitsandbytes")]
+    assert entries.keys() >= {*formats, "zero.trainer.models.hf.build", "zero.trainer.models.hf.weights"}
+    members = re.search(r"members: \[(.*)\]", entries["zero.World"])
+    assert members is not None
+    assert {"from_mesh", "from_group", "barrier", "all_reduce"} <= {*members[1].split(", ")}
+    assert all(pkgutil.resolve_name(name) for name in entries if ".integrations." not in name), "these are optional"
 
 
 def test_a_step_is_understood_from_a_few_files_that_name_no_feature():

@@ -47,6 +47,7 @@ def open_group(world: World, size: int) -> World:
     Raises:
         ConfigError: `size` does not divide the number of ranks.
     """
+    checks.instance("world", world, World, "Pass zero.open_world().")
     checks.whole("size of a group", size, None)
     if size < 1 or world.size % size:
         raise ConfigError(f"{world.size} ranks do not divide into groups of {size}. Choose another size.")
@@ -61,6 +62,8 @@ def check_heads(heads: int, kv_heads: int, size: int, name: str = "sequence para
         kv_heads: heads of keys and values; fewer than `size` are repeated, if `size` is a multiple.
         name: the setting that the message names.
     """
+    if heads % kv_heads:
+        raise ConfigError(f"{name}: {heads} attention heads are no multiple of {kv_heads} heads of keys and values.")
     if heads % size:
         raise ConfigError(f"{name}: {heads} attention heads do not divide over {size} ranks. Choose a divisor.")
     if kv_heads % size and size % kv_heads:
@@ -84,6 +87,7 @@ def attention(
     Raises:
         ConfigError: a tensor has another shape, or the heads do not divide over the ranks, see `check_heads`.
     """
+    checks.instance("rows", rows, SharedRows, "Pass shared_rows of SequenceParallel.slice.")
     _check_shapes(q, k, v)
     size, kv_heads = rows.group.size, k.shape[1]
     check_heads(q.shape[1], kv_heads, size)
@@ -96,8 +100,8 @@ def attention(
 
 def _check_shapes(*qkv: Tensor) -> None:
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in qkv]
-    b, _, s, _ = shapes[0] if len(shapes[0]) == 4 else (None,) * 4
-    if not all(len(shape) == 4 and (shape[0], shape[2]) == (b, s) for shape in shapes) or shapes[1][1] != shapes[2][1]:
+    fits = all(len(shape) == 4 and (shape[0], shape[2]) == (shapes[0][0], shapes[0][2]) for shape in shapes)
+    if not fits or shapes[0][3] != shapes[1][3] or shapes[1][1] != shapes[2][1]:
         raise ConfigError(
             f"attention: q, k and v have shapes {', '.join(map(str, shapes))}. Pass (rows, heads, tokens, channels)."
         )
@@ -165,6 +169,7 @@ class SequenceParallel:
     """
 
     def __init__(self, group: World) -> None:
+        checks.instance("group", group, World, "Pass zero.sequence.open_group(world, 2).")
         self.group, self._compared = group, False
         self._rows: Tensor | None = None  # a hash of all rows so far
 
@@ -213,8 +218,13 @@ class SequenceParallel:
             A 0-dim tensor, equal on all ranks of the group; 0 if no token counts.
 
         Raises:
+            ConfigError: an argument is no tensor, or `total` has dimensions.
             HandshakeError: on a CPU, the ranks of the group have different rows; on a GPU this ends the program.
         """
+        checks.instance("total", total, Tensor, 'Pass the sum of the losses, a tensor: reduction="sum".')
+        checks.instance("targets", targets, Tensor, "Pass the targets that slice returned.")
+        if total.dim():
+            raise ConfigError(f'total has shape {tuple(total.shape)}. Pass the sum of the losses: reduction="sum".')
         count, rows = (targets != IGNORE_INDEX).sum(), self._rows
         rows = count if rows is None else rows
         sums = torch.stack([count.double(), rows.double(), total.detach().double()])
@@ -253,17 +263,15 @@ def _check_rows(equal: Tensor) -> None:
 
 def _checked(batch: Mapping[str, Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids, labels and positions, (b, t) each."""
-    if not isinstance(batch, Mapping):
-        raise ConfigError(f"a batch is a {type(batch).__name__}. Pass a dict of input_ids and labels.")
+    checks.instance("a batch", batch, Mapping, "Pass a dict of input_ids and labels.")
     known = {"input_ids", "labels", "position_ids", "attention_mask"}
     if not known >= batch.keys() >= {"input_ids", "labels"}:
         raise ConfigError(
-            f"a batch with {', '.join(sorted(batch))} cannot be sliced. Pass input_ids, labels and, if need be, "
-            "position_ids and attention_mask."
+            f"a batch with {', '.join(sorted(map(str, batch)))} cannot be sliced. Pass input_ids, labels and, if need "
+            "be, position_ids and attention_mask."
         )
     for name, rows in batch.items():
-        if not isinstance(rows, Tensor):
-            raise ConfigError(f"{name} is a {type(rows).__name__}. Pass a tensor, (rows, tokens).")
+        checks.instance(name, rows, Tensor, "Pass a tensor, (rows, tokens).")
     ids, labels = batch["input_ids"], batch["labels"]
     if ids.dim() != 2:
         raise ConfigError(f"input_ids has shape {tuple(ids.shape)}. Pass (rows, tokens).")
@@ -272,7 +280,7 @@ def _checked(batch: Mapping[str, Tensor], size: int) -> tuple[Tensor, Tensor, Te
             raise ConfigError(
                 f"{name} has shape {tuple(batch[name].shape)}, but input_ids {tuple(ids.shape)}. Pass one per token."
             )
-    if ids.shape[1] % size:
+    if ids.shape[1] % size or not ids.shape[1]:
         raise ConfigError(f"rows of {ids.shape[1]} tokens do not divide into {size} slices. Pad or cut them.")
     positions = batch.get("position_ids")
     if positions is None:
@@ -281,6 +289,9 @@ def _checked(batch: Mapping[str, Tensor], size: int) -> tuple[Tensor, Tensor, Te
         raise ConfigError(
             f"position_ids has shape {tuple(positions.shape)}, but input_ids {tuple(ids.shape)}. Pass one per token."
         )
+    for name, rows in {"input_ids": ids, "labels": labels, "position_ids": positions}.items():
+        if rows.is_floating_point():
+            raise ConfigError(f"{name} is {rows.dtype}. Pass whole numbers: {name}.long().")
     return ids, labels, positions.expand_as(ids)
 
 

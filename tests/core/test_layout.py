@@ -1,5 +1,7 @@
 """A flat tensor is its parameters, end to end, with zeros between them; einops' pack is the independent oracle."""
 
+import itertools
+import sys
 from itertools import pairwise
 
 import einops
@@ -7,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from zero.core.fused import tables
 from zero.core.layout import VECTOR, Layout, Slot, pages
 from zero.errors import LayoutError
 
@@ -177,3 +180,29 @@ TWO = Layout.of({"a": (4,), "b": (2, 2)}, world_size=2)
 def test_what_is_no_layout_is_refused_with_what_was_seen(words, call):
     with pytest.raises(LayoutError, match=words):
         call()
+
+
+def lines_run(slots: int, numel: int) -> int:
+    """Return the number of lines of Python that make the tables of a kernel, iterations of comprehensions included."""
+    layout = Layout.of({str(number): (numel,) for number in range(slots)}, world_size=1)
+    expected = tables(layout, 0, layout.P, 1024)  # a layout computes sizes and keys once
+    lines, before = itertools.count(), sys.gettrace()
+
+    def watch(frame, event, argument):
+        next(lines) if event == "line" else None
+        return watch
+
+    sys.settrace(watch)
+    try:
+        again = tables(layout, 0, layout.P, 1024)
+    finally:
+        sys.settrace(before)
+    assert all(map(torch.equal, again, expected))
+    return next(lines)
+
+
+def test_the_tables_of_a_kernel_take_time_for_each_slot_and_none_for_its_elements():
+    few = lines_run(1000, 64)
+    assert few > 1000
+    assert lines_run(8000, 64) < 9 * few
+    assert lines_run(1000, 64 * 1024) == few

@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from tests.conftest import LONG_S
 from tests.simulation import simulated_gpu
-from zero.distributed import stalled
+from zero.distributed import rendezvous, stalled
 from zero.distributed.ordered_sum import ordered_sum
 from zero.distributed.stalled import PATIENCE_S, PERIOD_S
 from zero.distributed.transport import Processes
@@ -229,6 +230,33 @@ def outcome(request):
 @pytest.mark.process
 def test_a_broadcast_in_a_part_comes_from_a_rank_of_the_part(three_processes):
     assert [rank["from the second of the last two"] for rank in three_processes] == [0, 2, 2]
+
+
+class CountedStore:
+    """A store in this process, and the names of the calls of it."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        self.calls, self._store = list[str](), dist.HashStore()
+        for key, value in values.items():
+            self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.calls.append(name)
+        return getattr(self._store, name)
+
+
+def test_a_rank_reads_the_texts_of_all_ranks_in_one_request():
+    """With a request for each of 1,024 ranks the store would answer a million."""
+    size = 9
+    store = CountedStore({f"here/{rank}": str(rank) for rank in range(size)})
+    assert rendezvous.hosts(store, size) == [*map(str, range(size))]
+    assert store.calls == ["multi_get"]
+    store = CountedStore({f"groups/{rank}": "2" for rank in range(size)})
+    rendezvous.check_groups(store, 3, size, 2, LONG_S)
+    assert store.calls == ["set", "wait", "multi_get"]
+    store = CountedStore({f"connected/{rank}": "" for rank in range(size)})
+    rendezvous.connect_all(store, 3, size, lambda: None, timeout_s=LONG_S, wait_s=LONG_S, hint="")
+    assert store.calls == ["set", "wait", "multi_get", "set"]
 
 
 def test_gather_and_reduce_scatter_are_transposes(outcome):

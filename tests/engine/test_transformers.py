@@ -364,6 +364,8 @@ def test_what_transformers_cannot_build_is_one_line(tmp_path):
         ConfigError, match=r"^/no/llama does not exist. Give a folder with config.json, or a model type.$"
     ):
         hf.build("/no/llama")
+    with pytest.raises(ConfigError, match=r"^path is an int. Pass a folder with config.json, or a model type.$"):
+        hf.build(3)
 
 
 def re_path(path):

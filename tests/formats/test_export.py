@@ -147,6 +147,12 @@ def test_the_newest_valid_checkpoint_of_a_run_is_taken_and_damage_is_named(train
 # -- what other libraries find -----------------------------------------------------------------------------------------
 
 
+def test_paths_are_texts_too(trained, tmp_path: Path):
+    exported = export_checkpoint(open_newest(str(trained[1].folder))[0], "torch", str(tmp_path / "out.pt"))
+    assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == trained[0].keys()
+    assert exported.tensors == len(trained[0])
+
+
 def test_safetensors_opens_every_file_and_the_index_names_every_name_of_the_model(trained, tmp_path: Path):
     values, checkpoint = trained
     out = tmp_path / "out"

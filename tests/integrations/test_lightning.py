@@ -6,8 +6,11 @@ Clipping divides by a number where torch multiplies, microbatches are divided af
 in their order: 1e-6 of a loss.
 """
 
+import contextlib
+import errno
 import functools
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -43,6 +46,7 @@ from zero.engine.meta import is_meta  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
 from zero.integrations.foreign_loop import PLAN_SETTINGS  # noqa: E402
 from zero.integrations.lightning import ZeroStrategy  # noqa: E402
+from zero.platform.files import Files  # noqa: E402
 from zero.testing import run_processes  # noqa: E402
 
 CLOSE = 1e-6
@@ -427,6 +431,64 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_of_before_or_its_own(at, tm
     assert again.global_step == again.strategy.engine.state.step == (10 if at == "removal" else 20)
     ours.save_checkpoint(path)
     assert len([*path.iterdir()]) == len(["zero", "the file of Lightning's part"])
+
+
+def kill_beside_a_change(monkeypatch, number):
+    """Kill before or after one of the calls that change names; `number` counts from 0."""
+    count = itertools.count()
+
+    def killing(call):
+        def called(*arguments, **keywords):
+            kill(call) if next(count) == number else None
+            call(*arguments, **keywords)
+            kill(call) if next(count) == number else None
+
+        return called
+
+    for name in ("rename", "replace", "unlink"):
+        monkeypatch.setattr(os, name, killing(getattr(os, name)))
+    monkeypatch.setattr(Files, "exchange", killing(Files.exchange))
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_save_that_is_killed_loses_no_file_or_link_that_it_replaces(is_link, tmp_path, monkeypatch):
+    ours, weights = fitted(tmp_path, {"stage": 3}, max_epochs=1), tmp_path / "weights"
+    for number in range(50):
+        path = tmp_path / str(number) / "last.ckpt"
+        path.parent.mkdir()
+        weights.write_text("weights")
+        path.symlink_to(weights) if is_link else weights.rename(path)
+        with monkeypatch.context() as broken, contextlib.suppress(Killed):
+            kill_beside_a_change(broken, number)
+            ours.save_checkpoint(path)
+            break
+        if not path.is_dir():
+            assert path.read_text() == "weights"
+        assert path.is_symlink() == (is_link and not path.is_dir())
+        ours.save_checkpoint(path)
+        assert fitted(tmp_path, {"stage": 3}, ckpt_path=path, max_epochs=1).global_step == 10
+        assert os.listdir(path.parent) == ["last.ckpt"], "an unfinished folder or an old file is left"
+    assert 4 < number < 49
+    assert os.listdir(path.parent) == ["last.ckpt"]
+
+
+def test_a_file_is_replaced_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
+    ours, path = fitted(tmp_path, {"stage": 3}, max_epochs=1), tmp_path / "last.ckpt"
+    path.touch()
+    monkeypatch.setattr(Files, "exchange", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "as NFS")))
+    ours.save_checkpoint(path)
+    assert fitted(tmp_path, {"stage": 3}, ckpt_path=path, max_epochs=1).global_step == 10
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_the_file_that_a_training_state_names_is_durable_before_the_state(tmp_path, monkeypatch):
+    path, calls = tmp_path / "last.ckpt", []
+    fitted(tmp_path, {"stage": 3}, max_epochs=2).save_checkpoint(path)
+    ours, sync_folder, publish = fitted(tmp_path, {"stage": 3}, max_epochs=1), Files.fsync_folder, Root.publish
+    monkeypatch.setattr(Files, "fsync_folder", lambda *call: (calls.append(call[1]), sync_folder(*call)))
+    monkeypatch.setattr(Root, "publish", lambda *call: (calls.append("publish"), publish(*call))[1])
+    ours.save_checkpoint(path)
+    assert path in calls[: calls.index("publish")]
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):

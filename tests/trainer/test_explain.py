@@ -161,6 +161,35 @@ def test_the_reference_is_what_its_script_writes():
     )
 
 
+UNITS = [
+    "`plan.disk` (auto; bytes): Disk of one node for offload, such as 4TB",
+    "`plan.ranks` (auto; processes): Ranks in all",
+    "`precision.scale.hysteresis` (2; steps): Overflows before the scale halves",
+    "`debug.replay` (0; steps): Make each step twice whose number is a multiple of this",
+    "`model.rotary_base` (10000.0; 2 pi tokens): Longest rotary wavelength",
+    "`val.every` (100): Steps between two validations; 0: only after the last step",
+    "`val.rows` (64): Rows of model.seq tokens per validation",
+    "`sample.tokens` (240): Length of the sample, in tokens; 0: none",
+    "`launch.timeout` (300.0): Longest wait for another rank, in seconds",
+    "`launch.threads` (auto): CPU threads per rank",
+    "`precision.scale.window` (1000): Finite steps before the scale doubles",
+    "`checkpoint.keep` (2): Newest valid checkpoints to keep, 2 or more",
+    "`zero.bucket` (0): Bytes of parameters up to which small units that follow each other are merged",
+]
+
+
+def test_the_reference_names_the_unit_of_a_setting_once_in_its_text_or_beside_the_default():
+    lines = (ROOT / "docs" / "config.md").read_text().splitlines()
+    assert [text for text in UNITS if sum(line.startswith(f"* {text}") for line in lines) != 1] == []
+    units = {entry.key: entry.unit for entry in explanations() if entry.unit}
+    assert len(units) > 30
+    for line in lines:
+        key, unit = re.match(r"(?:\* `([\w.]+)`)?", line)[1], None
+        if unit := units.get(key):
+            beside = f"; {unit}): " in line
+            assert beside != (unit in line.partition("): ")[2].lower()), line
+
+
 def test_an_answer_needs_no_torch():
     watch = (
         "import sys\nfrom pathlib import Path\nfrom zero.trainer.explain import explain, overview\n"

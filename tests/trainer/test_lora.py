@@ -440,6 +440,31 @@ def test_an_adapter_that_is_computed_from_the_base_is_refused_where_the_base_com
         pass
 
 
+@pytest.mark.parametrize("first", ["pissa", "pissa_niter_2", "olora"])
+def test_an_adapter_that_is_computed_from_a_base_without_values_is_refused_by_peft_in_one_line(first, base):
+    with pytest.raises(OutsideUnitError, match=r"no values yet.* Write init_lora_weights=True, or build the model"):
+        peft.get_peft_model(hf.build(base / "llama"), peft.LoraConfig(r=2, init_lora_weights=first))
+
+
+@pytest.mark.parametrize(
+    ("adapted", "name"),
+    [
+        (
+            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+            "experts .*of peft for gate_up_proj",
+        ),
+        ({"target_modules": "all-linear"}, "gate .*of peft for weight"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+def test_adapters_of_parameters_of_experts_are_refused_by_their_names(adapted, name, base):
+    model = transformers.AutoModelForCausalLM.from_pretrained(base / "mixtral")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, **adapted))
+    with pytest.raises(PlanError, match=rf"layers\.0\.mlp\.{name}.*without target_parameters") as caught:
+        zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.open_world())
+    assert "q_proj.base_layer" not in str(caught.value)
+
+
 def test_adapters_of_any_name_begin_as_peft_made_them(base):
     folder, other = base / "gpt2", peft.LoraConfig(**GPT2_ADAPTER | {"r": 2, "target_modules": ["c_proj"]})
     expected, model = (

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zero
+from zero.formats import export_checkpoint, open_newest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,10 +101,47 @@ SNIPPETS = [
     ("zero.sequence.open_group(world, '2')", "size of a group='2': must be a whole number"),
     ("cut([batch])", "a batch is a list. Pass a dict of input_ids and labels"),
     ("cut({'input_ids': [[1, 2]], 'labels': [[1, 2]]})", "input_ids is a list. Pass a tensor, (rows, tokens)"),
-    ("cut({'input_ids': batch[0], 'labels': batch[0]})", "input_ids has shape (4,). Pass (rows, tokens)"),
-    ("cut({'input_ids': batch, 'labels': batch, 'position_ids': batch[:2]})", "position_ids has shape (2, 4), but"),
+    ("cut({'input_ids': rows[0], 'labels': rows[0]})", "input_ids has shape (4,). Pass (rows, tokens)"),
+    ("cut({'input_ids': rows, 'labels': rows, 'position_ids': rows[:2]})", "position_ids has shape (2, 4), but"),
     ("attend(torch.ones(1, 2, 4))", "q, k and v have shapes (1, 2, 4), (1, 2, 4), (1, 2, 4). Pass (rows, heads,"),
+    ("zero.sequence.open_group(3, 1)", "world is an int. Pass zero.open_world()"),
+    ("zero.sequence.SequenceParallel(3)", "group is an int. Pass zero.sequence.open_group(world, 2)"),
+    ("cut({'input_ids': rows[:, :0], 'labels': rows[:, :0]})", "rows of 0 tokens do not divide"),
+    ("cut({'input_ids': batch, 'labels': rows})", "input_ids is torch.float32. Pass whole numbers: input_ids.long()"),
+    ("cut({'input_ids': rows, 'labels': batch})", "labels is torch.float32. Pass whole numbers: labels.long()"),
+    ("cut({'input_ids': rows, 'labels': rows, 3: rows})", "a batch with 3, input_ids, labels cannot be sliced"),
+    ("mean(3.0, rows)", 'total is a float. Pass the sum of the losses, a tensor: reduction="sum"'),
+    ("mean(torch.ones(()), 3)", "targets is an int. Pass the targets that slice returned"),
+    ("mean(torch.ones(2), rows)", 'total has shape (2,). Pass the sum of the losses: reduction="sum"'),
+    (
+        "attend(heads(2), heads(2, 3))",
+        "k and v have shapes (1, 2, 4, 2), (1, 2, 4, 3), (1, 2, 4, 3). Pass (rows, heads",
+    ),
+    ("attend(heads(3), heads(2))", "3 attention heads are no multiple of 2 heads of keys and values"),
+    ("attend(heads(2), rows=world)", "rows is a World. Pass shared_rows of SequenceParallel.slice"),
+    # worlds, plans and optimizers
+    ("zero.World.solo('gpu')", "device='gpu': torch has no such device"),
+    ("run(nn.Sequential(torch.compile(nn.Linear(4, 2), backend='eager')))", "torch.compile of the model or of a part"),
+    ("make_plan(room=3)", "room is an int. Pass a Room, or None"),
+    ("make_plan(precision=zero.Precision('fp16', scale=3))", "precision.scale is an int. Write zero.LossScaling"),
+    ("zero.adamw(0.1, groups=3)", "optim.groups is an int. Pass a list: groups=[zero.Group(...)]"),
+    ("zero.adamw(0.1, groups=zero.Group(['*']))", "optim.groups is a Group. Pass a list"),
+    ("train_with(zero.Group(['*'], live={'weight_decay': None}))", "live of a Group has weight_decay=None. Write a"),
+    ("zero.linear_warmup(0.1, 1, curve='zz')", "schedule.curve=zz: must be one of linear, log"),
+    # other formats
+    ("open_newest(3)", "path is an int. Pass the folder of a checkpoint"),
+    ("open_newest('nowhere')", "nowhere"),
+    ("export_checkpoint(3, 'hf', 'out')", "checkpoint is an int. Pass zero.formats.open_newest(folder)[0]"),
+    ("export_checkpoint(saved(), 'hf', 3)", "out is an int. Pass the path of a new folder or file"),
+    ("export_checkpoint(saved(), 'hf', 'out', dtype='bf16')", "dtype is a str. Pass torch.bfloat16"),
+    ("zero.formats.from_bitsandbytes(3)", "model is an int. Pass a torch.nn.Module"),
     # DeepSpeed's names
+    ("initialize(model=3)", "model is an int. Pass a torch.nn.Module"),
+    ("initialize(config=3)", "ds_config is an int. Pass the path of a JSON file, a dict, or JSON"),
+    ("initialize(world=3)", "world is an int. Pass zero.open_world(), or None"),
+    ("initialize(optimizer=3)", "optimizer is an int. Pass torch's optimizer, or a function"),
+    ("initialize(lr_scheduler=3)", "lr_scheduler is an int. Pass torch's scheduler, or a function"),
+    ("initialize(tokens_per_row='x')", "tokens_per_row='x': must be a number of tokens, 1 or more"),
     ("zero.initialize(model=model, config={'train_batch_siz': 8})", "Did you mean train_batch_size?"),
 ]
 """Code, and a part of the message."""
@@ -117,10 +155,22 @@ def names(here):
     plan = zero.Plan(model, **needed)
     store = zero.open_store(plan)
     state = zero.init(plan, store)
-    batch = torch.ones(3, 4)
+    batch, shared = torch.ones(3, 4), zero.sequence.SharedRows(needed["world"])
 
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean()
+
+    def run(model: nn.Module) -> object:
+        plan = zero.Plan(model, **needed)
+        return zero.make_step(plan, loss_fn)(zero.init(plan, zero.open_store(plan)), [batch])
+
+    def attend(q: torch.Tensor, k: torch.Tensor | None = None, rows: object = shared) -> torch.Tensor:
+        k = q if k is None else k
+        return zero.sequence.attention(q, k, k, rows)
+
+    def initialize(**changed: object) -> object:
+        config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        return zero.initialize(**{"model": nn.Linear(4, 8), "config": config, **changed})
 
     yield {
         "zero": zero,
@@ -134,8 +184,16 @@ def names(here):
         "batch": batch,
         "loss_fn": loss_fn,
         "step": zero.make_step(plan, loss_fn),
+        "rows": torch.ones(3, 4, dtype=torch.int64),
         "cut": zero.sequence.SequenceParallel(needed["world"]).slice,
-        "attend": lambda x: zero.sequence.attention(x, x, x, zero.sequence.SharedRows(needed["world"])),
+        "mean": zero.sequence.SequenceParallel(needed["world"]).loss,
+        "heads": lambda count, channels=2: torch.ones(1, count, 4, channels),
+        "attend": attend,
+        "run": run,
+        "open_newest": open_newest,
+        "export_checkpoint": export_checkpoint,
+        "saved": lambda: zero.open_checkpoint(needed["world"], zero.save(state, here)),
+        "initialize": initialize,
         "train_with": lambda group: zero.adamw(0.1, groups=[group]).hyper_at(1, 1.0),
         "train": lambda loss_fn: zero.make_step(plan, loss_fn)(state, [batch]),
         "make_plan": lambda **other: zero.Plan(nn.Linear(4, 8), **{**needed, **other}),

@@ -21,9 +21,10 @@ from zero.checkpoint.format.random_generators import set_random
 from zero.checkpoint.frozen_file import frozen_version, remember
 from zero.checkpoint.match import Match, TensorKey, match
 from zero.checkpoint.tensors import Checkpoint, Tensors, index_of
+from zero.core.checks import type_text
 from zero.core.formats import PACKED_FORMATS
 from zero.core.layout import Slot
-from zero.engine.arguments import check_type, type_text
+from zero.engine.arguments import check_type
 from zero.engine.full_flat import own_stored
 from zero.engine.model import UnitSpec, buffers_of
 from zero.engine.plan import Plan

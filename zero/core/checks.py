@@ -10,6 +10,13 @@ from zero.core.suggest import meant
 from zero.errors import ConfigError
 
 
+def instance(key: str, value: Any, cls: Any, instead: str, error: type[ConfigError] = ConfigError) -> Any:
+    """Return an instance of a class, or of one in a union of classes; `instead` is a sentence with what to pass."""
+    if not isinstance(value, cls):
+        raise error(f"{key} is {type_text(value)}. {instead}")
+    return value
+
+
 def patterns(key: str, value: Any, error: type[ConfigError] = ConfigError) -> tuple[str, ...]:
     """Return names or patterns of names as a tuple."""
     if isinstance(value, str):
@@ -71,6 +78,16 @@ def number(key: str, value: Any, holds: Callable[[float], bool], wanted: str) ->
     if not holds(value):  # type: ignore[arg-type]
         raise ConfigError(f"{key}={value}: must be {wanted}")
     return value  # type: ignore[return-value]
+
+
+def type_text(value: object) -> str:
+    """Return the name of the value's type with "a" or "an", for a message."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    if value is None:
+        return "None"
+    name = type(value).__qualname__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
 def _line(value: object) -> str:

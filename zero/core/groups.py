@@ -100,9 +100,13 @@ class Group:
     def now(self) -> dict[str, Any]:
         """Return lr, weight_decay, betas and trains; the current entries of `live` override the arguments."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "trains": self.trains}
-        if "momentum" in self.live:
-            values["betas"] = (self.live["momentum"],)
-        return values | {key: self.live[key] for key in values if key in self.live}
+        live = {key: self.live[key] for key in LIVE if key in self.live}
+        if None in live.values():
+            unset = next(key for key, value in live.items() if value is None)
+            raise ConfigError(f"live of a Group has {unset}=None. Write a value, or leave the entry out.")
+        if "momentum" in live:
+            values["betas"] = (live.pop("momentum"),)
+        return values | live
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -167,11 +171,9 @@ def settings_at(
 
 
 def as_tuple(groups: Sequence[Group]) -> tuple[Group, ...]:
-    if isinstance(groups, Group):
-        raise ConfigError("optim.groups is one Group. Pass a list: groups=[zero.Group(...)].")
+    checks.instance("optim.groups", groups, list | tuple, "Pass a list: groups=[zero.Group(...)].")
     for number, group in enumerate(groups):
-        if not isinstance(group, Group):
-            raise ConfigError(f"optim.groups[{number}] is a {type(group).__name__}. Write zero.Group(names, lr=1e-4).")
+        checks.instance(f"optim.groups[{number}]", group, Group, "Write zero.Group(names, lr=1e-4).")
     return tuple(groups)
 
 

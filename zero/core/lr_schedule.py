@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, log, pi
-from typing import Literal
+from typing import Literal, get_args
 
+from zero.core import checks
 from zero.errors import ConfigError
 
 Schedule = Callable[[int], float]
@@ -179,6 +180,9 @@ class _Warmup:
     steps: int
     start: float | None
     curve: Curve
+
+    def __post_init__(self) -> None:
+        checks.one_of("schedule.curve", self.curve, get_args(Curve))
 
     def __call__(self, step: int) -> float:
         if step >= self.steps:

@@ -67,6 +67,7 @@ class Precision:
     ) -> None:
         if scale is None:
             scale = LossScaling() if compute == "fp16" else LossScaling(static=1.0)
+        checks.instance("precision.scale", scale, LossScaling, "Write zero.LossScaling(static=1024).")
         object.__setattr__(self, "compute", _dtype("compute", compute))
         object.__setattr__(self, "reduce", _dtype("reduce", reduce))
         object.__setattr__(self, "scale", scale)

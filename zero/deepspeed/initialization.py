@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.core import checks
 from zero.core.optim import Transform
 from zero.deepspeed.config import Translation, translate
 from zero.deepspeed.config.keys import ZeroOptimization
@@ -100,7 +101,7 @@ def initialize(
     Raises:
         ConfigError: one line that names the key, the value and what to do.
     """
-    compiled, model = _passed_model(model, mpu, mesh_param)
+    compiled, model = _passed_model(model, mpu, mesh_param, world, tokens_per_row)
     with contextlib.ExitStack() as undo:
         opened = None
         if world is None:
@@ -166,14 +167,19 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 # Arguments
 
 
-def _passed_model(model: nn.Module | None, mpu: None, mesh_param: None) -> tuple[nn.Module, nn.Module]:
-    """Return the model that was passed, and the model that `torch.compile` made it from."""
+def _passed_model(
+    model: nn.Module | None, mpu: None, mesh_param: None, world: World | None, tokens_per_row: int
+) -> tuple[nn.Module, nn.Module]:
+    """Check arguments; return the model that was passed, and the model that `torch.compile` made it from."""
     if model is None:
         raise ConfigError("zero.initialize needs model=")
     if isinstance(model, Engine):
         raise ConfigError("model= is an engine already. Use it as it is, without accelerator.prepare.")
+    checks.instance("model", model, nn.Module, "Pass a torch.nn.Module.")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("zero.initialize(mpu=..., mesh_param=...): there is no model parallelism. Leave it out.")
+    checks.instance("world", world, World | None, "Pass zero.open_world(), or None.")
+    checks.whole("tokens_per_row", tokens_per_row, 1, "tokens")
     return model, uncompiled(model)
 
 
@@ -235,6 +241,10 @@ def _optimizer(
     listed = list(trainable if parameters is None else parameters)
     if passed is None:
         return None, Optimizer.of_config(config, listed, model)
+    if not callable(passed):
+        raise ConfigError(
+            f"optimizer is {checks.type_text(passed)}. Pass torch's optimizer, or a function from parameters to one."
+        )
     return _optimizer(passed(listed), None, model, config, translation)
 
 
@@ -258,6 +268,11 @@ def _scheduler(passed: AnyScheduler, optimizer: Optimizer, translation: Translat
     if passed is None and translation.scheduler is not None:
         name, arguments = translation.scheduler
         return SCHEDULES[name.lower()](optimizer, **arguments)
+    if passed is not None and not callable(getattr(passed, "step", None)):
+        raise ConfigError(
+            f"lr_scheduler is {checks.type_text(passed)}. Pass torch's scheduler, or a function from the optimizer to "
+            "one."
+        )
     return passed
 
 

@@ -32,6 +32,7 @@ from zero.distributed.process_group import (
 from zero.distributed.rendezvous import env_int
 from zero.errors import ConfigError, LayoutError
 from zero.platform.cuda import compute_device
+from zero.platform.device import torch_device
 from zero.platform.handle import Done, Handle
 
 
@@ -56,7 +57,7 @@ class Transport:
             raise ConfigError(f"launch.timeout must be more than 0 seconds, not {timeout_s}")
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
         self.local_size, self.nodes_alike = size, True
-        self.compute = compute_device(torch.device(device))
+        self.compute = compute_device(torch_device(device))
         self.timeout_s = timeout_s
 
     def part(self, ranks: Sequence[int], name: str, *, alike: bool = False) -> "Transport":

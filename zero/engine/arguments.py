@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero.core.checks import type_text
 from zero.errors import ConfigError
 
 NOTHING_TRAINS = (
@@ -135,13 +136,3 @@ def numbers_by_name(values: Mapping[str, Any], where: str = "beside the loss") -
             )
         numbers[name] = number.reshape(())
     return numbers
-
-
-def type_text(value: object) -> str:
-    """Return the name of the value's type with "a" or "an", for a message."""
-    if isinstance(value, type):
-        return f"the class {value.__qualname__}"
-    if value is None:
-        return "None"
-    name = type(value).__qualname__
-    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"

@@ -16,7 +16,7 @@ from zero.core import checks
 from zero.core.activations import ACTIVATIONS
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
-from zero.engine.arguments import check_type, type_text
+from zero.engine.arguments import check_type
 from zero.engine.backward import BackwardPass, Reducer
 from zero.engine.checksums import Checksums
 from zero.engine.forward import SiteRunner
@@ -212,7 +212,7 @@ def init(
     checks.whole("seed", seed, None)
     if not (weights is None or callable(weights) or isinstance(weights, Mapping | str | PathLike)):
         raise ConfigError(
-            f"weights is {type_text(weights)}. Pass tensors by name, a path, or a function that fills one."
+            f"weights is {checks.type_text(weights)}. Pass tensors by name, a path, or a function that fills one."
         )
     if weights is None:
         refuse_equal_parts(plan.model, plan.beside.replicated)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.core import checks
 from zero.engine.arguments import (
     check_function,
     check_loss_fn,
     check_microbatches,
     check_type,
     loss_and_aux,
-    type_text,
 )
 from zero.engine.plan import Plan
 from zero.engine.replay import Replay, check_replay
@@ -62,7 +62,7 @@ def make_step(
     check_function(loss_fn, "loss_fn", "step = zero.make_step(plan, loss_fn)")
     check_loss_fn(loss_fn)
     if not callable(flag):
-        raise ConfigError(f"flag is {type_text(flag)}. Pass a function that returns a number.")
+        raise ConfigError(f"flag is {checks.type_text(flag)}. Pass a function that returns a number.")
     check_replay(replay, plan.world)
 
     def run(microbatches: Sequence[Any], under_way: Step) -> None:

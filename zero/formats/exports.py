@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 from zero.checkpoint import Checkpoint, Tensors, open_at, shape_of, weights_of
 from zero.checkpoint.contents import BUFFER, PARAMETER, weight_kinds
 from zero.checkpoint.format.manifest import Entry
+from zero.core import checks
 from zero.core.formats import PACKED_FORMATS
 from zero.core.master import rounded
 from zero.distributed.world import World
@@ -46,7 +48,7 @@ class Exported(NamedTuple):
     ties: Mapping[str, str]
 
 
-def open_newest(path: Path, progress: Progress = silent) -> tuple[Checkpoint, list[str]]:
+def open_newest(path: str | PathLike[str], progress: Progress = silent) -> tuple[Checkpoint, list[str]]:
     """Open `path` if it is one checkpoint, else the newest valid checkpoint of that run or folder of checkpoints.
 
     Returns:
@@ -55,13 +57,14 @@ def open_newest(path: Path, progress: Progress = silent) -> tuple[Checkpoint, li
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    return open_at(World.solo(), path, progress)
+    checks.instance("path", path, str | PathLike, "Pass the folder of a checkpoint or of a run.")
+    return open_at(World.solo(), Path(path), progress)
 
 
 def export_checkpoint(
     checkpoint: Checkpoint,
     to: str,
-    out: Path,
+    out: str | PathLike[str],
     *,
     dtype: torch.dtype = torch.float32,
     weights: str = PARAMETER,
@@ -89,6 +92,9 @@ def export_checkpoint(
         ConfigError: the format is unknown, `out` exists, an adapter is trained for "hf", or for "peft" there is none or
             other parameters are trained.
     """
+    checks.instance("checkpoint", checkpoint, Checkpoint, "Pass zero.formats.open_newest(folder)[0].")
+    checks.instance("dtype", dtype, torch.dtype, "Pass torch.bfloat16.")
+    out = Path(checks.instance("out", out, str | PathLike, "Pass the path of a new folder or file."))
     if to not in EXPORT_FORMATS:
         raise ConfigError(f"--to {to} does not exist. Choose from {', '.join(EXPORT_FORMATS)}.")
     if os.path.lexists(out):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.core import checks
 from zero.core.formats.nf4 import NF4
 from zero.core.layout import VECTOR
 from zero.engine.model import CodedWeights
@@ -34,6 +35,7 @@ def from_bitsandbytes(model: nn.Module) -> CodedWeights:
         PlanError: a layer is in another format than nf4 in blocks of 64 with double quantization. The model is
             unchanged then.
     """
+    checks.instance("model", model, nn.Module, "Pass a torch.nn.Module.")
     layers = {path: module for path, module in model.named_modules() if _is_4bit(module)}
     for path, layer in layers.items():
         _check(path, layer.weight)

@@ -4,6 +4,7 @@ A new checkpoint is written beside its place and gets its name when it is whole.
 replaced at the moment when the new training state is complete, because that state names its file of Lightning's part.
 """
 
+import os
 import re
 import secrets
 import shutil
@@ -23,7 +24,7 @@ LOOP_FILE = "lightning.ckpt"
 """The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""
 
 PART = re.compile(r"(?P<name>.+?)(\.(?P<nonce>[0-9a-f]{16}))?\.part", re.DOTALL)
-"""The name of a checkpoint's folder until it is whole. Earlier versions wrote no nonce."""
+"""The name of a checkpoint's folder until it is whole, then of a file that it replaced. Once there was no nonce."""
 
 
 def save_folder(engine: Engine, path: Path, write: Callable[[Path], None]) -> None:
@@ -33,21 +34,20 @@ def save_folder(engine: Engine, path: Path, write: Callable[[Path], None]) -> No
         write: function that writes Lightning's part to a file; called on rank 0.
     """
     world, saved = engine.plan.world, ExitStack()
-    loop_file = by_rank_0(world, lambda: _new_loop_file(path))
+    loop_file = by_rank_0(world, lambda: _begin(path))
     is_new, writes = loop_file == LOOP_FILE, world.rank == 0
     with saved:
         folder = Path(by_rank_0(world, lambda: str(saved.enter_context(_part(path))))) if is_new else path
         if writes:
             write(folder / loop_file)
-            sync(folder / loop_file, Files())
+            sync(folder / loop_file, Files())  # its name is synced when the state that names it is published
         engine.save_checkpoint(folder, STATE_FOLDER, {"loop": loop_file}, save_latest=False)
         if writes:
             for file in folder.glob("lightning*.ckpt"):
                 if file.name != loop_file:
                     file.unlink()
             if is_new:
-                path.unlink(missing_ok=True)  # a link, or a file of weights
-                give_name(folder, path)
+                _give_name(folder, path)
 
 
 def load_folder(engine: Engine, path: Path, *, strict: bool) -> Path:
@@ -64,12 +64,15 @@ def load_folder(engine: Engine, path: Path, *, strict: bool) -> Path:
     return path / Path(saved.get("loop", LOOP_FILE)).name
 
 
-def _new_loop_file(path: Path) -> str:
+def _begin(path: Path) -> str:
     """Return the name of the file of Lightning's part in a save at `path`: a new name if the save replaces another.
+
+    First remove what killed saves left beside `path`.
 
     Raises:
         CheckpointError: there is a folder that is no checkpoint.
     """
+    _sweep(path)
     if path.is_symlink() or not path.is_dir():
         return LOOP_FILE
     if not (path / STATE_FOLDER).is_dir():
@@ -77,21 +80,47 @@ def _new_loop_file(path: Path) -> str:
     return f"lightning-{secrets.token_hex(8)}.ckpt"
 
 
-@contextmanager
-def _part(path: Path) -> Iterator[Path]:
-    """Yield the name under which a new checkpoint is written beside `path`, after removing those of killed saves.
+def _give_name(folder: Path, path: Path) -> None:
+    """Rename a new checkpoint to `path`, in place of a link or a file of weights; a crash leaves either of them there.
 
-    A killed save of the same name is known by its name; of another name, by the claim that its process has lost.
+    No rename replaces a file by a folder. So the two exchange their names, if the file system can do that.
     """
-    disk = Disk()
+    if not os.path.lexists(path):
+        give_name(folder, path)
+        return
+    files, old = Files(), folder
+    with naming(path, "replacing it"):
+        sync(folder, files)
+        try:
+            files.exchange(folder, path)
+        except OSError:  # such as NFS: a crash between two renames leaves the old file under another name
+            old = folder.with_suffix(".old")
+            files.replace(path, old)
+            files.replace(folder, path)
+        files.fsync_folder(path.parent)
+        files.unlink(old)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed saves left beside `path`: folders that are not whole, and files that were replaced.
+
+    Those of the same name are known by their name; of another name, by the claim that their process has lost.
+    """
     with naming(path.parent, "making it"):
         path.parent.mkdir(parents=True, exist_ok=True)
     parts = [(part, match) for part in path.parent.iterdir() if (match := PART.fullmatch(part.name))]
-    with unclaimed(path.parent, disk) as is_free:
+    with unclaimed(path.parent, Disk()) as is_free:
         for part, match in parts:
             if match["name"] == path.name or (is_free and is_of_this_boot(match["nonce"] or "")):
+                if match["nonce"] and (part.is_symlink() or part.is_file()):
+                    part.unlink(missing_ok=True)
                 shutil.rmtree(part, ignore_errors=True)
-    claim = Claim(path.parent, disk)
+
+
+@contextmanager
+def _part(path: Path) -> Iterator[Path]:
+    """Yield the name under which a new checkpoint is written beside `path`."""
+    claim = Claim(path.parent, Disk())
     try:
         yield path.with_name(f"{path.name}.{claim.nonce()}.part")
     finally:

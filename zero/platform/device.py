@@ -18,7 +18,20 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from zero.errors import ConfigError
 from zero.platform.host_memory import aligned_zeros, give_back_memory
+
+
+def torch_device(name: torch.device | str) -> torch.device:
+    """Return torch's device of a name.
+
+    Raises:
+        ConfigError: torch has no such device.
+    """
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f'device={name!r}: torch has no such device. Write device="cpu" or device="cuda".') from None
 
 
 class Event:

@@ -29,6 +29,9 @@ FILE_MODE = 0o600
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags to open a file for reading without following a link or blocking, because another user may have put it there."""
 
+RENAME_EXCHANGE = 2
+"""A flag of renameat2, from linux/fs.h."""
+
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 Transfer = Callable[[int, memoryview, int], int]
@@ -97,6 +100,14 @@ class Files:
     def replace(self, old: Path, new: Path) -> None:
         """Rename a file or folder; a file at the new name is replaced."""
         os.replace(old, new)
+
+    def exchange(self, first: Path, second: Path) -> None:
+        """Exchange the names of two files or folders in one call; raise OSError if the file system cannot do that."""
+        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        paths = [os.fsencode(path.absolute()) for path in (first, second)]
+        if call is None or call(-1, paths[0], -1, paths[1], RENAME_EXCHANGE):
+            code = ctypes.get_errno() or errno.ENOSYS
+            raise OSError(code, os.strerror(code), str(first))
 
 
 def move(call: Transfer, fd: int, block: memoryview, offset: int) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from zero.checkpoint.agreement import by_rank_0
 from zero.checkpoint.files.publish import own_root
-from zero.engine.arguments import check_folder, check_type, numbers_by_name, type_text
+from zero.core.checks import type_text
+from zero.engine.arguments import check_folder, check_type, numbers_by_name
 from zero.engine.state import State
 from zero.engine.step import Metrics
 from zero.engine.whole import measured

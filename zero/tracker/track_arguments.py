@@ -7,8 +7,8 @@ from math import inf
 from typing import Any, SupportsFloat
 
 from zero.core import suggest
+from zero.core.checks import type_text
 from zero.core.secret import refuse_secrets
-from zero.engine.arguments import type_text
 from zero.engine.plan import Plan
 from zero.errors import ConfigError, one_line
 from zero.tracker.report.folder import OWN_LOOP

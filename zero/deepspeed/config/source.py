@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zero.core import schema, suggest
+from zero.core import checks, schema, suggest
 from zero.core.schema import Section
 from zero.core.setting_types import MOST
 from zero.deepspeed.config.keys import Keys, Named
@@ -130,11 +130,10 @@ def read_source(raw: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[str, M
         return "ds_config", raw
     if isinstance(raw, str) and raw.lstrip().startswith("{"):
         return _parsed("ds_config", raw)
-    path = Path(raw).expanduser()
+    instead = "Pass the path of a JSON file, a dict, or JSON."
+    path = Path(checks.instance("ds_config", raw, str | os.PathLike, instead)).expanduser()
     if not os.path.isfile(path):  # also False if the text is too long for a path
-        raise ConfigError(
-            f"ds_config={suggest.shown(raw)} is not a file. Pass the path of a JSON file, a dict, or JSON."
-        )
+        raise ConfigError(f"ds_config={suggest.shown(raw)} is not a file. {instead}")
     try:
         return _parsed(path.name, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -316,8 +316,8 @@ def refuse_compiler() -> None:
     """
     if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
         raise ConfigError(
-            "torch.compile after zero.init or zero.initialize: the compiler cannot trace how units are gathered. Write "
-            "zero.Plan(compile=True) or zero.initialize(model=torch.compile(model), ...)."
+            "torch.compile of the model or of a part of it: the compiler cannot trace how units are gathered. Write "
+            "zero.Plan(compile=True) or zero.initialize(model=torch.compile(model), ...) instead."
         )
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from zero.engine.meta.operations import Recipe, RecordedRoot
-from zero.engine.meta.unmade import Unmade, is_meta, refuse_reading
+from zero.engine.meta.unmade import INSIDE_EMPTY, Unmade, is_meta, refuse_reading
 from zero.platform.host_memory import aligned_zeros
 
 MAPPED_BYTES = 1 << 20
@@ -73,10 +73,12 @@ def _unmade(*, kept: bool) -> Iterator[None]:
     dispatch_trunc_normal()
     _watch_steps()
     handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    token = INSIDE_EMPTY.set(True)
     try:
         with empties:
             yield
     finally:
+        INSIDE_EMPTY.reset(token)
         handle.remove()
 
 

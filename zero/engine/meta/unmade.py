@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +40,12 @@ _DRAWS = frozenset(
     {"normal", "uniform", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric"}
     | {"rand_like", "randn_like", "randint_like"}
 )
+
+
+_DECOMPOSES = frozenset({"svd", "svd_lowrank", "qr", "linalg_svd", "linalg_qr"})
+
+INSIDE_EMPTY = ContextVar("zero.empty", default=False)
+"""Whether new parameters become `Unmade`, so that results may be assigned to them."""
 
 
 class Unmade(Tensor):
@@ -172,6 +179,12 @@ def _recipes_in(args: Any, kwargs: Any) -> dict[int, Recipe]:
 
 def _result(func: Any, args: Any, kwargs: Any) -> Any:
     unmade = _unmade_in(args, kwargs)
+    if requested(func)[0] in _DECOMPOSES and not unmade[0].recipe.root.is_made and not INSIDE_EMPTY.get():
+        # torch could not assign the result to a parameter with values, as peft does for PiSSA and OLoRA
+        raise OutsideUnitError(
+            f"{requested(func)[0]} of a parameter that has no values yet, for first values of an adapter or another "
+            "parameter. Write init_lora_weights=True, or build the model with its values, without zero.empty()."
+        )
     real = {id(tensor): tensor.to("meta") for tensor in tensors_in((args, kwargs)) if _is_real(tensor)}
     meta_args, meta_kwargs = replaced((args, kwargs), real)
     try:

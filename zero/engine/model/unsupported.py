@@ -68,6 +68,11 @@ def _faults_of_module(module: nn.Module) -> Faults:
         any(tensor is not None and is_lazy(tensor) for tensor in tensors),
         " whose sizes are not known yet. Run one batch through the model before you make the plan.",
     )
+    yield (
+        type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."),
+        f" of peft for {getattr(module, 'parameter_name', '')}, whose forward replaces this parameter, so zero cannot "
+        "train it. Adapt linear layers without target_parameters: target_modules=['q_proj', 'v_proj'].",
+    )
     for home, line in WRAPPERS:
         yield type(module).__module__.startswith(home), f", {line}"
 

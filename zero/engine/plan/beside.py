@@ -86,17 +86,19 @@ def placements(model: nn.Module, world: World, norm_groups: Sequence[World]) -> 
             raise PlanError(f'{where} on {device}, but the world is on {world.device}. Open it with device="{device}".')
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise PlanError(f"{where} with a gradient hook. Register the hook after zero.init.")
-        for ranks, _ in placement.groups:
+        for ranks, replicated in placement.groups:
             others = set(ranks) - {world.ranks[world.rank]}
             if others & set(world.ranks):
+                what, call = ("replicated", "distribute_module") if replicated else ("sharded", "fully_shard")
+                has_dp = len(placement.groups) > 1 or set(ranks) != set(world.ranks)
                 raise PlanError(
-                    f"{where} over ranks of the world, sharded already. Pass the model as it is before fully_shard, or "
-                    'open the world with zero.World.from_mesh(mesh, "dp").'
+                    f"{where} that is {what} over ranks of the world already. Pass the model as it is before {call}"
+                    + (', or open the world with zero.World.from_mesh(mesh, "dp").' if has_dp else ".")
                 )
             if others and set(ranks) not in [set(group.ranks) for group in norm_groups]:
                 raise PlanError(
-                    f"{where} over ranks {', '.join(map(str, ranks))}, which are no group of norm_groups. Write "
-                    'zero.Plan(..., norm_groups=[mesh["tp"]]).'
+                    f"{where} over ranks {', '.join(map(str, ranks))}, which are no group of norm_groups. Write a "
+                    'loop with zero.Plan(..., norm_groups=[mesh["tp"]]), which zero.initialize does not have.'
                 )
     return placed
 

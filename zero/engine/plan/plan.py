@@ -153,6 +153,7 @@ class Plan:
         host_activation_bytes: int = 0,
     ) -> None:
         refuse_strangers(model, optimizer, world)
+        checks.instance("room", room, Room | None, "Pass a Room, or None for the bytes that are free.", PlanError)
         check_settings(
             check_writes=check_writes, update=update, gather=gather, reduce=reduce, shard=shard, prefetch=prefetch,
             bucket=bucket, accumulate=accumulate, activation_bytes=activation_bytes,

@@ -12,7 +12,6 @@ from zero.core.optim import Transform
 from zero.core.suggest import some
 from zero.distributed.routes import GATHERS, SUMS
 from zero.distributed.world import World
-from zero.engine.arguments import type_text
 from zero.engine.model import APART, Backend, Site, Splitting, check_backend, refuse_taken
 from zero.engine.plan.facts import Scope
 from zero.errors import PlanError
@@ -41,8 +40,7 @@ def refuse_strangers(model: object, optimizer: object, world: object) -> None:
         ),
         ("world", world, World, "Make one with zero.open_world()."),
     ):
-        if not isinstance(value, kind):
-            raise PlanError(f"{key} is {type_text(value)}. {instead}")
+        checks.instance(key, value, kind, instead, PlanError)
     assert isinstance(model, nn.Module)
     refuse_taken(model)
     if type(model).__name__ == "OptimizedModule":  # compared by name to avoid importing torch's compiler

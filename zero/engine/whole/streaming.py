@@ -24,6 +24,7 @@ from zero.engine.state import State
 from zero.engine.unit_state import UnitState
 from zero.engine.whole.names import Source, state_of
 from zero.errors import ConfigError
+from zero.platform.device import torch_device
 from zero.platform.modes import unobserved_items
 
 INT32_MAX = 2**31 - 1
@@ -98,7 +99,7 @@ def stream_weights(
     checks.boolean("keep", keep)
     if changed_since is not None:
         checks.whole("changed_since", changed_since, 0)
-    where = runtime.plan.world.device if device is None else _device(device)
+    where = runtime.plan.world.device if device is None else torch_device(device)
     fields = {"changed_since": repr(changed_since), "keep": repr(keep), "the kept step": repr(kept.step)}
     runtime.plan.world.agree(fields, "arguments of zero.stream_weights")
     if changed_since is not None:
@@ -107,13 +108,6 @@ def stream_weights(
     runtime.write_edits()
     runtime.gather_changed()
     return _weights(state, where, keep=keep) if changed_since is None else _patches(state, changed_since, where)
-
-
-def _device(name: torch.device | str) -> torch.device:
-    try:
-        return torch.device(name)
-    except (RuntimeError, TypeError):
-        raise ConfigError(f'device={name!r}: torch has no such device. Write device="cpu" or device="cuda".') from None
 
 
 def _check_kept(kept: int | None, changed_since: int) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero.core import checks
 from zero.engine.meta import empty
 from zero.errors import ConfigError, in_short
 from zero.losses import linear_cross_entropy
@@ -127,6 +128,7 @@ def settings(path: str | PathLike[str]) -> Any:
         ConfigError: see `build`.
     """
     transformers = _transformers()
+    checks.instance("path", path, str | PathLike, "Pass a folder with config.json, or a model type.")
     folder = Path(path).expanduser()
     if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
         return transformers.AutoConfig.for_model(str(path))

@@ -323,8 +323,11 @@ def test_every_operation_of_the_compiled_expansion_rounds_once(name, needed, dty
     types = {"values": dtype, "codes": "*u8", "numel": "i32", "FORM": "constexpr", "TILE": "constexpr"}
     types |= dict.fromkeys(("first_table", "second_table"), "*fp32" if tables else "*u8")
     constants = {"FORM": kernels._rule(form.rule), "TILE": 4096}
-    source = ASTSource(kernels._expand, {name: types[name] for name in kernels._expand.arg_names}, constants)
+    names = kernels._expand.arg_names
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in ("values", "numel")}
+    source = ASTSource(kernels._expand, {name: types[name] for name in names}, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     operations = set(re.findall(r"\b(\w+\.[\w.]*f32)\b", compiled.asm["ptx"]))
     assert any({f"{name}{rounds}.f32" for name in needed} <= operations for rounds in (".rn", ""))
+    assert "st.global.v4.b32" in compiled.asm["ptx"], "16 bytes a store"
     assert not [operation for operation in operations if re.search("fma|mad|ftz|approx", operation)]

@@ -44,9 +44,10 @@ if TYPE_CHECKING:
     from zero.engine.init import init as init, open_store as open_store
     from zero.engine.make_step import make_forward as make_forward, make_step as make_step, record as record
     from zero.engine.meta import empty as empty
+    from zero.engine.metrics import Metrics as Metrics
     from zero.engine.plan import Plan as Plan
     from zero.engine.state import State as State
-    from zero.engine.step import Metrics as Metrics, Step as Step
+    from zero.engine.step import Step as Step
     from zero.engine.whole import (
         full_state_dict as full_state_dict,
         gathered as gathered,
@@ -74,7 +75,8 @@ _NAMES = {
     "engine.init": "open_store init",
     "engine.state": "State",
     "engine.make_step": "make_step make_forward record",
-    "engine.step": "Step Metrics",
+    "engine.metrics": "Metrics",
+    "engine.step": "Step",
     "platform.timeline": "Timeline",
     "engine.whole": "full_state_dict gathered get_full set_full stream_weights",
     "checkpoint": "save load open_checkpoint open_latest",

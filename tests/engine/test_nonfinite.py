@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.common.small import Setting, slice_of
+from zero.engine.after import After
 from zero.engine.whole.read import digest
 from zero.testing import run_processes, run_ranks
 
@@ -85,7 +86,7 @@ def batch_for(world, number, accumulate=1, poisoned=None, value=math.nan):
 
 def bits(state, like) -> str:
     """The digest, but for the loss scale's counters."""
-    return digest(replace(state, scale_=like.scale_))
+    return digest(replace(state, after_=After.known(state.step, like.after_.counts[1])))
 
 
 def poison_each(world, setting, value):

@@ -121,6 +121,12 @@ class SimulatedGpu(Device):
         self._copy(here, values)  # as on a GPU, `copied` does not count it
         return here
 
+    def leave(self, tensor: Tensor) -> tuple[Tensor, Event]:
+        there = self.host.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
+        self.pin(there)
+        self._copy(there, tensor)
+        return there, self.mark()
+
     def give_back_memory(self) -> None:
         """Do nothing, as on a GPU."""
 

@@ -25,6 +25,7 @@ class UpdateCounts:
     def __init__(self, slots: Iterable[Slot], groups: int) -> None:
         self._slots, self.trains = tuple(slots), [True] * groups
         self._rested: list[int] = []  # by index of settings
+        self._before = self._rested
         self._groups: list[int] = []
         self.settings: dict[str, int] = {}
         self.resume({})
@@ -39,10 +40,15 @@ class UpdateCounts:
 
     def decide(self, hyper: Hyper) -> Hyper:
         """Return `hyper` with the groups that trained in this step, and each number of updates."""
+        self._before = self._rested
         self._rested = [n + (not self.trains[group]) for n, group in zip(self._rested, self._groups, strict=True)]
         rows = zip(self._rested, self._groups, strict=True)
         made = [hyper.groups[group]._replace(trains=self.trains[group], step=hyper.step - n) for n, group in rows]
         return hyper._replace(groups=tuple(made))
+
+    def undo(self) -> None:
+        """Forget the last decision, because the step made no update."""
+        self._rested = self._before
 
     @property
     def rested(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 TensorList = list[Tensor]
-DIVISOR, STEP = 1, 2
+TRAINS, DIVISOR, STEP = 0, 1, 2
 """The places of these numbers in a row of `zero.core.fused.numbers`."""
 
 

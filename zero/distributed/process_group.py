@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from zero.distributed.stalled import StallWatch, Wait, cut_sockets, open_sockets
 from zero.errors import MachineError, WorldError
 from zero.platform.device import Device
 from zero.platform.handle import Done, Handle, Then
+
+Result = TypeVar("Result")
 
 
 class ProcessGroup:
@@ -192,16 +194,16 @@ class ProcessGroup:
 
         return Then(wait, (out, source))
 
-    def on_host(self, tensor: Tensor, op: str) -> Tensor:
-        """Return a tensor in host memory. The host waits for the device, and so for collectives that were started."""
+    def waiting(self, wait: Callable[[], Result], op: str) -> Result:
+        """Return the result of a function that waits for the device, and so for collectives that were started."""
         try:
             with self._stalls.watching(Wait("", self.operations.number(""), op, ())):
-                copied = self._compute.on_host(tensor)
+                result = wait()
         except RuntimeError:
             self._check_cut(op)
             raise
         self._check_cut(op)
-        return copied
+        return result
 
     def _cut(self, sockets: Collection[int]) -> None:
         """Cut this rank's connections to the others; `sockets` are those of the host."""

@@ -32,7 +32,7 @@ from zero.distributed.process_group import (
 from zero.distributed.rendezvous import env_int
 from zero.errors import ConfigError, LayoutError
 from zero.platform.cuda import compute_device
-from zero.platform.device import torch_device
+from zero.platform.device import Event, torch_device
 from zero.platform.handle import Done, Handle
 
 
@@ -101,6 +101,11 @@ class Transport:
     def on_host(self, tensor: Tensor, op: str) -> Tensor:
         """Return a tensor in host memory. The host waits for the device."""
         return self.compute.on_host(tensor)
+
+    def arrived(self, copy: Tensor, event: Event, op: str) -> Tensor:
+        """Return a copy in host memory after its event, for which the host waits."""
+        event.finish()
+        return copy
 
     def at(self, place: str) -> None:
         """Record this rank's phase, see `World.at`."""
@@ -226,7 +231,11 @@ class Processes(Transport):
         return self._messages(op, flat, {}, {source: flat})
 
     def on_host(self, tensor: Tensor, op: str) -> Tensor:
-        return self._processes.on_host(tensor, op)
+        return self._processes.waiting(partial(self.compute.on_host, tensor), op)
+
+    def arrived(self, copy: Tensor, event: Event, op: str) -> Tensor:
+        self._processes.waiting(event.finish, op)
+        return copy
 
     def at(self, place: str) -> None:
         self._processes.operations.at(place)

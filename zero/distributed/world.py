@@ -13,7 +13,8 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 7 (reduce-scatter and all-gathe
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -324,6 +325,14 @@ class World(Hosts):
             DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
         """
         return self._transport.on_host(tensor, label("a wait for the device", what))
+
+    def leave(self, tensor: Tensor, what: str = "") -> Callable[[], Tensor]:
+        """Start to copy the result of started operations to host memory; return a function that waits for the copy.
+
+        That function raises the errors of `on_host`.
+        """
+        copy, arrived = self.compute.leave(tensor)
+        return partial(self._transport.arrived, copy, arrived, label("a wait for the device", what))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"

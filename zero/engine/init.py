@@ -16,6 +16,7 @@ from zero.core import checks
 from zero.core.activations import ACTIVATIONS
 from zero.core.sizes import GiB, size_text
 from zero.distributed.routes import Routes
+from zero.engine.after import After
 from zero.engine.arguments import check_type
 from zero.engine.backward import BackwardPass, Reducer
 from zero.engine.checksums import Checksums
@@ -234,7 +235,7 @@ def init(
     # Ranks that are threads share torch's generator, which a checkpoint's recomputation sets, so no rank may train
     # while another one still draws first values.
     plan.world.barrier("init")
-    return State(runtime, 0, plan.precision.scale.start())
+    return State(runtime, After.known(0, plan.precision.scale.start()))
 
 
 def _filled(

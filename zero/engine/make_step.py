@@ -16,10 +16,11 @@ from zero.engine.arguments import (
     check_type,
     loss_and_aux,
 )
+from zero.engine.metrics import Metrics
 from zero.engine.plan import Plan
 from zero.engine.replay import Replay, check_replay
 from zero.engine.state import State
-from zero.engine.step import Metrics, Step
+from zero.engine.step import Step
 from zero.errors import ConfigError, if_it_fails
 from zero.platform.timeline import Timeline
 

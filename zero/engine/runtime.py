@@ -86,6 +86,17 @@ class Runtime:
     streamed: Streamed = field(default_factory=Streamed)
     lineage: Lineage = field(default_factory=Lineage)
 
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether a step is decided by the device, so that the host need not wait for it.
+
+        Its updates must read the decision from memory, which those by a kernel do; those by the store's threads wait
+        for it themselves.
+        """
+        plan, numbers = self.plan, self.updater.numbers
+        can_wait = plan.optimizer.matrix_rule is None and not plan.beside.groups
+        return can_wait and not plan.world.compute.shares_memory and numbers.fused is not None
+
     @unobserved()
     def gather_changed(self) -> None:
         """Start to gather all resident units that have changed. Collective.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zero.core.loss_scale import LossScale
 from zero.core.sizes import size_text
+from zero.engine.after import After
 from zero.engine.full_flat import full_parameters
 from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
@@ -42,17 +43,16 @@ class State:
     """
 
     machinery_: Runtime = field(repr=False)
-    step_: int
-    scale_: LossScale
+    after_: After
     spent_: list[int] = field(default_factory=list, repr=False)
 
     @property
     def step(self) -> int:
-        return self._live().step_
+        return self._live().after_.counts[0]
 
     @property
     def scale(self) -> LossScale:
-        return self._live().scale_
+        return self._live().after_.counts[1]
 
     @property
     def skipped(self) -> int:
@@ -61,7 +61,7 @@ class State:
     @property
     def tried(self) -> int:
         """The number of steps, including skipped ones."""
-        return self.step + self.skipped
+        return self._live().after_.tried
 
     @property
     def runtime(self) -> Runtime:
@@ -83,27 +83,28 @@ class State:
     def model(self) -> nn.Module:
         return self.plan.model
 
-    def advance(self, *, scale: LossScale, finite: bool) -> State:
-        """Return the state after one more step and mark this one as spent.
+    @property
+    def after(self) -> After:
+        """The counts after the last step, which the host may not know yet."""
+        return self._live().after_
+
+    def advance(self, after: After) -> State:
+        """Return the state after one more step, with its counts, and mark this one as spent.
 
         Its gradients cannot be read any more, because the update may overwrite them.
-
-        Args:
-            scale: the loss scale of the next step.
-            finite: whether the step made an update.
         """
         live = self._live()
         live.machinery_.reducer.end_step()
         self.spent_.append(live.tried + 1)
-        return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
+        return replace(live, after_=after, spent_=[])
 
     def restored(self, *, step: int, scale: LossScale) -> State:
         """Return the state for a checkpoint that is about to be loaded into the same memory; mark this one as spent."""
-        return replace(self.advance(scale=scale, finite=False), step_=step)
+        return self.advance(After.known(step, scale))
 
     def spend(self) -> None:
         """Mark the state as spent, because a partial change has made its memory inconsistent."""
-        self.advance(scale=self.scale, finite=False)
+        self.advance(self.after_)
 
     def close(self) -> None:
         """Close the store and make the model an ordinary one again. Collective; a second call has no effect.

@@ -5,48 +5,38 @@ A microbatch is everything between one call of `Step.microbatch` and the next: a
 Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero.core import checks
 from zero.core.optim import Hyper
+from zero.core.updates import GroupSettings
+from zero.core.verdict import EPSILON, Verdict
+from zero.engine.after import After, Counts
 from zero.engine.arguments import check_loss, check_type, numbers_by_name
 from zero.engine.meta import explaining_meta
+from zero.engine.metrics import Metrics, StepResults
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
-from zero.engine.totals import GradientStatus, Totals, check_gradients, first_nonfinite_unit, gather_totals, over_groups
+from zero.engine.totals import (
+    Exchanged,
+    GradientStatus,
+    check_gradients,
+    exchange_totals,
+    first_nonfinite_unit,
+    over_groups,
+)
 from zero.engine.unit_state import UnitState
 from zero.errors import ConfigError, PlanError, StoreError
 from zero.platform.modes import unobserved
 from zero.store import PrefetchStore
-
-
-class Metrics(NamedTuple):
-    """The results of one step, the same on every rank."""
-
-    loss: float
-    """The mean loss over the global batch."""
-    grad_norm: float
-    """The L2 norm of the mean gradient before clipping; infinite or NaN if the step was skipped."""
-    lr: float
-    """The learning rate of the default parameter group."""
-    loss_scale: float
-    """The loss scale of this step; 1 unless the precision is fp16."""
-    skipped: bool
-    """Whether the update was skipped because a gradient was infinite or NaN."""
-    nonfinite_unit: str | None
-    """The name of the first unit with an infinite or NaN gradient; None if there is none."""
-    aux: Mapping[str, float]
-    """The means over the global batch of the further numbers that `loss_fn` returned with the loss, by name."""
-    rank_flags: tuple[float, ...]
-    """Each rank's `flag`, see `make_step`, by rank; with norm groups by the rank there and then by the world's rank."""
-
 
 UpdateNow = Callable[[UnitState, Hyper], None]
 """A function that makes a unit's update when the step decides it."""
@@ -108,7 +98,7 @@ class Step:
 
     def read_groups(self) -> None:
         """Read from the optimizer which parameter groups train in the next forwards."""
-        groups = self._hyper().groups
+        groups = self._groups()
         self._runtime.updater.numbers.train(groups)
         self._runtime.sites.frozen_groups = frozenset(n for n, group in enumerate(groups) if not group.trains)
 
@@ -144,10 +134,9 @@ class Step:
             loss: a scalar, or with `already` any output of the model.
             already: do not multiply, because `loss`, or the gradient that is passed to its `backward`, is scaled.
         """
-        scale = self.state.scale.scale
-        if scale == 1.0:
+        if self._plan.precision.compute != torch.float16:
             return loss
-        scaled = loss.view_as(loss) if already else loss * scale
+        scaled = loss.view_as(loss) if already else loss * self._scale(loss.dtype)
         if scaled.requires_grad:
             scaled.register_hook(self._runtime.backward.scaled)
         return scaled
@@ -218,56 +207,79 @@ class Step:
             WorldError: the ranks ran different units, or in another order.
         """
         with self._runtime.sites.use:
-            return self._decided(self._totals(flag))
+            return self._decided(self._totals(flag, later=self._runtime.decides_on_device))
 
     @unobserved()
-    def _totals(self, flag: float) -> Totals:
-        """End the last microbatch, and return the sums over all ranks; gradients are final then. Collective."""
+    def _totals(self, flag: float, *, later: bool = False) -> Exchanged:
+        """End the last microbatch, and exchange the sums over all ranks; gradients are final then. Collective."""
         runtime = self._runtime
+        _ = self.state.scale  # the last step's decision, which the device has made long ago
         runtime.tree.check()  # only here, because a forward may run inside torch.func.functional_call
         self._end_microbatch()
         self._at("norm")
         flag = float(checks.number("the flag of a step", flag, lambda number: True, "a number"))
-        totals = self._reduce(self._hyper(), flag)
+        totals = self._reduce(self._hyper(), flag, later)
         runtime.tape.passed("norm")
         check_gradients(totals.statuses, went_back=self._went_back)
         return totals
 
     @unobserved()
-    def _decided(self, totals: Totals, update: UpdateNow | None = None) -> tuple[State, Metrics]:
+    def _decided(self, exchanged: Exchanged, update: UpdateNow | None = None) -> tuple[State, Metrics]:
         """Defer each unit's update, or make it by `update` now; skip it if a gradient is not finite."""
         plan, state, runtime, hyper = self._plan, self.state, self._runtime, self._hyper()
-        norm = totals.norm(hyper.divisor)
-        finite = math.isfinite(norm)
-        metrics = Metrics(
-            loss=totals.loss,
-            grad_norm=norm,
-            lr=hyper.lr,
-            loss_scale=state.scale.scale,
-            skipped=not finite,
-            nonfinite_unit=None if finite else first_nonfinite_unit(runtime),
-            aux=totals.aux,
-            rank_flags=totals.rank_flags,
-        )
-        following = state.advance(scale=plan.precision.scale.advance(state.scale, finite), finite=finite)
-        if finite:
-            _defer_updates(runtime, hyper._replace(divisor=hyper.divisor / _clip(plan.optimizer.clip, norm)), update)
-        return following, metrics
+        scaling, limit, before = plan.precision.scale, plan.optimizer.clip, state.after.counts
 
-    def _reduce(self, hyper: Hyper, flag: float) -> Totals:
+        @functools.cache
+        def results() -> StepResults:
+            totals = exchanged.totals()
+            norm = totals.norm(hyper.divisor)
+            finite = math.isfinite(norm)
+            unit = None if finite else first_nonfinite_unit(runtime, totals)
+            return StepResults(
+                totals.loss, norm, hyper.lr, before[1].scale, not finite, unit, totals.aux, totals.rank_flags
+            )
+
+        def learn() -> Counts:
+            if results().skipped:
+                runtime.updater.numbers.counts.undo()
+            return possible[results().skipped]
+
+        possible = tuple((before[0] + finite, scaling.advance(before[1], finite)) for finite in (True, False))
+        if exchanged.later:
+
+            def divisor() -> float | None:
+                skipped, norm = results().skipped, results().grad_norm
+                return None if skipped else hyper.divisor / _clip(limit, norm)
+
+            following = state.advance(After(state.tried + 1, possible, learn))
+            verdict = Verdict.of(exchanged.square_sum, hyper.divisor, limit, divisor)
+            _defer_updates(runtime, hyper._replace(verdict=verdict), update)
+        else:
+            skipped = results().skipped
+            following = state.advance(After.known(*possible[skipped]))
+            if not skipped:
+                hyper = hyper._replace(divisor=hyper.divisor / _clip(limit, results().grad_norm))
+                _defer_updates(runtime, hyper, update)
+        return following, Metrics(results)
+
+    def _reduce(self, hyper: Hyper, flag: float, later: bool) -> Exchanged:
         """Sum gradients over ranks and exchange losses and norms; repeat both if any rank has an extra flat."""
         runtime, reducer = self._runtime, self._runtime.reducer
         reducer.finish()
         runtime.log.note(repr((hyper, sorted(self._aux))))
         losses = [torch.stack(losses).sum() for losses in self._losses if losses]
-        exchange = partial(gather_totals, runtime, losses, self._aux, flag, self._gradient_status())
-        totals = exchange()
-        if totals.any_extra:
+        status = self._gradient_status()
+        exchange = partial(exchange_totals, runtime, losses, self._aux, flag, status, later=later)
+        exchanged = exchange()
+        if exchanged.any_extra:
             reducer.finish_extra()
-            totals = exchange()
-        if totals.one_order:
+            exchanged = exchange()
+        if exchanged.one_order:
             reducer.rounds.adopt_order()
-        return over_groups(self._plan.beside.groups, totals)
+        if groups := self._plan.beside.groups:
+            totals = over_groups(groups, exchanged.totals())
+            exchanged = exchanged._replace(totals=lambda: totals, statuses=totals.statuses)
+        return exchanged
 
     def _check_begun(self) -> None:
         if not self.microbatches:
@@ -286,6 +298,20 @@ class Step:
             return GradientStatus.UNSCALED
         return GradientStatus.ARRIVED if backward.arrived or self._dropped else GradientStatus.NONE
 
+    def _groups(self) -> tuple[GroupSettings, ...]:
+        """Return the settings of the next update, of which only `trains` is sure before the last decision is known."""
+        first, *others = [self._plan.optimizer.hyper_at(step + 1, 1.0).groups for step, _ in self.state.after.possible]
+        trains = [now.trains for now in first]
+        return first if all([now.trains for now in groups] == trains for groups in others) else self._hyper().groups
+
+    def _scale(self, dtype: torch.dtype) -> float | Tensor:
+        """Return the loss scale, as a tensor on the device if the host does not know it yet."""
+        first, *others = [scale.scale for _, scale in self.state.after.possible]
+        verdict = self._runtime.updater.verdict
+        if verdict is None or all(other == first for other in others):
+            return first
+        return torch.where(verdict.finite, first, others[0]).to(dtype)
+
     def _hyper(self) -> Hyper:
         state, plan = self.state, self._plan
         return plan.optimizer.hyper_at(state.step + 1, plan.world.size * plan.accumulate * state.scale.scale)
@@ -301,7 +327,7 @@ def _drain(store: PrefetchStore) -> None:
 
 def _clip(limit: float | None, norm: float) -> float:
     """Return the factor that clips the gradient, computed as in `torch.nn.utils.clip_grad_norm_`."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+    return 1.0 if limit is None else min(1.0, limit / (norm + EPSILON))
 
 
 def _defer_updates(runtime: Runtime, hyper: Hyper, update: UpdateNow | None) -> None:
@@ -314,7 +340,7 @@ def _defer_updates(runtime: Runtime, hyper: Hyper, update: UpdateNow | None) -> 
     runtime.residency.gathers.land()
     for unit in runtime.units:
         unit.await_grad_readers()
-    hyper = runtime.updater.numbers.decide(hyper)
+    hyper, runtime.updater.verdict = runtime.updater.numbers.decide(hyper), hyper.verdict
     for unit in runtime.units:
         if not unit.spec.trainable.slots:
             continue

@@ -4,8 +4,9 @@ All ranks add them in the same order, so the results have the same bits on all r
 """
 
 import ctypes
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 from zlib import crc32
@@ -29,6 +30,10 @@ class GradientStatus(IntEnum):
     """A gradient came from a backward without the loss scale."""
 
 
+NO_UNIT = 2**31
+"""Above every index of a unit."""
+
+
 class Totals(NamedTuple):
     """The results of one step over all ranks, see `Metrics`."""
 
@@ -44,6 +49,8 @@ class Totals(NamedTuple):
     """Whether the units' gradients became ready in the same order on all ranks."""
     equal_squares: Sequence[float] = ()
     """For each norm group, the part of `square_sum` of parameters that are equal on its ranks."""
+    nonfinite: int | None = None
+    """The index of the first unit with a gradient that is not finite, or `NO_UNIT`; None: not exchanged."""
 
     def norm(self, divisor: float) -> float:
         """Return the L2 norm of the mean gradient over all parameters, rounded once to fp32.
@@ -55,55 +62,105 @@ class Totals(NamedTuple):
         return ctypes.c_float(root / divisor).value
 
 
-def gather_totals(
-    runtime: Runtime, losses: list[Tensor], aux: dict[str, list[Tensor]], flag: float, status: GradientStatus
-) -> Totals:
-    """Exchange each rank's numbers of the step and return the totals. Collective.
+class Exchanged(NamedTuple):
+    """The numbers of a step that the ranks have exchanged. Those of the device may still be on their way.
+
+    Attributes:
+        square_sum: the sum of squares of the summed gradient, a 0-dim fp64 tensor on the device.
+        totals: function to the totals; waits for the device.
+        statuses, any_extra, one_order: as in `Totals`, known to the host.
+        later: whether the totals may not be known to the host.
+        held: tensors of other streams that the device may still read.
+    """
+
+    square_sum: Tensor
+    totals: Callable[[], Totals]
+    statuses: Collection[int]
+    any_extra: bool
+    one_order: bool
+    later: bool
+    held: Sequence[Tensor]
+
+
+def exchange_totals(
+    runtime: Runtime,
+    losses: list[Tensor],
+    aux: dict[str, list[Tensor]],
+    flag: float,
+    status: GradientStatus,
+    *,
+    later: bool,
+) -> Exchanged:
+    """Exchange each rank's numbers of the step. Collective.
 
     Args:
         losses: the loss of each microbatch, 0-dim fp64.
         aux: further numbers by name, a list of 0-dim fp64 each.
         flag: a number of this rank that is sent to every rank.
         status: the state of this rank's gradients.
+        later: whether the host does not wait for the device. What the ranks' hosts know is exchanged beside it then.
 
     Raises:
         WorldError: ranks ran different collectives.
     """
-    world, reducer = runtime.plan.world, runtime.reducer
-    names = sorted(aux)
+    world, reducer, squares = runtime.plan.world, runtime.reducer, _squares(runtime)
+    names, equal = sorted(aux), range(len(runtime.plan.beside.groups))
     zero = torch.zeros((), dtype=torch.float64, device=world.device)
     measured = [
         (torch.stack(losses).sum() / runtime.plan.accumulate if losses else zero / 0).to(world.device),
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
-        torch.stack([*_squares(runtime).values()] or [zero]).sum(),  # one number, because W ranks receive W of them
-    ]
-    measured += [
-        torch.stack([runtime.units[index].step.equal_squares[number] for index in _squares(runtime)] or [zero]).sum()
-        for number in range(len(runtime.plan.beside.groups))
+        *([_first_nonfinite([squares.get(i, zero) for i in range(len(runtime.units))])] if later else []),
+        torch.stack([*squares.values()] or [zero]).sum(),  # one number, because W ranks receive W of them
+        *(torch.stack([runtime.units[i].step.equal_squares[n] for i in squares] or [zero]).sum() for n in equal),
     ]
     facts = status + _EXTRA * reducer.has_extra + _FINGERPRINT * runtime.log.fingerprint
-    numbers = reducer.rounds.order_seen, flag, facts
-    # `new_full` launches a kernel; `torch.tensor` would copy from the host and wait for the copy
-    mine = torch.stack([*measured, *(zero.new_full((), number) if number else zero for number in numbers)])
+    on_host, what = (float(reducer.rounds.order_seen), flag, float(facts)), "norms and losses"
+    if not later:
+        # `new_full` launches a kernel; `torch.tensor` would copy from the host and wait for the copy
+        measured += [zero.new_full((), number) if number else zero for number in on_host]
+    mine = torch.stack(measured)
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
-    what = "norms and losses"
     [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
     handle.wait()
-    rows = world.on_host(everyone, what).view(world.size, -1).T.tolist()
-    means, (squares, *equal, orders, flags, all_facts) = rows[: 1 + len(names)], rows[1 + len(names) :]
+    place, sharers = 1 + len(names) + later, runtime.plan.facts.sharers  # the ranks of one copy of the state
+    columns = everyone.view(world.size, -1).T
+    if later:
+        copied = world.leave(everyone, what)
+        rows = world.exchange(torch.tensor(on_host, dtype=torch.float64, device="cpu"), what=what).T.tolist()
+    else:
+        host_rows = world.on_host(everyone, what).view(world.size, -1).T.tolist()
+        copied, rows = None, host_rows[-3:]
+    orders, flags, all_facts = rows
     _check_fingerprints(runtime, [int(facts) // _FINGERPRINT for facts in all_facts])
-    loss, *others = (sum(numbers) / world.size for numbers in means)
-    sharers = runtime.plan.facts.sharers  # the ranks of one copy of the state
-    return Totals(
-        sum(squares[:sharers]),
-        loss,
-        dict(zip(names, others, strict=True)),
-        tuple(flags),
-        {int(facts) % _EXTRA for facts in all_facts},
-        any_extra=any(int(facts) // _EXTRA % 2 for facts in all_facts),
-        one_order=len(set(orders)) == 1,
-        equal_squares=[sum(column[:sharers]) for column in equal],
+    statuses = {int(facts) % _EXTRA for facts in all_facts}
+    any_extra, one_order = any(int(facts) // _EXTRA % 2 for facts in all_facts), len(set(orders)) == 1
+
+    def totals() -> Totals:
+        numbers = host_rows if copied is None else copied().view(world.size, -1).T.tolist()
+        loss, *others = (sum(column) / world.size for column in numbers[: 1 + len(names)])
+        nonfinite = min(map(int, numbers[place - 1])) if later else None
+        return Totals(
+            sum(numbers[place][:sharers]),
+            loss,
+            dict(zip(names, others, strict=True)),
+            tuple(flags),
+            statuses,
+            any_extra,
+            one_order,
+            equal_squares=[sum(column[:sharers]) for column in numbers[place + 1 : place + 1 + len(equal)]],
+            nonfinite=nonfinite,
+        )
+
+    square_sum = functools.reduce(torch.add, columns[place][:sharers].unbind())
+    return Exchanged(
+        square_sum, functools.cache(totals), statuses, any_extra, one_order, later, (*measured, *squares.values())
     )
+
+
+def _first_nonfinite(squares: Sequence[Tensor]) -> Tensor:
+    """Return the index of the first sum of squares that is not finite, a 0-dim fp64 tensor; `NO_UNIT` if all are."""
+    nonfinite = torch.stack([*squares]).isfinite().logical_not()
+    return torch.where(nonfinite.any(), nonfinite.to(torch.uint8).argmax(), NO_UNIT).double()
 
 
 def over_groups(groups: Sequence[World], totals: Totals) -> Totals:
@@ -151,8 +208,13 @@ _EXTRA, _FINGERPRINT = 4, 8
 """Factors that pack a status below 4, a bit and a CRC-32 into one number, which is exact in fp64."""
 
 
-def first_nonfinite_unit(runtime: Runtime) -> str | None:
-    """Return the name of the first unit with an infinite or NaN gradient, on any norm group's ranks. Collective."""
+def first_nonfinite_unit(runtime: Runtime, totals: Totals) -> str | None:
+    """Return the name of the first unit with an infinite or NaN gradient, on any norm group's ranks.
+
+    Collective, if the totals do not have its index.
+    """
+    if totals.nonfinite is not None:
+        return runtime.units[totals.nonfinite].spec.name if totals.nonfinite < NO_UNIT else None
     world, names = runtime.plan.world, [unit.spec.name for unit in runtime.units]
     units = _squares(runtime)
     squares = world.compute.on_host(torch.stack([*units.values()])).tolist() if units else []

@@ -149,6 +149,11 @@ class Cuda(Device):
     def upload(self, values: Tensor) -> Tensor:
         return values.pin_memory().to(self.device, non_blocking=True)
 
+    def leave(self, tensor: Tensor) -> tuple[Tensor, Event]:
+        there = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        there.copy_(tensor, non_blocking=True)
+        return there, self.mark()
+
     def _copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=_is_ordered(into) and _is_ordered(source))
 

@@ -216,6 +216,10 @@ class Device:
         """Return `tensor` in host memory; the host waits for the current stream."""
         return tensor.cpu()
 
+    def leave(self, tensor: Tensor) -> tuple[Tensor, Event]:
+        """Start to copy a small `tensor` to host memory; return the copy, and the event after which it is there."""
+        return tensor.cpu(), self.mark()
+
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Copy `source` to `into` on the current stream; the host does not wait if both are on the GPU or pinned."""
         if self.is_home_of(into) != self.is_home_of(source):

@@ -12,8 +12,8 @@ from zero.checkpoint.format.facts import versions
 from zero.core.precision import DTYPES
 from zero.core.sizes import size_text
 from zero.distributed.world import World
+from zero.engine.metrics import Metrics
 from zero.engine.plan import Plan, traffic as planned_traffic
-from zero.engine.step import Metrics
 from zero.platform.gpu_peaks import peak_flops
 from zero.store import Traffic
 from zero.tracker.earlier import Earlier

@@ -15,8 +15,8 @@ from zero.checkpoint.agreement import by_rank_0
 from zero.checkpoint.files.publish import own_root
 from zero.core.checks import type_text
 from zero.engine.arguments import check_folder, check_type, numbers_by_name
+from zero.engine.metrics import Metrics
 from zero.engine.state import State
-from zero.engine.step import Metrics
 from zero.engine.whole import measured
 from zero.errors import ConfigError, one_line, with_class
 from zero.platform.files import naming

@@ -18,8 +18,8 @@ import yaml
 from zero.checkpoint.agreement import by_rank_0
 from zero.checkpoint.format.json_values import to_json
 from zero.distributed.world import World
+from zero.engine.metrics import Metrics
 from zero.engine.state import State
-from zero.engine.step import Metrics
 from zero.platform.files import naming
 from zero.settings import Settings
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary

@@ -4,8 +4,8 @@ import logging
 import weakref
 from functools import partial
 
+from zero.engine.metrics import Metrics
 from zero.engine.state import State
-from zero.engine.step import Metrics
 from zero.errors import ConfigError
 from zero.platform.threads import BackgroundThread
 from zero.settings import Settings

@@ -11,7 +11,7 @@ from zero.core.fused import numbers
 from zero.core.layout import Slot
 from zero.core.optim import Hyper
 from zero.core.update_counts import UpdateCounts
-from zero.core.updates import GroupSettings
+from zero.core.updates import DIVISOR, TRAINS, GroupSettings
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 
@@ -59,8 +59,10 @@ class StepNumbers:
     def decide(self, hyper: Hyper) -> Hyper:
         """Return `hyper` with the groups that trained in this step, and each number of updates."""
         hyper, rule = self.counts.decide(hyper), self._plan.optimizer.matrix_rule
-        table = numbers(self.fused, hyper, 0 if rule is None else rule.groups)
-        self._decided = hyper._replace(table=self._device.upload(table))
+        table = self._device.upload(numbers(self.fused, hyper, 0 if rule is None else rule.groups))
+        if hyper.verdict is not None:
+            table = hyper.verdict.applied(table, TRAINS, DIVISOR)
+        self._decided = hyper._replace(table=table)
         return self._decided
 
     def _training(self, unit: UnitState) -> list[tuple[int, int, Sequence[int]]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from zero.core.optim import Hyper
 from zero.core.sizes import round_up
+from zero.core.verdict import Verdict
 from zero.engine.plan import Part, Plan, parts_of
 from zero.engine.unit_state import UnitState
 from zero.engine.update.gradient import Gradients
@@ -53,6 +54,7 @@ class Updater:
         numbers: the numbers of the present step's updates.
         staging: the slots on a GPU for pages of host memory.
         matrices: the passes of units with matrices.
+        verdict: the last step's decision on the device; None if the host has waited for it.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Updater:
         plan.passes.kept.prepare(self._where.device)
         self.matrices = MatrixPasses(plan, advance)
         self.numbers = StepNumbers(plan)
+        self.verdict: Verdict | None = None
         self._pieces = Pieces(plan, self.numbers)
         for unit in units:
             unit.parts = tuple(parts_of(plan, store, unit.spec, self._where))
@@ -231,6 +234,11 @@ class Updater:
     ) -> None:
         """Update one part on a thread of the store; `tensors` are its pages in memory, in the order of `Group.all`."""
         name, now = threading.current_thread().name, self._where.shares_memory
+        if hyper.verdict is not None and now:  # the host computes
+            divisor = hyper.verdict.learn()
+            if divisor is None:
+                return
+            hyper = hyper._replace(divisor=divisor, table=None)
         told = self._tape.streaming("update", unit.spec.name)
         with self._limit, self._room() as room_for, self._device.paging(name, after, now=now), told:
             self._update_offloaded(unit, hyper, self._piece(unit, part, tensors), part.turn, room_for)

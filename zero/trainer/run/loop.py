@@ -14,8 +14,8 @@ import torch
 
 from zero.checkpoint import Checkpoint
 from zero.engine.make_step import make_forward, record
+from zero.engine.metrics import Metrics
 from zero.engine.state import State
-from zero.engine.step import Metrics
 from zero.errors import NumericsError, Preempted
 from zero.tracker import Tracker
 from zero.tracker.meter import Meter, Summary

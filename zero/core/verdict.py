@@ -1,0 +1,47 @@
+"""The decision of a step as tensors, from which kernels read it before the host knows it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-6
+"""Added to the norm before the limit is divided by it, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+class Verdict(NamedTuple):
+    """Whether a step makes its updates, and by what gradients are divided.
+
+    Attributes:
+        finite: whether the norm of the gradient is finite, 0-dim bool.
+        divisor: the divisor of gradients with the coefficient of clipping, 0-dim fp64.
+        learn: function that waits for both and returns the divisor; None if the step makes no update.
+    """
+
+    finite: Tensor
+    divisor: Tensor
+    learn: Callable[[], float | None]
+
+    @classmethod
+    def of(
+        cls, square_sum: Tensor, divisor: float, limit: float | None, learn: Callable[[], float | None]
+    ) -> "Verdict":
+        """Decide as the host would, with the same rounding.
+
+        Args:
+            square_sum: the sum of squares of the summed gradient, 0-dim fp64.
+            divisor: the number by which the sum of gradients is divided.
+            limit: the largest norm of the mean gradient; None: no clipping.
+        """
+        norm = (torch.sqrt(square_sum) / divisor).float().double()
+        clipped = norm.new_full((), divisor)
+        if limit is not None:
+            clipped = divisor / (limit / (norm + EPSILON)).clamp(max=1.0)
+        return cls(norm.isfinite(), clipped, learn)
+
+    def applied(self, table: Tensor, trains: int, divisor: int) -> Tensor:
+        """Write the decision to columns of the table of numbers, (groups, n) fp32; return the table."""
+        table[:, trains].mul_(self.finite)
+        table[:, divisor].copy_(self.divisor)
+        return table

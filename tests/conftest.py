@@ -133,7 +133,7 @@ def pytest_collection_finish() -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Leave the numbers for one summary if `scripts/test` runs pytest twice."""
     if "ZERO_TEST_COUNTS" in os.environ and not os.environ.get("PYTEST_XDIST_WORKER"):
-        counts = {word: len(found) for word, found in terminalreporter.stats.items() if word in COUNTED}
+        counts = {word: len(reports) for word, reports in terminalreporter.stats.items() if word in COUNTED}
         with Path(os.environ["ZERO_TEST_COUNTS"]).open("a") as file:
             file.write(json.dumps(counts) + "\n")
 

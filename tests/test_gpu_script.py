@@ -30,11 +30,11 @@ Results = dict[str, Any]
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    found = subprocess.run(
+    completed = subprocess.run(
         command, capture_output=True, text=True, timeout=LONG_S, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed
 
 
 def rows(results: Results, kind: str) -> list[dict[str, Any]]:
@@ -258,9 +258,9 @@ def test_a_task_that_hangs_or_crashes_costs_only_itself(tmp_path):
     assert ends["leave"] == "ended with 3"
     assert ends["well"] == ends["last"] == "done"
     assert ends["lacks"] == "skipped: this Python has no zlib_ng"
-    found = [row["text"] for row in rows(results, "note")]
-    assert found[:3] == ["before it hung", "before it crashed", "before it failed"]
-    assert int(found[3]) > 10, "what the others left of their time went to those after them"
+    notes = [row["text"] for row in rows(results, "note")]
+    assert notes[:3] == ["before it hung", "before it crashed", "before it failed"]
+    assert int(notes[3]) > 10, "what the others left of their time went to those after them"
     log = (tmp_path / "out" / "log.txt").read_text()
     assert "in hang" in log, "where it hung"
     assert "Segmentation fault" in log
@@ -324,21 +324,21 @@ def test_works_forked_says_whether_a_forked_process_succeeds():
 
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path):
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, SCRIPT, "--out", tmp_path], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
-    assert found.returncode == 1
-    assert "finds no GPU. Use --dry to simulate one." in found.stderr
+    assert completed.returncode == 1
+    assert "finds no GPU. Use --dry to simulate one." in completed.stderr
 
 
 def test_a_part_that_does_not_exist_is_refused(tmp_path):
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, SCRIPT, "--parts", "7", "--out", tmp_path],
         capture_output=True, text=True, timeout=LONG_S, check=False,
     )  # fmt: skip
-    assert found.returncode == 1
-    assert "choose from 1 to 6" in found.stderr
+    assert completed.returncode == 1
+    assert "choose from 1 to 6" in completed.stderr
 
 
 ONE_GPU = """

@@ -18,36 +18,36 @@ from zero.errors import ConfigError
 def draw(tokens: int, width: int, vocab: int, dtype: torch.dtype = torch.float32, *, bias: bool = False):
     generator = torch.Generator().manual_seed(tokens * vocab)
     hidden, weight = torch.randn(tokens, width, generator=generator), torch.randn(vocab, width, generator=generator)
-    one = torch.randn(vocab, generator=generator).to(dtype).requires_grad_() if bias else None
+    bias_tensor = torch.randn(vocab, generator=generator).to(dtype).requires_grad_() if bias else None
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, one
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, bias_tensor
 
 
 def in_fp64(hidden, weight, targets, bias):
     """Loss and gradients, without the rounding of fp32."""
-    leaves = [one.detach().double().requires_grad_() for one in (hidden, weight, bias) if one is not None]
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias) if tensor is not None]
     logits = F.linear(*leaves)
     loss = F.cross_entropy(logits, targets)
     loss.backward()
-    return [loss.detach(), *(one.grad for one in leaves)]
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def in_chunks(hidden, weight, targets, bias, chunk):
     loss = zero.losses.linear_cross_entropy(hidden, weight, targets, chunk, bias=bias)
-    leaves = [one for one in (hidden, weight, bias) if one is not None]
+    leaves = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).abs().max() / exact.abs().max())
+def error(computed: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((computed.double() - exact).abs().max() / exact.abs().max())
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 200), st.integers(1, 220), st.booleans())
 def test_loss_and_gradients_are_those_of_the_plain_one_up_to_fp32(tokens, width, vocab, chunk, bias):
     given_ = draw(tokens, width, vocab, bias=bias)
-    for found, exact in zip(in_chunks(*given_, chunk), in_fp64(*given_), strict=True):
-        assert (found.double() - exact).abs().max() <= 3e-6 * max(1.0, float(exact.abs().max()))
+    for computed, exact in zip(in_chunks(*given_, chunk), in_fp64(*given_), strict=True):
+        assert (computed.double() - exact).abs().max() <= 3e-6 * max(1.0, float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("chunk", [64, 1000])
@@ -93,10 +93,10 @@ def test_entries_that_cannot_come_have_no_share_wherever_chunks_end(chunk):
     with torch.no_grad():
         bias[13:] = -torch.inf
         targets %= 13
-    for found, exact in zip(
+    for computed, exact in zip(
         in_chunks(hidden, weight, targets, bias, chunk), in_fp64(hidden, weight, targets, bias), strict=True
     ):
-        assert (found.double() - exact).abs().max() <= 3e-6 * max(1.0, float(exact.abs().max()))
+        assert (computed.double() - exact).abs().max() <= 3e-6 * max(1.0, float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("wrong", [-1, 50, -101])
@@ -119,11 +119,11 @@ def test_it_compiles_as_one_graph():
 def test_only_what_needs_a_gradient_gets_one():
     hidden, weight, targets, _ = draw(16, 8, 50)
     loss = zero.losses.linear_cross_entropy(hidden.detach(), weight, targets, 10)
-    [found] = torch.autograd.grad(loss, [weight])
-    assert torch.allclose(found, in_chunks(hidden, weight, targets, None, None)[2], atol=1e-6)
+    [grad] = torch.autograd.grad(loss, [weight])
+    assert torch.allclose(grad, in_chunks(hidden, weight, targets, None, None)[2], atol=1e-6)
     loss = zero.losses.linear_cross_entropy(hidden, weight.detach(), targets, 10)
-    [found] = torch.autograd.grad(loss, [hidden])
-    assert torch.allclose(found, in_chunks(hidden, weight, targets, None, None)[1], atol=1e-6)
+    [grad] = torch.autograd.grad(loss, [hidden])
+    assert torch.allclose(grad, in_chunks(hidden, weight, targets, None, None)[1], atol=1e-6)
 
 
 class Largest(TorchDispatchMode):
@@ -133,7 +133,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        sizes = [one.numel() for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+        sizes = [tensor.numel() for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor)]
         self.numel = max(self.numel, *sizes, 0)
         return made
 
@@ -152,8 +152,8 @@ def test_auto_takes_the_plain_loss_where_all_logits_are_few():
         with Largest() as largest:
             in_chunks(*given_, "auto")
         assert most // 2 <= largest.numel <= most
-    for one, other in zip(in_chunks(*few, "auto"), in_chunks(*few, None), strict=True):
-        assert torch.equal(one, other)
+    for tensor, other in zip(in_chunks(*few, "auto"), in_chunks(*few, None), strict=True):
+        assert torch.equal(tensor, other)
 
 
 @pytest.mark.parametrize(

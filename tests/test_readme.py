@@ -119,9 +119,9 @@ def test_ranks_share_the_rows_of_the_example_of_long_rows(here: Path):
     pytest.importorskip("transformers")
     page, source = blocks("docs/parallelism.md"), (EXAMPLES / "long_rows.py").read_text()
     assert [block for block in page if "sequence_parallel" in block and block in source], "paste it from long_rows.py"
-    one, two, three, four = run_processes(4, printed_by, "long_rows")
-    assert losses(one)[-1] < 5.5
-    assert not two + three + four, "only rank 0 prints"
+    rank_0, rank_1, rank_2, rank_3 = run_processes(4, printed_by, "long_rows")
+    assert losses(rank_0)[-1] < 5.5
+    assert not rank_1 + rank_2 + rank_3, "only rank 0 prints"
 
 
 @pytest.mark.parametrize("name", ["own_loop", "initialize"])  # tests/integrations/ has the others on two ranks

@@ -30,22 +30,22 @@ def jobs() -> Any:
 
 
 def bound(requirements: list[str], name: str) -> SpecifierSet:
-    return next(one.specifier for one in map(Requirement, requirements) if one.name == name)
+    return next(requirement.specifier for requirement in map(Requirement, requirements) if requirement.name == name)
 
 
 def oldest(versions: SpecifierSet) -> str:
-    return next(one.version for one in versions if one.operator == ">=")
+    return next(specifier.version for specifier in versions if specifier.operator == ">=")
 
 
 def test_the_matrix_has_the_oldest_of_each_and_nothing_that_is_refused(project, jobs):
     matrix = jobs["versions"]["strategy"]["matrix"]["include"]
     torches, pythons = ({row[name] for row in matrix} for name in ("torch", "python"))
     admitted = bound(project["dependencies"], "torch")
-    assert all(one in admitted for one in torches)
-    assert oldest(admitted) in {re.sub(r"\.\d+$", "", one) for one in torches}
-    listed = {found for line in project["classifiers"] for found in re.findall(r"Python :: (\d\.\d+)", line)}
+    assert all(version in admitted for version in torches)
+    assert oldest(admitted) in {re.sub(r"\.\d+$", "", version) for version in torches}
+    listed = {python for line in project["classifiers"] for python in re.findall(r"Python :: (\d\.\d+)", line)}
     assert pythons == listed
-    assert all(one in SpecifierSet(project["requires-python"]) for one in pythons)
+    assert all(version in SpecifierSet(project["requires-python"]) for version in pythons)
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert all((ROOT / command.split()[0]).exists() for command in commands)
 

@@ -128,10 +128,10 @@ def values_of(world, setting, path, *kinds):
         return {(kind, name): value for kind in kinds for name, value in full_state_dict(state, kind).items()}
 
 
-def differing(found, wanted):
+def differing(actual, wanted):
     """The names of values that are not the same bit by bit."""
-    assert found.keys() == wanted.keys()
-    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    assert actual.keys() == wanted.keys()
+    return [name for name, value in wanted.items() if not torch.equal(actual[name], value)]
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")])
@@ -297,15 +297,15 @@ def test_each_file_is_plain_safetensors(tmp_path: Path):
     flats = json.loads((path / "manifest.json").read_text())["flats"]
     names = {(tensor["name"], kind) for flat in flats for kind in flat["kinds"] for tensor in flat["tensors"]}
     assert {name for name, kind in names if kind == "mu"} == {name for name, kind in names if kind == "parameter"}
-    found: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
     for part, rank in itertools.product(("rank", "frozen"), range(2)):
         with safe_open(path / f"{part}-0000{rank}-of-00002.safetensors", framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - no mapping
-                found[key] = torch.cat([found.get(key, torch.zeros(0)), file.get_tensor(key).view(-1).float()])
+                stored[key] = torch.cat([stored.get(key, torch.zeros(0)), file.get_tensor(key).view(-1).float()])
     for (_, name), value in values.items():
-        key = f"parameter/{name}" if f"parameter/{name}" in found else f"frozen/{name}"
+        key = f"parameter/{name}" if f"parameter/{name}" in stored else f"frozen/{name}"
         if value.numel():
-            assert torch.equal(found[key], value.view(-1)), name
+            assert torch.equal(stored[key], value.view(-1)), name
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -781,9 +781,9 @@ def test_latest_walks_back_to_the_newest_valid_one_and_names_what_it_rejected(tm
     damage(file, 5000)
     (tmp_path / "step-0000000011" / "manifest.json").unlink()
     (tmp_path / "step-99").mkdir()
-    found, rejected = open_latest(world, tmp_path)
-    assert found is not None
-    assert found.step == 10
+    checkpoint, rejected = open_latest(world, tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.step == 10
     assert ["rank-00000-of-00001.safetensors" in rejected[0], "manifest.json" in rejected[1]] == [True, True]
 
 
@@ -812,8 +812,8 @@ def test_latest_is_what_was_published_last_by_one_run_and_of_two_runs_none(tmp_p
     shutil.copytree(first[0], tmp_path / "b" / first[0].name)
     assert open_latest(world, tmp_path / "b")[0].step == 4
     damage(tmp_path / "b" / "step-0000000004" / "manifest.json", 100)
-    found, rejected = open_latest(world, tmp_path / "b")
-    assert (found.step, len(rejected)) == (3, 1)
+    checkpoint, rejected = open_latest(world, tmp_path / "b")
+    assert (checkpoint.step, len(rejected)) == (3, 1)
     mine = saved_steps(tmp_path / "a", 1)[-1]
     with pytest.raises(CheckpointError, match=f"{mine} and {again}: two runs saved them, and neither continued from"):
         open_latest(world, tmp_path / "a")
@@ -860,10 +860,10 @@ def test_what_a_killed_save_leaves_is_opened_and_removed_by_the_next_save(at: st
     left = sorted(os.listdir(root))
     assert [name[:5] for name in left] == [".tmp-", "step-"] if at == "write" else [".old-", ".tmp-"]
     with opened(world, Setting()) as (state, step):  # the next process
-        found, rejected = open_latest(world, root)
-        assert (found.step, rejected) == (2, [])
+        checkpoint, rejected = open_latest(world, root)
+        assert (checkpoint.step, rejected) == (2, [])
         assert sorted(os.listdir(root)) == left  # a reader changes nothing
-        state = load(state, found)
+        state = load(state, checkpoint)
         assert digest(state) == expected
         state, _ = trained(world, state, step, [2])
         save(state, root)

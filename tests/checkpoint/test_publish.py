@@ -234,11 +234,11 @@ class Story:
             if self._nested:
                 self._crash_in_the_sweep(tree)
 
-    def judge(self, found: Held, promised: dict[int, frozenset[bytes]]) -> None:
-        held = dict(found)
+    def judge(self, state: Held, promised: dict[int, frozenset[bytes]]) -> None:
+        held = dict(state)
         self._count("lost", any(held.get(step) not in allowed for step, allowed in promised.items()))
         self._count("partial", any(data is None for data in held.values()))
-        self._count("wrong", any(data not in self._complete[step] for step, data in found if data is not None))
+        self._count("wrong", any(data not in self._complete[step] for step, data in state if data is not None))
 
     def _count(self, law: str, is_broken: bool) -> None:
         if is_broken:
@@ -387,7 +387,7 @@ def test_a_run_killed_at_any_call_leaves_the_next_one_everything(tell):
 
 def test_a_sweep_synchronises_what_it_sees_before_it_deletes():
     """A killed run's renames may not be on the disk: the old one's files must not go before its name has."""
-    found = Counter()
+    violations = Counter()
     for at in range(1, calls_of(the_same_step_again) + 1):
         story = Story()
         story.watching = False
@@ -397,9 +397,9 @@ def test_a_sweep_synchronises_what_it_sees_before_it_deletes():
         story.watching = True
         story.disk.skip = range(len(story.disk.synced), 10**6)
         story.start_again()
-        found.update(story.broken)
-    assert found["lost"]
-    assert found["partial"]
+        violations.update(story.broken)
+    assert violations["lost"]
+    assert violations["partial"]
 
 
 def test_the_root_of_a_killed_run_is_synchronised_by_the_next_one():
@@ -556,16 +556,16 @@ def test_the_nth_call_fails_and_the_last_good_one_is_intact(in_memory):
         with leftovers_are_warned_of():
             errors = live(root, promised)
         after = Root(root.path)
-        found = published(after)
-        assert None not in found.values(), f"call {number} failing leaves something partial published"
+        remaining = published(after)
+        assert None not in remaining.values(), f"call {number} failing leaves something partial published"
         after.sweep()
-        found = published(after)
-        assert None not in found.values()
-        lost = [step for step, allowed in promised.items() if found.get(step) not in allowed]
+        remaining = published(after)
+        assert None not in remaining.values()
+        lost = [step for step, allowed in promised.items() if remaining.get(step) not in allowed]
         assert not lost, f"call {number} failing loses steps {lost}"
         assert not [name for name in os.listdir(root.path) if name.startswith(".")]
         shutil.rmtree(folder)
-        return errors, found
+        return errors, remaining
 
     undisturbed = FaultyDisk()
     assert one_life(0, undisturbed) == (0, {40: contents(40, 2), 60: contents(60, 3)})
@@ -903,8 +903,8 @@ def test_the_last_of_two_old_ones_is_what_comes_back(tmp_path):
 
     undisturbed = FaultyDisk()
     assert one_life(0, undisturbed) == contents(20, 3)
-    found = [one_life(at, FaultyDisk(kill, at=at, on=True)) for at in range(1, len(undisturbed.calls) + 1)]
-    assert set(found) == {contents(20, 2), contents(20, 3)}
+    outcomes = [one_life(at, FaultyDisk(kill, at=at, on=True)) for at in range(1, len(undisturbed.calls) + 1)]
+    assert set(outcomes) == {contents(20, 2), contents(20, 3)}
 
 
 def test_where_the_new_one_cannot_take_the_name_the_old_one_has_it_back_at_once(root):

@@ -90,20 +90,20 @@ def octets_of(tensor: Tensor) -> bytes:
 def is_read_by_safetensors(path: Path, parts: list[FilePart]) -> None:
     tensors = {part.key: tensor_of(part, seed) for seed, part in enumerate(parts)}
     path.unlink(missing_ok=True)
-    found = write(path, parts, b"".join(octets_of(tensors[part.key]) for part in parts))
-    assert found == hash_of(path.read_bytes())
+    file_hash = write(path, parts, b"".join(octets_of(tensors[part.key]) for part in parts))
+    assert file_hash == hash_of(path.read_bytes())
     with safe_open(path, "pt") as opened:
         assert sorted(opened.keys()) == sorted(tensors)
         for part in parts:
             read = opened.get_tensor(part.key)
             assert (read.dtype, tuple(read.shape)) == (part.dtype, part.shape)
             assert octets_of(read) == octets_of(tensors[part.key])
-    with ShardReader(Disk(), path, found, parts) as reader:
+    with ShardReader(Disk(), path, file_hash, parts) as reader:
         for part, offset in zip(parts, offsets(parts), strict=True):
             into = bytearray(part.nbytes)
             reader.read(offset, memoryview(into))
             assert into == octets_of(tensors[part.key])
-        verify(reader, found)
+        verify(reader, file_hash)
 
 
 MANY = [
@@ -168,9 +168,9 @@ def test_however_the_data_is_cut_the_file_and_its_hash_are_the_same(tmp_path):
                 writer.write(memoryview(bytearray(piece)))
                 piece[:] = bytes(count)  # it was taken, so it may be reused
                 done += count
-            found = writer.finish()
+            file_hash = writer.finish()
         assert path.read_bytes() == whole, f"ZERO_TEST_SEED={SEED}, case {case}"
-        assert found == hash_of(whole), f"ZERO_TEST_SEED={SEED}, case {case}"
+        assert file_hash == hash_of(whole), f"ZERO_TEST_SEED={SEED}, case {case}"
         path.unlink()
 
 
@@ -179,9 +179,9 @@ def test_any_contiguous_memory_is_written(path):
     part = FilePart("w", torch.float32, (6, 5))
     with ShardWriter(Disk(), path, [part]) as writer:
         writer.write(memoryview(source.numpy()))  # two dimensions, format "f"
-        found = writer.finish()
+        file_hash = writer.finish()
     into = torch.zeros(6, 5)
-    with ShardReader(Disk(), path, found, [part]) as reader:
+    with ShardReader(Disk(), path, file_hash, [part]) as reader:
         reader.read(offsets([part])[0], memoryview(into.numpy()))
     assert torch.equal(into, source)
 
@@ -203,12 +203,12 @@ def test_a_file_that_exists_is_never_written_into(path):
 def test_the_file_is_written_in_large_requests_then_synchronised_then_closed(path, direct):
     disk = FaultyDisk(direct="yes" if direct else "switch")
     nbytes = 22 * MIB
-    found = write(path, [bytes_part(nbytes)], noise(nbytes, SEED), disk)
+    file_hash = write(path, [bytes_part(nbytes)], noise(nbytes, SEED), disk)
     names = [name for name, _ in disk.calls]
     assert names[-3:] == ["fsync", "forget", "close"]
     assert (names.count("fsync"), names.count("forget")) == (1, 1 if direct else 3)
     assert {args[1] for name, args in disk.calls if name == "pwrite"} == {4 * MIB, 2 * MIB + 4096}
-    assert found == hash_of(path.read_bytes())
+    assert file_hash == hash_of(path.read_bytes())
 
 
 @pytest.mark.parametrize("refuses", ["yes", "switch", "transfer"])
@@ -216,9 +216,9 @@ def test_the_file_is_written_in_large_requests_then_synchronised_then_closed(pat
 def test_any_length_past_the_page_cache_or_through_it(path, nbytes, refuses):
     data = noise(nbytes, SEED)
     disk = FaultyDisk(direct=refuses)
-    found = write(path, [bytes_part(nbytes)], data, disk)
+    file_hash = write(path, [bytes_part(nbytes)], data, disk)
     assert path.read_bytes() == header([bytes_part(nbytes)]) + data
-    assert found == hash_of(header([bytes_part(nbytes)]) + data)
+    assert file_hash == hash_of(header([bytes_part(nbytes)]) + data)
 
 
 def resident_bytes(kind: str) -> int:
@@ -234,14 +234,14 @@ def test_memory_is_bounded_however_large_the_file_is(path):
     with ShardWriter(Disk(), path, [part]) as writer:
         for _ in range(pages):
             writer.write(memoryview(bytearray(page)))
-        found = writer.finish()
-    with ShardReader(Disk(), path, found, [part]) as reader:
-        verify(reader, found)
+        file_hash = writer.finish()
+    with ShardReader(Disk(), path, file_hash, [part]) as reader:
+        verify(reader, file_hash)
         for number in range(pages):
             reader.read(4096 + number * len(page), into)
             assert into == page
     assert resident_bytes("VmHWM") - before < 96 * MIB
-    assert found.size > 300e6
+    assert file_hash.size > 300e6
 
 
 # The reader.
@@ -250,10 +250,10 @@ def test_memory_is_bounded_however_large_the_file_is(path):
 def test_any_range_in_any_order_reads_what_was_written(path):
     rng, nbytes = random.Random(SEED), 3 * MIB + 77
     parts, data = [bytes_part(nbytes)], noise(nbytes, SEED)
-    found = write(path, parts, data)
+    file_hash = write(path, parts, data)
     whole = header(parts) + data
     edges = [at + by for at in (0, 4096, MIB, 2 * MIB, 3 * MIB, len(whole)) for by in (-1, 0, 1)]
-    with ShardReader(Disk(), path, found, parts) as reader:
+    with ShardReader(Disk(), path, file_hash, parts) as reader:
         for case in range(400):
             start, end = sorted(min(max(rng.choice([*edges, rng.randrange(len(whole))]), 0), len(whole)) for _ in "se")
             into = bytearray(end - start)
@@ -263,25 +263,25 @@ def test_any_range_in_any_order_reads_what_was_written(path):
 
 def test_small_reads_in_order_read_the_file_once(path):
     nbytes = 5 * MIB
-    found = write(path, [bytes_part(nbytes)], noise(nbytes, 0))
+    file_hash = write(path, [bytes_part(nbytes)], noise(nbytes, 0))
     disk = FaultyDisk()
-    with ShardReader(disk, path, found, [bytes_part(nbytes)]) as reader:
-        for start in range(4096, found.size, 10_000):
-            reader.read(start, memoryview(bytearray(min(10_000, found.size - start))))
-    assert sum(args[1] for name, args in disk.calls if name == "pread") == found.size
+    with ShardReader(disk, path, file_hash, [bytes_part(nbytes)]) as reader:
+        for start in range(4096, file_hash.size, 10_000):
+            reader.read(start, memoryview(bytearray(min(10_000, file_hash.size - start))))
+    assert sum(args[1] for name, args in disk.calls if name == "pread") == file_hash.size
 
 
 def test_a_manifest_that_lies_about_the_file_is_refused(path):
     parts = [bytes_part(100)]
-    found = write(path, parts, bytes(100))
+    file_hash = write(path, parts, bytes(100))
     for lie, others, said in [
-        (found._replace(size=4195), parts, "has 4196 bytes, the manifest says 4195, its tensors have 4196"),
-        (found._replace(crcs=b""), parts, "bytes 0 to 4196 are damaged"),
-        (found, [bytes_part(99)], "has 4196 bytes, the manifest says 4196, its tensors have 4195"),
-        (found, [bytes_part(100, "b")], "its header and the manifest list different tensors"),
-        (found, [FilePart("a", torch.int8, (100,))], "its header and the manifest list different tensors"),
-        (found, [FilePart("a", torch.uint8, (10, 10))], "its header and the manifest list different tensors"),
-        (found, [FilePart("a", torch.float64, (2**70,))], "its tensors have"),
+        (file_hash._replace(size=4195), parts, "has 4196 bytes, the manifest says 4195, its tensors have 4196"),
+        (file_hash._replace(crcs=b""), parts, "bytes 0 to 4196 are damaged"),
+        (file_hash, [bytes_part(99)], "has 4196 bytes, the manifest says 4196, its tensors have 4195"),
+        (file_hash, [bytes_part(100, "b")], "its header and the manifest list different tensors"),
+        (file_hash, [FilePart("a", torch.int8, (100,))], "its header and the manifest list different tensors"),
+        (file_hash, [FilePart("a", torch.uint8, (10, 10))], "its header and the manifest list different tensors"),
+        (file_hash, [FilePart("a", torch.float64, (2**70,))], "its tensors have"),
     ]:
         with pytest.raises(CheckpointError, match=f"{NAME}: .*{said}"):
             ShardReader(Disk(), path, lie, others)
@@ -290,7 +290,7 @@ def test_a_manifest_that_lies_about_the_file_is_refused(path):
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe", "nothing"])
 def test_only_a_regular_file_is_read(path, kind):
     real = path.with_name("real")
-    found = write(real, [bytes_part(10)], bytes(10))
+    file_hash = write(real, [bytes_part(10)], bytes(10))
     make: dict[str, Callable[[], Any]] = {
         "link": lambda: path.symlink_to(real),
         "folder": path.mkdir,
@@ -300,7 +300,7 @@ def test_only_a_regular_file_is_read(path, kind):
     make[kind]()
     said = {"link": "ELOOP", "nothing": "ENOENT"}.get(kind, "not a regular file")
     with pytest.raises(CheckpointError, match=f"{NAME}: .*{said}"):
-        ShardReader(Disk(), path, found, [bytes_part(10)])
+        ShardReader(Disk(), path, file_hash, [bytes_part(10)])
 
 
 # Damage.
@@ -326,7 +326,7 @@ def refusal_of(call: Callable[[], Any], note: str) -> str:
 def test_damage_raises_with_its_place(path):
     rng, nbytes = random.Random(SEED), MIB + 4321
     parts, data = [bytes_part(nbytes)], noise(nbytes, SEED)
-    found = write(path, parts, data)
+    file_hash = write(path, parts, data)
     whole = header(parts) + data
     for case in range(100):
         spoiled, at = bytearray(whole), rng.randrange(len(whole))
@@ -335,13 +335,13 @@ def test_damage_raises_with_its_place(path):
         start, end = rng.randint(0, at), rng.randint(at + 1, len(whole))
 
         def open_and_read(start: int = start, end: int = end) -> None:
-            with ShardReader(Disk(), path, found, parts) as reader:
+            with ShardReader(Disk(), path, file_hash, parts) as reader:
                 reader.read(start, memoryview(bytearray(end - start)))
 
         overwrite(path, whole)
-        with ShardReader(Disk(), path, found, parts) as opened_before:
+        with ShardReader(Disk(), path, file_hash, parts) as opened_before:
             overwrite(path, spoiled)
-            said = refusal_of(partial(verify, opened_before, found), note), refusal_of(open_and_read, note)
+            said = refusal_of(partial(verify, opened_before, file_hash), note), refusal_of(open_and_read, note)
         first = at // MIB * MIB
         place = f"{path}: bytes {first} to {min(first + MIB, len(whole))} are damaged (CRC-32 is "
         assert all(line.startswith(place) for line in said), f"{note}: {said}"
@@ -350,19 +350,19 @@ def test_damage_raises_with_its_place(path):
 def test_damage_that_crc_32_does_not_see_sha_256_does(path):
     """The CRC's own polynomial, laid over the data, changes nothing in it."""
     data = noise(1000, SEED)
-    found = write(path, [bytes_part(1000)], data)
+    file_hash = write(path, [bytes_part(1000)], data)
     spoiled = bytearray(path.read_bytes())
     polynomial = int(f"{0x104C11DB7:033b}"[::-1], 2).to_bytes(5, "little")
     spoiled[4500:4505] = bytes(a ^ b for a, b in zip(spoiled[4500:4505], polynomial, strict=True))
     path.write_bytes(spoiled)
-    assert hash_of(spoiled).crcs == found.crcs
+    assert hash_of(spoiled).crcs == file_hash.crcs
     with (
-        ShardReader(Disk(), path, found, [bytes_part(1000)]) as reader,
+        ShardReader(Disk(), path, file_hash, [bytes_part(1000)]) as reader,
         pytest.raises(
             CheckpointError, match=rf"{NAME}: bytes 0 to 5096 are damaged \(SHA-256 is [0-9a-f]{{64}}, saved as"
         ),
     ):
-        verify(reader, found)
+        verify(reader, file_hash)
 
 
 # Every call of a file's life fails in turn, once and for ever.
@@ -399,14 +399,14 @@ def live(path: Path, disk: Disk, data: bytes) -> int:
             errors += 1
         if said:
             assert "\n" not in said
-            assert any(re.match(f"{path}: {one}", said) for one in SAID), said
+            assert any(re.match(f"{path}: {pattern}", said) for pattern in SAID), said
 
     with counting():
-        found = write(path, parts, data, disk)
-        assert found == hash_of(header(parts) + data)
-        with ShardReader(disk, path, found, parts) as reader:
+        file_hash = write(path, parts, data, disk)
+        assert file_hash == hash_of(header(parts) + data)
+        with ShardReader(disk, path, file_hash, parts) as reader:
             with counting():
-                verify(reader, found)
+                verify(reader, file_hash)
             for start in range(0, len(data), 700_000):
                 into = bytearray(len(data[start : start + 700_000]))
                 with counting():

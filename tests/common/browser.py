@@ -128,6 +128,6 @@ def shown(pages: Sequence[Path], scheme: str, folder: Path, *, roots: Sequence[s
     command += [f"--user-data-dir={folder / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}"]
     command += ["--allow-file-access-from-files", "--virtual-time-budget=3000", "--dump-dom", document.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True).stdout
-    found = re.search(r"probe (\[.*\]) end", dom, flags=re.S)
-    assert found, dom[-2000:]
-    return [Seen(**one) for one in json.loads(html.unescape(found[1]))]
+    match = re.search(r"probe (\[.*\]) end", dom, flags=re.S)
+    assert match, dom[-2000:]
+    return [Seen(**fields) for fields in json.loads(html.unescape(match[1]))]

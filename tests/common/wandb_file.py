@@ -58,28 +58,28 @@ def read(folder: Path) -> RunRecord:
 def read_file(path: Path) -> RunRecord:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = RunRecord(None, {}, [], {}, {}, [], None)
+    run_record = RunRecord(None, {}, [], {}, {}, [], None)
     for message in messages(path):
         record = Record.FromString(message)
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            found = found._replace(run=record.run)
-            found.config.update(values(record.run.config.update))
+            run_record = run_record._replace(run=record.run)
+            run_record.config.update(values(record.run.config.update))
         elif kind == "config":
-            found.config.update(values(record.config.update))
+            run_record.config.update(values(record.config.update))
         elif kind == "history":
             row = {key: value for key, value in values(record.history.item).items() if not key.startswith("_")}
-            found.rows.append(row)
+            run_record.rows.append(row)
         elif kind == "metric":
-            found.metrics[record.metric.name or record.metric.glob_name] = record.metric
+            run_record.metrics[record.metric.name or record.metric.glob_name] = record.metric
         elif kind == "summary":
-            found.summary.update(values(record.summary.update))
+            run_record.summary.update(values(record.summary.update))
         elif kind == "artifact":
-            found.artifacts.append(record.artifact)
+            run_record.artifacts.append(record.artifact)
         elif kind == "exit":
-            found = found._replace(exit_code=record.exit.exit_code)
-    found.config.pop("_wandb", None)
-    return found
+            run_record = run_record._replace(exit_code=record.exit.exit_code)
+    run_record.config.pop("_wandb", None)
+    return run_record
 
 
 def values(items: Any) -> dict[str, Any]:

@@ -28,9 +28,9 @@ class Sweeps:
                 "type": "run",
                 "run_id": f"run{number}",
                 "program": "train.py",
-                "args": {k: {"value": v} for k, v in one.items()},
+                "args": {k: {"value": v} for k, v in values.items()},
             }
-            for number, one in enumerate(chosen)
+            for number, values in enumerate(chosen)
         ]
 
     def answer(self, operation: str, given: Mapping[str, Any]) -> dict[str, Any]:

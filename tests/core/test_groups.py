@@ -175,10 +175,10 @@ PAIRS: dict[Any, Callable[..., torch.optim.Optimizer]] = {
 """Optimizers and torch's."""
 
 
-def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def close(parameters: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, value in expected.items():
         if name != "blocks.1.linear.bias":  # batch norm takes it out again: its gradient is nothing but rounding
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+            torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("ours", PAIRS)
@@ -190,10 +190,10 @@ def test_eight_steps_with_groups_are_those_of_torch(ours):
     """
     for freeze in (never, in_the_middle):
         setting = Setting(stage=3, optimizer=ours, lr=LR, weight_decay=DECAY, clip=CLIP)
-        before, norms, found, _ = run_ranks(1, zero_run, setting, 8, freeze)[0]
+        before, norms, parameters, _ = run_ranks(1, zero_run, setting, 8, freeze)[0]
         model, optimizer, named = in_torch(before, PAIRS[ours])
         assert norms == pytest.approx(torch_steps(model, optimizer, named, range(8), freeze), rel=1e-5)
-        close(found, dict(model.named_parameters()))
+        close(parameters, dict(model.named_parameters()))
 
 
 def test_the_bits_do_not_depend_on_stage_or_tier():
@@ -237,7 +237,7 @@ def test_moments_that_a_load_keeps_also_keep_their_number_of_updates(ours, optio
     """Each parameter's count, as in torch: `own` for the parameters that keep moments, 3 for the others of a group."""
     setting = Setting(stage=3, optimizer=ours, lr=LR, weight_decay=DECAY, clip=CLIP)
     with simulated_gpu(**options) if options else nullcontext():
-        before, found = run_ranks(1, loaded_in_part, setting, own, tmp_path)[0]
+        before, parameters = run_ranks(1, loaded_in_part, setting, own, tmp_path)[0]
     (model, optimizer, named), (other, whole, others) = (in_torch(before, PAIRS[ours]) for _ in range(2))
     torch_steps(model, optimizer, named, range(3))
     torch_steps(other, whole, others, range(own))
@@ -248,7 +248,7 @@ def test_moments_that_a_load_keeps_also_keep_their_number_of_updates(ours, optio
             }
             optimizer.state[parameter].update(state)
     torch_steps(model, optimizer, named, range(3, 6))
-    close(found, dict(model.named_parameters()))
+    close(parameters, dict(model.named_parameters()))
 
 
 # -- what does not train -----------------------------------------------------------------------------------------------
@@ -370,8 +370,8 @@ def means(world: zero.World, setting: Setting, folder: Any) -> Any:
                 expected[name] = mean * 0.75 + now[name] * 0.25
         if number == 1:
             state = zero.load(state, zero.open_checkpoint(world, zero.save(state, folder)))
-    found = full_state_dict(state, "ema")
-    assert all(torch.equal(found[name], mean) for name, mean in expected.items())
+    averages = full_state_dict(state, "ema")
+    assert all(torch.equal(averages[name], mean) for name, mean in expected.items())
     return digest(state)
 
 
@@ -460,5 +460,7 @@ def test_no_groups_have_the_bits_of_a_group_that_says_nothing():
     def same(*args: Any, **how: Any) -> zero.core.optim.Transform:
         return adamw(*args, groups=[Group(["blocks.*"]), Group(is_bias)], **how)
 
-    plain, grouped = (run_ranks(2, train_small, Setting(optimizer=one, clip=CLIP))[0][0] for one in (adamw, same))
+    plain, grouped = (
+        run_ranks(2, train_small, Setting(optimizer=optimizer, clip=CLIP))[0][0] for optimizer in (adamw, same)
+    )
     assert plain == grouped

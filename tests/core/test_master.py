@@ -50,8 +50,8 @@ def test_only_ties_differ_from_torch():
 
 @pytest.mark.parametrize("value", [0.0, -0.0, math.inf, -math.inf, 3.4028234663852886e38, 2.0**-149, -(2.0**-126)])
 def test_the_edges_of_fp32(value):
-    one = torch.tensor([value])
-    assert join(rounded(one, torch.bfloat16), low(one)).view(torch.int32) == one.view(torch.int32)
+    tensor = torch.tensor([value])
+    assert join(rounded(tensor, torch.bfloat16), low(tensor)).view(torch.int32) == tensor.view(torch.int32)
 
 
 def test_what_is_not_a_number_never_becomes_one():

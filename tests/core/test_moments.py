@@ -32,9 +32,9 @@ def rounded(values: torch.Tensor, key: str) -> torch.Tensor:
 @pytest.mark.parametrize("key", ["0/1/mu/head.weight", "7/99/nu/blocks.3.weight"])
 def test_a_block_of_random_bits_has_every_value_once(key):
     for block in (0, 3, 40):
-        found = noise(key, block * ROUNDING_BLOCK, (block + 1) * ROUNDING_BLOCK)
-        assert torch.equal(found.sort().values, torch.arange(2**16).int())
-        assert (found[1:] - found[:-1]).unique().numel() > ROUNDING_BLOCK // 4, "in no order"
+        bits = noise(key, block * ROUNDING_BLOCK, (block + 1) * ROUNDING_BLOCK)
+        assert torch.equal(bits.sort().values, torch.arange(2**16).int())
+        assert (bits[1:] - bits[:-1]).unique().numel() > ROUNDING_BLOCK // 4, "in no order"
 
 
 @settings(deadline=None, max_examples=60)
@@ -48,9 +48,9 @@ def test_random_bits_belong_to_their_element_however_a_parameter_is_cut(sizes, s
 
 def test_seed_step_moment_parameter_and_block_have_bits_of_their_own():
     keys = [f"{seed}/{step}/{kind}/{name}" for seed in (0, 1) for step in (1, 2) for kind in "mn" for name in "pq"]
-    found = [noise(key, block * ROUNDING_BLOCK, block * ROUNDING_BLOCK + 64) for key in keys for block in range(40)]
-    same = sum(torch.equal(one, other) for i, one in enumerate(found) for other in found[:i])
-    assert same <= 2 * len(found) ** 2 / 2 / ROUNDING_BLOCK + 8, "as many as 16 bits agree by chance"
+    samples = [noise(key, block * ROUNDING_BLOCK, block * ROUNDING_BLOCK + 64) for key in keys for block in range(40)]
+    same = sum(torch.equal(sample, other) for i, sample in enumerate(samples) for other in samples[:i])
+    assert same <= 2 * len(samples) ** 2 / 2 / ROUNDING_BLOCK + 8, "as many as 16 bits agree by chance"
 
 
 @pytest.mark.parametrize("value", [1.0 + 2.0**-9, -3.14159265, 1e-30, 2.0**-130, -1e38, 0.7 * 2.0**-7])
@@ -58,10 +58,10 @@ def test_the_mean_of_a_block_is_the_value(value):
     """Each of 2^16 equally likely bits once: as many go up, in magnitude, as the lower half says."""
     values = torch.full((ROUNDING_BLOCK,), value)
     low = int(values[0].view(torch.int32)) & 0xFFFF
-    found = rounded(values, "k").float()
+    rounded_values = rounded(values, "k").float()
     down = (values[:1].view(torch.int32) & ~0xFFFF).view(torch.float32)
-    assert int((found != down).sum()) == low
-    assert found.double().mean().item() == pytest.approx(value, rel=2.0**-24)
+    assert int((rounded_values != down).sum()) == low
+    assert rounded_values.double().mean().item() == pytest.approx(value, rel=2.0**-24)
 
 
 def test_what_bf16_can_hold_is_never_changed():
@@ -69,8 +69,8 @@ def test_what_bf16_can_hold_is_never_changed():
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
     values = values[values.isfinite()]
     for key in ("a", "b", "c"):
-        found = rounded(values, key)
-        assert torch.equal(found.view(torch.int16), values.bfloat16().view(torch.int16))
+        rounded_values = rounded(values, key)
+        assert torch.equal(rounded_values.view(torch.int16), values.bfloat16().view(torch.int16))
 
 
 def test_infinity_and_nan_stay():
@@ -130,15 +130,15 @@ def opened(form: Moments, page: torch.Tensor, key: str) -> Iterator[torch.Tensor
 
 def read(page: torch.Tensor, signed: bool) -> list[float]:
     """Decode a page in Python's numbers: 65 bytes a block, its exponent and 64 codes."""
-    found = []
+    values = []
     for place in range(0, page.numel(), 65):
         lowest, *codes = page[place : place + 65].tolist()
         for code in codes:
             sign, size = (-1.0 if code >= 128 else 1.0, code % 128) if signed else (1.0, code)
             exponent, digits = lowest + size // 8, size % 8
             value = math.ldexp(1 + digits / 8, exponent - 127) if exponent else math.ldexp(digits / 8, -126)
-            found.append(sign * value if size or not signed else 0.0)
-    return found
+            values.append(sign * value if size or not signed else 0.0)
+    return values
 
 
 @pytest.mark.parametrize("form", [MEANS, SQUARES])
@@ -164,15 +164,15 @@ def test_what_is_kept_is_near_and_small_numbers_end_where_it_says(form, seed):
     page = form.page_of(values.clone())
     assert page.dtype == torch.uint8
     assert page.numel() == form.numel(values.numel()) == 65 * 64
-    found = torch.tensor(read(page, form.signed), dtype=torch.float64)
+    decoded = torch.tensor(read(page, form.signed), dtype=torch.float64)
     largest = values.double().abs().view(64, 64).amax(1, keepdim=True).expand(64, 64).reshape(-1)
     smallest = largest * 2.0 ** (-14 if form.signed else -30)
     held = values.abs().double() > smallest
     assert held.sum() > 3000
-    error = (found - values).abs() / values.abs()
+    error = (decoded - values).abs() / values.abs()
     assert error[held].max() <= 1 / 16
-    assert (found[~held].abs() <= 17 / 16 * smallest[~held]).all()
-    assert (found[values == 0] == 0).all() if form.signed else (found[largest > 0] > 0).all()
+    assert (decoded[~held].abs() <= 17 / 16 * smallest[~held]).all()
+    assert (decoded[values == 0] == 0).all() if form.signed else (decoded[largest > 0] > 0).all()
 
 
 @pytest.mark.parametrize("form", [MEANS, SQUARES])
@@ -205,9 +205,9 @@ def test_the_mean_of_many_is_the_value_beside_a_large_one(form, value):
     page = form.page_of(torch.zeros(ROUNDING_BLOCK))
     with opened(form, page, "k") as moment:
         moment.copy_(values)
-    found = form.values_of(page).double().view(-1, 64)
-    assert found[:, 1:].mean().item() == pytest.approx(value, rel=1e-3)
-    assert (found[:, 0] == values[0].item()).all()
+    decoded = form.values_of(page).double().view(-1, 64)
+    assert decoded[:, 1:].mean().item() == pytest.approx(value, rel=1e-3)
+    assert (decoded[:, 0] == values[0].item()).all()
 
 
 @pytest.mark.parametrize("form", [MEANS, SQUARES])

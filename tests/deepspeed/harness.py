@@ -153,21 +153,21 @@ def plain(
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def alike(found: Any, expected: Any, tolerance: float = 2e-6) -> None:
+def alike(actual: Any, expected: Any, tolerance: float = 2e-6) -> None:
     """Losses and parameters are close."""
-    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=tolerance, atol=tolerance)
-    close(found[1], expected[1], tolerance * 10)
+    torch.testing.assert_close(torch.tensor(actual[0]), torch.tensor(expected[0]), rtol=tolerance, atol=tolerance)
+    close(actual[1], expected[1], tolerance * 10)
 
 
-def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(dict(found), dict(expected), rtol=tolerance, atol=tolerance)
+def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(dict(actual), dict(expected), rtol=tolerance, atol=tolerance)
 
 
-def same(found: Any, expected: Any) -> None:
+def same(actual: Any, expected: Any) -> None:
     """Every bit is equal."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 def on_ranks(counts: Iterable[int], run: Callable[[zero.World], Any]) -> Iterator[Any]:

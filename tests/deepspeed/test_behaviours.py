@@ -159,10 +159,10 @@ def by_torch(
     return {name: parameter.detach() for name, parameter in made.named_parameters()}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name].double(), value.double()), name
+        assert torch.equal(actual[name].double(), value.double()), name
 
 
 @places
@@ -177,8 +177,8 @@ def test_plain_backward_gives_the_gradients_of_ddp(stage, tier):
     model = filled(Net())
     for rank in range(2):
         (loss_of(model(rows(0, rank))) / 2).backward()
-    for found in run_ranks(2, run):
-        same(found, {name: one.grad for name, one in model.named_parameters()})
+    for gradients in run_ranks(2, run):
+        same(gradients, {name: parameter.grad for name, parameter in model.named_parameters()})
 
 
 @places
@@ -216,8 +216,8 @@ def test_one_loss_trains_several_models(stage):
             optimizer.step()
             optimizer.zero_grad()
     for both in run_ranks(2, run):
-        for found, model in zip(both, models, strict=True):
-            same(found, {name: one.detach() for name, one in model.named_parameters()})
+        for state_dict, model in zip(both, models, strict=True):
+            same(state_dict, {name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
 @places
@@ -242,8 +242,8 @@ def test_the_caller_chooses_the_number_of_backwards(stage, tier):
             for number in range(count):
                 (loss_of(model((number + 1) * rows(step, rank, micro).double())) / 2).backward()
 
-    for found in run_ranks(2, run):
-        same(found, by_torch(all_at_once))
+    for state_dict in run_ranks(2, run):
+        same(state_dict, by_torch(all_at_once))
 
 
 class ByRank(Net):
@@ -322,8 +322,8 @@ def test_empty_groups_and_ranks_that_own_nothing(stage, tier):
         groups = [{"params": []}, {"params": [model.one]}, {"params": [model.nothing], "lr": 1.0}]
         return {"optimizer": torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM)}
 
-    found = by_zero(model=Single, ranks=4, stage=stage, tier=tier, prepare=prepare)
-    same(found, by_torch(model=Single, ranks=4))
+    state_dict = by_zero(model=Single, ranks=4, stage=stage, tier=tier, prepare=prepare)
+    same(state_dict, by_torch(model=Single, ranks=4))
 
 
 @pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (3, "nvme")])

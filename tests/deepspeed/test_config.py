@@ -186,11 +186,11 @@ def test_a_loss_scale_is_that_of_deepspeed_but_for_one_step_before_it_grows():
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
     rule = read(translate(of(fp16=fp16)).settings).precision.scale
     kept = [step for step in range(len(steps)) if step and (steps[step] == "X" or steps[step - 1] != "X")]
-    found, state = [], rule.start()
+    scales, state = [], rule.start()
     for step in kept:
         state = rule.advance(state, steps[step] == ".")
-        found.append(state.scale)
-    assert found == [theirs[step] for step in kept]
+        scales.append(state.scale)
+    assert scales == [theirs[step] for step in kept]
 
 
 @pytest.mark.parametrize("case", OBSERVED, ids=lambda case: case["type"])

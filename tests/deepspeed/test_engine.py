@@ -70,8 +70,8 @@ def test_the_loop_is_plain_torch(stage: int, ranks: int, tmp_path: Path):
     zero_optimization = {"stage": stage}
     if stage in (1, 3):
         zero_optimization["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
-    for found in run_ranks(ranks, lambda world: trained(world, zero_optimization=zero_optimization)):
-        alike(found, plain(0, 1, 2))
+    for result in run_ranks(ranks, lambda world: trained(world, zero_optimization=zero_optimization)):
+        alike(result, plain(0, 1, 2))
 
 
 def two_forwards(engine, part):
@@ -103,8 +103,10 @@ def divided_already(engine, part):
 def test_several_losses_and_backwards_add_up(loop, stage: int, accumulate: int):
     _, values = plain(0, 1, loss=lambda model, batch: model(batch) + model(batch.flip(0)) * 0.5)
     ranks = 1 + (stage + accumulate) % 2
-    for _, found in run_ranks(ranks, lambda world: trained(world, 2, stage=stage, accumulate=accumulate, loop=loop)):
-        close(found, values, 2e-5)
+    for _, state_dict in run_ranks(
+        ranks, lambda world: trained(world, 2, stage=stage, accumulate=accumulate, loop=loop)
+    ):
+        close(state_dict, values, 2e-5)
 
 
 @pytest.mark.filterwarnings("ignore:the model keeps no values. an exception ended the run")
@@ -180,8 +182,10 @@ def habitual(engine, part):
 def test_other_calls_in_a_loop_change_no_weight(loop, stage: int, caplog):
     accumulate = 4 if loop is habitual else 1
     for ranks in (1, 2) if loop is not stumbling else (1,):
-        for _, found in run_ranks(ranks, lambda world: trained(world, stage=stage, loop=loop, accumulate=accumulate)):
-            close(found, plain(0, 1, 2)[1], 2e-5)
+        for _, state_dict in run_ranks(
+            ranks, lambda world: trained(world, stage=stage, loop=loop, accumulate=accumulate)
+        ):
+            close(state_dict, plain(0, 1, 2)[1], 2e-5)
     warned = sum("optimizer.zero_grad() does nothing" in message for message in caplog.messages)
     assert (warned > 0) == (loop is habitual)
 
@@ -370,8 +374,8 @@ TORCH = {
 
 @pytest.mark.parametrize("name", TORCH)
 def test_a_torch_optimizer_is_translated_with_its_groups_and_wins_over_the_configs(name: str):
-    for found in run_ranks(2, lambda world: trained(world, 4, prepare=lambda m: {"optimizer": TORCH[name](m)})):
-        alike(found, plain(0, 1, 2, 3, make=TORCH[name]))
+    for result in run_ranks(2, lambda world: trained(world, 4, prepare=lambda m: {"optimizer": TORCH[name](m)})):
+        alike(result, plain(0, 1, 2, 3, make=TORCH[name]))
 
 
 def halving(optimizer):
@@ -554,8 +558,8 @@ class Fused(nn.Module):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_that_an_autograd_function_is_given_gets_its_gradient(stage: int, ranks: int):
     how = {"model": lambda: net(0, Fused), "stage": stage, "optimizer": SGD, "accumulate": 2}
-    for _, found in run_ranks(ranks, lambda world: trained(world, **how)):
-        close(found, plain(0, 1, 2, model=net(0, Fused), make=sgd)[1], 1e-6)
+    for _, state_dict in run_ranks(ranks, lambda world: trained(world, **how)):
+        close(state_dict, plain(0, 1, 2, model=net(0, Fused), make=sgd)[1], 1e-6)
 
 
 def test_a_parameter_on_meta_that_an_autograd_function_is_given_is_one_line():
@@ -842,9 +846,9 @@ def test_a_save_replaces_that_of_its_tag_although_another_run_made_more_steps(ra
         with engine_of(world=world) as engine:
             train(engine, *steps)
             engine.save_checkpoint(tmp_path, "best", {"steps": len(steps)}, save_latest=False)
-            found, state = engine.load_checkpoint(tmp_path, "best")
+            loaded_from, state = engine.load_checkpoint(tmp_path, "best")
             assert (engine.global_steps, state) == (len(steps), {"steps": len(steps)})
-            return found
+            return loaded_from
 
     run_ranks(ranks, run, 0, 1, 2)
     (folder, *_) = run_ranks(ranks, run, 3)

@@ -347,9 +347,9 @@ def test_weights_of_a_checkpoint_of_several_ranks_are_read_and_written_whole(tmp
             return engine.module_state_dict()
 
     wanted = run_ranks(2, rank_main)[0]
-    found = convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) and value.dtype == torch.float32 for name, value in wanted.items())
+    weights = convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], value) and value.dtype == torch.float32 for name, value in wanted.items())
     trained = convert.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "best", exclude_frozen_parameters=True)
     assert wanted.keys() - trained.keys() == {"first.weight", "first.bias"}
     other = convert.load_state_dict_from_zero_checkpoint(net(5), tmp_path, tag="best")

@@ -68,11 +68,11 @@ def test_the_given_model_is_the_one_that_trains(stage, ranks):
             assert not engine.module.training
             return read(model), model.state_dict()
 
-    for found, state_dict in run_ranks(ranks, rank_main):
-        close(found, values)
+    for weights, state_dict in run_ranks(ranks, rank_main):
+        close(weights, values)
         close(state_dict, values)
         assert all(
-            type(value) is Tensor and value.untyped_storage().nbytes() == value.nbytes for value in found.values()
+            type(value) is Tensor and value.untyped_storage().nbytes() == value.nbytes for value in weights.values()
         )
 
 
@@ -306,7 +306,7 @@ class Nested(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(one, nn.Tanh()) for one in self.blocks)
+        self.blocks = nn.ModuleList(nn.Sequential(block, nn.Tanh()) for block in self.blocks)
 
 
 def another_module(model: nn.Module) -> None:
@@ -429,7 +429,7 @@ class Recomputed(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(one, nn.BatchNorm1d(WIDTH)) for one in self.blocks)
+        self.blocks = nn.ModuleList(nn.Sequential(block, nn.BatchNorm1d(WIDTH)) for block in self.blocks)
         self.blocks.append(self.blocks[0])
 
     def forward(self, batch: Tensor) -> Tensor:

@@ -124,13 +124,13 @@ def test_a_killed_rank_is_named_beside_groups_that_run_other_operations():
 
 def overlapping(whole: zero.World) -> list[list[int]]:
     """Gather in each pair of three ranks, the first pair twice."""
-    found = []
+    gathered = []
     for ranks in ([0, 1], [0, 1], [0, 2], [1, 2]):
         if whole.rank in ranks:
             full = torch.empty(2, dtype=torch.int64)
             whole.part(ranks, "pair").gather(torch.tensor([whole.rank]), full).wait()
-            found.append(full.tolist())
-    return found
+            gathered.append(full.tolist())
+    return gathered
 
 
 @pytest.mark.parametrize("run", [run_ranks, partial(run_processes, timeout_s=LONG_S)], ids=["threads", "processes"])

@@ -94,8 +94,8 @@ def test_the_ways_of_two_engines_are_apart(run):
 
 def test_processes_gather_as_threads_do():
     threads, processes = run_ranks(4, gathered, True, nodes=2), run_processes(4, on_two_nodes, True)
-    for one, other in zip(threads, processes, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for tensors, other in zip(threads, processes, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tensors, other, strict=True))
 
 
 def before(share: int, place: int) -> Tensor:
@@ -189,8 +189,8 @@ def test_the_order_of_a_sum_by_node_is_another_one():
         world.reduce_scatter(full, torch.empty_like(full), own).wait()
         return own
 
-    one = torch.cat(run_ranks(4, straight, nodes=2))
-    assert not torch.equal(one, added_by_hand(2, 2, 0, torch.float32, torch.float32))
+    rank_order_sum = torch.cat(run_ranks(4, straight, nodes=2))
+    assert not torch.equal(rank_order_sum, added_by_hand(2, 2, 0, torch.float32, torch.float32))
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), SHAPES)

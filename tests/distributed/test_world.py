@@ -252,7 +252,7 @@ def test_a_rank_reads_the_texts_of_all_ranks_in_one_request():
     assert rendezvous.hosts(store, size) == [*map(str, range(size))]
     assert store.calls == ["multi_get"]
     store = CountedStore({f"groups/{rank}": "2" for rank in range(size)})
-    rendezvous.check_groups(store, 3, size, 2, LONG_S)
+    rendezvous.check_process_groups(store, 3, size, 2, LONG_S)
     assert store.calls == ["set", "wait", "multi_get"]
     store = CountedStore({f"connected/{rank}": "" for rank in range(size)})
     rendezvous.connect_all(store, 3, size, lambda: None, timeout_s=LONG_S, wait_s=LONG_S, hint="")
@@ -557,7 +557,7 @@ def test_without_torchruns_environment_the_world_is_solo(bare):
 
 
 def test_a_world_of_another_device_is_refused(bare):
-    with pytest.raises(ConfigError, match=r'device=gpu: must be cpu or cuda. Write open_world\(device="cuda"'):
+    with pytest.raises(ConfigError, match=r'device=gpu: must be cpu or cuda. Write zero.open_world\(device="cuda"'):
         World.from_env(device="gpu")
 
 

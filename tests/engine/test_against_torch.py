@@ -73,11 +73,11 @@ def test_fifty_steps_of_adamw_with_clipping(stage, size, accumulate):
     """Warm-up and cosine, weight decay on matrices only, the norm clipped at every step."""
     lr_at = lr_schedule.warmup_cosine(1e-2, 10, 50, final=1e-3)
     setting = Setting(stage=stage, accumulate=accumulate, lr=lr_at, clip=CLIP, weight_decay=DECAY)
-    before, told, found = run_ranks(size, train_zero, setting, 50)[0]
+    before, told, parameters = run_ranks(size, train_zero, setting, 50)[0]
     losses, norms, after = train_torch(before, adamw, lr_at, 50, CLIP)
     assert [metrics.loss for metrics in told] == pytest.approx(losses, rel=1e-5)
     assert [metrics.grad_norm for metrics in told] == pytest.approx(norms, rel=1e-5)
-    assert_equal_parameters(found, after)
+    assert_equal_parameters(parameters, after)
     assert losses[-1] < losses[0] - 1, "it learnt something, so the steps mattered"
     assert min(norms) > CLIP, "every step was clipped"
 
@@ -132,24 +132,24 @@ def test_ten_steps_of_the_other_optimizers(ours, theirs, lr, clip):
     """Ten steps, with a warm-up in them."""
     lr_at = lr_schedule.linear_warmup(lr, 5)
     setting = Setting(optimizer=ours, lr=lr_at, clip=clip, weight_decay=DECAY)
-    before, told, found = run_ranks(2, train_zero, setting, 10)[0]
+    before, told, parameters = run_ranks(2, train_zero, setting, 10)[0]
     losses, norms, after = train_torch(before, theirs, lr_at, 10, clip)
     if theirs is Lion:
         # The sign of a direction near zero may fall either way, and is a full step: few elements, and no later than
         # the losses show.
         assert [metrics.loss for metrics in told] == pytest.approx(losses, rel=1e-3)
-        other = sum(int((found[name] - after[name]).abs().gt(1e-5).sum()) for name in after)
+        other = sum(int((parameters[name] - after[name]).abs().gt(1e-5).sum()) for name in after)
         assert other < sum(value.numel() for value in after.values()) / 1000
     else:
         assert [metrics.loss for metrics in told] == pytest.approx(losses, rel=1e-5)
         assert [metrics.grad_norm for metrics in told] == pytest.approx(norms, rel=1e-5)
-        assert_equal_parameters(found, after)
+        assert_equal_parameters(parameters, after)
 
 
-def assert_equal_parameters(found, expected):
+def assert_equal_parameters(parameters, expected):
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=1e-5, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}"
+            parameters[name], value, rtol=1e-5, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}"
         )
 
 

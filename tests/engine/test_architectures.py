@@ -55,7 +55,7 @@ def batches(name: str) -> list[Batch]:
 
 
 def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
-    return {name: one.chunk(ranks)[rank] if isinstance(one, Tensor) else one for name, one in batch.items()}
+    return {name: value.chunk(ranks)[rank] if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
@@ -63,7 +63,9 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
     told = model(**batch)
     if told.get("loss") is not None:
         return told.loss
-    return sum(one.square().mean() for one in told.values() if isinstance(one, Tensor) and one.requires_grad)
+    return sum(
+        output.square().mean() for output in told.values() if isinstance(output, Tensor) and output.requires_grad
+    )
 
 
 def train_torch(name: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -77,12 +79,12 @@ def train_torch(name: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
         for rank in range(ranks):
             parts.append(loss_of(model, part_of(batch, rank, ranks)) / ranks)
             parts[-1].backward()
-        unused = [one for one in model.parameters() if one.requires_grad and one.grad is None]
-        for one in unused:
-            one.grad = torch.zeros_like(one)  # as here and in DeepSpeed: weight decay and momentum go on
+        unused = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None]
+        for parameter in unused:
+            parameter.grad = torch.zeros_like(parameter)  # as here and in DeepSpeed: weight decay and momentum go on
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        losses.append(sum(one.item() for one in parts))
+        losses.append(sum(loss.item() for loss in parts))
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
@@ -121,8 +123,8 @@ def test_an_architecture_trains_as_in_plain_torch(name: str, tmp_path: Path):
         assert told == pytest.approx(losses, rel=1e-5), (stage, ranks, tier)
         assert ranks > 1 or told[0] == losses[0], stage
         assert values.keys() == parameters.keys()
-        for one, value in parameters.items():
-            torch.testing.assert_close(values[one], value, rtol=1e-5, atol=2e-4, msg=lambda m, n=one: f"{n}: {m}")
+        for key, value in parameters.items():
+            torch.testing.assert_close(values[key], value, rtol=1e-5, atol=2e-4, msg=lambda m, n=key: f"{n}: {m}")
 
 
 def test_they_are_others_than_those_of_every_run():

@@ -22,8 +22,8 @@ def run(tmp_path):
     plan = zero.Plan(model, optimizer=zero.adamw(lr=1e-3), world=world)
     store = zero.open_store(plan)
     state = zero.init(plan, store)
-    found = {"model": model, "world": world, "plan": plan, "store": store, "state": state, "folder": tmp_path}
-    yield SimpleNamespace(**found, batch=torch.ones(3, 4), step=zero.make_step(plan, loss_fn))
+    arguments = {"model": model, "world": world, "plan": plan, "store": store, "state": state, "folder": tmp_path}
+    yield SimpleNamespace(**arguments, batch=torch.ones(3, 4), step=zero.make_step(plan, loss_fn))
     store.close()
 
 

@@ -221,7 +221,7 @@ def views_left(world):
     gc.collect()
     unit = next(unit for unit in state.plan.units if unit.name == "blocks.1")
     whole_bytes = 4 * unit.full_numel
-    return sum(one() is not None for one in given), (world.traffic.gather_bytes - gathered_bytes) / whole_bytes
+    return sum(ref() is not None for ref in given), (world.traffic.gather_bytes - gathered_bytes) / whole_bytes
 
 
 def test_the_full_view_is_freed_on_exit():
@@ -297,7 +297,7 @@ def edit_one_element(world):
     (before, raw), (after, edited) = told
     flip = torch.ones(13).index_fill_(0, torch.tensor([3]), -1)
     assert torch.equal(after, before * flip)
-    return sum(int((one != other).sum()) for one, other in zip(raw, edited, strict=True)), int(
+    return sum(int((grad != other).sum()) for grad, other in zip(raw, edited, strict=True)), int(
         (before[:, 3] != 0).sum()
     )
 
@@ -356,9 +356,9 @@ def by_torch(first):
     model = Plain()
     model.load_state_dict(first)
     held = dict(model.named_parameters())
-    trains = {name: one for name, one in held.items() if one.requires_grad}
-    matrices = [one for one in trains.values() if one.ndim > 1]
-    vectors = [one for one in trains.values() if one.ndim < 2]
+    trains = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
+    matrices = [parameter for parameter in trains.values() if parameter.ndim > 1]
+    vectors = [parameter for parameter in trains.values() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     seen = {}
@@ -366,17 +366,17 @@ def by_torch(first):
         optimizer.zero_grad()
         plain_loss(model, plain_batch(number)).backward()
         if number == 2:
-            places = {"param": held, "grad": {name: one.grad for name, one in trains.items()}}
+            places = {"param": held, "grad": {name: parameter.grad for name, parameter in trains.items()}}
             for kind, moment in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
-                places[kind] = {name: optimizer.state[one][moment] for name, one in trains.items()}
+                places[kind] = {name: optimizer.state[parameter][moment] for name, parameter in trains.items()}
             with torch.no_grad():
                 for kind, tensors in places.items():
-                    seen[kind] = {name: one.detach().clone() for name, one in tensors.items()}
+                    seen[kind] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
                     for name, edit in EDITS[kind].items():
                         tensors[name].copy_(edit(tensors[name]))
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
-    return seen, norm, {name: one.detach() for name, one in held.items()}
+    return seen, norm, {name: parameter.detach() for name, parameter in held.items()}
 
 
 @pytest.mark.parametrize(("stage", "preset"), [(0, "none"), (2, "nvme"), (3, "infinity")])
@@ -463,6 +463,6 @@ def test_a_gradient_is_there_from_backward_to_the_end_of_the_step(stage, preset)
         state.runtime.store.close()
         return told
 
-    found = run_ranks(2, look_at_gradients, setting)
-    assert [told for told, _ in found] == run_ranks(2, straight_on)
-    assert 0 < found[0][1].norm() < found[0][0][1] < 100
+    results = run_ranks(2, look_at_gradients, setting)
+    assert [told for told, _ in results] == run_ranks(2, straight_on)
+    assert 0 < results[0][1].norm() < results[0][0][1] < 100

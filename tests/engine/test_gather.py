@@ -1152,9 +1152,9 @@ class Counting(nn.Module):
 def test_recomputation_sees_the_buffers_that_forward_saw_and_changes_none(stage):
     model = Chain(Counting)
     kept, recomputed = (sharded(model, stage=stage, activations=which) for which in ("keep", "remat"))
-    for one, other in zip(kept, recomputed, strict=True):
-        assert one.losses == other.losses
-        torch.testing.assert_close(one.parameters, other.parameters, rtol=0, atol=0)
+    for result, other in zip(kept, recomputed, strict=True):
+        assert result.losses == other.losses
+        torch.testing.assert_close(result.parameters, other.parameters, rtol=0, atol=0)
 
 
 class SparseLookup(nn.Module):

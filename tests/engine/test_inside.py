@@ -249,7 +249,9 @@ class Registered:
         self.x, self.bias = x, bias
 
 
-register_pytree_node(Registered, lambda one: ([one.x, one.bias], None), lambda parts, _: Registered(*parts))
+register_pytree_node(
+    Registered, lambda container: ([container.x, container.bias], None), lambda parts, _: Registered(*parts)
+)
 
 CONTAINERS: list[Callable[[Any, Any], Any]] = [
     Pair,
@@ -313,12 +315,12 @@ def test_modules_take_and_return_any_container(stage, activations):
 def test_tensors_in_containers_are_found_and_replaced(make):
     x, bias, other = torch.zeros(1), torch.ones(1), torch.ones(2)
     given = make(x, bias)
-    assert [id(one) for one in tensors_in(given)] == [id(x), id(bias)]
+    assert [id(tensor) for tensor in tensors_in(given)] == [id(x), id(bias)]
     assert replaced(given, {id(other): x}) is given
     after = replaced(given, {id(bias): other})
     assert type(after) is type(given)
-    assert [id(one) for one in tensors_in(after)] == [id(x), id(other)]
-    assert [id(one) for one in tensors_in(given)] == [id(x), id(bias)], "the caller's own is not changed"
+    assert [id(tensor) for tensor in tensors_in(after)] == [id(x), id(other)]
+    assert [id(tensor) for tensor in tensors_in(given)] == [id(x), id(bias)], "the caller's own is not changed"
     if isinstance(after, ModelOutput):
         assert after["bias"] is after.bias is other
 
@@ -355,7 +357,7 @@ def test_a_model_trains_through_another_one_that_is_frozen_and_sharded(stage, in
     def loss_with(ask: Callable[[Batch], Tensor], quiet: Callable[[Batch], Tensor]) -> LossFn:
         def loss(model: nn.Module, batch: Batch) -> Tensor:
             if inside:
-                holder = next(one for one in model.modules() if isinstance(one, Holder))
+                holder = next(module for module in model.modules() if isinstance(module, Holder))
                 holder.ask[:] = [ask]
                 y = model(batch.x, batch)
             else:
@@ -427,41 +429,41 @@ OFFLOADED = [
 def test_activations_that_wait_on_the_host_change_no_bit(on_host, build, loss):
     model, stage = build(), (3, 0)[OFFLOADED.index((build, loss)) % 3 == 1]
     kept, offloaded = (sharded(model, loss, stage=stage, steps=2, activations=how) for how in ("keep", "offload"))
-    for one, other in zip(kept, offloaded, strict=True):
-        assert one.losses == other.losses
-        torch.testing.assert_close(one.parameters, other.parameters, rtol=0, atol=0)
+    for result, other in zip(kept, offloaded, strict=True):
+        assert result.losses == other.losses
+        torch.testing.assert_close(result.parameters, other.parameters, rtol=0, atol=0)
     assert on_host, "nothing went to the host"
-    for one in on_host:
-        assert one.allocated_bytes
-        assert not one._homes, "a graph that is gone leaves nothing behind"
-        assert sum(block.numel() for free in one._free.values() for block in free) == one.allocated_bytes
+    for host_store in on_host:
+        assert host_store.allocated_bytes
+        assert not host_store._homes, "a graph that is gone leaves nothing behind"
+        assert sum(block.numel() for free in host_store._free.values() for block in free) == host_store.allocated_bytes
 
 
 def test_what_is_kept_twice_goes_once_and_views_come_back_as_they_were():
     store = OnHost(Device(torch.device("cpu")), least_bytes=64)
     wide = torch.randn(4, 24)
     given = [wide, wide[:, 8:16], wide.t(), wide.view(torch.int32)[1]]
-    packed = [store.keep(one) for one in given]
+    packed = [store.keep(tensor) for tensor in given]
     assert store.allocated_bytes == 4096
     small = store.keep(torch.ones(3))
-    expected = [one.clone() for one in given]
+    expected = [tensor.clone() for tensor in given]
     for _ in range(2):
-        for one, before in zip(reversed(packed), reversed(expected), strict=True):
-            assert torch.equal(store.find(one), before)
+        for handle, before in zip(reversed(packed), reversed(expected), strict=True):
+            assert torch.equal(store.find(handle), before)
     wide.zero_()  # its copy may have been under way
     changed = store.keep(wide)
     for _ in range(2):
         assert store.find(changed).count_nonzero() == 0
-        for one, before in zip(packed, given, strict=True):
+        for handle, before in zip(packed, given, strict=True):
             shape = re.escape(str(tuple(before.shape)))
             with pytest.raises(RuntimeError, match=f"modified by an inplace operation.*{shape} is at version 1"):
-                store.find(one)
+                store.find(handle)
     assert torch.equal(store.find(small), torch.ones(3))
     small.tensor.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         store.find(small)
     store.release_all()
-    del packed, changed, one
+    del packed, changed, handle
     assert not store._homes
 
 

@@ -101,10 +101,12 @@ def test_a_copy_on_each_node_has_the_law_of_sums_by_node(size, nodes, precision)
     for number, other in enumerate((first, *(others[::4] if size == 4 else others[2::5]))):
         other = offloaded(other, number).but(shard="node")
         told = run_ranks(size, train_small, other, nodes=nodes)
-        assert [one for one, _ in told] == [one for one, _ in expected], other
+        assert [state_digest for state_digest, _ in told] == [state_digest for state_digest, _ in expected], other
         for (_, metrics), (_, wanted) in zip(told, expected, strict=True):  # norms are added up in other pieces
-            assert [one.loss for one in metrics] == [one.loss for one in wanted]
-            assert [one.grad_norm for one in metrics] == pytest.approx([one.grad_norm for one in wanted], rel=1e-6)
+            assert [step_metrics.loss for step_metrics in metrics] == [step_metrics.loss for step_metrics in wanted]
+            assert [step_metrics.grad_norm for step_metrics in metrics] == pytest.approx(
+                [step_metrics.grad_norm for step_metrics in wanted], rel=1e-6
+            )
 
 
 class UsedTwice(nn.Module):
@@ -167,7 +169,7 @@ def test_accumulation_is_bitwise_within_the_pairs(accumulate, between):
             for stage in pair
             for way in (plain, between)
         ]
-        assert all(one == told[0] for one in told[1:])
+        assert all(result == told[0] for result in told[1:])
 
 
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, 2), (1, 1), (2, 2), (3, 1)])
@@ -206,7 +208,7 @@ def test_a_gradient_is_added_in_the_declared_order():
     by_node = -((rows[0] + rows[1]) + (rows[2] + rows[3])) / 4
     by_rank = -(((rows[0] + rows[1]) + rows[2]) + rows[3]) / 4
     assert not torch.equal(by_node, by_rank)
-    assert all(torch.equal(one, by_node) for one in run_ranks(4, train, "node", nodes=2))
+    assert all(torch.equal(weight, by_node) for weight in run_ranks(4, train, "node", nodes=2))
     assert all(torch.equal(w, by_rank) for w in run_ranks(4, train, "exact", nodes=2))
 
 
@@ -304,12 +306,14 @@ def held(world: zero.World, setting: Setting) -> tuple[dict[str, dict[str, int]]
 )
 def test_the_plan_counts_secondary_shards_and_sums_of_nodes(stage, offload, between):
     setting = Setting(stage=stage, precision="bf16", between=between, offload=OFFLOADS[offload])
-    for told, found in run_ranks(4, held, setting, nodes=2):
+    for told, allocated in run_ranks(4, held, setting, nodes=2):
         kinds = Counter(told["device"])
-        assert +kinds == found["device"]
+        assert +kinds == allocated["device"]
         assert bool(kinds["node sums"]) is (between[1] == "node")
         kept = {tier: kinds["secondary shards"] for tier, kinds in told.items() if kinds.get("secondary shards")}
-        assert kept == {tier: kinds["secondary shards"] for tier, kinds in found.items() if "secondary shards" in kinds}
+        assert kept == {
+            tier: kinds["secondary shards"] for tier, kinds in allocated.items() if "secondary shards" in kinds
+        }
         tiers = ["host" if offload == "infinity" else "device"] if between[0] == "node" and stage == 3 else []
         assert [*kept] == tiers
 
@@ -321,9 +325,9 @@ def test_the_plan_counts_what_a_gpu_keeps_in_host_memory(offload, gather):
     """Of whole blocks, as all that is there; on a disk parameters have none unless it is asked for."""
     setting = Setting(precision="bf16", between=(gather, "exact"), offload=OFFLOADED_PARAMS[offload])
     with simulated_gpu():
-        for told, found in run_ranks(6, held, setting, nodes=3):
-            assert +Counter(told["device"]) == found["device"]
-            kept = [kinds.get("secondary shards", 0) for kinds in (told["host"], found.get("host", {}))]
+        for told, allocated in run_ranks(6, held, setting, nodes=3):
+            assert +Counter(told["device"]) == allocated["device"]
+            kept = [kinds.get("secondary shards", 0) for kinds in (told["host"], allocated.get("host", {}))]
             if gather == "world" or (gather == "auto" and offload == "infinity"):
                 assert kept == [0, 0]
             else:  # two of three shards, 2 bytes each, of 2 flats of 4 units at most
@@ -335,9 +339,9 @@ def test_the_plan_counts_what_a_gpu_keeps_in_host_memory(offload, gather):
 def test_the_plan_counts_a_copy_on_each_node(stage, offload):
     setting = Setting(stage=stage, precision="bf16", shard="node", offload=OFFLOADS[offload])
     one_node = [told for told, _ in run_ranks(2, held, setting)]
-    for rank, (told, found) in enumerate(run_ranks(4, held, setting, nodes=2)):
+    for rank, (told, allocated) in enumerate(run_ranks(4, held, setting, nodes=2)):
         kinds = Counter(told["device"])
-        assert +kinds == found["device"]
+        assert +kinds == allocated["device"]
         assert kinds.pop("node sums")
         assert kinds == Counter(one_node[rank % 2]["device"])
 
@@ -606,10 +610,10 @@ def test_a_step_that_breaks_off_leaves_no_secondary_shard_that_holds_something_e
             calls = itertools.count()
 
             def breaks_off(*args, calls=calls):
-                found = fetch(*args)
+                handles = fetch(*args)
                 if next(calls) == call:
                     raise InterruptedError
-                return found
+                return handles
 
             residency.gathers._fetch = breaks_off
             try:
@@ -643,7 +647,7 @@ def test_a_gather_that_never_began_leaves_no_secondary_shard():
         return [residency.materialise(unit).clone() for unit in units for _ in range(2)]
 
     for told, wanted in zip(*(run_ranks(4, left_out, way, nodes=2) for way in ("node", "world")), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(told, wanted, strict=True))
+        assert all(torch.equal(tensor, other) for tensor, other in zip(told, wanted, strict=True))
 
 
 WAYS = {
@@ -681,7 +685,7 @@ def test_a_checkpoint_goes_from_any_way_to_any(out_of, into, tmp_path):
         return digest(state)
 
     told = run_ranks(4, saved, nodes=2)
-    digests = {one for one, _ in told}
+    digests = {state_digest for state_digest, _ in told}
     path = told[0][1]
     assert {*run_ranks(4, loaded, path, nodes=2)} == digests
     assert {*run_ranks(2, loaded, path)} == digests

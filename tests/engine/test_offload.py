@@ -91,10 +91,10 @@ def train_offloaded(world, setting, steps, disk=None, build=Small):
         batch = small_batch(number, 6 * world.size * setting.accumulate)
         state, metrics = step(state, slice_of(batch, world, setting.accumulate))
         told.append(metrics)
-    found = digest(state), told
+    result = digest(state), told
     store.drain()
     store.close()
-    return found
+    return result
 
 
 KINDS = [("fp32", 1, 0.5), ("bf16", 3, 0.5), ("fp32", 3, None), ("bf16", 1, None)]
@@ -239,8 +239,8 @@ def test_gradients_add_up_on_the_disk_whichever_microbatch_runs_what(size, stage
 
 
 def test_fewer_microbatches_than_planned_leave_a_single_gradient_to_the_update():
-    found = [run_ranks(1, train_branches, 0, 3, "bf16", offload, [{}])[0][0] for offload in (False, True)]
-    assert found[0] == found[1]
+    digests = [run_ranks(1, train_branches, 0, 3, "bf16", offload, [{}])[0][0] for offload in (False, True)]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
@@ -294,15 +294,15 @@ def test_a_step_that_was_interrupted_can_be_made_again(where, accumulate):
                 with pytest.raises(KeyboardInterrupt):
                     zero.make_step(plan, stopping)(state, batches)
             state, _ = step(state, batches)
-        found = {kind: full_state_dict(state, kind) for kind in ("param", "mu", "nu")}
+        state_dicts = {kind: full_state_dict(state, kind) for kind in ("param", "mu", "nu")}
         store.close()
-        return found
+        return state_dicts
 
     expected = run_ranks(1, rank_main, (), False)[0]
     for preset in ("nvme", "infinity"):
-        found = run_ranks(1, rank_main, (("preset", preset),), True)[0]
+        state_dicts = run_ranks(1, rank_main, (("preset", preset),), True)[0]
         for kind, tensors in expected.items():
-            assert all(torch.equal(tensor, found[kind][name]) for name, tensor in tensors.items()), (preset, kind)
+            assert all(torch.equal(tensor, state_dicts[kind][name]) for name, tensor in tensors.items()), (preset, kind)
 
 
 def _interrupt(grad):
@@ -401,11 +401,11 @@ def test_a_skipped_step_changes_nothing_and_reads_ahead_for_nothing():
         state, _ = step(state, slice_of(small_batch(0, 6 * world.size), world, 1))
         return [full_state_dict(state, kind) for kind in ("param", "mu", "nu")]
 
-    for (_, steps, found), expected in zip(run_ranks(2, rank_main), run_ranks(2, undisturbed), strict=True):
+    for (_, steps, state_dicts), expected in zip(run_ranks(2, rank_main), run_ranks(2, undisturbed), strict=True):
         assert steps == 1
-        for one, other in zip(found, expected, strict=True):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in one)
+        for state_dict, other in zip(state_dicts, expected, strict=True):
+            assert state_dict.keys() == other.keys()
+            assert all(torch.equal(state_dict[name], other[name]) for name in state_dict)
 
 
 def test_evaluation_between_steps_changes_nothing():

@@ -167,7 +167,9 @@ def test_nothing_is_ever_whole_at_stage_3(monkeypatch):
     with torch.device("meta"):
         models = [Stack() for _ in range(4)]
     monkeypatch.setattr(nn.Linear, "reset_parameters", counted)
-    before = sum(one.numel() for one in gc.get_objects() if type(one) is nn.Parameter and not one.is_meta)
+    before = sum(
+        parameter.numel() for parameter in gc.get_objects() if type(parameter) is nn.Parameter and not parameter.is_meta
+    )
 
     def rank_main(world: zero.World) -> int:
         plan = zero.Plan(models[world.rank], optimizer=zero.adamw(1e-3), world=world)

@@ -192,16 +192,16 @@ def test_whatever_is_asked_a_unit_is_in_one_buffer_and_a_pinned_one_keeps_its_un
         elif what == "drop":
             drop_ahead(made)
         for held, buffers in pinned.items():
-            assert all(made.find(held) is one and one.unit == held for one in buffers)
+            assert all(made.find(held) is pinned_buffer and pinned_buffer.unit == held for pinned_buffer in buffers)
         homes = [made.find(index) for index in range(5)]
         assert len({id(home) for home in homes if home is not None}) == sum(home is not None for home in homes)
         assert all(home is None or home in made.buffers for home in homes)
-        assert sum(not one.extra for one in made.buffers) == 2
-    for one in [one for buffers in pinned.values() for one in buffers]:
-        made.unpin(one)
+        assert sum(not pool_buffer.extra for pool_buffer in made.buffers) == 2
+    for pinned_buffer in [pinned_buffer for buffers in pinned.values() for pinned_buffer in buffers]:
+        made.unpin(pinned_buffer)
     drop_ahead(made)
     assert made.pinned == 0
-    assert not any(one.extra for one in made.buffers)
+    assert not any(pool_buffer.extra for pool_buffer in made.buffers)
 
 
 # -- visits ------------------------------------------------------------------------------------------------------------

@@ -76,9 +76,9 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(weight)
-        one = torch.ones(())
+        scale = torch.ones(())
         narrow, wide = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
-        return torch._scaled_mm(narrow, wide.t(), one, one, out_dtype=torch.bfloat16).float()
+        return torch._scaled_mm(narrow, wide.t(), scale, scale, out_dtype=torch.bfloat16).float()
 
     @staticmethod
     def backward(ctx, grad):

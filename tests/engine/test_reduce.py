@@ -89,8 +89,8 @@ def test_a_unit_of_an_earlier_microbatch_counts(size, stage, update):
         return full_state_dict(state)
 
     expected = plain(size, batches, steps=3, clip=0.05)
-    for found in run_ranks(size, rank_main):
-        for name, tensor in found.items():
+    for parameters in run_ranks(size, rank_main):
+        for name, tensor in parameters.items():
             # the order of addition differs from torch's; Adam's first steps divide by small roots
             torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=2e-6)
 
@@ -199,8 +199,8 @@ def test_a_stack_that_is_looped_over_needs_no_more_memory(loops, update):
             assert parts.residency.pool.allocated_bytes == planned["gathered units"]
         return digest(state)
 
-    found = {one for stage in range(4) for one in run_ranks(2, rank_main, stage)}
-    assert len(found) == 1
+    digests = {state_digest for stage in range(4) for state_digest in run_ranks(2, rank_main, stage)}
+    assert len(digests) == 1
 
 
 def test_an_interrupted_update_is_never_taken_for_a_state(monkeypatch):
@@ -239,7 +239,7 @@ def test_a_step_that_fails_where_a_reduction_starts_can_be_made_again(stage):
         state, _ = step(state, [batch_of(1, world.rank, 0)])
         return digest(state)
 
-    assert len({one for failures in (0, 3) for one in run_ranks(2, rank_main, failures)}) == 1
+    assert len({state_digest for failures in (0, 3) for state_digest in run_ranks(2, rank_main, failures)}) == 1
 
 
 def test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its_flats_are_used_again():
@@ -276,7 +276,7 @@ def test_a_sum_by_node_whose_second_row_does_not_start_ends_its_first_before_its
 
     plain, failed = (run_ranks(4, rank_main, failures, nodes=2) for failures in (0, 3))
     assert {waits for _, waits in failed} == {3}
-    assert len({one for one, _ in plain + failed}) == 1
+    assert len({state_digest for state_digest, _ in plain + failed}) == 1
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -334,8 +334,8 @@ def test_a_model_that_was_built_whole_keeps_its_values():
     model = Stack()
     world = zero.open_world()
     plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, stage=3, precision="fp32", units=[nn.Linear])
-    found = full_state_dict(zero.init(plan, zero.open_store(plan), seed=5))
-    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    state_dict = full_state_dict(zero.init(plan, zero.open_store(plan), seed=5))
+    assert all(torch.equal(state_dict[name], parameter) for name, parameter in model.named_parameters())
 
 
 def test_units_are_a_list_of_classes_or_names():

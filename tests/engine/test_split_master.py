@@ -55,17 +55,17 @@ def run(world, setting, folder):
     """Digests at the start, after training, an edit and more training; metrics; the bytes of the last checkpoint."""
     with opened(world, setting) as (state, step):
         check_rounding(state)
-        found = [digest(state)]
+        records = [digest(state)]
         for number in range(4):
             state, metrics = step(state, slice_of(small_batch(number, 12), world, setting.accumulate))
-            found.append(metrics)
+            records.append(metrics)
             if number == 1:
                 edited(state)
-                found.append(digest(state))
+                records.append(digest(state))
         check_rounding(state)
         path = save(state, folder)
         files = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.glob("*.safetensors"))]
-        return [*found, digest(state), files], path
+        return [*records, digest(state), files], path
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_split_and_whole_are_the_same_run(size, stage, preset, tmp_path: Path):
     told = {
         master: run_ranks(size, run, setting.but(master=master), tmp_path / master) for master in ("split", "whole")
     }
-    assert [found for found, _ in told["split"]] == [found for found, _ in told["whole"]]
+    assert [records for records, _ in told["split"]] == [records for records, _ in told["whole"]]
     [*_, saved, _], path = told["whole"][0]  # a file has the buffers of rank 0
     for master, other in itertools.product(("split", "whole"), EVERYWHERE):
         there = setting.but(stage=other[0], offload=(("preset", other[1]),), master=master)

@@ -237,5 +237,5 @@ def test_processes_agree_with_threads():
             expected.append(asked[-1].but(stage=stage // 2 * 2, update="serial", prefetch=0))
     alone = {setting: run_ranks(2, train_small, setting) for setting in set(expected)}
     for rank, told in enumerate(run_processes(2, over_gloo, asked)):
-        for one, setting, reference in zip(told, asked, expected, strict=True):
-            assert one == alone[reference][rank], setting
+        for result, setting, reference in zip(told, asked, expected, strict=True):
+            assert result == alone[reference][rank], setting

@@ -68,10 +68,10 @@ def test_an_update_that_breaks_off_is_made_once():
         for budget in range(200 * KiB, 900 * KiB, 25 * KiB):
             setting = PLAIN.but(offload=(("preset", "auto"), ("device_budget", budget)))  # type: ignore[arg-type]
             try:
-                [(found, broken)] = run_ranks(1, interrupted, setting, True)
+                [(sums, broken)] = run_ranks(1, interrupted, setting, True)
             except DoesNotFit:
                 continue  # too small for the buffers
-            assert found == expected
+            assert sums == expected
             if broken:
                 return
     pytest.fail("no budget splits a unit")
@@ -158,7 +158,7 @@ def test_what_has_a_slot_of_its_own_is_not_copied_in_again(ahead):
         return told
 
     with simulated_gpu():
-        [(found, moved, nbytes)] = run_ranks(1, counted)
+        [(state_digest, moved, nbytes)] = run_ranks(1, counted)
         [(expected, _)] = run_ranks(1, train_small, PLAIN.but(offload=()), 3, wide)
-    assert found == expected
+    assert state_digest == expected
     assert moved == (2 * nbytes if ahead == 0 else nbytes)

@@ -251,9 +251,9 @@ def first_values(world, setting):
     return full_state_dict(state)
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def assert_same(state_dict, other):
+    assert state_dict.keys() == other.keys()
+    assert all(torch.equal(state_dict[name], other[name]) for name in state_dict)
 
 
 def test_first_values_depend_on_the_seed_alone():
@@ -262,12 +262,12 @@ def test_first_values_depend_on_the_seed_alone():
     for size, stage in ((1, 0), (2, 1), (3, 2), (8, 3), (3, 3)):
         units = (None, ("Block",), ("Small",), ("Linear", "Norm", "Embedding"))[stage]
         setting = Setting(stage=stage, units=units, bucket=2048 * stage, precision=("fp32", "bf16", "fp16")[size % 3])
-        for found in run_ranks(size, first_values, setting):
+        for state_dict in run_ranks(size, first_values, setting):
             if setting.precision == "fp32":
-                assert_same(found, expected)
+                assert_same(state_dict, expected)
             else:  # frozen parameters have no master
-                trained = {name for name in found if not name.startswith("blocks.2") and name != FROZEN}
-                assert_same({n: found[n] for n in trained}, {n: expected[n] for n in trained})
+                trained = {name for name in state_dict if not name.startswith("blocks.2") and name != FROZEN}
+                assert_same({n: state_dict[n] for n in trained}, {n: expected[n] for n in trained})
     other = first_values(World.solo(), Setting(seed=1))
     assert not torch.equal(other["blocks.0.linear.weight"], expected["blocks.0.linear.weight"])
     assert not torch.equal(expected["blocks.0.linear.weight"], expected["blocks.1.linear.weight"])
@@ -320,8 +320,8 @@ def test_weights_come_from_a_mapping_a_file_or_a_function(tmp_path, stage):
         tensor.copy_(values[name])
 
     for weights in (values, tmp_path / "w.safetensors", str(tmp_path / "w.safetensors"), fill):
-        for found in run_ranks(2, with_weights, stage, weights):
-            assert_same(found, values)
+        for state_dict in run_ranks(2, with_weights, stage, weights):
+            assert_same(state_dict, values)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):

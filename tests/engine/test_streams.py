@@ -68,14 +68,17 @@ def is_racy(told: list[Act]) -> bool:
         sources = [last[act.agent]] if act.agent in last else []
         if act.what == "after" and act.mark in marked:
             sources.append(marked[act.mark])
-        before.append({one for source in sources for one in (source, *before[source])})
+        before.append({predecessor for source in sources for predecessor in (source, *before[source])})
         last[act.agent] = number
         if act.what == "mark":
             marked[act.mark] = number
     touches = [(number, act) for number, act in enumerate(told) if act.what in ("read", "write")]
     return any(
-        "write" in (one.what, other.what) and one.first < other.stop and other.first < one.stop and i not in before[j]
-        for (i, one), (j, other) in itertools.combinations(touches, 2)
+        "write" in (access.what, other.what)
+        and access.first < other.stop
+        and other.first < access.stop
+        and i not in before[j]
+        for (i, access), (j, other) in itertools.combinations(touches, 2)
     )
 
 
@@ -84,7 +87,7 @@ def is_racy(told: list[Act]) -> bool:
 def test_a_race_is_what_no_order_of_marks_and_waits_rules_out(told):
     agents = [Agent(number, f"stream {number}") for number in range(3)]
     history, marks = History("memory", agents[0]), {}
-    found = False
+    raised = False
     try:
         for act in told:
             agent = agents[act.agent]
@@ -95,8 +98,8 @@ def test_a_race_is_what_no_order_of_marks_and_waits_rules_out(told):
             elif act.what in ("read", "write"):
                 history.access(agent, act.first, act.stop, writes=act.what == "write", what=act.what)
     except RaceError:
-        found = True
-    assert found == is_racy(told)
+        raised = True
+    assert raised == is_racy(told)
 
 
 def test_memory_is_freed_without_the_lock_of_the_device_that_it_is_of():
@@ -427,10 +430,10 @@ def train_interrupted(world: zero.World, path: Path, **given) -> str:
         calls = itertools.count()
 
         def breaks_off(*args, calls=calls):
-            found = fetch(*args)
+            handles = fetch(*args)
             if next(calls) == 1:
                 raise InterruptedError
-            return found
+            return handles
 
         residency.gathers._fetch = breaks_off
         try:  # where there is nothing to gather nothing breaks off
@@ -637,9 +640,9 @@ def waits_of_a_step(world: zero.World, path: Path, **given) -> tuple[int, int]:
         before = counts.copy()
         state, _ = step(state, [rows(number, world, torch.bfloat16)])
     state.runtime.store.drain()
-    found = counts - before
+    step_counts = counts - before
     state.runtime.store.close()
-    return found["waits of the host"], found["waits of the store's threads"]
+    return step_counts["waits of the host"], step_counts["waits of the store's threads"]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -813,15 +816,15 @@ NEEDED: dict[str, dict[str, str]] = {
 
 def calls() -> dict[tuple[str, int], Call]:
     """All calls in the library that may be waits, by file and line."""
-    found: dict[tuple[str, int], Call] = {}
+    call_sites: dict[tuple[str, int], Call] = {}
     for path in sorted((ROOT / "zero").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         if not file.startswith("zero/testing/"):
-            _add_calls(found, ast.parse(path.read_text()), file, ())
-    return found
+            _add_calls(call_sites, ast.parse(path.read_text()), file, ())
+    return call_sites
 
 
-def _add_calls(found: dict[tuple[str, int], Call], node: ast.AST, file: str, scope: tuple[str, ...]) -> None:
+def _add_calls(call_sites: dict[tuple[str, int], Call], node: ast.AST, file: str, scope: tuple[str, ...]) -> None:
     for child in ast.iter_child_nodes(node):
         inner = (*scope, child.name) if isinstance(child, ast.ClassDef | ast.FunctionDef) else scope
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
@@ -832,8 +835,8 @@ def _add_calls(found: dict[tuple[str, int], Call], node: ast.AST, file: str, sco
             if (name in ("wait", "finish", "join", "drain") and bare) or (name in ("aside", "paging") and not passed):
                 line = child.func.end_lineno or child.lineno
                 callee = re.sub(r"\(.*\)", "()", ast.unparse(child.func), flags=re.DOTALL)
-                found[file, line] = Call(file, ".".join(scope), callee)
-        _add_calls(found, child, file, inner)
+                call_sites[file, line] = Call(file, ".".join(scope), callee)
+        _add_calls(call_sites, child, file, inner)
 
 
 CALLS = calls()
@@ -898,6 +901,6 @@ def test_ranks_that_are_processes_have_the_same_device_and_bits(given, tmp_path)
     with simulated_gpu():
         wanted = run_ranks(2, partial(train, **given), tmp_path)
     with simulated_gpu(races=True, order="late"):
-        found = run_processes(2, trained_in_a_process, str(tmp_path), given)
-    assert [told for told, _ in found] == wanted
-    assert all(counts["launches"] > 100 for _, counts in found)
+        results = run_processes(2, trained_in_a_process, str(tmp_path), given)
+    assert [told for told, _ in results] == wanted
+    assert all(counts["launches"] > 100 for _, counts in results)

@@ -92,16 +92,16 @@ def borrowed() -> list[float]:
     plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, accumulate=2, offload="cpu", units=["Linear"])
     store = zero.open_store(plan)
     parts = zero.init(plan, store).runtime
-    found = []
+    gradients = []
     for unit, value in [*zip(parts.units, (1.0, 2.0, 3.0), strict=True), (parts.units[2], 4.0)]:
-        found.append(parts.gradients.open(unit, fresh=value < 4)[-1].item())
+        gradients.append(parts.gradients.open(unit, fresh=value < 4)[-1].item())
         parts.gradients.open(unit, fresh=False).fill_(value)
         parts.gradients.park(unit)
     for unit in (*parts.units, *parts.units):
-        found += [parts.gradients.open(unit, fresh=False)[-1].item()]
+        gradients += [parts.gradients.open(unit, fresh=False)[-1].item()]
         parts.gradients.park(unit)
     store.close()
-    return found
+    return gradients
 
 
 def test_three_gradients_in_two_buffers_are_what_was_written():
@@ -293,12 +293,12 @@ def test_gradients_travel_beside_what_computes():
     """Both ways: out after the backward of their unit, in before that of the next microbatch; the second in fp32."""
     [timeline] = record(1, "cpu", microbatches=3)
     seen = Counter(span.name for span in timeline.spans)
-    found = timeline.hidden()
+    row_seconds = timeline.hidden()
     for unit in UNITS:
         assert (seen[f"page out {unit}"], seen[f"page in {unit}"]) == (3, 2)
     for row in ("page out", "page in"):
-        assert found[row].busy_s > 0.1 * timeline.step_s
-        assert found[row].exposed_s < 0.02 * found[row].busy_s, row
+        assert row_seconds[row].busy_s > 0.1 * timeline.step_s
+        assert row_seconds[row].exposed_s < 0.02 * row_seconds[row].busy_s, row
     for before, unit in pairwise(UNITS[1:]):  # that of unit 0 leaves after the last backward
         left, computed = last(timeline, f"page out {unit}"), last(timeline, f"backward {before}")
         assert is_within(left.begin_s, computed)
@@ -329,8 +329,8 @@ def test_ranks_gather_beside_compute_also_after_an_update(preset, limit):
 def test_a_step_out_of_host_memory_takes_little_longer_than_one_on_the_device(size):
     """Transfers take a good part of the step; all but the first gathers and the last gradient are hidden."""
     for plain, offloaded in zip(record(size, "none"), record(size, "cpu"), strict=True):
-        found = offloaded.hidden()
-        travelled_s = sum(found[row].busy_s for row in ("gather", "page in", "page out"))
+        row_seconds = offloaded.hidden()
+        travelled_s = sum(row_seconds[row].busy_s for row in ("gather", "page in", "page out"))
         assert travelled_s > 0.3 * plain.step_s
         assert offloaded.step_s < 1.1 * plain.step_s
 
@@ -339,13 +339,13 @@ def test_the_timeline_of_a_slow_link_says_what_compute_waits_for():
     """The compute row takes as long as without offload, and the rest of the step is exposed."""
     [plain] = record(1, "none")
     [timeline] = record(1, "cpu", rates=RATES._replace(link_bytes_per_s=RATES.link_bytes_per_s / 10))
-    found, before = timeline.hidden(), plain.hidden()
+    row_seconds, before = timeline.hidden(), plain.hidden()
     assert timeline.step_s > 1.5 * plain.step_s
     compute_s = before["compute"].busy_s - before["update"].hidden_s  # during which the update's kernels interrupt it
-    assert found["compute"].busy_s == pytest.approx(compute_s, rel=0.01)
+    assert row_seconds["compute"].busy_s == pytest.approx(compute_s, rel=0.01)
     for row in ("gather", "page in"):
-        assert found[row].exposed_s > 0.1 * found[row].busy_s, row
-    assert found["page out"].exposed_s > 0, "a buffer of the first microbatch, which leaves in bf16"
+        assert row_seconds[row].exposed_s > 0.1 * row_seconds[row].busy_s, row
+    assert row_seconds["page out"].exposed_s > 0, "a buffer of the first microbatch, which leaves in bf16"
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------

@@ -385,9 +385,9 @@ def decayed() -> nn.Module:
 @pytest.mark.parametrize(("build", "ranks"), [(masked, 2), (bounded, 1), (bounded, 2), (decayed, 2)])
 def test_hooks_of_parameters_make_the_gradient_that_they_make_in_torch(build, ranks, stage):
     expected, without = plain(build, ranks), plain(chain, ranks)
-    found = trained(build, stage, ranks)
-    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=1e-5, atol=1e-6)
-    assert not all(torch.equal(expected[name], without[name]) for name in found), "the hook changed nothing"
+    parameters = trained(build, stage, ranks)
+    torch.testing.assert_close(parameters, {name: expected[name] for name in parameters}, rtol=1e-5, atol=1e-6)
+    assert not all(torch.equal(expected[name], without[name]) for name in parameters), "the hook changed nothing"
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -405,8 +405,10 @@ def test_hooks_see_a_microbatchs_share_of_the_step(stage):
         for part in parts:
             (mean_square(expected, part) / count).backward()
         optimizer.step()
-    found = zero.full_state_dict(state)
-    torch.testing.assert_close(found, {name: expected.state_dict()[name] for name in found}, rtol=1e-5, atol=1e-6)
+    parameters = zero.full_state_dict(state)
+    torch.testing.assert_close(
+        parameters, {name: expected.state_dict()[name] for name in parameters}, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -470,6 +472,6 @@ def pruned() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize(("build", "stage"), [(weight_normed, 3), (spectral_normed, 0), (pruned, 3)])
 def test_weights_that_a_hook_of_the_old_kind_makes_train(build, stage):
-    expected, found = plain(build), trained(build, stage)
-    assert len(found) == len(list(build().parameters()))
-    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=1e-5, atol=1e-6)
+    expected, parameters = plain(build), trained(build, stage)
+    assert len(parameters) == len(list(build().parameters()))
+    torch.testing.assert_close(parameters, {name: expected[name] for name in parameters}, rtol=1e-5, atol=1e-6)

@@ -142,8 +142,8 @@ def loss_of(model, batch):
 
 def train_torch(model, family, ranks=RANKS):
     """Losses and last parameters of plain torch, which averages over the parts that ranks would have."""
-    matrices = [one for one in model.parameters() if one.ndim >= 2]
-    others = [one for one in model.parameters() if one.ndim < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer, losses = torch.optim.AdamW(groups, lr=1e-2), []
     for step in range(STEPS):
@@ -269,9 +269,9 @@ def test_adapters_of_peft_train_as_they_do_in_plain_torch(family, saved, tmp_pat
         assert told == pytest.approx(losses, rel=1e-5), (stage, offload)
         assert len(adapter) == len(began) > 0
         for name, value in began.items():
-            found = adapter[name.replace(".default", "")]
-            torch.testing.assert_close(found, wanted[name], rtol=1e-5, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
-            assert not torch.equal(found, value)
+            tensor = adapter[name.replace(".default", "")]
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+            assert not torch.equal(tensor, value)
 
 
 def train_on_codes(world, family, folder, began, frozen, stage, offload):
@@ -380,12 +380,12 @@ def test_fresh_values_are_spread_as_transformers_spreads_them(family):
     with zero.empty():
         model = new_model(family)
     plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.open_world())
-    found = full_state_dict(zero.init(plan, zero.open_store(plan), seed=1))
+    state_dict = full_state_dict(zero.init(plan, zero.open_store(plan), seed=1))
     for name, value in wanted.state_dict().items():
-        if name in found and value.numel() > 100:
-            assert float(found[name].std()) == pytest.approx(float(value.std()), rel=0.3), name
-        elif name in found:
-            assert bool(found[name].count_nonzero()) == bool(value.count_nonzero()), name
+        if name in state_dict and value.numel() > 100:
+            assert float(state_dict[name].std()) == pytest.approx(float(value.std()), rel=0.3), name
+        elif name in state_dict:
+            assert bool(state_dict[name].count_nonzero()) == bool(value.count_nonzero()), name
 
 
 class Outer(nn.Module):
@@ -410,10 +410,10 @@ class Outer(nn.Module):
 
 def test_init_weights_has_the_last_word_and_whom_it_leaves_out_is_named():
     plan = zero.Plan(built(Outer, True), optimizer=zero.adamw(1e-2), world=zero.open_world())
-    found = full_state_dict(zero.init(plan, zero.open_store(plan)))
-    assert found["inner.scale"].tolist() == [2.0] * 3
-    assert found["linear.bias"].tolist() == [5.0] * 3
-    assert found["linear.weight"].count_nonzero() == 6
+    state_dict = full_state_dict(zero.init(plan, zero.open_store(plan)))
+    assert state_dict["inner.scale"].tolist() == [2.0] * 3
+    assert state_dict["linear.bias"].tolist() == [5.0] * 3
+    assert state_dict["linear.weight"].count_nonzero() == 6
     plan = zero.Plan(built(Outer, False), optimizer=zero.adamw(1e-2), world=zero.open_world())
     with pytest.raises(PlanError, match=r"Module at inner holds inner\.scale and has no reset_parameters\(\)"):
         zero.init(plan, zero.open_store(plan))
@@ -478,9 +478,9 @@ def first_values(weights):
 @pytest.mark.parametrize("index", [True, False])
 def test_a_folder_of_files_is_read_whichever_name_of_a_tie_it_has_statistics_too(index, tmp_path):
     values = tied_values()
-    found, buffers = first_values(in_files(tmp_path / "model", values, index))
-    assert found.keys() == {"embed.weight", "norm.weight", "norm.bias"}
-    assert torch.equal(found["embed.weight"], values["head.weight"])
+    parameters, buffers = first_values(in_files(tmp_path / "model", values, index))
+    assert parameters.keys() == {"embed.weight", "norm.weight", "norm.bias"}
+    assert torch.equal(parameters["embed.weight"], values["head.weight"])
     (mean,) = (value for name, value in buffers.items() if name.endswith("running_mean"))
     assert torch.equal(mean, values["norm.running_mean"])
 
@@ -539,13 +539,13 @@ def test_an_export_and_a_file_of_transformers_are_the_same_weights(saved):
     folder = saved("mixtral")
     assert any("experts.0.w1" in name for name in load_file(folder / "model.safetensors"))
     model = hf.build(folder)
-    found = hf.weights(model, folder)
+    weights = hf.weights(model, folder)
     whole = new_model("mixtral").from_pretrained(folder).state_dict()
-    assert set(found) == set(whole)
-    assert len(found) == len(whole)
-    assert all(torch.equal(found[name], value) for name, value in whole.items())
-    assert "nothing" not in found
-    assert not found.unused
+    assert set(weights) == set(whole)
+    assert len(weights) == len(whole)
+    assert all(torch.equal(weights[name], value) for name, value in whole.items())
+    assert "nothing" not in weights
+    assert not weights.unused
 
 
 def test_weights_say_what_they_are_and_what_the_model_has_no_use_for(saved, tmp_path):
@@ -554,12 +554,12 @@ def test_weights_say_what_they_are_and_what_the_model_has_no_use_for(saved, tmp_
     values = load_file(folder / "model.safetensors")
     more = {"transformer.h.0.attn.bias": torch.zeros(1), "transformer.h.7.ln_1.weight": torch.zeros(16)}
     save_file(values | more, folder / "model.safetensors", {"format": "pt"})
-    found = hf.weights(hf.build(folder), folder)
-    assert found.unused == ("transformer.h.7.ln_1.weight",)
+    weights = hf.weights(hf.build(folder), folder)
+    assert weights.unused == ("transformer.h.7.ln_1.weight",)
     nbytes = sum(value.nbytes for value in values.values())
-    assert str(found) == f"weights of {folder}: {len(values)} tensors, {nbytes:,} bytes"
+    assert str(weights) == f"weights of {folder}: {len(values)} tensors, {nbytes:,} bytes"
     _, report = new_model("gpt2").from_pretrained(folder, output_loading_info=True)
-    assert list(report["unexpected_keys"]) == list(found.unused)
+    assert list(report["unexpected_keys"]) == list(weights.unused)
 
 
 # -- train.py ----------------------------------------------------------------------------------------------------------
@@ -661,7 +661,7 @@ def test_text_is_generated_between_steps_by_an_engine():
         optimizer.step()
         optimizer.zero_grad()
     for told in run_ranks(RANKS, run):
-        assert all(torch.equal(one, other) for one, other in zip(told, wanted, strict=True))
+        assert all(torch.equal(sequence, other) for sequence, other in zip(told, wanted, strict=True))
 
 
 LAYERS = ("TransformerEncoderLayer",)

@@ -348,7 +348,7 @@ def test_empty_never_holds_two_parameters_at_once():
     class Counted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            assert not any(one() is not None for one in alive)
+            assert not any(ref() is not None for ref in alive)
             value = torch.zeros(1000)
             alive.append(weakref.ref(value))
             self.weight = nn.Parameter(value)
@@ -537,8 +537,8 @@ def test_a_model_that_could_not_be_taken_over_is_what_it_was(stuck):
     plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world(), precision="bf16", units=["Linear"])
     with pytest.raises(RuntimeError if stuck else PlanError, match="no memory there" if stuck else "weights have no"):
         zero.init(plan, zero.open_store(plan), weights={})
-    assert all(one is before[name] for name, one in model.named_buffers())
-    assert all(type(one) is nn.Parameter and one.dtype == torch.float32 for one in model.parameters())
+    assert all(buffer is before[name] for name, buffer in model.named_buffers())
+    assert all(type(parameter) is nn.Parameter and parameter.dtype == torch.float32 for parameter in model.parameters())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
 
 
@@ -609,9 +609,9 @@ def first_values(build) -> dict[str, Tensor]:
         plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world)
         return zero.full_state_dict(zero.init(plan, zero.open_store(plan)))
 
-    one, other = run_ranks(2, values)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    return one
+    state_dict, other = run_ranks(2, values)
+    assert all(torch.equal(state_dict[name], other[name]) for name in state_dict)
+    return state_dict
 
 
 def test_what_a_constructor_writes_into_empty_parameters_is_written_again():

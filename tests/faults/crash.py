@@ -55,11 +55,11 @@ class _File:
         return {self._after(list(itertools.compress(self.writes, which))) for which in kept}
 
     def _after(self, writes: list[tuple[int, bytes]]) -> bytes:
-        found = bytearray(self.synced)
+        content = bytearray(self.synced)
         for offset, data in writes:
-            found.extend(bytes(max(0, offset + len(data) - len(found))))
-            found[offset : offset + len(data)] = data
-        return bytes(found)
+            content.extend(bytes(max(0, offset + len(data) - len(content))))
+            content[offset : offset + len(data)] = data
+        return bytes(content)
 
 
 @dataclass(eq=False)
@@ -79,21 +79,21 @@ class _Folder:
         return tuple(sorted((name, node.tree()) for name, node in self.now().items()))
 
     def states(self) -> set[Any]:
-        found: set[Any] = set()
+        outcomes: set[Any] = set()
         for count in range(len(self.changes) + 1):
             entries = sorted(self._after(count).items())
             below = [[(name, state) for state in node.states()] for name, node in entries]
-            found.update(itertools.product(*below))
-        return found
+            outcomes.update(itertools.product(*below))
+        return outcomes
 
     def _after(self, count: int) -> dict[str, Any]:
-        found = dict(self.synced)
+        entries = dict(self.synced)
         for gone, new, node in self.changes[:count]:
             if gone is not None:
-                del found[gone]
+                del entries[gone]
             if new is not None:
-                found[new] = node
-        return found
+                entries[new] = node
+        return entries
 
 
 class CrashDisk(Disk):

@@ -138,12 +138,12 @@ def _zeroed(victim: Victim) -> str:
 def _exchanged_blocks(victim: Victim) -> str | None:
     first, second = victim.rank_file(), victim.rank_file()
     places = _block(first, victim.random), _block(second, victim.random)
-    with first.open("r+b") as one, second.open("r+b") as other:
+    with first.open("r+b") as first_stream, second.open("r+b") as other:
         blocks = []
-        for file, place in zip((one, other), places, strict=True):
+        for file, place in zip((first_stream, other), places, strict=True):
             file.seek(place)
             blocks.append(file.read(BLOCK_BYTES))
-        for file, place, block in zip((one, other), places, reversed(blocks), strict=True):
+        for file, place, block in zip((first_stream, other), places, reversed(blocks), strict=True):
             file.seek(place)
             file.write(block)
     return first.name if first == second else None
@@ -437,21 +437,21 @@ def fuzz(size: int, start: Start, folder: Path, wanted: Sequence[Case]) -> list[
         start: makes a state; called on each rank, several times.
         folder: contains `kept`, as described at the top of this file.
     """
-    found: list[Verdict] = []
-    while len(found) < len(wanted):
-        batch = wanted[len(found) : len(found) + BATCH]
-        before = len(found)
+    verdicts: list[Verdict] = []
+    while len(verdicts) < len(wanted):
+        batch = wanted[len(verdicts) : len(verdicts) + BATCH]
+        before = len(verdicts)
         try:
-            run_ranks(size, _judge, start, folder, batch, found, timeout_s=300.0)
+            run_ranks(size, _judge, start, folder, batch, verdicts, timeout_s=300.0)
         except Exception as error:  # damaged checkpoints may raise nothing but CheckpointError
-            if len(found) - before == len(batch):
+            if len(verdicts) - before == len(batch):
                 raise
-            case = batch[len(found) - before]
-            found.append(Verdict(*case, "wrong", f"{type(error).__name__}: {error}"))
-    return found
+            case = batch[len(verdicts) - before]
+            verdicts.append(Verdict(*case, "wrong", f"{type(error).__name__}: {error}"))
+    return verdicts
 
 
-def _judge(world: World, start: Start, folder: Path, batch: Sequence[Case], found: list[Verdict]) -> None:
+def _judge(world: World, start: Start, folder: Path, batch: Sequence[Case], verdicts: list[Verdict]) -> None:
     kept, root = folder / "kept", folder / "root"
     state = load(start(world), open_checkpoint(world, kept / DAMAGED))
     saved = digest(state)
@@ -465,7 +465,7 @@ def _judge(world: World, start: Start, folder: Path, batch: Sequence[Case], foun
         if world.rank == 0:
             if len(set(everyone)) > 1:
                 outcome, line = "wrong", f"the ranks differ: {everyone}"
-            found.append(Verdict(*case, outcome, line))
+            verdicts.append(Verdict(*case, outcome, line))
 
 
 def _damage_copy(folder: Path, case: Case) -> str | None:

@@ -65,7 +65,7 @@ def opened(world, setting):
 
 def values_of(state):
     """Parameters and buffers by name."""
-    buffers = {name: one.detach().cpu().clone() for name, one in buffers_of(state.model).items()}
+    buffers = {name: buffer.detach().cpu().clone() for name, buffer in buffers_of(state.model).items()}
     return full_state_dict(state) | buffers
 
 
@@ -84,11 +84,11 @@ def loaded(world, setting, path):
         return values_of(state), {kind: full_state_dict(state, kind) for kind in ("mu", "nu")}, state.step
 
 
-def same(found, wanted):
-    assert found.keys() == wanted.keys()
+def same(actual, wanted):
+    assert actual.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name], value), name
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,8 @@ def test_the_newest_valid_checkpoint_of_a_run_is_taken_and_damage_is_named(train
     folder = trained[1].folder
     newer = folder.with_name("step-0000000009")
     newer.mkdir(mode=0o700)
-    found, rejected = open_newest(tmp_path)
-    assert found.folder == folder
+    newest, rejected = open_newest(tmp_path)
+    assert newest.folder == folder
     assert len(rejected) == 1
     assert "step-0000000009" in rejected[0]
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
@@ -161,35 +161,37 @@ def test_safetensors_opens_every_file_and_the_index_names_every_name_of_the_mode
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert len(files) > 2
     assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    found = {}
+    tensors = {}
     for file in files:
         held = safetensors.torch.load_file(out / file)
         assert all(index["weight_map"][name] == file for name in held)
         assert len(held) == 1 or sum(value.nbytes for value in held.values()) <= 1000
-        found |= held
+        tensors |= held
         with safetensors.safe_open(out / file, framework="pt") as opened_file:
             assert opened_file.metadata() == {"format": "pt"}
-    same(found, values)
-    assert index["weight_map"].keys() == found.keys() == Small().state_dict().keys()
-    assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
-    into_the_model(found)
+    same(tensors, values)
+    assert index["weight_map"].keys() == tensors.keys() == Small().state_dict().keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+    into_the_model(tensors)
 
 
-def into_the_model(found):
+def into_the_model(tensors):
     """The reference model takes it strictly, and its tie survives."""
     model = Small()
-    model.load_state_dict(found)
+    model.load_state_dict(tensors)
     assert model.head.weight is model.embed.weight
-    same(dict(model.state_dict()), found)
+    same(dict(model.state_dict()), tensors)
 
 
 def test_names_of_any_script_are_those_that_safetensors_reads(tmp_path: Path):
     """A header is UTF-8, as safetensors writes it; the index is ASCII, so that it is read in any locale."""
     values = {name: torch.full((2,), float(n)) for n, name in enumerate(["größe.weight", "层.0.weight", "😀.bias"])}
-    streams = {name: Stream.of(one.dtype, (2,), lambda one=one: one) for name, one in values.items()}
+    streams = {name: Stream.of(tensor.dtype, (2,), lambda tensor=tensor: tensor) for name, tensor in values.items()}
     safetensors_folder.write(tmp_path, streams, {"层.1.weight": "层.0.weight"}, 2**30)
-    found = safetensors.torch.load_file(next(tmp_path.glob("*.safetensors")))
-    assert {name: one.tolist() for name, one in found.items()} == {name: one.tolist() for name, one in values.items()}
+    tensors = safetensors.torch.load_file(next(tmp_path.glob("*.safetensors")))
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: tensor.tolist() for name, tensor in values.items()
+    }
     index = (tmp_path / "model.safetensors.index.json").read_bytes()
     assert index.isascii()
     assert set(json.loads(index)["weight_map"]) == set(values)
@@ -200,24 +202,24 @@ def test_torch_loads_the_file_restricted_and_mapped_and_ties_share_their_memory(
     out = tmp_path / "model.pt"
     export_checkpoint(checkpoint, "torch", out)
     for mapped in (True, False):
-        found = torch.load(out, weights_only=True, mmap=mapped)
-        same(found, values)
-        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+        tensors = torch.load(out, weights_only=True, mmap=mapped)
+        same(tensors, values)
+        assert tensors["head.weight"].data_ptr() == tensors["embed.weight"].data_ptr()
     mapped_ones = torch.load(out, weights_only=True, mmap=True).values()
     assert all(value.data_ptr() % 64 == 0 for value in mapped_ones), "as torch aligns them"
     assert zipfile.ZipFile(out).testzip() is None
-    into_the_model(found)
+    into_the_model(tensors)
 
 
 def test_dcp_loads_the_folder(trained, tmp_path: Path):
     values, checkpoint = trained
     export_checkpoint(checkpoint, "dcp", tmp_path / "out")
-    found = {name: torch.empty_like(value) for name, value in values.items()}
+    tensors = {name: torch.empty_like(value) for name, value in values.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is no process group
-        torch_checkpoint.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
-    same(found, values)
-    into_the_model(found)
+        torch_checkpoint.load(tensors, checkpoint_id=tmp_path / "out", no_dist=True)
+    same(tensors, values)
+    into_the_model(tensors)
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -228,8 +230,8 @@ def test_parameters_are_rounded_as_torch_rounds_and_buffers_are_not(to: str, dty
     assert len(buffers) == 9
     export_checkpoint(checkpoint, to, tmp_path / "out", dtype=dtype)
     source = open_source(to, tmp_path / "out")
-    found = {name: whole(stream) for name, stream in source.tensors.items()}
-    same(found, {name: value if name in buffers else value.to(dtype) for name, value in values.items()})
+    tensors = {name: whole(stream) for name, stream in source.tensors.items()}
+    same(tensors, {name: value if name in buffers else value.to(dtype) for name, value in values.items()})
 
 
 def whole(stream: Stream) -> torch.Tensor:
@@ -295,9 +297,9 @@ def universal(folder: Path, values, stage: int) -> dict[str, dict[str, torch.Ten
         home = folder / "zero" / name
         home.mkdir(parents=True)
         for kind, theirs in (("param", "fp32"), ("mu", "exp_avg"), ("nu", "exp_avg_sq")):
-            one = value if kind == "param" else torch.rand(value.shape, generator=generator)
-            moments.setdefault(kind, {})[name] = one
-            torch.save(one.flatten() if stage == 3 else {"param": one, "cat_dim": 0}, home / f"{theirs}.pt")
+            tensor = value if kind == "param" else torch.rand(value.shape, generator=generator)
+            moments.setdefault(kind, {})[name] = tensor
+            torch.save(tensor.flatten() if stage == 3 else {"param": tensor, "cat_dim": 0}, home / f"{theirs}.pt")
         if stage < 3:
             torch.save(torch.tensor(4.0), home / "step.pt")
     if stage < 3:
@@ -305,14 +307,18 @@ def universal(folder: Path, values, stage: int) -> dict[str, dict[str, torch.Ten
             (folder / "zero" / name).mkdir(parents=True)
             torch.save({"param": value.float()}, folder / "zero" / name / "fp32.pt")
     for rank in range(2 if stage == 3 else 1):
-        padded = {name: torch.nn.functional.pad(one.flatten(), (0, one.numel() % 2)) for name, one in frozen.items()}
+        padded = {
+            name: torch.nn.functional.pad(tensor.flatten(), (0, tensor.numel() % 2)) for name, tensor in frozen.items()
+        }
         states = {
             "module": {**buffers, "embed.weight": torch.empty(0)},
             "buffer_names": list(buffers),
             "param_shapes": [{name: value.shape for name, value in trained.items()}],
-            "frozen_param_shapes": {name: one.shape for name, one in frozen.items()} if stage == 3 else None,
-            "frozen_param_fragments": {name: one.chunk(2)[rank].clone() for name, one in padded.items() if one.numel()}
-            | {name: one for name, one in padded.items() if not one.numel()}
+            "frozen_param_shapes": {name: tensor.shape for name, tensor in frozen.items()} if stage == 3 else None,
+            "frozen_param_fragments": {
+                name: tensor.chunk(2)[rank].clone() for name, tensor in padded.items() if tensor.numel()
+            }
+            | {name: tensor for name, tensor in padded.items() if not tensor.numel()}
             if stage == 3
             else None,
             "shared_params": dict(TIE),
@@ -336,12 +342,12 @@ def test_a_universal_checkpoint_of_deepspeed_brings_moments_and_steps(stage: int
     values = {name: value for name, value in trained[0].items() if name not in TIE}
     moments = universal(tmp_path / "uni", values, stage)
     done = import_checkpoint(open_source("deepspeed", tmp_path / "uni"), tmp_path / "root")
-    now, found, step = loaded(zero.open_world(), Setting(), done.folder)
+    now, loaded_moments, step = loaded(zero.open_world(), Setting(), done.folder)
     same(now, values)
     assert step == 4
     assert done.folder.name == "step-0000000006", "skipped steps count in a checkpoint's name"
     for kind in ("mu", "nu"):
-        same(found[kind], moments[kind])
+        same(loaded_moments[kind], moments[kind])
     assert not [line for line in done.notes if "zero" in line]
     assert export_checkpoint(open_newest(done.folder)[0], "torch", tmp_path / "model.pt").ties == TIE
 
@@ -466,18 +472,18 @@ def crafted_metadata(folder: Path, bad) -> Path:
 
 def crafted_inner_metadata(folder: Path, bad) -> Path:
     folder = dcp_folder(folder)
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    found.planner_data = bad
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    dcp_metadata = pickle.loads((folder / ".metadata").read_bytes())
+    dcp_metadata.planner_data = bad
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp_metadata))
     return folder
 
 
 def crafted_data(folder: Path, bad) -> Path:
     folder = dcp_folder(folder)
     torch.save(bad, folder / "__0_0.distcp")
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    next(iter(found.storage_data.values())).length = (folder / "__0_0.distcp").stat().st_size
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    dcp_metadata = pickle.loads((folder / ".metadata").read_bytes())
+    next(iter(dcp_metadata.storage_data.values())).length = (folder / "__0_0.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp_metadata))
     return folder
 
 
@@ -852,8 +858,8 @@ def test_an_export_of_our_own_model_has_its_sizes_beside_the_weights(run: Path, 
     sizes = {name: told[name] for name in told if name not in ("architectures", "model_type")}
     model = zero.trainer.models.GPT(zero.trainer.models.GPTConfig(**sizes))
     stored = open_source("hf", tmp_path / "out").tensors
-    assert {name: tuple(one.shape) for name, one in model.state_dict().items()} == {
-        name: tuple(one.shape) for name, one in stored.items()
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == {
+        name: tuple(tensor.shape) for name, tensor in stored.items()
     }
 
 

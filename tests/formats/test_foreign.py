@@ -92,8 +92,8 @@ def cut(data, start: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[
     yield from cut(data, (*start[:axis], start[axis] + at, *start[axis + 1 :]), rest)
 
 
-def entry(found: Any) -> Any:
-    return found.state_dict_metadata["a"]
+def entry(dcp_metadata: Any) -> Any:
+    return dcp_metadata.state_dict_metadata["a"]
 
 
 def place(name: str) -> Any:
@@ -101,20 +101,26 @@ def place(name: str) -> Any:
 
 
 LIES: dict[str, Callable[[Any], object]] = {
-    "no properties": lambda found: setattr(entry(found), "properties", None),
-    "a number for a size": lambda found: setattr(entry(found), "size", 5),
-    "a size beyond memory": lambda found: setattr(entry(found), "size", torch.Size([2**50])),
-    "a number for a name": lambda found: found.state_dict_metadata.update({5: found.state_dict_metadata.pop("a")}),
-    "sizes below zero": lambda found: reshape(entry(found), [-40, -24]),
-    "no pieces": lambda found: entry(found).chunks.clear(),
-    "a hole": lambda found: setattr(entry(found).chunks[0], "sizes", torch.Size([40, 12])),
-    "a piece outside": lambda found: setattr(entry(found).chunks[0], "offsets", torch.Size([1, 0])),
-    "a piece twice": lambda found: entry(found).chunks.extend(entry(found).chunks),
-    "a piece in no file": lambda found: found.storage_data.pop(place("a")),
-    "a file elsewhere": lambda found: setattr(found.storage_data[place("a")], "relative_path", "../secret"),
-    "two in one place": lambda found: found.storage_data.update({place("a"): found.storage_data[place("b")]}),
-    "another dtype": lambda found: setattr(entry(found).properties, "dtype", torch.bfloat16),
-    "another shape": lambda found: reshape(entry(found), [24, 40]),
+    "no properties": lambda dcp_metadata: setattr(entry(dcp_metadata), "properties", None),
+    "a number for a size": lambda dcp_metadata: setattr(entry(dcp_metadata), "size", 5),
+    "a size beyond memory": lambda dcp_metadata: setattr(entry(dcp_metadata), "size", torch.Size([2**50])),
+    "a number for a name": lambda dcp_metadata: dcp_metadata.state_dict_metadata.update(
+        {5: dcp_metadata.state_dict_metadata.pop("a")}
+    ),
+    "sizes below zero": lambda dcp_metadata: reshape(entry(dcp_metadata), [-40, -24]),
+    "no pieces": lambda dcp_metadata: entry(dcp_metadata).chunks.clear(),
+    "a hole": lambda dcp_metadata: setattr(entry(dcp_metadata).chunks[0], "sizes", torch.Size([40, 12])),
+    "a piece outside": lambda dcp_metadata: setattr(entry(dcp_metadata).chunks[0], "offsets", torch.Size([1, 0])),
+    "a piece twice": lambda dcp_metadata: entry(dcp_metadata).chunks.extend(entry(dcp_metadata).chunks),
+    "a piece in no file": lambda dcp_metadata: dcp_metadata.storage_data.pop(place("a")),
+    "a file elsewhere": lambda dcp_metadata: setattr(
+        dcp_metadata.storage_data[place("a")], "relative_path", "../secret"
+    ),
+    "two in one place": lambda dcp_metadata: dcp_metadata.storage_data.update(
+        {place("a"): dcp_metadata.storage_data[place("b")]}
+    ),
+    "another dtype": lambda dcp_metadata: setattr(entry(dcp_metadata).properties, "dtype", torch.bfloat16),
+    "another shape": lambda dcp_metadata: reshape(entry(dcp_metadata), [24, 40]),
 }
 
 
@@ -137,17 +143,17 @@ def test_a_tensor_in_pieces_is_put_together(tmp_path: Path):
     """As ranks write it: cut along both axes."""
     folder = written("dcp", tmp_path / "dcp")
 
-    def cut_up(found: Any) -> None:
-        one = found.state_dict_metadata["a"]
-        one.chunks.clear()
+    def cut_up(dcp_metadata: Any) -> None:
+        tensor_metadata = dcp_metadata.state_dict_metadata["a"]
+        tensor_metadata.chunks.clear()
         for number, (rows, columns) in enumerate([(0, 0), (0, 10), (25, 0), (25, 10)]):
             part = values()["a"][rows : 25 if rows == 0 else 40, columns : 10 if columns == 0 else 24].clone()
             torch.save(part, folder / f"part{number}")
-            home = type(next(iter(found.storage_data.values())))(
+            home = type(next(iter(dcp_metadata.storage_data.values())))(
                 f"part{number}", 0, (folder / f"part{number}").stat().st_size
             )
-            one.chunks.append(metadata.ChunkStorageMetadata(torch.Size([rows, columns]), part.shape))
-            found.storage_data[metadata.MetadataIndex("a", [rows, columns])] = home
+            tensor_metadata.chunks.append(metadata.ChunkStorageMetadata(torch.Size([rows, columns]), part.shape))
+            dcp_metadata.storage_data[metadata.MetadataIndex("a", [rows, columns])] = home
 
     change_metadata(folder, cut_up)
     assert torch.equal(imported("dcp", folder, tmp_path / "root")["a (parameter)"], values()["a"])
@@ -204,15 +210,15 @@ def test_values_are_those_of_the_view_and_not_the_memory_behind_it(tmp_path: Pat
     }
     assert views["negative"].is_neg()
     torch.save(views, tmp_path / "model.pt")
-    found = imported("torch", tmp_path / "model.pt", tmp_path / "root")
+    tensors = imported("torch", tmp_path / "model.pt", tmp_path / "root")
     for name, value in views.items():
-        assert torch.equal(found[f"{name} (parameter)"], value), name
+        assert torch.equal(tensors[f"{name} (parameter)"], value), name
 
 
 def endless() -> dict[str, Any]:
-    found: dict[str, Any] = {"a": torch.ones(2)}
-    found["again"] = found
-    return found
+    cyclic: dict[str, Any] = {"a": torch.ones(2)}
+    cyclic["again"] = cyclic
+    return cyclic
 
 
 @pytest.mark.parametrize(
@@ -237,8 +243,8 @@ def test_what_a_file_of_torch_should_not_hold_is_refused(value: Any, word: str, 
 def test_a_flipped_bit_of_a_value_is_found_where_the_format_has_a_checksum(from_: str, tmp_path: Path):
     path = written(from_, tmp_path / from_)
     needle = values()["a"].numpy().tobytes()
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-    (file,) = [one for one in files if needle in one.read_bytes()]
+    files = [path] if path.is_file() else sorted(candidate for candidate in path.rglob("*") if candidate.is_file())
+    (file,) = [candidate for candidate in files if needle in candidate.read_bytes()]
     octets = bytearray(file.read_bytes())
     octets[octets.index(needle) + Random(SEED).randrange(len(needle))] ^= 16
     file.write_bytes(octets)
@@ -271,8 +277,8 @@ def written(from_: str, path: Path) -> Path:
         for name, value in held.items():
             home = path / "zero" / name
             home.mkdir(parents=True)
-            for theirs, one in (("fp32", value), ("exp_avg", value + 1), ("exp_avg_sq", value + 2)):
-                torch.save({"param": one, "cat_dim": 0}, home / f"{theirs}.pt")
+            for theirs, tensor in (("fp32", value), ("exp_avg", value + 1), ("exp_avg_sq", value + 2)):
+                torch.save({"param": tensor, "cat_dim": 0}, home / f"{theirs}.pt")
             torch.save(torch.tensor(4.0), home / "step.pt")
         states = {
             "module": {},
@@ -287,9 +293,9 @@ def written(from_: str, path: Path) -> Path:
 
 
 def change_metadata(folder: Path, change: Callable[[Any], object]) -> None:
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    change(found)
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    dcp_metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(dcp_metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp_metadata))
 
 
 def change_json(path: Path, change: Callable[[Any], object]) -> None:
@@ -308,9 +314,9 @@ def change_header(path: Path, change: Callable[[Any], object]) -> None:
 
 
 def change_pt(path: Path, change: Callable[[Any], object]) -> None:
-    found = torch.load(path, weights_only=True)
-    change(found)
-    torch.save(found, path)
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
 
 
 TREES: dict[str, tuple[tuple[str, Callable[[Path, Callable[[Any], object]], None]], ...]] = {
@@ -348,11 +354,11 @@ def spoil(random: Random, tree: Any) -> None:
 
     But a tensor under another's name is no damage: it is what the file says.
     """
-    found = list(places(tree))
-    if not found:
+    positions = list(places(tree))
+    if not positions:
         return
-    holder, key = random.choice(found)
-    others = [got(*place) for place in found]
+    holder, key = random.choice(positions)
+    others = [got(*place) for place in positions]
     others = [other for other in others if not isinstance(other, torch.Tensor)]
     way = random.choice(("junk", "copy", "remove", "rename"))
     if way == "remove" and isinstance(holder, dict | list):
@@ -371,7 +377,7 @@ def spoil_bytes(random: Random, file: Path) -> None:
     """Damage what is not a value: of those hf has no checksum."""
     octets = bytearray(file.read_bytes())
     held = [value.numpy().tobytes() for value in values().values()]
-    spans = [(octets.find(one), octets.find(one) + len(one)) for one in held if one in octets]
+    spans = [(octets.find(needle), octets.find(needle) + len(needle)) for needle in held if needle in octets]
     free = [at for at in range(len(octets)) if not any(start <= at < stop for start, stop in spans)]
     at = random.choice(free)
     way = random.randrange(4)
@@ -394,7 +400,7 @@ def fuzzed(from_: str, seed: int, good: Path, folder: Path) -> tuple[str, str]:
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     shutil.copytree(good, bad) if good.is_dir() else shutil.copy(good, bad)
     if random.random() < 0.5:
-        files = [bad] if bad.is_file() else sorted(one for one in bad.rglob("*") if one.is_file())
+        files = [bad] if bad.is_file() else sorted(candidate for candidate in bad.rglob("*") if candidate.is_file())
         spoil_bytes(random, random.choice(files))
     else:
         name, change = random.choice(TREES[from_])
@@ -409,13 +415,13 @@ def fuzzed(from_: str, seed: int, good: Path, folder: Path) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = imported(from_, bad, root, ("mu", "nu") if from_ == "deepspeed" else ())
+            tensors = imported(from_, bad, root, ("mu", "nu") if from_ == "deepspeed" else ())
     except ZeroError as error:
         left = sorted(path.name for path in root.glob("*"))
         return ("refused" if "\n" not in str(error) and not left else "wrong"), f"{error} {left or ''}"
     except Exception as error:
         return "wrong", repr(error)
-    for name, value in found.items():  # what has another name or shape fits no model, and loading says so
+    for name, value in tensors.items():  # what has another name or shape fits no model, and loading says so
         other = wanted.get(name, value)
         begins_at_zero = name.endswith(("(mu)", "(nu)")) and not value.any()  # and that was said
         if other.shape == value.shape and not torch.equal(other, value) and not begins_at_zero:
@@ -429,5 +435,5 @@ def test_whatever_is_spoiled_is_refused_in_one_line_or_changes_no_value(from_: s
     seeds = range(1000 * SEED, 1000 * SEED + 30)
     print(f"seeds {seeds}")
     told = {seed: fuzzed(from_, seed, good, tmp_path) for seed in seeds}
-    assert not {seed: one for seed, one in told.items() if one[0] not in ("refused", "equal")}
+    assert not {seed: outcome for seed, outcome in told.items() if outcome[0] not in ("refused", "equal")}
     assert sum(verdict == "refused" for verdict, _ in told.values()) > 10

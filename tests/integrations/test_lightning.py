@@ -95,8 +95,8 @@ class Regression(lightning.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self):
-        decays = [one for one in self.parameters() if one.ndim > 1]
-        others = [one for one in self.parameters() if one.ndim < 2]
+        decays = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
         groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=self.hparams.fused)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
@@ -156,8 +156,8 @@ def values(made):
     return made.lightning_module.state_dict()
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # -- next to the plain Trainer -----------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_bf16_computes_in_bf16_beside_an_fp32_master(precision, tmp_path):
     ours = fitted(tmp_path, {"stage": 3}, without_dropout, precision=precision)
     assert ours.strategy.engine.plan.precision.compute == torch.bfloat16
     assert ours.lightning_module.head.weight.dtype == torch.bfloat16
-    assert {one.dtype for one in values(ours).values()} == {torch.float32}
+    assert {value.dtype for value in values(ours).values()} == {torch.float32}
     assert losses(ours) == pytest.approx(losses(expected), abs=0.02)
     assert losses(ours) != losses(expected)
 
@@ -283,7 +283,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(tmp_
 
     ours, shorter = fitted(tmp_path, {"stage": 3}, make), fitted(tmp_path, {"stage": 3}, make, max_steps=19)
     assert (ours.global_step, ours.strategy.engine.skipped_steps) == (20, 1)
-    assert all(torch.equal(one, values(shorter)[name]) for name, one in values(ours).items() if name != "calls")
+    assert all(torch.equal(value, values(shorter)[name]) for name, value in values(ours).items() if name != "calls")
 
 
 class NoneAtTheEnd(Regression):
@@ -329,11 +329,11 @@ def test_testing_and_predicting_without_fit_have_no_optimizer(tmp_path):
     for settings in (None, {"stage": 3}):
         lightning.seed_everything(0, verbose=False)
         made, model = trainer(tmp_path, settings), Regression()
-        found = made.test(model, batches(), verbose=False)
-        results.append((found, torch.cat(made.predict(model, batches()))))
+        metrics = made.test(model, batches(), verbose=False)
+        results.append((metrics, torch.cat(made.predict(model, batches()))))
         fitted_too = fitted(tmp_path, settings)
-        found = fitted_too.test(verbose=False, dataloaders=batches(), model=fitted_too.lightning_module)
-        results[-1] += (found, torch.cat(fitted_too.predict(fitted_too.lightning_module, batches())))
+        metrics = fitted_too.test(verbose=False, dataloaders=batches(), model=fitted_too.lightning_module)
+        results[-1] += (metrics, torch.cat(fitted_too.predict(fitted_too.lightning_module, batches())))
     assert not made.strategy.engine.plan.facts.trains
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
@@ -354,7 +354,7 @@ def test_a_model_made_without_memory_gets_its_values_from_weights(tmp_path):
             del self.body, self.head
 
     lightning.seed_everything(0, verbose=False)
-    weights = {name: one.detach() for name, one in Regression().named_parameters()}
+    weights = {name: weight.detach() for name, weight in Regression().named_parameters()}
     ours = fitted(tmp_path, {"stage": 3, "weights": weights}, Lazily)
     assert losses(ours) == losses(plain())
     with trainer(tmp_path, {"stage": 3}).init_module(empty_init=True):
@@ -379,9 +379,9 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
 
     whole = run("whole", {"stage": 3, "offload": "nvme"})
     run("run", {"stage": 3, "offload": "nvme"}, max_epochs=2)
-    found = sorted((tmp_path / "run").iterdir(), key=lambda path: int(path.stem.split("=")[1]))
-    assert {one.name for one in found[0].iterdir()} == {"zero", "lightning.ckpt"}
-    resumed = run("run", {"stage": 1}, found[0])
+    checkpoints = sorted((tmp_path / "run").iterdir(), key=lambda path: int(path.stem.split("=")[1]))
+    assert {entry.name for entry in checkpoints[0].iterdir()} == {"zero", "lightning.ckpt"}
+    resumed = run("run", {"stage": 1}, checkpoints[0])
     assert resumed.global_step == whole.global_step == 15
     count = len(losses(resumed))
     assert 0 < count < 30
@@ -395,11 +395,11 @@ def test_the_best_checkpoint_is_tested_and_the_worse_ones_are_removed(tmp_path):
     how = saving(tmp_path / "kept", monitor="val_loss", save_top_k=1, save_last=True, filename="{epoch}")
     ours = fitted(tmp_path, {"stage": 3}, max_epochs=3, **how)
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {"epoch=2.ckpt", "last.ckpt"}
-    (found,) = ours.test(ckpt_path="best", dataloaders=batches(), verbose=False)
-    assert found["val_loss"] == ours.checkpoint_callback.best_model_score
+    (metrics,) = ours.test(ckpt_path="best", dataloaders=batches(), verbose=False)
+    assert metrics["val_loss"] == ours.checkpoint_callback.best_model_score
     again = trainer(tmp_path, {"stage": 0}, **how)
     (loaded,) = again.test(Regression(), batches(), ckpt_path=tmp_path / "kept/last.ckpt", verbose=False)
-    assert loaded["val_loss"] == pytest.approx(found["val_loss"], rel=CLOSE)
+    assert loaded["val_loss"] == pytest.approx(metrics["val_loss"], rel=CLOSE)
 
 
 def test_a_checkpoint_is_replaced_by_one_of_fewer_steps_once_that_is_whole(tmp_path, monkeypatch):
@@ -413,7 +413,7 @@ def test_a_checkpoint_is_replaced_by_one_of_fewer_steps_once_that_is_whole(tmp_p
     assert fitted(tmp_path, {"stage": 3}, ckpt_path=path, max_epochs=3).global_step == 30
     ours.save_checkpoint(path)
     assert fitted(tmp_path, {"stage": 3}, ckpt_path=path, max_epochs=3).strategy.engine.state.step == 30
-    assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 @pytest.mark.parametrize("at", ["loop", "state", "removal"])
@@ -629,23 +629,23 @@ def on_two_ranks(world, folder):
         more = saving(folder / name, filename="{epoch}")
         return fitted(folder, settings, without_dropout, ckpt_path, **(how | more))
 
-    found = {"ddp": run(None, "ddp"), "infinity": run({"stage": 3, "offload": "infinity"}, "infinity")}
-    found["resumed"] = run({"stage": 2}, "infinity", folder / "infinity/epoch=0.ckpt")
-    found["infinity"].save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    metrics = {name: logged(made) for name, made in found.items()}
-    kept = values(found["infinity"])
-    predicted = found["infinity"].predict(found["infinity"].lightning_module, batches())
-    return {name: losses(made) for name, made in found.items()}, metrics, kept, torch.cat(predicted)
+    trainers = {"ddp": run(None, "ddp"), "infinity": run({"stage": 3, "offload": "infinity"}, "infinity")}
+    trainers["resumed"] = run({"stage": 2}, "infinity", folder / "infinity/epoch=0.ckpt")
+    trainers["infinity"].save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    metrics = {name: logged(made) for name, made in trainers.items()}
+    kept = values(trainers["infinity"])
+    predicted = trainers["infinity"].predict(trainers["infinity"].lightning_module, batches())
+    return {name: losses(made) for name, made in trainers.items()}, metrics, kept, torch.cat(predicted)
 
 
 @pytest.mark.process
 def test_two_processes_learn_what_ddp_learns_in_two(tmp_path):
-    (one, metrics, kept, first), (other, _, also, second) = run_processes(2, on_two_ranks, tmp_path)
-    for found in (one, other):
-        assert len(found["ddp"]) == 10
-        assert found["infinity"] == pytest.approx(found["ddp"], rel=CLOSE)
-        assert found["resumed"] == pytest.approx(found["infinity"][5:], rel=CLOSE)
-    assert one["infinity"] != other["infinity"], "each rank has rows of its own"
+    (losses_0, metrics, kept, first), (losses_1, _, also, second) = run_processes(2, on_two_ranks, tmp_path)
+    for rank_losses in (losses_0, losses_1):
+        assert len(rank_losses["ddp"]) == 10
+        assert rank_losses["infinity"] == pytest.approx(rank_losses["ddp"], rel=CLOSE)
+        assert rank_losses["resumed"] == pytest.approx(rank_losses["infinity"][5:], rel=CLOSE)
+    assert losses_0["infinity"] != losses_1["infinity"], "each rank has rows of its own"
     assert metrics["infinity"] == pytest.approx(metrics["ddp"], rel=CLOSE)
     loaded = Regression.load_from_checkpoint(tmp_path / "weights.ckpt")
     assert same(dict(loaded.named_parameters()), {name: kept[name] for name, _ in loaded.named_parameters()})

@@ -89,8 +89,8 @@ def values(made):
     return {name: parameter.detach() for name, parameter in made.model.named_parameters()}
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # -- next to the plain Trainer -----------------------------------------------------------------------------------------
@@ -114,10 +114,12 @@ def test_accumulation_clipping_schedule_and_decay_groups_are_those_of_the_plain_
     assert told(ours, "learning_rate") == told(plain, "learning_rate")
     for key in ("loss", "grad_norm", "eval_loss"):
         assert told(ours, key) == pytest.approx(told(plain, key), rel=CLOSE), key
-    names = {id(one): name for name, one in ours.model.named_parameters()}
-    theirs = {id(one): name for name, one in plain.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in ours.model.named_parameters()}
+    theirs = {id(parameter): name for name, parameter in plain.model.named_parameters()}
     for group, wanted in zip(ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True):
-        assert [names[id(one)] for one in group["params"]] == [theirs[id(one)] for one in wanted["params"]]
+        assert [names[id(parameter)] for parameter in group["params"]] == [
+            theirs[id(parameter)] for parameter in wanted["params"]
+        ]
         assert (group["weight_decay"], group["lr"]) == (wanted["weight_decay"], wanted["lr"])
     for name, value in values(plain).items():
         torch.testing.assert_close(values(ours)[name], value, rtol=1e-5, atol=1e-4)
@@ -267,9 +269,9 @@ def test_evaluation_and_prediction_before_and_after_training_are_those_of_the_pl
     plain, ours = trainer(tmp_path, model=gpt2(0.0), **how), trainer(tmp_path, {"stage": 3}, gpt2(0.0), **how)
     for _ in range(2):
         assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=CLOSE)
-        one, other = ours.predict(rows()[:5]), plain.predict(rows()[:5])
-        assert one.predictions == pytest.approx(other.predictions, abs=1e-4)
-        assert (one.label_ids == other.label_ids).all()
+        actual, expected = ours.predict(rows()[:5]), plain.predict(rows()[:5])
+        assert actual.predictions == pytest.approx(expected.predictions, abs=1e-4)
+        assert (actual.label_ids == expected.label_ids).all()
         ours.train()
         plain.train()
     assert told(ours) == pytest.approx(told(plain), rel=CLOSE), "training twice goes on with the moments"
@@ -305,7 +307,7 @@ def test_evaluation_generates_text_between_steps(tmp_path):
             args=arguments(tmp_path, transformers.Seq2SeqTrainingArguments, gradient_accumulation_steps=1, **texts),
             train_dataset=rows(),
             eval_dataset=rows()[:4],
-            compute_metrics=lambda found: seen.append(found.predictions.tolist()) or {"n": 1.0},
+            compute_metrics=lambda prediction: seen.append(prediction.predictions.tolist()) or {"n": 1.0},
             **how,
         )
         made.train()
@@ -413,12 +415,12 @@ def test_adapters_of_peft_train_and_are_saved_as_by_the_plain_trainer(tmp_path, 
     assert told(ours) == pytest.approx(told(plain), rel=CLOSE)
     files = {path.name for path in (tmp_path / "plain/checkpoint-6").iterdir()}
     assert {path.name for path in (tmp_path / "ours/checkpoint-6").iterdir()} == files | {"zero"}
-    wanted, found = (
+    wanted, actual = (
         load_file(tmp_path / name / "checkpoint-8/adapter_model.safetensors") for name in ("plain", "ours")
     )
-    assert wanted.keys() == found.keys()
+    assert wanted.keys() == actual.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-5)
     resumed = trainer(tmp_path / "ours", {"stage": 1}, lora(gpt2()))
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-6"))
     assert told(resumed) == told(ours)
@@ -463,12 +465,12 @@ def test_frozen_parameters_that_peft_saves_are_saved(make, tmp_path):
         made.save_model(str(folder))
         return {path.relative_to(folder): load_file(path) for path in folder.rglob("adapter_model.safetensors")}
 
-    wanted, found = saved(None, tmp_path / "plain"), saved({"stage": 3}, tmp_path / "ours")
-    assert wanted.keys() == found.keys()
+    wanted, actual = saved(None, tmp_path / "plain"), saved({"stage": 3}, tmp_path / "ours")
+    assert wanted.keys() == actual.keys()
     for path, values in wanted.items():
-        assert values.keys() == found[path].keys()
+        assert values.keys() == actual[path].keys()
         for name, value in values.items():
-            torch.testing.assert_close(found[path][name], value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(actual[path][name], value, rtol=1e-5, atol=1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -562,12 +564,12 @@ def on_two_ranks(world, folder):
         with pytest.raises(ConfigError, match=r"2 ranks were started, but Trainer sees 1\. .*use_cpu=True"):
             trained(folder, {}, use_cpu=False)
     how = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6, "gradient_accumulation_steps": 2}
-    found = {"plain": trained(folder / "plain", model=gpt2(0.0), ddp_find_unused_parameters=False, **how)}
-    found["infinity"] = trained(folder / "infinity", {"stage": 3, "offload": "infinity"}, gpt2(0.0), **how)
+    trainers = {"plain": trained(folder / "plain", model=gpt2(0.0), ddp_find_unused_parameters=False, **how)}
+    trainers["infinity"] = trained(folder / "infinity", {"stage": 3, "offload": "infinity"}, gpt2(0.0), **how)
     resumed = trainer(folder / "infinity", {"stage": 2}, gpt2(0.0), **how)
     resumed.train(resume_from_checkpoint=str(folder / "infinity/checkpoint-4"))
     resumed.save_model(str(folder / "saved"))
-    found["resumed"] = resumed
+    trainers["resumed"] = resumed
     evaluating = trainer(folder / "zero", {"stage": 3}, gpt2(0.0))
     evaluating.evaluate()
     lengths = [3, 8]  # of other lengths on each rank
@@ -576,13 +578,13 @@ def on_two_ranks(world, folder):
             torch.tensor([[1, 2, 3]]), max_new_tokens=lengths[world.rank], do_sample=False, eos_token_id=None
         )
     keys = ("loss", "eval_loss", "grad_norm")
-    return {name: [told(one, key) for key in keys] for name, one in found.items()}, text, values(resumed)
+    return {name: [told(run, key) for key in keys] for name, run in trainers.items()}, text, values(resumed)
 
 
 @pytest.mark.process
 def test_two_processes_learn_what_the_plain_trainer_learns_in_two(tmp_path):
-    (found, text, kept), (_, longer, _) = run_processes(2, on_two_ranks, tmp_path)
-    for ours, resumed, plain in zip(found["infinity"], found["resumed"], found["plain"], strict=True):
+    (metrics, text, kept), (_, longer, _) = run_processes(2, on_two_ranks, tmp_path)
+    for ours, resumed, plain in zip(metrics["infinity"], metrics["resumed"], metrics["plain"], strict=True):
         assert ours == pytest.approx(plain, rel=CLOSE)
         assert ours == pytest.approx(resumed, rel=CLOSE)
         assert len(ours) > 0

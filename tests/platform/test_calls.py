@@ -78,9 +78,17 @@ def test_a_world_that_broke_says_why_first_and_then_waits_for_no_kernel(group, h
     """To destroy a group waits for kernels whose other half never comes; one that is aborted is gone already."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    rank_env = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", BROKEN, group, how]
-    done = subprocess.run(command, env=os.environ | one, capture_output=True, text=True, check=True, timeout=LONG_S)
+    done = subprocess.run(
+        command, env=os.environ | rank_env, capture_output=True, text=True, check=True, timeout=LONG_S
+    )
     told = [line.strip() for line in done.stdout.splitlines()]
     posts = ["note raised", "note left", "abort"] if how == "broken" else ["note left", "destroy"]
     assert told == [*posts, "bad batch" if how == "broken" else "left", str(group == "theirs")], done.stderr
@@ -181,10 +189,10 @@ def test_settings_are_shared_under_torchrun_without_a_gpu(as_rank_1, monkeypatch
 def mapping_of(address: int) -> dict[str, str]:
     """Return the system's description of the memory mapping that has an address."""
     told = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
-    for one in told[1:]:
-        begin, end = (int(edge, 16) for edge in one.split(maxsplit=1)[0].split("-"))
+    for mapping in told[1:]:
+        begin, end = (int(edge, 16) for edge in mapping.split(maxsplit=1)[0].split("-"))
         if begin <= address < end:
-            return dict(re.findall(r"^(\w+):\s+(.*?)\s*$", one, re.M))
+            return dict(re.findall(r"^(\w+):\s+(.*?)\s*$", mapping, re.M))
     raise AssertionError
 
 
@@ -268,7 +276,9 @@ def test_what_the_host_updates_beside_a_gpu_is_the_same_on_every_tier_off_it(mon
     update = Pieces.update
 
     def with_other_bits(self, unit, hyper, where, pieces, *how):
-        changed = [one._replace(grad_K=one.grad_K * (1 + 2**-8)) for one in pieces] if where.shares_memory else pieces
+        changed = (
+            [piece._replace(grad_K=piece.grad_K * (1 + 2**-8)) for piece in pieces] if where.shares_memory else pieces
+        )
         update(self, unit, hyper, where, changed, *how)
 
     monkeypatch.setattr(Pieces, "update", with_other_bits)

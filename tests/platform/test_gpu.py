@@ -95,8 +95,10 @@ def test_no_stage_tier_or_page_changes_a_bit_on_a_simulated_gpu(ranks, precision
     asked += [{"stage": 1, "preset": "cpu", "page_bytes": 4096}, {"stage": 3, "update": "serial"}]
     with simulated_gpu():
         told = {
-            str(one): run_ranks(ranks, lambda world, one=one: trained(world, precision=precision, **one, path=tmp_path))
-            for one in ({**each} for each in asked)
+            str(options): run_ranks(
+                ranks, lambda world, options=options: trained(world, precision=precision, **options, path=tmp_path)
+            )
+            for options in ({**each} for each in asked)
         }
     assert len({bits for ranks_bits in told.values() for bits in ranks_bits}) == 1, told
 
@@ -107,7 +109,7 @@ def test_gradients_that_add_up_off_the_gpu_have_the_same_bits(ranks, stage, accu
     how = {"stage": stage, "accumulate": accumulate, "path": tmp_path, "layers": 6}  # more than there are buffers
     asked = [{}, {"preset": "cpu"}, {"preset": "cpu", "page_bytes": 4096}, {"preset": "nvme", "update": "serial"}]
     with simulated_gpu():
-        told = [run_ranks(ranks, lambda world, one=one: trained(world, **how, **one)) for one in asked]
+        told = [run_ranks(ranks, lambda world, options=options: trained(world, **how, **options)) for options in asked]
     assert len({bits for ranks_bits in told for bits in ranks_bits}) == 1, told
 
 
@@ -144,18 +146,18 @@ def launches(width: int, preset: str = "none", **settings) -> tuple[int, int]:
         world = zero.open_world(device="cpu")
         state, step = start(world, width, preset=preset, **settings)
 
-        def one() -> None:
+        def run_step() -> None:
             nonlocal state
             state, _ = step(state, [rows(0, world, width, state.plan.precision.compute)])
             state.runtime.store.drain()
 
-        one()
-        one()
-        found = count_launches(one)
+        run_step()
+        run_step()
+        counts = count_launches(run_step)
         parts = [part for unit in state.runtime.units for part in unit.parts if not part.on_device]
         groups = sum(len(part.groups) for part in parts)
         state.runtime.store.close()
-    return sum(found.values()), groups
+    return sum(counts.values()), groups
 
 
 def plain_launches(width: int) -> int:
@@ -207,9 +209,9 @@ def test_launches_count_units_and_not_bytes():
     """Of every stage, whatever the width: twelve for a unit beside forward and backward, and some for the step."""
     plain = plain_launches(64)
     for stage in range(4):
-        found = [launches(width, stage=stage)[0] for width in (64, 512)]
-        assert max(found) <= 1.05 * min(found)
-        assert max(found) - plain <= 12 * 3 + 20
+        counts = [launches(width, stage=stage)[0] for width in (64, 512)]
+        assert max(counts) <= 1.05 * min(counts)
+        assert max(counts) - plain <= 12 * 3 + 20
 
 
 @pytest.mark.parametrize(
@@ -228,9 +230,9 @@ def test_a_page_group_that_moves_costs_few_launches(preset, master, moments, mos
     precision = zero.Precision("bf16", master=master)
     few, _ = launches(256, precision=precision, moments=moments)
     given = {"path": tmp_path, "page_bytes": 64 * 1024, "precision": precision, "moments": moments}
-    found, groups = launches(256, preset, **given)
+    count, groups = launches(256, preset, **given)
     assert groups > 20
-    assert found - few <= most * groups
+    assert count - few <= most * groups
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -356,14 +358,14 @@ def test_a_copy_is_behind_only_where_both_ends_keep_the_order_of_the_stream():
 def test_an_arena_that_a_gpu_reads_is_not_for_children_that_are_forked():
     arena = Arena(8 << 20, SimulatedGpu(GiB))
     address = arena.take(4096).data_ptr()
-    found = next(
+    vm_flags = next(
         flags
         for begin, end, flags in re.findall(
             r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z ]+)$", Path("/proc/self/smaps").read_text(), re.M | re.S
         )
         if int(begin, 16) <= address < int(end, 16)
     )
-    assert "dc" in found.split(), "dontcopy"
+    assert "dc" in vm_flags.split(), "dontcopy"
 
 
 @pytest.mark.parametrize(

@@ -69,22 +69,24 @@ NAMES = st.lists(st.sampled_from([row for row in TIMELINE_ROWS if row != "comput
 @st.composite
 def spans_on_a_grid(draw) -> list[Span]:
     """Spans of whole seconds within 0 to 12."""
-    found = []
+    spans = []
     for _ in range(draw(st.integers(0, 12))):
         begin, end = sorted(draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
         row = draw(st.sampled_from([*TIMELINE_ROWS, EXPOSED]))
         name = ", ".join(draw(NAMES)) if row == EXPOSED else row
-        found.append(Span(row, name, float(begin), float(end), rank=draw(st.integers(0, 1))))
-    return found
+        spans.append(Span(row, name, float(begin), float(end), rank=draw(st.integers(0, 1))))
+    return spans
 
 
 @given(spans_on_a_grid())
 def test_shares_are_what_counting_seconds_gives(spans):
     def holds(rank: int, at: int, row: str) -> bool:
-        return any(one.rank == rank and one.row == row and one.begin_s <= at < one.end_s for one in spans)
+        return any(span.rank == rank and span.row == row and span.begin_s <= at < span.end_s for span in spans)
 
     def stood(rank: int, at: int, row: str) -> bool:
-        names = (one.name for one in spans if one.rank == rank and one.row == EXPOSED and one.begin_s <= at < one.end_s)
+        names = (
+            span.name for span in spans if span.rank == rank and span.row == EXPOSED and span.begin_s <= at < span.end_s
+        )
         return any(row in name.split(", ") for name in names)
 
     cells = list(itertools.product(range(2), range(12)))
@@ -100,12 +102,12 @@ def test_compute_is_the_rest_of_the_step_named_by_the_mark_that_ends_it(spans, t
     stretches = computing(exposed, marks, float(step), rank=3)
     for at in range(step):
         free = not any(begin <= at < end for begin, end in exposed)
-        found = [span for span in stretches if span.begin_s <= at < span.end_s]
-        assert len(found) == free
-        if found:
+        current_spans = [span for span in stretches if span.begin_s <= at < span.end_s]
+        assert len(current_spans) == free
+        if current_spans:
             name = next((mark.name for mark in marks if mark.at_s > at), "rest")
-            assert found[0].name == name
-            assert found[0].rank == 3
+            assert current_spans[0].name == name
+            assert current_spans[0].rank == 3
     assert all(0 <= span.begin_s < span.end_s <= step for span in stretches)
 
 
@@ -118,9 +120,9 @@ def test_a_trace_says_what_the_spans_say(spans):
     assert sorted(from_trace(trace)) == sorted(spans)
     drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {(event["cat"], event["pid"]) for event in drawn} == {(span.row, span.rank) for span in spans}
-    for one, other in itertools.combinations(drawn, 2):  # viewers lose slices of one thread that overlap
-        if (one["pid"], one["tid"]) == (other["pid"], other["tid"]):
-            first, second = sorted((one, other), key=lambda event: (event["ts"], event["ts"] + event["dur"]))
+    for trace_event, other in itertools.combinations(drawn, 2):  # viewers lose slices of one thread that overlap
+        if (trace_event["pid"], trace_event["tid"]) == (other["pid"], other["tid"]):
+            first, second = sorted((trace_event, other), key=lambda event: (event["ts"], event["ts"] + event["dur"]))
             assert first["ts"] + first["dur"] <= second["ts"]
 
 

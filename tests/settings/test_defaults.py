@@ -18,7 +18,7 @@ TORCHS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.opt
 
 
 def of_python(name: str) -> dict[str, object]:
-    return {key: one.default for key, one in inspect.signature(getattr(zero, name)).parameters.items()}
+    return {key: parameter.default for key, parameter in inspect.signature(getattr(zero, name)).parameters.items()}
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -39,7 +39,7 @@ def numbers() -> list[str]:
 @pytest.mark.parametrize("name", TORCHS)
 def test_a_default_is_that_of_torch(name: str):
     ours = of_python(name)
-    theirs = {key: one.default for key, one in inspect.signature(TORCHS[name]).parameters.items()}
+    theirs = {key: parameter.default for key, parameter in inspect.signature(TORCHS[name]).parameters.items()}
     if "betas" in theirs:
         theirs["beta1"], theirs["beta2"] = theirs["betas"]
     shared = (ours.keys() & theirs.keys()) - {"lr"}

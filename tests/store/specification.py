@@ -171,8 +171,12 @@ def _finished(state: State, action: Action) -> tuple[State, tuple[Action, ...]]:
             state = _hold(state, group, state.loaded[group]._replace(phase=GroupPhase.DIRTY))
             return state._replace(dirty=tuple(sorted((*state.dirty, number)))), ()
         case Write(number, group):
-            copies = {one: _copy(state, _transfer_event(state, one)) for one in state.queued}
-            waiting = frozenset(one for one, copy in copies.items() if copy is not None and copy.group == group)
+            copies = {
+                queued_number: _copy(state, _transfer_event(state, queued_number)) for queued_number in state.queued
+            }
+            waiting = frozenset(
+                queued_number for queued_number, copy in copies.items() if copy is not None and copy.group == group
+            )
             held = state.loaded[group]._replace(phase=GroupPhase.LEAVING, waiting=waiting)
             return _end(_left(_hold(state, group, held), group), number), ()
         case Copy(number, _, group):
@@ -250,7 +254,11 @@ def _next_write(state: State) -> tuple[State, Action] | None:
 
 
 def _next_read(state: State) -> tuple[State, Action] | None:
-    elsewhere = (one for _, one in state.unloaded if _modify_event(state, one).group not in state.loaded)
+    elsewhere = (
+        unloaded_number
+        for _, unloaded_number in state.unloaded
+        if _modify_event(state, unloaded_number).group not in state.loaded
+    )
     number = _first(state, elsewhere)  # a group that is only read may be wanted twice: one after the other
     if number is None:
         return None

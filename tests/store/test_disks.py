@@ -81,8 +81,8 @@ def test_what_a_disk_has_no_room_for_goes_to_the_others(disks, units):
     taken = [sum(n for page, n in pages.items() if where[page] == str(disk)) for disk in range(len(disks))]
     if sum(taken) > sum(room):
         return
-    assert all(one <= most for one, most in zip(taken, room, strict=True))
-    below = [one / rate for one, rate, most in zip(taken, rates, room, strict=True) if one < most]
+    assert all(used <= most for used, most in zip(taken, room, strict=True))
+    below = [used / rate for used, rate, most in zip(taken, rates, room, strict=True) if used < most]
     for time_s, (other, rate) in itertools.product(below, zip(taken, rates, strict=True)):
         assert other / rate <= time_s + 3 * 4096 * 4 * (1 / rate + 1 / min(rates)), (
             "a full disk took more than its rate"
@@ -141,16 +141,16 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def train_on(world: zero.World, setting: Setting, folders: list[Path]):
     plan = setting.plan(world, wide)
-    plan.offload = plan.offload.model_copy(update={"path": tuple(str(one) for one in folders)})
+    plan.offload = plan.offload.model_copy(update={"path": tuple(str(folder) for folder in folders)})
     store = zero.open_store(plan)
     state, step, metrics = zero.init(plan, store, seed=setting.seed), zero.make_step(plan, small_loss), []
     for number in range(3):
-        state, one = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
-        metrics.append(one)
-    found = digest(state), metrics
+        state, step_metrics = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+        metrics.append(step_metrics)
+    result = digest(state), metrics
     store.drain()
     store.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("preset", ["nvme", "infinity"])
@@ -182,12 +182,12 @@ def free(monkeypatch, *pages: int) -> None:
 def on_disk(world: zero.World, setting: Setting, folders: list[Path]) -> list[int]:
     """Pages of a store in each of the folders."""
     plan = setting.plan(world, wide)
-    plan.offload = plan.offload.model_copy(update={"path": tuple(str(one) for one in folders)})
+    plan.offload = plan.offload.model_copy(update={"path": tuple(str(folder) for folder in folders)})
     store = zero.open_store(plan)
     disks = store._inner._stores["nvme"]._stores
-    found = [disk.allocated_bytes // (4 * KiB) for disk in disks.values()]
+    page_counts = [disk.allocated_bytes // (4 * KiB) for disk in disks.values()]
     store.close()
-    return found
+    return page_counts
 
 
 def test_a_disk_with_little_room_takes_what_it_has_room_for(folders, monkeypatch):
@@ -204,8 +204,8 @@ def test_a_disk_with_little_room_takes_what_it_has_room_for(folders, monkeypatch
     assert run_ranks(1, on_disk, setting, folders)[0] == [fast, slow]
     rates["a"] = 1.0
     free(monkeypatch, count, count // 4)
-    assert sum(found := run_ranks(1, on_disk, setting, folders)[0]) == count
-    assert count / 4 * ROOM_SHARE - 3 <= found[1] <= count // 4
+    assert sum(page_counts := run_ranks(1, on_disk, setting, folders)[0]) == count
+    assert count / 4 * ROOM_SHARE - 3 <= page_counts[1] <= count // 4
     free(monkeypatch, count - count // 4, count // 4)  # not a page more than all of it
     assert run_ranks(1, on_disk, setting, folders)[0] == [count - count // 4, count // 4]
 

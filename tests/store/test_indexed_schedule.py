@@ -31,7 +31,9 @@ def groups_of(draw: random.Random) -> list[PageGroup]:
 def drawn(draw: random.Random, groups: list[PageGroup]) -> Any:
     kind = draw.random()
     if kind < 0.1:
-        return Expect(tuple(one for one in draw.choices(groups, k=draw.randrange(6)) if one.unit != IN_PLACE))
+        return Expect(
+            tuple(page_group for page_group in draw.choices(groups, k=draw.randrange(6)) if page_group.unit != IN_PLACE)
+        )
     if kind < 0.6:
         group = draw.choice(groups)
         return due(group, draw.randrange(4), in_place=group.unit == IN_PLACE)
@@ -56,7 +58,7 @@ def test_a_random_trace_is_that_of_the_specification(seed):
                 event = event._replace(number=number)
         if isinstance(event, specification.PageTransfer) and event.here:
             moved = specification.advance(state, event)[1][:1]
-            starts = any(isinstance(one, specification.Move) and one.number == event.number for one in moved)
+            starts = any(isinstance(action, specification.Move) and action.number == event.number for action in moved)
             assert schedule.would_start(event) == starts
             if not starts:
                 continue  # nobody asks then: see `Crew.do_here`
@@ -67,7 +69,7 @@ def test_a_random_trace_is_that_of_the_specification(seed):
         under_way += actions
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 @pytest.mark.parametrize("seed", range(3))
 def test_so_is_a_trace_of_each_scenario_that_is_searched(scenario, seed):
     draw = random.Random(f"{scenario.name} {seed}")

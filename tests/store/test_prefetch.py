@@ -42,8 +42,8 @@ class PartlyLentStore(MemoryStore):
         self._kinds = kinds
 
     def in_place(self, page: Page) -> Tensor | None:
-        found = super().in_place(page)
-        return found if page.kind in self._kinds else None
+        view = super().in_place(page)
+        return view if page.kind in self._kinds else None
 
 
 class Held(NamedTuple):
@@ -280,7 +280,11 @@ def test_as_many_are_read_ahead_as_was_said_and_nearest_first():
         groups = pages_only(groups_of(store, 5))
         store.expect(groups[::-1])
         waiting = held.await_held(3)
-        assert [(one.name, one.page.number) for one in waiting] == [("read", 2), ("read", 3), ("read", 4)]
+        assert [(operation.name, operation.page.number) for operation in waiting] == [
+            ("read", 2),
+            ("read", 3),
+            ("read", 4),
+        ]
         held.let_all_go()
         store.drain()
         assert store.traffic.read_bytes == 3 * 2 * 64 * 4
@@ -347,12 +351,12 @@ def test_a_lent_page_is_copied_after_the_work_that_was_asked_for_before():
         (group,) = pages_only(groups_of(store, 1))
         store.modify(group, work)
         assert begun.wait(LONG_S)
-        found: list[float] = []
-        thread = thread_of(lambda: found.append(value_of(store, group.pages[1])))
-        assert not found
+        values: list[float] = []
+        thread = thread_of(lambda: values.append(value_of(store, group.pages[1])))
+        assert not values
         go_on.set()
         thread.join(LONG_S)
-        assert found == [1]
+        assert values == [1]
 
 
 def test_lent_pages_are_given_out_in_one_piece_where_they_lie_in_one():
@@ -374,7 +378,7 @@ def test_lent_pages_are_given_out_in_one_piece_where_they_lie_in_one():
         [whole] = store.in_place_views(pages)
         assert torch.equal(whole, block)
         assert whole.view(3, 64)[:, 0].tolist() == [0, 7, 0]
-        assert [one.numel() for one in store.in_place_views([pages[0], pages[2]])] == [64, 64]
+        assert [view.numel() for view in store.in_place_views([pages[0], pages[2]])] == [64, 64]
         with pytest.raises(StoreError, match="its tier returns copies"):
             store.in_place_views([groups[0].pages[0]])
 
@@ -433,8 +437,8 @@ def test_the_first_error_is_everybodys_and_nothing_hangs(where):
             with held.arrived:
                 held.arrived.wait_for(lambda: bool(held.waiting) or store._workers._failure is not None, 0.01)
                 waiting = list(held.waiting)
-            for one in waiting:
-                held.let_go(one, *([error] if (one.name, one.page.kind) == fails_at else []))
+            for operation in waiting:
+                held.let_go(operation, *([error] if (operation.name, operation.page.kind) == fails_at else []))
         later: list[Callable[[], Any]] = [
             *[ticket.wait for ticket in tickets],
             store.drain,
@@ -476,8 +480,8 @@ def test_who_waits_while_something_fails_is_told():
         tickets = [store.modify(group, count_up) for group in groups]
         calls = [*[ticket.wait for ticket in tickets], store.drain]
         threads = [thread_of(lambda call=call: wait_for(call)) for call in calls]
-        for one in held.await_held(2):
-            held.let_go(one, OSError(5, "Input/output error"))
+        for operation in held.await_held(2):
+            held.let_go(operation, OSError(5, "Input/output error"))
         for thread in threads:
             thread.join(LONG_S)
         assert len(told) == len(calls)
@@ -642,13 +646,13 @@ class AgainstDictionary(RuleBasedStateMachine):
         expected = [self.model[page] for page in group.pages + group.beside]
 
         def work(tensors: tuple[Tensor, ...]) -> None:
-            found = [tensor[-1].item() for tensor in tensors[: len(expected)]]
-            if found != expected:
-                self.wrong.append((group, found, expected))
+            values = [tensor[-1].item() for tensor in tensors[: len(expected)]]
+            if values != expected:
+                self.wrong.append((group, values, expected))
             for tensor in tensors[: len(group.pages)]:
                 tensor.mul_(2).add_(value)
             for tensor in tensors[len(expected) :]:
-                tensor.fill_(found[0])
+                tensor.fill_(values[0])
 
         self.tickets.append(self.store.modify(group, work, (priority,)))
         for page in group.pages:

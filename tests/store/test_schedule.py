@@ -408,26 +408,26 @@ MOVE, WORK, READ, AHEAD, WRITE = range(5)
 
 def startable(node: Node) -> list[tuple[Any, ...]]:
     """Return the actions that a free worker could start: the urgency and the turn of each."""
-    state, found = node.state, []
+    state, actions = node.state, []
     ahead = [group for group, held in state.loaded.items() if held.number is None]
     idle = [group for group in ahead if state.loaded[group].phase is GroupPhase.READY]
-    found += [(WRITE, number) for number in unwritten(node)]
+    actions += [(WRITE, number) for number in unwritten(node)]
     for number, event in node.open.items():
         copies = isinstance(event, PageTransfer) and (node.writer_before(number) or number in node.owed)
         if node.has_started(number) or not (node.is_clear(number) or copies):
             continue
         if isinstance(event, PageTransfer):
-            found.append((MOVE, number))
+            actions.append((MOVE, number))
             continue
         held = state.loaded.get(event.group)
         if event.in_place or (held is not None and held.number == number and held.phase is GroupPhase.READY):
-            found.append((WORK, event.priority, number))
+            actions.append((WORK, event.priority, number))
         elif held is None and (state.free or idle):
-            found.append((READ, event.priority, number))
+            actions.append((READ, event.priority, number))
     nearest = next((group for group in state.expected if group not in state.loaded), None)
     if nearest is not None and state.free and len(ahead) < state.read_ahead and is_untouched(node, nearest):
-        found.append((AHEAD,))
-    return found
+        actions.append((AHEAD,))
+    return actions
 
 
 def unwritten(node: Node) -> list[int]:

@@ -24,18 +24,18 @@ def row(step, **more):
 def written(folder):
     """Key to (step, value) of each point, as TensorBoard shows them; and the text of the settings."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    accumulator = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
     points = {
-        key: [(one.step, one.value) for one in found.Scalars(key)]
-        if key in found.Tags()["scalars"]
-        else tensors(found, key)
-        for key in [*found.Tags()["scalars"], *found.Tags()["tensors"]]
+        key: [(event.step, event.value) for event in accumulator.Scalars(key)]
+        if key in accumulator.Tags()["scalars"]
+        else tensors(accumulator, key)
+        for key in [*accumulator.Tags()["scalars"], *accumulator.Tags()["tensors"]]
     }
-    return points, found
+    return points, accumulator
 
 
-def tensors(found, key):
-    return [(one.step, one.tensor_proto) for one in found.Tensors(key)]
+def tensors(accumulator, key):
+    return [(event.step, event.tensor_proto) for event in accumulator.Tensors(key)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -48,13 +48,13 @@ def test_every_row_is_there_and_a_run_that_goes_on_replaces_its_own(tmp_path):
                 tracker.log(row(step, **{"val/loss": 2.5} if step == 2 else {}))
             tracker.saved(tmp_path / "step-3", 3)
             tracker.finish({"steps": steps[-1]})
-    points, found = written(tmp_path)
+    points, accumulator = written(tmp_path)
     assert points["train/loss"] == [(1, 3.0), (2, 1.5), (3, 1.0), (4, 0.75)]
     assert points["val/loss"] == [(2, 2.5)]
     assert NEVER not in points, "what a run does not have gets no chart"
     assert "step" not in points, "it is the axis"
     assert "settings/text_summary" in points
-    assert "hparams" in str(found.summary_metadata)
+    assert "hparams" in str(accumulator.summary_metadata)
 
 
 def test_a_tensorboard_that_is_not_installed_ends_nothing_and_says_what_to_install(tmp_path, monkeypatch):

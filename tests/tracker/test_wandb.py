@@ -89,7 +89,7 @@ def finished(tmp_path_factory):
 
 
 def test_jsonl_and_wandb_agree_row_by_row(finished):
-    shown = [one for one in finished.written.rows if "step" in one]
+    shown = [logged_row for logged_row in finished.written.rows if "step" in logged_row]
     assert len(shown) == 4
     for ours, theirs in zip(jsonl(finished.folder), shown, strict=True):
         assert {"step", "tokens"} <= theirs.keys(), "both axes are in every row"
@@ -99,9 +99,9 @@ def test_jsonl_and_wandb_agree_row_by_row(finished):
 
 def test_what_a_run_does_not_have_gets_no_chart(finished):
     """Zeros of offload without offload; but a zero after something else is a value."""
-    shown = [one for one in finished.written.rows if "step" in one]
-    assert [NEVER in one for one in shown] == [False] * 4
-    assert [one.get(ONCE) for one in shown] == [7, 0, 0, 0]
+    shown = [logged_row for logged_row in finished.written.rows if "step" in logged_row]
+    assert [NEVER in logged_row for logged_row in shown] == [False] * 4
+    assert [logged_row.get(ONCE) for logged_row in shown] == [7, 0, 0, 0]
 
 
 def test_every_section_is_drawn_against_the_step(finished):
@@ -143,7 +143,7 @@ def test_the_report_is_a_page(finished):
 
 
 def test_a_checkpoint_is_a_reference_to_where_it_lies(finished):
-    (artifact,) = [one for one in finished.written.artifacts if one.type == "checkpoint"]
+    (artifact,) = [candidate for candidate in finished.written.artifacts if candidate.type == "checkpoint"]
     (entry,) = artifact.manifest.contents
     assert entry.ref == (finished.folder / "checkpoints/step-3/manifest.json").as_uri()
     assert not entry.local_path, "nothing is copied"
@@ -252,7 +252,7 @@ def test_the_exit_code_is_that_of_the_run_and_only_rank_0_wrote(tmp_path, how, r
     with contextlib.suppress(zero.ZeroError):
         begin(rank_of_a_run, tmp_path, how, processes=launch.ProcessSettings(tmp_path / "ranks", threads=1), **more)
     written = wandb_file.read(tmp_path)  # there is one
-    assert [one["step"] for one in written.rows if "step" in one] == [1, 2, 3]
+    assert [logged_row["step"] for logged_row in written.rows if "step" in logged_row] == [1, 2, 3]
     assert written.exit_code == exit_code
     assert len(jsonl(tmp_path)) == 3
 
@@ -305,7 +305,7 @@ def run_with(broken, folder, monkeypatch, **tracker):
         tracker.begin(settings().plain(), {})
         for step in (1, 2, 3):
             tracker.log(row(step))
-    assert [one["step"] for one in jsonl(folder)] == [1, 2, 3]
+    assert [logged_row["step"] for logged_row in jsonl(folder)] == [1, 2, 3]
     return stream.getvalue()
 
 
@@ -341,7 +341,7 @@ def test_without_a_network_a_run_is_offline(tmp_path, monkeypatch):
     said = run_with(broken, tmp_path, monkeypatch, mode="auto")
     assert broken.modes == ["online", "offline"]
     assert said.count("W&B is offline for this run: no route to ***\n") == 1
-    assert [one["step"] for one in broken.logged] == [1, 2, 3]
+    assert [logged_row["step"] for logged_row in broken.logged] == [1, 2, 3]
 
 
 def test_a_network_that_drops_what_is_sent_is_an_offline_run_within_seconds(tmp_path, monkeypatch):
@@ -361,7 +361,7 @@ def test_a_network_that_drops_what_is_sent_is_an_offline_run_within_seconds(tmp_
     assert said.count("W&B is offline for this run: ") == 1
     assert "left out" not in said
     assert (written.run.run_id, written.exit_code) == (tracker.run_id, 0)
-    assert [one["step"] for one in written.rows if "step" in one] == [1]
+    assert [logged_row["step"] for logged_row in written.rows if "step" in logged_row] == [1]
     (place,) = tmp_path.glob("wandb/*run-*-*")
     assert said.endswith(f"\n  wandb sync {place}\n")
 
@@ -504,7 +504,7 @@ def test_the_commands_of_wandb_run_the_sweep(here):
             values["optim.lr"],
             values["optim.weight_decay"],
         )
-        assert [one["val/loss"] > 0 for one in wandb_file.read(folder).rows if "step" in one] == [True, True]
+        assert [row["val/loss"] > 0 for row in wandb_file.read(folder).rows if "step" in row] == [True, True]
 
 
 # Who is asked

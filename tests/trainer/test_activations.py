@@ -223,7 +223,7 @@ def test_no_other_way_to_treat_units_makes_fewer_again_whatever_device_and_host_
     least, most = needs[0, count][0], needs[0, 0][0]
     host_bytes = needs[count, 0][1]
     shares = (-0.1, 0, 0.2, 0.5, 1)
-    found = set()
+    chosen_counts = set()
     for device in (least + int(share * (most - least)) for share in shares):
         for host in (int(share * host_bytes) for share in (0, 0.3, 1)):
             machine = gpu(1, device=device, host=host)
@@ -237,9 +237,9 @@ def test_no_other_way_to_treat_units_makes_fewer_again_whatever_device_and_host_
             fitting = [way for way, (on_device, on_host) in needs.items() if on_device <= device and on_host <= host]
             assert got in fitting
             assert got[1] == min(again for _, again in fitting), (device, host, got)
-            found.add(got)
+            chosen_counts.add(got)
     # the embedding is always sent, because it saves no activation of 1 MiB
-    assert {(sent > 1, again > 0) for sent, again in found} == set(product((True, False), repeat=2))
+    assert {(sent > 1, again > 0) for sent, again in chosen_counts} == set(product((True, False), repeat=2))
 
 
 @pytest.mark.parametrize("copies", ["slow", "fast"])

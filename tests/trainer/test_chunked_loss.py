@@ -54,17 +54,17 @@ def trained(world, setting, make, loss_fn):
         units=setting.units,
     )
     store = zero.open_store(plan)
-    state, step, found = zero.init(plan, store), zero.make_step(plan, loss_fn), []
+    state, step, step_losses = zero.init(plan, store), zero.make_step(plan, loss_fn), []
     for number in range(3):
         state, metrics = step(state, slice_of(rows(number, 4 * world.size), world, 1))
-        found.append(metrics.loss)
+        step_losses.append(metrics.loss)
     values = full_state_dict(state)
     store.close()
-    return found, values
+    return step_losses, values
 
 
-def same(one, other):
-    (losses_a, values_a), (losses_b, values_b) = one, other
+def same(first, second):
+    (losses_a, values_a), (losses_b, values_b) = first, second
     assert losses_a == pytest.approx(losses_b, rel=2e-6)
     for name, value in values_a.items():
         assert (value - values_b[name]).abs().max() <= 2e-6, name

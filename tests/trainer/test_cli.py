@@ -437,7 +437,7 @@ def test_torchrun_gives_the_same_run(here, start):
         assert (folder / "ranks" / f"{rank}.log").read_text().startswith(f"rank {rank} of 2")
     assert train.main([*TINY, "tracker.console=none"]) == 0
     _, alone = sorted(here.glob("runs/*/*"))
-    losses = [[row["train/loss"] for row in rows(one)] for one in (folder, alone)]
+    losses = [[row["train/loss"] for row in rows(run_folder)] for run_folder in (folder, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of addition differs between world sizes
 
 
@@ -509,12 +509,12 @@ def _process_of_rank(rank: int, folder: Path) -> int:
 
 def _alive_in_group(group: int) -> list[psutil.Process]:
     """Its processes, without dead ones that nobody has waited for yet."""
-    found = []
+    alive = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                alive.append(process)
+    return alive
 
 
 def _alive_after(group: int, limit_s: float = 10) -> list[psutil.Process]:

@@ -35,10 +35,10 @@ def settled(*overrides: str) -> Config:
 
 
 def dotted(node: dict, prefix: str = "") -> set[str]:
-    found = set()
+    dotted_keys = set()
     for key, value in node.items():
-        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
-    return found
+        dotted_keys |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+    return dotted_keys
 
 
 def test_the_composed_default_is_the_default_of_the_schema():

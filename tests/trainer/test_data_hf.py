@@ -227,11 +227,11 @@ def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch)
         make(config, tokenizer, folder, tell)
 
     monkeypatch.setattr(tokenised, "_make", slow)
-    found = run_ranks(3, opened, config)
+    results = run_ranks(3, opened, config)
     assert len(makers) == 1
-    assert len({digest for digest, _ in found}) == 1
+    assert len({digest for digest, _ in results}) == 1
     whole = open_data(config, SEQ, 0).batch(2, 0, 3).tolist()
-    assert [row for _, rows in found for row in rows] == whole
+    assert [row for _, rows in results for row in rows] == whole
 
 
 def test_a_rank_that_does_not_see_the_folder_says_which_key_to_set(config, monkeypatch):
@@ -262,7 +262,7 @@ def test_rows_that_datasets_saved_are_documents(config, tmp_path):
     folder = token_folder(config)
     assert json.loads((folder / "about.json").read_text())["documents"] == 600
     texts = [hf_decode(config, numbers_in(folder / name)) for name in ("train.bin", "held.bin")]
-    assert sorted(one for text in texts for one in text.split(END) if one) == sorted(rows["body"][:600])
+    assert sorted(document for text in texts for document in text.split(END) if document) == sorted(rows["body"][:600])
     assert data.validation_rows > 100
     datasets.Dataset.from_dict({"body": ["text", None]}).save_to_disk(tmp_path / "holes")
     with pytest.raises(ConfigError, match=r"holes, row 1: data\.column=body holds NoneType, not text"):

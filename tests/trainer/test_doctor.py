@@ -61,19 +61,19 @@ def found_on(tmp_path, *, config=None, **given) -> dict[str, Diagnosis]:
 
 
 def test_a_healthy_machine_is_well(tmp_path):
-    found = list(checks(read({}), Made(tmp_path / "root")))
-    assert {check.state for check in found} == {"ok"}, doctor_report(found)
-    assert exit_code(found) == 0
+    diagnoses = list(checks(read({}), Made(tmp_path / "root")))
+    assert {check.state for check in diagnoses} == {"ok"}, doctor_report(diagnoses)
+    assert exit_code(diagnoses) == 0
     names = {"versions", "memory", "/dev/shm", "CPU", "GPUs"}
     names |= {"offload.path", "disk rate", "checkpoints", "W&B"}
-    assert {check.name for check in found} == names
+    assert {check.name for check in diagnoses} == names
     assert [path.name for path in tmp_path.iterdir()] == ["root"], "something was left behind"
 
 
 def test_this_machine_is_looked_at_to_the_end():
-    found = list(checks(read({})))
-    assert doctor_report(found).count("\n") >= len(found)
-    assert exit_code(found) == (3 if "\nbad" in f"\n{doctor_report(found)}" else 0)
+    diagnoses = list(checks(read({})))
+    assert doctor_report(diagnoses).count("\n") >= len(diagnoses)
+    assert exit_code(diagnoses) == (3 if "\nbad" in f"\n{doctor_report(diagnoses)}" else 0)
 
 
 def test_a_report_is_aligned_and_has_the_advice_below():
@@ -105,10 +105,10 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
         "versions": {"torch": "1.0"},
     }
     config = {"precision": {"compute": "bf16"}, "tracker": {"name": "wandb", "mode": "online"}}
-    found = found_on(tmp_path, config=config, **worst)
-    wrong = {name: check for name, check in found.items() if check.state != "ok"}
+    diagnoses = found_on(tmp_path, config=config, **worst)
+    wrong = {name: check for name, check in diagnoses.items() if check.state != "ok"}
     assert all(check.advice for check in wrong.values())
-    assert not any(check.advice for check in found.values() if check.state == "ok")
+    assert not any(check.advice for check in diagnoses.values() if check.state == "ok")
     assert {name for name, check in wrong.items() if check.state == "bad"} == {"versions", "memory"}
     warned = {"/dev/shm", "CPU quota", "CPU and dtype", "disk rate", "checkpoints", "W&B"}
     assert set(wrong) - {"versions", "memory"} == warned
@@ -126,9 +126,9 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
 def test_a_containers_limit_counts_wherever_it_is_set(tmp_path, group, folder, files):
     limit, used = (f"{folder}/{name}" for name in files)
     texts = {"/proc/self/cgroup": f"{group}\n", limit: "3221225472\n", used: "1073741824\n"}
-    found = found_on(tmp_path, texts=texts)["memory"]
-    assert found.finding == "16.0 GiB, 8.0 GiB free, container limit 3.0 GiB, 1.0 GiB of it in use"
-    assert found.state == "warn"
+    diagnosis = found_on(tmp_path, texts=texts)["memory"]
+    assert diagnosis.finding == "16.0 GiB, 8.0 GiB free, container limit 3.0 GiB, 1.0 GiB of it in use"
+    assert diagnosis.state == "warn"
 
 
 def test_no_limit_is_not_shown(tmp_path):
@@ -153,8 +153,8 @@ def test_no_limit_is_not_shown(tmp_path):
 )
 def test_gpus(tmp_path, given, name, state, finding):
     config = {"precision": {"compute": "bf16"}, "launch": {"ranks": 2}}
-    found = found_on(tmp_path, config=config, **given)[name]
-    assert (found.state, finding) == (state, found.finding[: len(finding)])
+    diagnosis = found_on(tmp_path, config=config, **given)[name]
+    assert (diagnosis.state, finding) == (state, diagnosis.finding[: len(finding)])
 
 
 def test_a_mount_is_the_longest_that_holds_the_path():
@@ -167,10 +167,10 @@ def test_a_mount_is_the_longest_that_holds_the_path():
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "lustre", "fuse.sshfs", "tmpfs", "overlay"])
 def test_a_file_system_that_is_not_a_local_disk_is_named(tmp_path, kind):
     texts = {"/proc/self/mountinfo": f"22 1 0:1 / / rw - {kind} x rw\n"}
-    found = found_on(tmp_path, texts=texts)
-    assert found["offload.path"].state == "warn"
-    assert kind in found["offload.path"].finding
-    assert found["checkpoints"].state == ("ok" if kind == "overlay" else "warn")
+    diagnoses = found_on(tmp_path, texts=texts)
+    assert diagnoses["offload.path"].state == "warn"
+    assert kind in diagnoses["offload.path"].finding
+    assert diagnoses["checkpoints"].state == ("ok" if kind == "overlay" else "warn")
 
 
 @pytest.mark.parametrize(
@@ -178,24 +178,24 @@ def test_a_file_system_that_is_not_a_local_disk_is_named(tmp_path, kind):
 )
 def test_a_folder_that_cannot_be_used_is_bad_where_it_is_asked_for(tmp_path, path, why):
     (tmp_path / "file").touch()
-    found = found_on(tmp_path, config={"offload": {"path": path}})
-    assert found["offload.path"].state == "bad"
-    assert found["offload.path"].finding == f"{tmp_path / path} {why}"
-    assert "disk rate" not in found
+    diagnoses = found_on(tmp_path, config={"offload": {"path": path}})
+    assert diagnoses["offload.path"].state == "bad"
+    assert diagnoses["offload.path"].finding == f"{tmp_path / path} {why}"
+    assert "disk rate" not in diagnoses
 
 
 @pytest.mark.parametrize(("optimizer", "state"), [("none", "warn"), ("nvme", "bad")])
 def test_the_current_folder_must_do_only_if_something_goes_there(tmp_path, monkeypatch, optimizer, state):
     monkeypatch.chdir("/proc/self")
-    found = found_on(tmp_path, config={"offload": {"optimizer": optimizer}})
-    assert (found["offload.path"].state, found["checkpoints"].state) == (state, "bad")
+    diagnoses = found_on(tmp_path, config={"offload": {"optimizer": optimizer}})
+    assert (diagnoses["offload.path"].state, diagnoses["checkpoints"].state) == (state, "bad")
 
 
 @pytest.mark.parametrize(("speed", "state", "said"), [(0.1e9, "warn", "0.10 GB/s"), (3e9, "ok", "3.00 GB/s")])
 def test_the_disks_rate_is_judged(tmp_path, monkeypatch, speed, state, said):
     monkeypatch.setattr(disks, "probe", lambda *args, **how: speed)
-    found = found_on(tmp_path)["disk rate"]
-    assert (found.state, said in found.finding) == (state, True)
+    diagnosis = found_on(tmp_path)["disk rate"]
+    assert (diagnosis.state, said in diagnosis.finding) == (state, True)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +237,6 @@ def test_the_key_for_wandb_is_never_shown(tmp_path, monkeypatch):
     canary = "c0ffee" * 7
     monkeypatch.setenv("WANDB_API_KEY", canary)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    found = list(checks(read({"tracker": {"name": "wandb"}}), Made(tmp_path / "root")))
-    assert found[-1] == Diagnosis("W&B", "ok", "a key is set, runs are offline")
-    assert canary not in doctor_report(found)
+    diagnoses = list(checks(read({"tracker": {"name": "wandb"}}), Made(tmp_path / "root")))
+    assert diagnoses[-1] == Diagnosis("W&B", "ok", "a key is set, runs are offline")
+    assert canary not in doctor_report(diagnoses)

@@ -56,12 +56,12 @@ def test_an_example_is_a_run_that_differs_from_the_default(key):
     example = ENTRIES[key].example
     assert f"{key}=" in example
     parsed = [PARSER.parse_override(text) for text in example.split()]
-    options = [one.input_line for one in parsed if (CONF / one.key_or_group).is_dir()]
+    options = [override.input_line for override in parsed if (CONF / override.key_or_group).is_dir()]
     raw = copy.deepcopy(composed(*options))
-    for one in parsed:
-        if one.input_line not in options:
-            *above, last = one.key_or_group.split(".")
-            functools.reduce(dict.__getitem__, above, raw)[last] = one.value()
+    for override in parsed:
+        if override.input_line not in options:
+            *above, last = override.key_or_group.split(".")
+            functools.reduce(dict.__getitem__, above, raw)[last] = override.value()
     assert read(raw) != Config()
 
 

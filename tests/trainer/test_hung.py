@@ -155,8 +155,8 @@ def test_a_run_that_hangs_in_each_phase_goes_on_each_time(
             assert "in train_and_hang" in log[number]
     assert max(waits_s) < PATIENCE_S + GRACE_S, waits_s
 
-    found = re.findall(r"^(saved|resuming from|rejected) \S*/step-0*(\d+)(.*)$", said, flags=re.MULTILINE)
-    assert "".join(f"{what} {step}{why}\n" for what, step, why in found) == TOLD
+    events = re.findall(r"^(saved|resuming from|rejected) \S*/step-0*(\d+)(.*)$", said, flags=re.MULTILINE)
+    assert "".join(f"{what} {step}{why}\n" for what, step, why in events) == TOLD
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len({(row["step"], row["train/loss"]) for row in rows}) == STEPS < len(rows)
     assert not list((tmp_path / "offload").iterdir())

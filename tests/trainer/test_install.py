@@ -101,8 +101,8 @@ def test_the_wheel_has_the_options_pages_and_types_of_the_repository(wheel: Path
 
 
 def test_python_finds_what_was_installed(installed: Installed) -> None:
-    found = installed.run("python", "-c", "import zero; print(zero.__file__, zero.__version__)").split()
-    assert found == [str(installed.package / "__init__.py"), zero.__version__]
+    printed = installed.run("python", "-c", "import zero; print(zero.__file__, zero.__version__)").split()
+    assert printed == [str(installed.package / "__init__.py"), zero.__version__]
     begun = installed.run("python", "-m", "zero", "--help")
     assert "  python -m zero zero.stage=3 launch.ranks=2" in begun
     page = re.search(r"^  (\S+/docs/config\.md) ", begun, re.MULTILINE)
@@ -146,11 +146,14 @@ def test_what_is_to_be_installed_is_the_checkout_or_packages_of_other_people(
     assert installed_here.install(extra) == f"pip install -e '.[{extra}]'"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *(f'{one}; extra == "{name}"' for name in extras for one in extras[name])]
+    lines = [
+        *project["dependencies"],
+        *(f'{requirement}; extra == "{name}"' for name in extras for requirement in extras[name]),
+    ]
     monkeypatch.setattr(installed_here, "_IN_WHEEL", True)
     monkeypatch.setattr(installed_here.metadata, "requires", lambda name: lines)
     monkeypatch.setattr(installed_here, "_is_installed", lambda name: name == "tokenizers")
-    missing = [one for one in extras[extra] if one != "tokenizers"]
+    missing = [requirement for requirement in extras[extra] if requirement != "tokenizers"]
     assert shlex.split(installed_here.install(extra)) == ["pip", "install", *missing]
     assert shlex.split(installed_here.install()) == ["pip", "install", *project["dependencies"]]
 

@@ -109,9 +109,9 @@ def trained(world, config):
     return began, losses, {name: values[name] for name in names}
 
 
-def same(one, other):
+def same(first, second):
     """Whether two runs have equal losses and adapters, to the bit."""
-    return one[1] == other[1] and all(torch.equal(one[2][name], value) for name, value in other[2].items())
+    return first[1] == second[1] and all(torch.equal(first[2][name], value) for name, value in second[2].items())
 
 
 TIERS = [(1, "none"), (2, "cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
@@ -128,14 +128,14 @@ def test_losses_and_adapters_have_the_same_bits_at_every_stage_and_tier(family, 
 
 
 def test_first_values_of_an_adapter_are_the_same_on_any_number_of_ranks(base):
-    one, two = (run_ranks(ranks, trained, settings(base / "llama"))[0][0] for ranks in (1, 2))
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
-    of_an_a = [value for name, value in one.items() if "lora_A" in name]
+    on_one_rank, on_two_ranks = (run_ranks(ranks, trained, settings(base / "llama"))[0][0] for ranks in (1, 2))
+    assert all(torch.equal(value, on_two_ranks[name]) for name, value in on_one_rank.items())
+    of_an_a = [value for name, value in on_one_rank.items() if "lora_A" in name]
     assert all(value.any() for value in of_an_a)
     assert len({float(value[0, 0]) for value in of_an_a}) == len(of_an_a) == 14, "each layer draws its own"
     for value in of_an_a:  # peft draws uniformly from [-bound, bound]
         assert 0.8 < float(value.abs().max()) * value.shape[1] ** 0.5 <= 1
-    assert not any(value.any() for name, value in one.items() if "lora_B" in name)
+    assert not any(value.any() for name, value in on_one_rank.items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("family", MADE)

@@ -51,9 +51,9 @@ def test_an_answer_has_the_commands_that_work_here_in_the_same_columns(words, na
     after = capsys.readouterr().out
     assert "train.py" not in after
     assert f"  {typed} " in after
-    for one, other in zip(before.splitlines(), after.splitlines(), strict=True):
-        assert (one == other) == ("python train.py" not in one)
-        assert len(one) == len(other)
+    for line_before, line_after in zip(before.splitlines(), after.splitlines(), strict=True):
+        assert (line_before == line_after) == ("python train.py" not in line_before)
+        assert len(line_before) == len(line_after)
 
 
 def test_a_run_is_trained_and_reported_by_the_module(here):
@@ -79,14 +79,14 @@ def test_without_torch_the_line_to_type_is_said(script):
 
 
 PROGRAMS = [
-    one
-    for one in [ROOT / "train.py", *sorted((ROOT / "scripts").iterdir()), *sorted((ROOT / "benchmarks").iterdir())]
-    if one.is_file()
+    path
+    for path in [ROOT / "train.py", *sorted((ROOT / "scripts").iterdir()), *sorted((ROOT / "benchmarks").iterdir())]
+    if path.is_file()
 ]
-PROGRAMS = [one for one in PROGRAMS if b"python3" in one.read_bytes()[:32]]
+PROGRAMS = [path for path in PROGRAMS if b"python3" in path.read_bytes()[:32]]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.name)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
 def test_without_torch_every_program_shows_its_help_or_that_line(program):
     command = [sys.executable, "-S", program, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)

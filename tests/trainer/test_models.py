@@ -287,7 +287,7 @@ def test_the_operations_of_a_token_are_those_that_torch_counts(kind, more):
     model, tokens = made(kind, **more), torch.randint(0, 64, (1, 33))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         hf.loss(model, tokens).backward()
-    norms_and_biases = sum(one.numel() for one in model.parameters() if one.dim() == 1)
+    norms_and_biases = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
     counted = counter.get_total_flops() / 32
     assert counted <= hf.flops_per_token(model, 32) <= counted + 6 * norms_and_biases
 
@@ -314,7 +314,7 @@ def test_what_sees_later_tokens_is_no_causal_model(tmp_path):
         rows[1] = rows[0]
         rows[1, :, -1] += 1
         with torch.no_grad():
-            first, second = (hf.logits(model, one.remainder(64))[:, :-1] for one in rows)
+            first, second = (hf.logits(model, batch.remainder(64))[:, :-1] for batch in rows)
         assert torch.equal(first, second) == decoder == (hf.not_causal(model) is None)
     assert hf.not_causal(made("gpt_neox")) is None  # has the setting, which means nothing to it
     settings = transformers.BertConfig(**SMALL, architectures=["BertLMHeadModel"])

@@ -484,7 +484,7 @@ def test_what_is_only_evaluated_needs_parameters_and_the_activations_of_a_valida
     for stage in (0, 3):
         kinds, held = zip(*run_ranks(2, held_for_evaluation, settings, stage), strict=True)
         assert {*kinds[0]} <= {"parameters", "gathered units", "buffers"}
-        assert [*held] == [{kind: nbytes for kind, nbytes in one.items() if nbytes} for one in kinds]
+        assert [*held] == [{kind: nbytes for kind, nbytes in kind_bytes.items() if nbytes} for kind_bytes in kinds]
 
 
 def held_for_evaluation(world: zero.World, settings: Config, stage: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -657,10 +657,10 @@ def test_settle_finds_the_largest_microbatch_as_brute_force_does(share, size):
             settings, ActivationTraces(settings, model_of_rank(world, settings)), world, telling(notes.append)
         ),
     )
-    for one, step_s in settled:
+    for resolved, step_s in settled:
         assert step_s is None, "nothing was compared, so no rate was measured"
-        assert one.batch.numbers() == (48 * size, 48 // expected, expected)
-        assert one == settings.model_copy(update={"batch": one.batch}).on(size)
+        assert resolved.batch.numbers() == (48 * size, 48 // expected, expected)
+        assert resolved == settings.model_copy(update={"batch": resolved.batch}).on(size)
     assert len(notes) == (size if expected > 1 else 0)
     assert all("batch.micro" in note and "MiB" in note for note in notes)
 
@@ -784,7 +784,7 @@ def test_products_are_timed_at_the_models_own_shapes(seq, monkeypatch):
     traced = ActivationTraces(settings, model_of(settings)).of(2, "cpu")
     tokens, width = 2 * seq, TINY["width"]
     assert Product(1, tokens, width, 3 * width, (False, True)) in traced.products
-    all_flops = sum(one.flops * count for one, count in traced.products.items())
+    all_flops = sum(matmul.flops * count for matmul, count in traced.products.items())
     assert all_flops == traced.forward.flops + traced.backward.flops
     now_s = [0.0]
 
@@ -799,7 +799,7 @@ def test_products_are_timed_at_the_models_own_shapes(seq, monkeypatch):
 
     monkeypatch.setattr(probes, "_multiply", multiply)
     monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
-    all_s = sum(one.flops * count / speed(one) for one, count in traced.products.items())
+    all_s = sum(matmul.flops * count / speed(matmul) for matmul, count in traced.products.items())
     assert probes._flops(settings, traced, Device(torch.device("cpu"))) == pytest.approx(all_flops / all_s)
 
 
@@ -881,7 +881,7 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(tmp_path):
             settings, ActivationTraces(settings, model_of_rank(world, settings)), world, telling(notes.append)
         ),
     )
-    assert all("nvme" not in one.config.offload.kinds for one in settled)
+    assert all("nvme" not in resolved.config.offload.kinds for resolved in settled)
     assert "nothing can be offloaded to a disk here" in notes[0]
     assert "missing: no file can be made: ENOENT" in notes[0]
     assert "of 17 settings fit" in "".join(notes)
@@ -934,19 +934,19 @@ def test_the_plan_is_what_is_allocated(size, stage, preset, precision, optimizer
         if world.rank == 0:
             counted = {"memory": sum(storages().values()), "nvme": nameless_bytes(tmp_path)}
         world.barrier()  # the others stand still while one looks at what they have
-        found = measured(state)
+        measured_bytes = measured(state)
         told = {tier: tier_bytes(plan, tier) for tier in ("device", "host", "nvme")}
-        assert against_measured(plan, found).count("\n") == sum(map(bool, told.values()))
+        assert against_measured(plan, measured_bytes).count("\n") == sum(map(bool, told.values()))
         store.close()
-        kinds = {tier: {kind: n for kind, n in one.items() if n} for tier, one in plan.bytes.items()}
+        kinds = {tier: {kind: n for kind, n in kind_bytes.items() if n} for tier, kind_bytes in plan.bytes.items()}
         kinds |= {"nvme": {"file": sum(kinds["nvme"].values())}} if "nvme" in kinds else {}
-        assert {tier: one for tier, one in kinds.items() if one} == found
-        return told, {tier: sum(one.values()) for tier, one in found.items()}, counted
+        assert {tier: kind_bytes for tier, kind_bytes in kinds.items() if kind_bytes} == measured_bytes
+        return told, {tier: sum(kind_bytes.values()) for tier, kind_bytes in measured_bytes.items()}, counted
 
     ranks = run_ranks(size, run)
-    for told, found, _ in ranks:
-        assert set(found) == {tier for tier, nbytes in told.items() if nbytes}
-        for tier, nbytes in found.items():
+    for told, measured_bytes, _ in ranks:
+        assert set(measured_bytes) == {tier for tier, nbytes in told.items() if nbytes}
+        for tier, nbytes in measured_bytes.items():
             assert told[tier] == pytest.approx(nbytes, rel=0.05), tier
     counted = ranks[0][2]
     in_memory = sum(told["device"] + told["host"] for told, _, _ in ranks)
@@ -967,13 +967,13 @@ def test_activations_are_estimated_and_the_table_says_so():
 
 def storages() -> dict[int, int]:
     """Address to size of all memory that a tensor of this process looks at."""
-    found = {}
-    for one in gc.get_objects():
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta:  # an absent parameter has no memory
-            storage = one.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)
-    return found
+    sizes = {}
+    for obj in gc.get_objects():
+        if type(obj) in (torch.Tensor, torch.nn.Parameter) and not obj.is_meta:  # an absent parameter has no memory
+            storage = obj.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    sizes.pop(0, None)
+    return sizes
 
 
 def nameless_bytes(folder: Path) -> int:

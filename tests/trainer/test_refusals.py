@@ -55,7 +55,7 @@ def kinds_in(annotation) -> set:
         return kinds_in(arguments[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return set().union(*map(kinds_in, arguments))
-    return {type(one) for one in arguments} if typing.get_origin(annotation) is typing.Literal else {annotation}
+    return {type(value) for value in arguments} if typing.get_origin(annotation) is typing.Literal else {annotation}
 
 
 def bad_values(key: Key) -> dict[str, object]:

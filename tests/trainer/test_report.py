@@ -41,17 +41,17 @@ def tags(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
 
 def coordinates(element: ElementTree.Element, dx: float = 0.0, dy: float = 0.0) -> list[tuple[float, float]]:
     """Every point that something below `element` is drawn at, where it is in the end."""
-    found, at = [], element.attrib
+    points, at = [], element.attrib
     if moved := re.fullmatch(r"translate\((\S+) (\S+)\)", at.get("transform", "")):
         dx, dy = dx + float(moved[1]), dy + float(moved[2])
     for x, y in (("x", "y"), ("x1", "y1"), ("x2", "y2"), ("cx", "cy")):
         if x in at:
-            found.append((float(at[x]), float(at[y])))
+            points.append((float(at[x]), float(at[y])))
     if element.tag.endswith("rect"):
-        found.append((float(at["x"]) + float(at["width"]), float(at["y"]) + float(at["height"])))
+        points.append((float(at["x"]) + float(at["width"]), float(at["y"]) + float(at["height"])))
     numbers = list(map(float, re.findall(r"[-\d.e]+", at.get("d", ""))))
-    found += zip(numbers[::2], numbers[1::2], strict=True)
-    return [(x + dx, y + dy) for x, y in found] + [place for child in element for place in coordinates(child, dx, dy)]
+    points += zip(numbers[::2], numbers[1::2], strict=True)
+    return [(x + dx, y + dy) for x, y in points] + [place for child in element for place in coordinates(child, dx, dy)]
 
 
 def drawn(svg: str) -> ElementTree.Element:
@@ -149,7 +149,7 @@ def test_no_number_is_too_strange_to_be_written(value):
     st.booleans(),
 )
 def test_lines_stay_inside_their_box(series, log, log_x, binary):
-    drawn(chart.lines([Series(*one) for one in series], title="t", log=log, log_x=log_x, binary=binary))
+    drawn(chart.lines([Series(*fields) for fields in series], title="t", log=log, log_x=log_x, binary=binary))
 
 
 @LAW
@@ -282,23 +282,23 @@ def test_half_a_line_is_left_out_and_said(tmp_path):
     write_folder(tmp_path, rows=[row(1), row(2)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "train/lo')
-    found = read_run(tmp_path)
-    assert [one["step"] for one in found.rows] == [1, 2]
-    assert "1 line of metrics.jsonl cannot be read" in found.unread
+    recorded = read_run(tmp_path)
+    assert [entry["step"] for entry in recorded.rows] == [1, 2]
+    assert "1 line of metrics.jsonl cannot be read" in recorded.unread
     assert "1 line of metrics.jsonl cannot be read" in text_of(tmp_path)
 
 
 def test_steps_that_were_made_again_after_a_restart_are_shown_once(tmp_path):
     again = [row(1, 9), row(2, 8), row(3, 7), row(2, 6), row(4, 5)]
-    found = read_run(write_folder(tmp_path, rows=again))
-    assert [(one["step"], one["train/loss"]) for one in found.rows] == [(1, 9), (2, 6), (4, 5)]
+    recorded = read_run(write_folder(tmp_path, rows=again))
+    assert [(entry["step"], entry["train/loss"]) for entry in recorded.rows] == [(1, 9), (2, 6), (4, 5)]
 
 
 def test_speed_is_the_median_after_the_first_row(tmp_path):
-    found = read_run(write_folder(tmp_path, rows=[row(1), row(2), row(3), row(9)]))
-    assert found.typical("speed/tokens_per_s") == 300
-    assert found._replace(rows=found.rows[:1]).typical("speed/tokens_per_s") == 100
-    assert found._replace(rows=[]).typical("speed/tokens_per_s") is None
+    recorded = read_run(write_folder(tmp_path, rows=[row(1), row(2), row(3), row(9)]))
+    assert recorded.typical("speed/tokens_per_s") == 300
+    assert recorded._replace(rows=recorded.rows[:1]).typical("speed/tokens_per_s") == 100
+    assert recorded._replace(rows=[]).typical("speed/tokens_per_s") is None
 
 
 def waits(step: int, slowest: object, worked_s: object, longest_s: object, step_s: object = 1.0) -> dict:
@@ -426,18 +426,18 @@ def test_what_a_step_moves_is_the_median_of_the_rows_for_one_rank(tmp_path):
         *("offload/read_bytes", "offload/write_bytes", "offload/copy_bytes"),
         *("comm/gather_bytes", "comm/reduce_bytes", "comm/wire_bytes"),
     )
-    two, one = (40, 80, 200, 8, 16, 4), (20, 40, 100, 4, 8, 2)
-    moved = ((1, (9e9,) * 6), (3, two), (4, one), (5, one))
+    two_steps, one_step = (40, 80, 200, 8, 16, 4), (20, 40, 100, 4, 8, 2)
+    moved = ((1, (9e9,) * 6), (3, two_steps), (4, one_step), (5, one_step))
     rows = [row(step, **dict(zip(names, figures, strict=True))) for step, figures in moved]
     summary = {"ranks": 2, "plan_step_bytes": {"disk": 60, "copy": 25, "link": 3, "wire": 2}}
-    found = read_run(write_folder(tmp_path, rows=rows, summary=summary))
-    assert compared(found) == [
+    recorded = read_run(write_folder(tmp_path, rows=rows, summary=summary))
+    assert compared(recorded) == [
         ("a step", "to and from the disk", 60, 30),
         ("a step", "between host and GPU", 25, 50),
         ("a step", "from other ranks", 3, 6),
         ("a step", "from other nodes", 2, 1),
     ]
-    assert compared(found._replace(rows=[])) == []
+    assert compared(recorded._replace(rows=[])) == []
 
 
 @pytest.mark.parametrize("before", [[], [(10, 10), (20, 10)]], ids=["another folder", "the same folder"])
@@ -445,8 +445,8 @@ def test_what_a_step_moves_is_known_of_the_first_row_after_a_resume(before, tmp_
     """A run that goes on from step 25: its row at 30 is of five steps, in a folder of its own or in that of before."""
     moved = [(*place, 100 * place[1]) for place in [*before, (30, 5), (40, 10)]]
     rows = [row(step, **{"speed/steps": count, "offload/read_bytes": nbytes}) for step, count, nbytes in moved]
-    found = read_run(write_folder(tmp_path, rows=rows))
-    assert per_step(found, "offload/read_bytes") == [(step, 100) for step, *_ in moved]
+    recorded = read_run(write_folder(tmp_path, rows=rows))
+    assert per_step(recorded, "offload/read_bytes") == [(step, 100) for step, *_ in moved]
 
 
 def test_a_predicted_step_stands_beside_the_measured_one(tmp_path):
@@ -546,27 +546,27 @@ def test_a_real_run_is_told_as_it_was(finished):
 
 def test_a_real_run_holds_and_moves_what_was_planned(finished):
     told = read_run(finished)
-    rows = {(one.where, one.what): one for one in compared(told)}
+    rows = {(comparison.where, comparison.what): comparison for comparison in compared(told)}
     assert {where for where, _ in rows} == {"device", "host", "nvme", "a step"}
-    for (_, what), one in rows.items():
+    for (_, what), comparison in rows.items():
         if what == "activations":
-            assert one.measured is None
+            assert comparison.measured is None
         elif what == "to and from the disk":  # of a row before or after; by the fourth row three updates are done
             moved = [row["offload/read_bytes"] + row["offload/write_bytes"] for row in told.rows]
-            assert min(moved) <= one.measured <= max(moved)
+            assert min(moved) <= comparison.measured <= max(moved)
             # all pages are written; one that is still in memory is not read again
-            assert 3 * 0.49 * one.planned < sum(moved) < 4 * 1.01 * one.planned, (one, moved)
+            assert 3 * 0.49 * comparison.planned < sum(moved) < 4 * 1.01 * comparison.planned, (comparison, moved)
         else:
-            assert one.measured == pytest.approx(one.planned, rel=0.01), one
+            assert comparison.measured == pytest.approx(comparison.planned, rel=0.01), comparison
 
 
 def test_a_run_that_chose_its_stage_says_what_it_predicted(tmp_path):
     run_in(tmp_path, "zero.stage=auto")
     told = read_run(tmp_path)
-    (one,) = (one for one in compared(told) if one.what == TIME)
-    assert one == ("a step", TIME, told.summary["plan_step_s"], told.typical("speed/step_s"))
-    assert one.planned > 0
-    assert one.measured > 0
+    (comparison,) = (comparison for comparison in compared(told) if comparison.what == TIME)
+    assert comparison == ("a step", TIME, told.summary["plan_step_s"], told.typical("speed/step_s"))
+    assert comparison.planned > 0
+    assert comparison.measured > 0
 
 
 SCHEMES = [(DARK, "rgb(16, 20, 24)"), (LIGHT, "rgb(246, 247, 248)")]
@@ -600,9 +600,11 @@ def test_nothing_is_cut_in_a_narrow_or_a_wide_window(finished, tmp_path, scheme,
     pages = {"report": run.report(long, Config().plain()), "charts": charts_of_many_words()}
     for name, text in pages.items():
         (tmp_path / f"{name}.html").write_text(text)
-    found = shown([tmp_path / f"{name}.html" for name in pages], scheme, tmp_path)
-    assert [(seen.page, seen.width) for seen in found] == [(f"{p}.html", w) for w in (390, 500, 1400) for p in pages]
-    for seen in found:
+    renderings = shown([tmp_path / f"{name}.html" for name in pages], scheme, tmp_path)
+    assert [(seen.page, seen.width) for seen in renderings] == [
+        (f"{p}.html", w) for w in (390, 500, 1400) for p in pages
+    ]
+    for seen in renderings:
         assert (seen.paper, seen.scrolls, seen.cut, seen.split, seen.pale) == (paper, 0, [], [], []), seen
         assert 7.5 < seen.font < 99
         assert all('viewBox="0 0 1120 ' in chart for chart in seen.behind), "only a chart for a whole page scrolls"

@@ -247,21 +247,21 @@ def test_ctrl_c_ends_an_answer_with_its_line(here: Path) -> None:
 def at_a_terminal() -> Iterator[None]:
     """Signals are as in a program that somebody looks at, and afterwards as they were."""
     kinds = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    before = {one: signal.signal(one, signal.SIG_DFL) for one in kinds}
+    before = {sig: signal.signal(sig, signal.SIG_DFL) for sig in kinds}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    for one, handler in before.items():
-        signal.signal(one, handler)
+    for sig, handler in before.items():
+        signal.signal(sig, handler)
 
 
 def test_signals_that_waited_come_in_their_order_and_one_that_is_ignored_hides_none(at_a_terminal: None) -> None:
     came: list[int] = []
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, lambda signum, _: came.append(signum))
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, lambda signum, _: came.append(signum))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with signals_waiting():
-        for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-            signal.raise_signal(one)
+        for sig in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(sig)
         assert not came
     assert came == [signal.SIGINT, signal.SIGTERM]
 

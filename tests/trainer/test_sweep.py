@@ -79,10 +79,10 @@ def test_a_row_says_what_the_run_left(tmp_path):
     job(tmp_path, 0, "zero.stage=1", "steps=9", speeds=(1, 100, 300, 200), **finished(device_peak_bytes=1 << 20))
     job(tmp_path, 1, "zero.stage=3", "steps=9", speeds=(1, 100), **finished(val_loss=3.5))
     job(tmp_path, 2, "+zero.stage=0", "steps=9", **finished(exit_reason="rank 1 failed: no | room\nat all"))
-    found = sweep.write_sweep(tmp_path)
-    assert [one.name for one in found.jobs] == ["0", "1", "2"]
-    assert found.best.name == "1"
-    assert [one.name for one in found.failed] == ["2"]
+    sweep_results = sweep.write_sweep(tmp_path)
+    assert [swept_job.name for swept_job in sweep_results.jobs] == ["0", "1", "2"]
+    assert sweep_results.best.name == "1"
+    assert [swept_job.name for swept_job in sweep_results.failed] == ["2"]
 
     rows = table(tmp_path)
     assert [row["zero.stage"] for row in rows] == ["1", "3", "0"]
@@ -107,9 +107,9 @@ def test_jobs_are_found_by_what_they_leave(tmp_path):
     (tmp_path / "a" / "9" / "checkpoints" / "step-1").mkdir(parents=True)
     (tmp_path / "a" / "9" / "checkpoints" / "step-1" / "config.yaml").touch()
     job(tmp_path, "c/d", exit_reason=f"rank 0 failed (log: {tmp_path}/c/d/ranks/0.log)")
-    found = sweep.write_sweep(tmp_path)
-    assert [one.name for one in found.jobs] == ["a/9", "a/10", "b/lr=0.1 #1", "c/d"]
-    assert found.failed[0].cause == "rank 0 failed (log: c/d/ranks/0.log)"
+    sweep_results = sweep.write_sweep(tmp_path)
+    assert [swept_job.name for swept_job in sweep_results.jobs] == ["a/9", "a/10", "b/lr=0.1 #1", "c/d"]
+    assert sweep_results.failed[0].cause == "rank 0 failed (log: c/d/ranks/0.log)"
     assert 'href="b/lr%3D0.1%20%231/report.html"' in (tmp_path / "sweep.html").read_text()
     assert jobs_in(tmp_path / "a" / "9") == [], "a run is no sweep"
 
@@ -167,9 +167,13 @@ def test_a_half_done_sweep_can_be_read(tmp_path):
     job(tmp_path, 10, "a=3", losses=(), speeds=())
     (tmp_path / ".submitit").mkdir()
     (tmp_path / "2").mkdir()
-    found = sweep.write_sweep(tmp_path)
-    assert [(one.name, one.status) for one in found.jobs] == [("0", "finished"), ("1", "running"), ("10", "running")]
-    assert found.best.name == "0"
+    sweep_results = sweep.write_sweep(tmp_path)
+    assert [(swept_job.name, swept_job.status) for swept_job in sweep_results.jobs] == [
+        ("0", "finished"),
+        ("1", "running"),
+        ("10", "running"),
+    ]
+    assert sweep_results.best.name == "0"
     assert "3 jobs: 1 finished, 2 running" in page(tmp_path)
 
 
@@ -181,10 +185,10 @@ def test_losses_share_their_axes_and_numbers_have_a_chart(tmp_path):
     sweep.write_sweep(tmp_path)
     html = (tmp_path / "sweep.html").read_text()
     root = ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>\n"))
-    charts = [one.attrib["aria-label"] for one in root.iter() if one.tag.endswith("svg")]
+    charts = [element.attrib["aria-label"] for element in root.iter() if element.tag.endswith("svg")]
     assert charts[0] == "training loss: 4 charts"
     assert charts[1].startswith("validation loss against optim.lr: optim.lr from 4 at optim.lr 0.0001 to 3.7 at 0.1")
-    firsts = [one.attrib["d"].split("L")[0] for one in root.iter() if one.attrib.get("class") == "line"]
+    firsts = [element.attrib["d"].split("L")[0] for element in root.iter() if element.attrib.get("class") == "line"]
     assert len(firsts) == 4
     assert len(set(firsts)) == 1, "the same loss has another place"
 
@@ -221,10 +225,14 @@ def test_any_jobs_have_a_table(tmp_path_factory, jobs):
     folder = tmp_path_factory.mktemp("sweep")
     for number, (reason, loss, text) in enumerate(jobs):
         job(folder, number, f"key={text}", exit_reason=reason, val_loss=loss)
-    found = sweep.write_sweep(folder)
-    losses = [one.val_loss for one in found.jobs if one.status == "finished" and one.val_loss is not None]
-    assert (found.best is None) == (not losses)
-    assert found.best is None or found.best.val_loss == min(losses)
+    sweep_results = sweep.write_sweep(folder)
+    losses = [
+        swept_job.val_loss
+        for swept_job in sweep_results.jobs
+        if swept_job.status == "finished" and swept_job.val_loss is not None
+    ]
+    assert (sweep_results.best is None) == (not losses)
+    assert sweep_results.best is None or sweep_results.best.val_loss == min(losses)
     assert len(table(folder)) == len(jobs)
     page(folder)
 
@@ -287,9 +295,9 @@ def test_a_sweep_of_two_by_two_is_a_table_after_every_job(here, monkeypatch, cap
     ]
     assert train.main(["-m", *asked, *QUICK, "launch.malloc=default"]) == 2
     assert [length for _, length in seen][:4] == [1, 2, 3, 4]
-    found = seen[-1][0]
-    assert [one.status for one in found.jobs] == ["finished", "failed"] * 2
-    assert all("offload.host_budget" in one.cause for one in found.failed)
+    sweep_results = seen[-1][0]
+    assert [swept_job.status for swept_job in sweep_results.jobs] == ["finished", "failed"] * 2
+    assert all("offload.host_budget" in swept_job.cause for swept_job in sweep_results.failed)
     assert capfd.readouterr().err.count("offload.host_budget") >= 2, "a failure was not printed"
 
     rows = table(here / "sweep")
@@ -347,14 +355,14 @@ def test_optuna_searches_and_goes_on_after_a_failed_trial(here):
     space = ["optim.lr=tag(log, interval(1e-4, 1e-1))", "offload.host_budget=choice(1GiB,1MiB)", "offload=nvme"]
     done = program("-m", *search, *space, "model.width=128", "hydra.sweep.dir=sweep", *QUICK, cwd=here)
     assert "Traceback" not in done.stderr, done.stderr
-    found = sweep.write_sweep(here / "sweep")
-    assert len(found.jobs) == 4
-    assert {one.status for one in found.jobs} == {"finished", "failed"}, "choose another seed"
+    sweep_results = sweep.write_sweep(here / "sweep")
+    assert len(sweep_results.jobs) == 4
+    assert {swept_job.status for swept_job in sweep_results.jobs} == {"finished", "failed"}, "choose another seed"
     assert done.returncode == 2
     result = yaml.safe_load((here / "sweep" / "optimization_results.yaml").read_text())
-    assert result["best_value"] == found.best.val_loss
-    assert str(result["best_params"]["optim.lr"]) == found.best.overrides["optim.lr"]
-    assert all(1e-4 <= float(one.overrides["optim.lr"]) <= 1e-1 for one in found.jobs)
+    assert result["best_value"] == sweep_results.best.val_loss
+    assert str(result["best_params"]["optim.lr"]) == sweep_results.best.overrides["optim.lr"]
+    assert all(1e-4 <= float(swept_job.overrides["optim.lr"]) <= 1e-1 for swept_job in sweep_results.jobs)
 
 
 @pytest.mark.process
@@ -369,6 +377,6 @@ def test_submitit_runs_jobs_side_by_side_and_their_failures_are_known_here(here)
     done = program(
         "-m", *launcher, "offload.host_budget=1GiB,1MiB", "offload=nvme", "model.width=128", *QUICK, cwd=here
     )
-    assert [one["status"] for one in table(here / "sweep")] == ["finished", "failed"]
+    assert [row["status"] for row in table(here / "sweep")] == ["finished", "failed"]
     assert done.returncode != 0
     assert "offload.host_budget" in done.stderr, "a failure was not printed"

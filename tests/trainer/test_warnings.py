@@ -58,10 +58,10 @@ def test_python_is_warned_where_the_store_is_opened(tmp_path, tmpfs):
     offload = zero.Offload("nvme", path=str(tmp_path))
     world = zero.open_world()
     plan = zero.Plan(nn.Linear(8, 8), optimizer=zero.adamw(lr=1e-3), world=world, offload=offload)
-    with pytest.warns(UserWarning, match=r"is memory, not a disk \(tmpfs\)") as found:
+    with pytest.warns(UserWarning, match=r"is memory, not a disk \(tmpfs\)") as caught:
         zero.open_store(plan).close()
-    assert len(found) == 1
-    assert found[0].filename == __file__
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
 
 
 def test_the_type_of_a_file_system_is_the_mounts(tmp_path):

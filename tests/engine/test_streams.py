@@ -786,7 +786,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/update/staging.py:Staging.opened self._complete().wait": {"wait": "cpu"},
     "engine/step.py:Step.abandon self._plan.world.compute.join": {"join": "interrupted"},
     "sequence.py:_exchanged handle.wait": {"collective": "in slices"},
-    "engine/totals.py:gather_totals handle.wait": {"collective": "stage 1"},
+    "engine/totals.py:exchange_totals handle.wait": {"collective": "stage 1"},
     "engine/whole/streaming.py:_all runtime.routes.gather().wait": {"collective": "streamed"},
     "engine/memory/transfer.py:_through_slot.work device.paging": {"wait": "nvme", "paging": "nvme"},
     "engine/unit_state.py:UnitState.await_grad_readers self.grad_readers[-1].wait": {

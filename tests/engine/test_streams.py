@@ -611,7 +611,7 @@ ALONE = (
 """Scenarios that one rank runs, in place of two."""
 
 
-@pytest.mark.slow(keep=40)
+@pytest.mark.slow(keep=41, always=["two nodes, forgotten, a copy on each"])
 @pytest.mark.parametrize(
     ("order", "name"),
     [(ORDERS[number % 2], f"{name}, alone" if name in ALONE else name) for number, name in enumerate(SCENARIOS)],

@@ -98,7 +98,7 @@ METHODS: dict[str, Callable[[Loop], Any]] = {
     "destroy": lambda loop: loop.engine.destroy(),
 }
 OF_THE_MODEL = {"save_pretrained"}
-"""A method of the model runs."""
+"""Methods that run the code of the model."""
 
 
 def operators_seen(world: zero.World, mode: Any, stage: int, name: str, folder: Any) -> set[Any]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Break the engine, the checkpoints and the formats in 77 ways, and check that a test catches each fault.
+"""Break the engine, the checkpoints and the formats in 81 ways, and check that a test catches each fault.
 
     benchmarks/mutants.py                       # all: half an hour on two cores
     benchmarks/mutants.py --only crc,no_clip

@@ -98,7 +98,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _slow(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases that `@pytest.mark.slow(keep=n)` leaves to `--all`: all but n of a test's."""
+    """Return the cases that `@pytest.mark.slow(keep=n)` leaves to `--all`: all but n of a test's.
+
+    `always` names parameters of cases that are among the n.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow"):
@@ -107,16 +110,25 @@ def _slow(items: list[pytest.Item]) -> set[pytest.Item]:
     for items in cases.values():
         marker = items[0].get_closest_marker("slow")
         assert marker is not None
-        left |= {*items} - {*_spread(items, marker.kwargs.get("keep", 0))}
+        always = [item for item in items if {*_parameters(item)} & {*marker.kwargs.get("always", ())}]
+        left |= {*items} - {*_spread(items, marker.kwargs.get("keep", 0), always)}
     return left
 
 
-def _spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """Choose `count` cases of a test, each with as many parameters that no chosen case has as possible."""
+def _parameters(item: pytest.Item) -> list[str]:
+    return item.nodeid.partition("[")[2].removesuffix("]").split("-")
+
+
+def _spread(items: list[pytest.Item], count: int, always: list[pytest.Item]) -> list[pytest.Item]:
+    """Choose `count` cases of a test, each with as many parameters that no chosen case has as possible.
+
+    Args:
+        always: cases that are chosen first.
+    """
     # in the order of a hash, because steps of equal length may always meet the same parameter
-    rest = sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))
-    words = {item: set(enumerate(item.nodeid.partition("[")[2].split("-"))) for item in items}
-    chosen: list[pytest.Item] = []
+    rest = sorted({*items} - {*always}, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    words = {item: set(enumerate(_parameters(item))) for item in items}
+    chosen = [*always]
     while rest and len(chosen) < count:
         seen = set().union(*(words[item] for item in chosen))
         chosen.append(max(rest, key=lambda item: len(words[item] - seen)))

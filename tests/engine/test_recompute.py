@@ -344,8 +344,15 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
+def with_a_frozen_block():
+    """A block that is frozen whole, between two that train."""
+    model = nn.Sequential(Outer(), Outer(), Outer())
+    model[1].requires_grad_(False)
+    return model
+
+
 def plain_operators(mode):
-    model, x = nn.Sequential(Outer(), Outer()), torch.ones(2, 8)
+    model, x = with_a_frozen_block(), torch.ones(2, 8)
     with mode() as seen:
         loss_of(model, x).backward()
         with torch.no_grad():
@@ -353,7 +360,7 @@ def plain_operators(mode):
     return seen.operators
 
 
-def foreign_operators(world, mode, policy, preset, clip):
+def foreign_operators(world, mode, policy, preset, clip, build, replay):
     """The operators of the engine that a mode of the user sees in a step, an evaluation and reads."""
     plan = (
         Setting(
@@ -365,10 +372,10 @@ def foreign_operators(world, mode, policy, preset, clip):
             prefetch=world.size,
         )
         .but(units=("Outer", "Linear"))
-        .plan(world, lambda: nn.Sequential(Outer(), Outer()))
+        .plan(world, build)
     )
     state = zero.init(plan, zero.open_store(plan), weights=lambda name, tensor: tensor.fill_(0.1))
-    step, forward = zero.make_step(plan, loss_of), zero.make_forward(plan, loss_of)
+    step, forward = zero.make_step(plan, loss_of, replay=replay), zero.make_forward(plan, loss_of)
     batches = [torch.ones(2, 8), torch.ones(2, 8)]
     with mode() as seen:
         for _ in range(2):
@@ -379,13 +386,16 @@ def foreign_operators(world, mode, policy, preset, clip):
 
 
 @pytest.mark.parametrize("mode", [Seen, Called])
+@pytest.mark.parametrize(("build", "replay"), [(lambda: nn.Sequential(Outer(), Outer()), 0), (with_a_frozen_block, 1)])
 @pytest.mark.parametrize(
     ("size", "policy", "preset"),
     [(2, "keep", "none"), (2, "selective", "none"), (2, "remat", "none"), (1, "keep", "infinity"), (2, "keep", "cpu")],
 )
-def test_a_mode_of_the_user_sees_the_operators_of_the_model_and_none_of_the_engine(mode, size, policy, preset):
+def test_a_mode_of_the_user_sees_the_operators_of_the_model_and_none_of_the_engine(
+    mode, size, policy, preset, build, replay
+):
     allowed = plain_operators(mode)
-    for seen in run_ranks(size, foreign_operators, mode, policy, preset, 0.5):
+    for seen in run_ranks(size, foreign_operators, mode, policy, preset, 0.5, build, replay):
         assert {op for op in seen - allowed if getattr(op, "__name__", "") not in METADATA} == set()
         assert seen
 

@@ -27,8 +27,10 @@ from tests.simulation.races import Agent, History
 from tests.simulation.streams import Streams
 from zero.checkpoint import Saving, load, open_checkpoint, save
 from zero.deepspeed.zero import safe_get_full_grad
+from zero.engine.gather.fetch import Later
 from zero.engine.memory import saved_tensors
 from zero.engine.whole.read import digest
+from zero.platform.handle import Handle
 from zero.sequence import SequenceParallel, SharedRows, attention, open_group
 from zero.testing import run_processes, run_ranks
 
@@ -614,7 +616,7 @@ ALONE = (
 """Scenarios that one rank runs, in place of two."""
 
 
-@pytest.mark.slow(keep=40)
+@pytest.mark.slow(keep=41, always=["two nodes, forgotten, a copy on each"])
 @pytest.mark.parametrize(
     ("order", "name"),
     [(ORDERS[number % 2], f"{name}, alone" if name in ALONE else name) for number, name in enumerate(SCENARIOS)],
@@ -863,6 +865,30 @@ def test_a_wait_that_is_taken_away_is_found(call, tmp_path):
             ):
                 result(name, path)
             assert site in simulation.sites, f"{name} does not come to it"
+
+
+def write_later(world: zero.World, *, is_requested: bool) -> None:
+    """Use a buffer on the compute stream, request a gather into it, and start the expansion that writes it."""
+    full = world.compute.zeros(64, torch.float32)
+    full.sum()
+
+    def expand() -> list[Handle]:
+        full.fill_(1.0)
+        return []
+
+    if is_requested:  # as `Gathers.start` does
+        with world.compute.aside("gather"):
+            pass
+    later = Later(world.compute, expand)
+    later.start()
+    later.wait()
+
+
+@pytest.mark.parametrize("is_requested", [True, False])
+def test_the_request_of_a_gather_orders_its_later_parts_behind_the_last_use_of_the_buffer(is_requested):
+    """A `Later` waits for no compute itself."""
+    with simulated_gpu(races=True), nullcontext() if is_requested else pytest.raises(AssertionError, match=MISSED):
+        run_ranks(1, partial(write_later, is_requested=is_requested))
 
 
 def test_each_reason_why_a_call_is_no_wait_is_still_needed():

@@ -6,7 +6,6 @@ and the step is a whole one. Asked: 1e-5 of a loss, and 2e-4 in a parameter, a f
 """
 
 import contextlib
-import copy
 import importlib.machinery
 import importlib.util
 import json
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -662,34 +661,3 @@ def test_text_is_generated_between_steps_by_an_engine():
         optimizer.zero_grad()
     for told in run_ranks(RANKS, run):
         assert all(torch.equal(sequence, other) for sequence, other in zip(told, wanted, strict=True))
-
-
-LAYERS = ("TransformerEncoderLayer",)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("stage", "units"), [(3, None), (0, LAYERS), (3, LAYERS), (3, ("Linear", "LayerNorm"))])
-@pytest.mark.parametrize("grads", ["off", "on", "frozen"])
-def test_a_padded_encoder_has_torchs_outputs(stage, units, grads):
-    """In eval mode torch gives 0 at padded positions, before the last norm, except if a parameter needs a gradient."""
-    torch.manual_seed(0)
-    layer, norm = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.LayerNorm(8)
-    plain = nn.Sequential()
-    plain.encoder, plain.head = nn.TransformerEncoder(layer, 2, norm), nn.Linear(8, 8)
-    plain.eval().encoder.requires_grad_(grads != "frozen")
-    nn.init.normal_(norm.bias)
-    x, padded = torch.randn(2, 5, 8), torch.tensor([[False] * 3 + [True] * 2, [False] * 4 + [True]])
-
-    def output(model: nn.Module) -> Tensor:
-        with torch.set_grad_enabled(grads != "off"):
-            return model.head(model.encoder(x, src_key_padding_mask=padded))
-
-    model = copy.deepcopy(plain)
-    plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=zero.open_world(), stage=zero.Stage(stage), units=units)
-    state = zero.init(plan, zero.open_store(plan))
-    step = zero.Step(state)
-    step.microbatch()
-    torch.testing.assert_close(output(state.model), output(plain))
-    step.abandon()
-    state.close()
-    torch.testing.assert_close(output(model), output(plain), rtol=0, atol=0)

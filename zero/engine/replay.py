@@ -34,6 +34,7 @@ from zero.engine.full_flat import summed_gradient
 from zero.engine.runtime import Runtime
 from zero.engine.unit_state import UnitState
 from zero.errors import ConfigError, MachineError
+from zero.platform.modes import unobserved
 from zero.store import Page, PageKind
 
 AGAIN = "other bits when the step was made again"
@@ -64,6 +65,7 @@ class Replay:
         number: the number of the step, for messages.
     """
 
+    @unobserved()
     def __init__(self, runtime: Runtime, number: int) -> None:
         self._runtime, self._plan, self._store = runtime, runtime.plan, runtime.store
         self._device, self._number = runtime.plan.world.compute, number
@@ -118,6 +120,7 @@ class Replay:
             self._runs.append((program, record.end()))
         self._device.join()  # the next step frees tensors of other streams that the checksums read
 
+    @unobserved()
     def _note_results(self, record: Checksums) -> None:
         """Record what a run leaves, in an order that all ranks share: buffers and summed gradients."""
         for name, buffer in self._plan.model.named_buffers():
@@ -130,6 +133,7 @@ class Replay:
                 record.note(unit.spec.name, SUMMED, [summed])
                 record.note(unit.spec.name, "sum of squares", [unit.step.squares])
 
+    @unobserved()
     @torch.no_grad()
     def _rewind(self) -> None:
         """Reset random generators and the model's buffers, and make all gathered units stale."""
@@ -144,6 +148,7 @@ class Replay:
                 buffer.copy_(before)
         self._runtime.residency.gathers.invalidate()
 
+    @unobserved()
     def compare(self) -> None:
         """Compare the two runs, and the state with that before them. Collective.
 
@@ -184,6 +189,7 @@ class Replay:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
+    @unobserved()
     @torch.no_grad()
     def update(self, unit: UnitState, hyper: Hyper) -> None:
         """Update `unit` twice from the same state. Collective if it has matrices."""
@@ -207,6 +213,7 @@ class Replay:
         written = {held.what for held in changing}
         self._at_rest |= {place: now for place, now in results[1].items() if place[2] in written}
 
+    @unobserved()
     def end(self) -> None:
         """Compare the state with that after each unit's update. Collective.
 

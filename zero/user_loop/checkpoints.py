@@ -25,6 +25,7 @@ from zero.engine.state import State
 from zero.engine.whole import FlatWriter
 from zero.errors import CheckpointError
 from zero.platform.files import appearing, naming
+from zero.platform.modes import unobserved
 from zero.user_loop.full_models import EngineModels, folder_of
 from zero.user_loop.optimizers import Scheduler, check_group_count, optimizer_settings, restore
 from zero.user_loop.run_log import make_folder
@@ -61,6 +62,7 @@ class EngineCheckpoints(EngineModels, ABC):
     lr_scheduler: Scheduler | None
     micro_steps: int
 
+    @unobserved()
     def save_checkpoint(
         self,
         save_dir: str | PathLike[str],
@@ -98,6 +100,7 @@ class EngineCheckpoints(EngineModels, ABC):
             self._run_log.log_checkpoint(path)
         return path
 
+    @unobserved()
     def load_checkpoint(
         self,
         load_dir: str | PathLike[str],

@@ -21,6 +21,7 @@ from zero.distributed.world import World
 from zero.engine.forward import refuse_compiler
 from zero.engine.state import State
 from zero.errors import ConfigError, if_it_fails
+from zero.platform.modes import unobserved
 from zero.settings import Settings
 from zero.user_loop.checkpoints import EngineCheckpoints
 from zero.user_loop.current_step import CurrentStep
@@ -129,11 +130,13 @@ class Engine(EngineCheckpoints):
         """
         self._grads.take_back()
         count = self.plan.accumulate
-        mean = loss if scale_wrt_gas else loss * count
+        with unobserved():
+            mean = loss if scale_wrt_gas else loss * count
         with if_it_fails(self._abort):
             self._current.begun("backward").backward(mean, retain_graph=retain_graph)
         self._current.backwards += 1
-        return mean.detach() / count
+        with unobserved():
+            return mean.detach() / count
 
     def scale(self, loss: Tensor, *, already: bool = False) -> Tensor:
         """Return `loss` times the loss scale of fp16, to call `backward` on it by hand.
@@ -174,6 +177,7 @@ class Engine(EngineCheckpoints):
         if self.lr_scheduler is not None and self.was_step_applied():
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
+    @unobserved()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that have arrived since the last update.
 
@@ -239,6 +243,7 @@ class Engine(EngineCheckpoints):
 
     # -- methods that the optimizer calls ------------------------------------------------------------------------------
 
+    @unobserved()
     def update(self) -> None:
         """Update all parameters; `step` and `optimizer.step` call it."""
         current, step = self._current, self._current.begun("step")
@@ -273,6 +278,7 @@ class Engine(EngineCheckpoints):
         else:
             self.zero_grad()
 
+    @unobserved()
     def gradient_of(self, name: str) -> Tensor | None:
         """Return the value of `grad` of the parameter `name`: see `Grads.of`. None if no gradient has arrived."""
         step = self._current.step
@@ -280,6 +286,7 @@ class Engine(EngineCheckpoints):
 
     # -- closing -------------------------------------------------------------------------------------------------------
 
+    @unobserved()
     def destroy(self) -> None:
         """Close files, free memory, and make the model an ordinary module with its trained values; see `State.close`.
 
@@ -320,6 +327,7 @@ class Engine(EngineCheckpoints):
             step.abandon()
 
 
+@unobserved()
 def _cast(inputs: Any, dtype: torch.dtype) -> Any:
     tensors = (tensor for tensor in tensors_in(inputs) if tensor.ndim and tensor.is_floating_point())
     floats = [tensor for tensor in tensors if tensor.dtype != dtype]

@@ -32,6 +32,7 @@ class LoadResult(NamedTuple):
 class EngineModels(EngineState):
     """The part of an engine that reads, sets and writes full models."""
 
+    @unobserved()
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return all parameters in fp32 and all buffers on every rank's CPU, tied ones under each name. Collective.
 
@@ -72,6 +73,7 @@ class EngineModels(EngineState):
         """Call `load_module_state_dict`."""
         return self.load_module_state_dict(state_dict, strict)
 
+    @unobserved()
     def save_16bit_model(
         self,
         save_dir: str | PathLike[str],
@@ -189,6 +191,7 @@ def full_on_this_rank(module: nn.Module, values: Mapping[str, Tensor]) -> Iterat
         yield
 
 
+@unobserved()
 def load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> LoadResult:
     buffers = buffers_of(state.model)
     known = {**state.plan.facts.splitting.aliases(), **_buffer_names(state.model, buffers)}

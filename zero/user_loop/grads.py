@@ -7,6 +7,7 @@ from torch import Tensor
 
 from zero.engine.whole import Source, get_full, set_full
 from zero.errors import ConfigError
+from zero.platform.modes import unobserved
 
 
 class Grads:
@@ -46,6 +47,7 @@ class Grads:
             self._read[name] = full, full.clone()
         return self._read[name][0]
 
+    @unobserved()
     def take_back(self) -> None:
         """Write the script's edits of gradients into the engine's gradients. Collective if there are edits.
 
@@ -62,6 +64,7 @@ class Grads:
         for name, value in edited.items():
             set_full(self._engine, name, value, kind="grad")
 
+    @unobserved()
     def arriving(self) -> None:
         """Mark gradients that were read as outdated, because the script's `loss.backward()` adds to them.
 

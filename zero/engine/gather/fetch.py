@@ -169,9 +169,11 @@ def _expanding(
 
 
 class Later:
-    """Handle of an all-gather that starts in `start`, or in the first `wait`, on the gather stream.
+    """Handle of an all-gather or expansion that starts in `start`, or in the first `wait`, on the gather stream.
 
-    It does not wait for work that was enqueued on the compute stream since the request.
+    It does not wait for the compute stream. Compute that used the buffer was enqueued before `Pool.take` returned it,
+    so the gather stream has waited for it at the request, in `Gathers.start`. Until `Buffer.land` no compute uses the
+    buffer. Temporaries of an expansion are allocated and freed on the gather stream alone.
     """
 
     def __init__(self, device: Device, start: Callable[[], Sequence[Handle]]) -> None:
@@ -182,7 +184,7 @@ class Later:
     def start(self) -> None:
         """Wait for the store's threads, then start the all-gather, unless it has started."""
         if self._start is not None:
-            with self._device.aside("gather", after=PASSED) as self._ready:  # no event needed: requested on this stream
+            with self._device.aside("gather", after=PASSED) as self._ready:
                 self._started, self._start = self._start(), None
 
     def wait(self) -> None:

@@ -80,6 +80,8 @@ class Plan:
             gather; ["*"] is `reshard_after_forward=False` of FSDP2.
         activations: "keep"; "remat" to recompute each unit's activations in backward; "selective" to recompute all but
             the results of matrix products and of attention without dropout; or "offload" to keep them in host memory.
+            "selective" raises in a backward through units that change activations in place, and in a second backward
+            through one graph (`retain_graph`): use "remat" for these.
             Or a mapping from patterns of module names to one of these, such as {"blocks.[0-7]": "remat"}: the first
             pattern that matches a unit counts, and a unit without a match keeps its activations. A module that contains
             other units keeps its own instead of recomputing them, so nothing is recomputed twice.

@@ -3,16 +3,20 @@
 Stages and tiers give equal bits among themselves, and no stream races.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 import zero
 from tests.common.small import KiB, Setting, adamw_in_8bit, small_batch, train_small, wide
+from tests.engine.test_nonfinite import NAMES, Layers, batch_for, loss_fn
 from tests.simulation import simulated_gpu
 from tests.simulation.simulated_gpu import count_launches
 from zero.core.groups import decay_matrices
 from zero.core.optim import Fused, make_transform
+from zero.engine.runtime import Runtime
+from zero.engine.whole.read import digest
 from zero.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -80,6 +84,50 @@ def test_the_kernel_compiles_the_function_of_an_optimizer_from_outside():
         assert count_launches(lambda: train_small(zero.open_world(), setting, 2))["zero::update"]
     with simulated_gpu():
         assert run_ranks(2, train_small, setting, 2) == fused
+
+
+def resting(lr, **settings):
+    """AdamW whose biases rest in each second step."""
+    return zero.adamw(lr, groups=[zero.Group("*.bias", trains=lambda step: step % 2 == 1)], **settings)
+
+
+def trained_with_skips(world: zero.World, setting: Setting, *, reads: bool):
+    """The metrics of some steps, in three of which a gradient is not finite, and the state after them."""
+    state, step = setting.start(world, Layers, loss_fn)
+    metrics_of_steps = []
+    for number, poisoned in enumerate((None, NAMES[0], None, None, NAMES[-1], NAMES[3], None)):
+        state, metrics = step(state, batch_for(world, number, setting.accumulate, poisoned))
+        metrics_of_steps.append(metrics)
+        assert not reads or metrics.skipped == bool(poisoned)
+    rested = state.step and state.runtime.updater.numbers.counts.rested
+    return repr([*metrics_of_steps]), digest(state), state.tried, state.step, state.scale, rested
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "preset", "compute", "optimizer"),
+    [
+        ("fp16", "none", "device", zero.adamw),
+        ("fp16", "nvme", "host", resting),
+        ("bf16", "cpu", "device", resting),
+        ("fp32", "cpu", "host", averaged_lion),
+        ("bf16", "infinity", "device", adamw_in_8bit),
+    ],
+)
+def test_what_the_device_decides_is_what_the_host_would(precision, preset, compute, optimizer, ranks, monkeypatch):
+    setting = Setting(
+        stage=3,
+        precision=precision,
+        clip=0.5,
+        optimizer=optimizer,
+        accumulate=2,
+        page_bytes=4 * KiB,
+        offload=(("preset", preset), ("compute", compute)),
+    )
+    with simulated_gpu(fused=True):
+        by_device = [run_ranks(ranks, partial(trained_with_skips, reads=reads), setting) for reads in (False, True)]
+        monkeypatch.setattr(Runtime, "decides_on_device", False)
+        assert by_device == [run_ranks(ranks, partial(trained_with_skips, reads=True), setting)] * 2
 
 
 @pytest.mark.parametrize(("ranks", "order", "preset"), [(2, "late", "none"), (1, "random", "infinity")])

@@ -24,6 +24,7 @@ from tests.common.small import deterministic
 from tests.simulation import RaceError, simulated_gpu
 from tests.simulation.instrumented_gpu import InstrumentedGpu, WaitSite
 from tests.simulation.races import Agent, History
+from tests.simulation.simulated_time import RATES
 from tests.simulation.streams import Streams
 from zero.checkpoint import Saving, load, open_checkpoint, save
 from zero.deepspeed.zero import safe_get_full_grad
@@ -655,6 +656,34 @@ def test_in_a_step_the_host_waits_once_for_the_device(given, ranks, tmp_path):
         assert {*run_ranks(ranks, partial(waits_of_a_step, **given), tmp_path)} == {(1, 0)}
 
 
+def leads(world: zero.World, path: Path, **given) -> list[tuple[float, float]]:
+    """Seconds by which the device ends after the host: when a step has returned, and when its loss was read."""
+    state, step = start(world, path, **given)
+    streams, seconds = world.compute.streams, []
+
+    def lead() -> float:
+        return streams.seconds(streams.main.agent.moment) - streams.seconds(streams.host.moment)
+
+    for number in range(STEPS):
+        state, metrics = step(state, [rows(number, world, state.plan.precision.compute)])
+        seconds.append((lead(), metrics.loss and lead()))
+    state.runtime.store.close()
+    return seconds
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("given", [{"stage": 1}, {"precision": "fp16"}, {"preset": "cpu", "stage": 2}], ids=str)
+def test_a_step_that_the_device_decides_returns_before_the_device_has(given, ranks, tmp_path):
+    """The host reads the numbers when it is asked for them; without kernels it waits in each step."""
+    slow = RATES._replace(device_bytes_per_s=1e6)
+    with simulated_gpu(races=True, fused=True, rates=slow):
+        for seconds in run_ranks(ranks, partial(leads, **given), tmp_path):
+            assert all(returned > 0.001 and read < returned / 2 for returned, read in seconds)
+    with simulated_gpu(races=True, rates=slow):
+        for seconds in run_ranks(ranks, partial(leads, **given), tmp_path):
+            assert all(returned < 0.001 for returned, _ in seconds)
+
+
 @pytest.mark.parametrize("preset", ["nvme", "infinity"])
 def test_what_goes_to_a_disk_is_waited_for_by_the_threads_that_write_it(preset, tmp_path):
     with simulated_gpu(races=True):
@@ -682,6 +711,7 @@ OTHERS = {
     "zero/platform/cuda.py": "the door itself",
     "zero/platform/arena.py": "`test_a_store_that_closes_waits_for_what_is_on_its_way` has the one that is there",
     "zero/platform/tape.py": "passes waits on",
+    "zero/distributed/transport.py:Transport.arrived": "the caller's wait: numbers of a step that the device decides",
     "zero/distributed/failure.py": "waits for a process",
     "zero/trainer/launch/ranks.py": "waits for a process",
     "zero/trainer/run/evaluate.py": "numbers of a step: `World.all_reduce`, whose wait is in the list",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zero.core import checks
+from zero.core.decision import Decision
 from zero.core.groups import (
     Group,
     Mask,
@@ -27,7 +28,6 @@ from zero.core.layout import Layout
 from zero.core.matrices import Matrices, MatrixRule
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
 from zero.core.updates import GroupSettings, PageUpdate
-from zero.core.verdict import Verdict
 from zero.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ class Hyper(NamedTuple):
     divisor: float
     """Divisor of the gradients, applied once in fp32: ranks x accumulate x loss scale / clip coefficient."""
     groups: tuple[GroupSettings, ...]
-    verdict: Verdict | None = None
+    decision: Decision | None = None
     """The step's decision on the device, if the host has not waited for it; `divisor` is that without clipping then."""
     table: Tensor | None = None
     """The numbers of all groups on the device, see `zero.core.fused`."""

@@ -7,7 +7,8 @@ import contextlib
 import ctypes
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -59,6 +60,22 @@ class Hosts:
         check_tensor(op, numbers_N, numbers_N.numel(), numbers_N.dtype)
         self._counter.timed(self._transport.gather(numbers_N, everyone.view(-1), op, aside=True)).wait()
         return everyone
+
+    def on_host(self, tensor: Tensor, what: str = "") -> Tensor:
+        """Return `tensor`, the result of started operations, in host memory; the host waits for the current stream.
+
+        Raises:
+            DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
+        """
+        return self._transport.on_host(tensor, label("a wait for the device", what))
+
+    def leave(self, tensor: Tensor, what: str = "") -> Callable[[], Tensor]:
+        """Start to copy the result of started operations to host memory; return a function that waits for the copy.
+
+        That function raises the errors of `on_host`.
+        """
+        copy, arrived = self._transport.compute.leave(tensor)
+        return partial(self._transport.arrived, copy, arrived, label("a wait for the device", what))
 
     @unobserved()
     def barrier(self, what: str = "") -> None:

@@ -13,8 +13,7 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 7 (reduce-scatter and all-gathe
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -317,22 +316,6 @@ class World(Hosts):
             raise WorldError(f"{op}: the world has ranks 0 to {self.size - 1}")
         check_tensor(op, tensor, tensor.numel(), tensor.dtype, flat=False)
         return self._transport.broadcast(tensor.view(-1), source, op)
-
-    def on_host(self, tensor: Tensor, what: str = "") -> Tensor:
-        """Return `tensor`, the result of started operations, in host memory; the host waits for the current stream.
-
-        Raises:
-            DeadlineError, RankFailedError, WorldError: as `Handle.wait`.
-        """
-        return self._transport.on_host(tensor, label("a wait for the device", what))
-
-    def leave(self, tensor: Tensor, what: str = "") -> Callable[[], Tensor]:
-        """Start to copy the result of started operations to host memory; return a function that waits for the copy.
-
-        That function raises the errors of `on_host`.
-        """
-        copy, arrived = self.compute.leave(tensor)
-        return partial(self._transport.arrived, copy, arrived, label("a wait for the device", what))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"

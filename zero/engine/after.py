@@ -1,4 +1,4 @@
-"""What a step has left: the number of updates and the loss scale, which a device may know before the host."""
+"""The counts after a step: the number of updates and the loss scale, which a device may know before the host."""
 
 from collections.abc import Callable
 

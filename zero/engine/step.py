@@ -5,9 +5,7 @@ A microbatch is everything between one call of `Step.microbatch` and the next: a
 Source: Rajbhandari et al. 2020, "ZeRO"; Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
 
-import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,28 +16,21 @@ from torch import Tensor
 from zero.core import checks
 from zero.core.optim import Hyper
 from zero.core.updates import GroupSettings
-from zero.core.verdict import EPSILON, Verdict
-from zero.engine.after import After, Counts
 from zero.engine.arguments import check_loss, check_type, numbers_by_name
+from zero.engine.decide import UpdateNow, decide
 from zero.engine.meta import explaining_meta
-from zero.engine.metrics import Metrics, StepResults
-from zero.engine.runtime import Runtime
+from zero.engine.metrics import Metrics
 from zero.engine.state import State
 from zero.engine.totals import (
     Exchanged,
     GradientStatus,
     check_gradients,
     exchange_totals,
-    first_nonfinite_unit,
     over_groups,
 )
-from zero.engine.unit_state import UnitState
 from zero.errors import ConfigError, PlanError, StoreError
 from zero.platform.modes import unobserved
 from zero.store import PrefetchStore
-
-UpdateNow = Callable[[UnitState, Hyper], None]
-"""A function that makes a unit's update when the step decides it."""
 
 
 class Step:
@@ -136,7 +127,7 @@ class Step:
         """
         if self._plan.precision.compute != torch.float16:
             return loss
-        scaled = loss.view_as(loss) if already else loss * self._scale(loss.dtype)
+        scaled = loss.view_as(loss) if already else loss * _loss_scale(self.state, loss.dtype)
         if scaled.requires_grad:
             scaled.register_hook(self._runtime.backward.scaled)
         return scaled
@@ -207,10 +198,10 @@ class Step:
             WorldError: the ranks ran different units, or in another order.
         """
         with self._runtime.sites.use:
-            return self._decided(self._totals(flag, later=self._runtime.decides_on_device))
+            return self.decided(self.totals(flag, later=self._runtime.decides_on_device))
 
     @unobserved()
-    def _totals(self, flag: float, *, later: bool = False) -> Exchanged:
+    def totals(self, flag: float, *, later: bool = False) -> Exchanged:
         """End the last microbatch, and exchange the sums over all ranks; gradients are final then. Collective."""
         runtime = self._runtime
         _ = self.state.scale  # the last step's decision, which the device has made long ago
@@ -218,49 +209,14 @@ class Step:
         self._end_microbatch()
         self._at("norm")
         flag = float(checks.number("the flag of a step", flag, lambda number: True, "a number"))
-        totals = self._reduce(self._hyper(), flag, later)
+        exchanged = self._reduce(self._hyper(), flag, later)
         runtime.tape.passed("norm")
-        check_gradients(totals.statuses, went_back=self._went_back)
-        return totals
+        check_gradients(exchanged.known.statuses, went_back=self._went_back)
+        return exchanged
 
-    @unobserved()
-    def _decided(self, exchanged: Exchanged, update: UpdateNow | None = None) -> tuple[State, Metrics]:
-        """Defer each unit's update, or make it by `update` now; skip it if a gradient is not finite."""
-        plan, state, runtime, hyper = self._plan, self.state, self._runtime, self._hyper()
-        scaling, limit, before = plan.precision.scale, plan.optimizer.clip, state.after.counts
-
-        @functools.cache
-        def results() -> StepResults:
-            totals = exchanged.totals()
-            norm = totals.norm(hyper.divisor)
-            finite = math.isfinite(norm)
-            unit = None if finite else first_nonfinite_unit(runtime, totals)
-            return StepResults(
-                totals.loss, norm, hyper.lr, before[1].scale, not finite, unit, totals.aux, totals.rank_flags
-            )
-
-        def learn() -> Counts:
-            if results().skipped:
-                runtime.updater.numbers.counts.undo()
-            return possible[results().skipped]
-
-        possible = tuple((before[0] + finite, scaling.advance(before[1], finite)) for finite in (True, False))
-        if exchanged.later:
-
-            def divisor() -> float | None:
-                skipped, norm = results().skipped, results().grad_norm
-                return None if skipped else hyper.divisor / _clip(limit, norm)
-
-            following = state.advance(After(state.tried + 1, possible, learn))
-            verdict = Verdict.of(exchanged.square_sum, hyper.divisor, limit, divisor)
-            _defer_updates(runtime, hyper._replace(verdict=verdict), update)
-        else:
-            skipped = results().skipped
-            following = state.advance(After.known(*possible[skipped]))
-            if not skipped:
-                hyper = hyper._replace(divisor=hyper.divisor / _clip(limit, results().grad_norm))
-                _defer_updates(runtime, hyper, update)
-        return following, Metrics(results)
+    def decided(self, exchanged: Exchanged, update: UpdateNow | None = None) -> tuple[State, Metrics]:
+        """Return the next state and the metrics, see `decide`."""
+        return decide(self.state, self._hyper(), exchanged, update)
 
     def _reduce(self, hyper: Hyper, flag: float, later: bool) -> Exchanged:
         """Sum gradients over ranks and exchange losses and norms; repeat both if any rank has an extra flat."""
@@ -271,14 +227,14 @@ class Step:
         status = self._gradient_status()
         exchange = partial(exchange_totals, runtime, losses, self._aux, flag, status, later=later)
         exchanged = exchange()
-        if exchanged.any_extra:
+        if exchanged.known.any_extra:
             reducer.finish_extra()
             exchanged = exchange()
-        if exchanged.one_order:
+        if exchanged.known.one_order:
             reducer.rounds.adopt_order()
         if groups := self._plan.beside.groups:
             totals = over_groups(groups, exchanged.totals())
-            exchanged = exchanged._replace(totals=lambda: totals, statuses=totals.statuses)
+            exchanged = exchanged._replace(totals=lambda: totals, known=totals)
         return exchanged
 
     def _check_begun(self) -> None:
@@ -304,14 +260,6 @@ class Step:
         trains = [now.trains for now in first]
         return first if all([now.trains for now in groups] == trains for groups in others) else self._hyper().groups
 
-    def _scale(self, dtype: torch.dtype) -> float | Tensor:
-        """Return the loss scale, as a tensor on the device if the host does not know it yet."""
-        first, *others = [scale.scale for _, scale in self.state.after.possible]
-        verdict = self._runtime.updater.verdict
-        if verdict is None or all(other == first for other in others):
-            return first
-        return torch.where(verdict.finite, first, others[0]).to(dtype)
-
     def _hyper(self) -> Hyper:
         state, plan = self.state, self._plan
         return plan.optimizer.hyper_at(state.step + 1, plan.world.size * plan.accumulate * state.scale.scale)
@@ -325,29 +273,10 @@ def _drain(store: PrefetchStore) -> None:
         store.drain()
 
 
-def _clip(limit: float | None, norm: float) -> float:
-    """Return the factor that clips the gradient, computed as in `torch.nn.utils.clip_grad_norm_`."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + EPSILON))
-
-
-def _defer_updates(runtime: Runtime, hyper: Hyper, update: UpdateNow | None) -> None:
-    """Schedule this step's update of every unit for before its next gather; with update="serial" apply it now.
-
-    First wait for the last updates and gathers of units that this step did not use, because nothing else has waited for
-    them: these updates read numbers that `Updater.decide` frees, and the gathers read shards that this update writes.
-    """
-    runtime.await_copies()
-    runtime.residency.gathers.land()
-    for unit in runtime.units:
-        unit.await_grad_readers()
-    hyper, runtime.updater.verdict = runtime.updater.numbers.decide(hyper), hyper.verdict
-    for unit in runtime.units:
-        if not unit.spec.trainable.slots:
-            continue
-        if not unit.step.filled:  # unused in this step: its last update may still be deferred, and its gradient is zero
-            runtime.updater.apply_deferred(unit)
-            runtime.gradients.open(unit, fresh=True).zero_()
-            runtime.gradients.park(unit)
-        (update or runtime.updater.schedule_update)(unit, hyper)
-    if update is None and runtime.plan.update == "serial":
-        runtime.finish_step()
+def _loss_scale(state: State, dtype: torch.dtype) -> float | Tensor:
+    """Return the loss scale, as a tensor on the device if the host does not know it yet."""
+    first, *others = [scale.scale for _, scale in state.after.possible]
+    decided = state.runtime.updater.numbers.decided
+    if all(other == first for other in others) or decided is None or decided.decision is None:
+        return first
+    return torch.where(decided.decision.finite, first, others[0]).to(dtype)

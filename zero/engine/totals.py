@@ -6,7 +6,7 @@ All ranks add them in the same order, so the results have the same bits on all r
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 from zlib import crc32
@@ -68,16 +68,14 @@ class Exchanged(NamedTuple):
     Attributes:
         square_sum: the sum of squares of the summed gradient, a 0-dim fp64 tensor on the device.
         totals: function to the totals; waits for the device.
-        statuses, any_extra, one_order: as in `Totals`, known to the host.
+        known: the totals with what the hosts know; other numbers are 0.
         later: whether the totals may not be known to the host.
         held: tensors of other streams that the device may still read.
     """
 
     square_sum: Tensor
     totals: Callable[[], Totals]
-    statuses: Collection[int]
-    any_extra: bool
-    one_order: bool
+    known: Totals
     later: bool
     held: Sequence[Tensor]
 
@@ -103,57 +101,71 @@ def exchange_totals(
     Raises:
         WorldError: ranks ran different collectives.
     """
-    world, reducer, squares = runtime.plan.world, runtime.reducer, _squares(runtime)
-    names, equal = sorted(aux), range(len(runtime.plan.beside.groups))
-    zero = torch.zeros((), dtype=torch.float64, device=world.device)
+    world, reducer, squares, names = runtime.plan.world, runtime.reducer, _squares(runtime), sorted(aux)
+    what, zero = "norms and losses", torch.zeros((), dtype=torch.float64, device=world.device)
     measured = [
         (torch.stack(losses).sum() / runtime.plan.accumulate if losses else zero / 0).to(world.device),
         *(torch.stack(aux[name]).mean().to(world.device) for name in names),
-        *([_first_nonfinite([squares.get(i, zero) for i in range(len(runtime.units))])] if later else []),
-        torch.stack([*squares.values()] or [zero]).sum(),  # one number, because W ranks receive W of them
-        *(torch.stack([runtime.units[i].step.equal_squares[n] for i in squares] or [zero]).sum() for n in equal),
+        *_measured(runtime, squares, zero),
     ]
+    if later:
+        measured.append(_first_nonfinite([squares.get(i, zero) for i in range(len(runtime.units))]))
     facts = status + _EXTRA * reducer.has_extra + _FINGERPRINT * runtime.log.fingerprint
-    on_host, what = (float(reducer.rounds.order_seen), flag, float(facts)), "norms and losses"
+    of_host = torch.tensor([reducer.rounds.order_seen, flag, facts], dtype=torch.float64, device="cpu")
     if not later:
-        # `new_full` launches a kernel; `torch.tensor` would copy from the host and wait for the copy
-        measured += [zero.new_full((), number) if number else zero for number in on_host]
+        # `new_full` launches a kernel; an upload would wait for the copy
+        measured += [zero.new_full((), number) if number else zero for number in of_host.tolist()]
     mine = torch.stack(measured)
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
     handle.wait()
-    place, sharers = 1 + len(names) + later, runtime.plan.facts.sharers  # the ranks of one copy of the state
-    columns = everyone.view(world.size, -1).T
-    if later:
-        copied = world.leave(everyone, what)
-        rows = world.exchange(torch.tensor(on_host, dtype=torch.float64, device="cpu"), what=what).T.tolist()
-    else:
-        host_rows = world.on_host(everyone, what).view(world.size, -1).T.tolist()
-        copied, rows = None, host_rows[-3:]
-    orders, flags, all_facts = rows
+    read = world.leave(everyone, what)
+    rows = world.exchange(of_host, what=what) if later else read().view(world.size, -1)[:, -3:]
+    orders, flags, all_facts = rows.T.tolist()
     _check_fingerprints(runtime, [int(facts) // _FINGERPRINT for facts in all_facts])
-    statuses = {int(facts) % _EXTRA for facts in all_facts}
-    any_extra, one_order = any(int(facts) // _EXTRA % 2 for facts in all_facts), len(set(orders)) == 1
-
-    def totals() -> Totals:
-        numbers = host_rows if copied is None else copied().view(world.size, -1).T.tolist()
-        loss, *others = (sum(column) / world.size for column in numbers[: 1 + len(names)])
-        nonfinite = min(map(int, numbers[place - 1])) if later else None
-        return Totals(
-            sum(numbers[place][:sharers]),
-            loss,
-            dict(zip(names, others, strict=True)),
-            tuple(flags),
-            statuses,
-            any_extra,
-            one_order,
-            equal_squares=[sum(column[:sharers]) for column in numbers[place + 1 : place + 1 + len(equal)]],
-            nonfinite=nonfinite,
-        )
-
-    square_sum = functools.reduce(torch.add, columns[place][:sharers].unbind())
+    sharers = runtime.plan.facts.sharers  # the ranks of one copy of the state
+    known = Totals(
+        0.0,
+        0.0,
+        dict.fromkeys(names, 0.0),
+        tuple(flags),
+        {int(facts) % _EXTRA for facts in all_facts},
+        any_extra=any(int(facts) // _EXTRA % 2 for facts in all_facts),
+        one_order=len(set(orders)) == 1,
+    )
+    norms = everyone.view(world.size, -1)[:sharers, 1 + len(names)]
     return Exchanged(
-        square_sum, functools.cache(totals), statuses, any_extra, one_order, later, (*measured, *squares.values())
+        functools.reduce(torch.add, norms.unbind()),
+        functools.cache(lambda: _with_numbers(known, read().view(world.size, -1).T.tolist(), sharers, later=later)),
+        known,
+        later,
+        (*measured, *squares.values()) if later else (),
+    )
+
+
+def _measured(runtime: Runtime, squares: Mapping[int, Tensor], zero: Tensor) -> Iterator[Tensor]:
+    """Yield the sum of this rank's squares, and for each norm group the part of it that is equal on its ranks.
+
+    They are sums, because W ranks receive W of each.
+    """
+    yield torch.stack([*squares.values()] or [zero]).sum()
+    for number in range(len(runtime.plan.beside.groups)):
+        equal = [runtime.units[index].step.equal_squares[number] for index in squares]
+        yield torch.stack(equal or [zero]).sum()
+
+
+def _with_numbers(known: Totals, columns: list[list[float]], sharers: int, *, later: bool) -> Totals:
+    """Return totals with the numbers of the device, by column of `exchange_totals`."""
+    count = 1 + len(known.aux)
+    loss, *others = (sum(column) / len(column) for column in columns[:count])
+    squares, *rest = columns[count : len(columns) if later else -3]
+    nonfinite = rest.pop() if later else None
+    return known._replace(
+        square_sum=sum(squares[:sharers]),
+        loss=loss,
+        aux=dict(zip(known.aux, others, strict=True)),
+        equal_squares=[sum(column[:sharers]) for column in rest],
+        nonfinite=None if nonfinite is None else int(min(nonfinite)),
     )
 
 

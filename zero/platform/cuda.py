@@ -69,7 +69,11 @@ class CudaClock(Clock):
 
 
 class Cuda(Device):
-    """One GPU."""
+    """One GPU.
+
+    Attributes:
+        streams: its side streams by name.
+    """
 
     kind = "cuda"
     backend = "cpu:gloo,cuda:nccl"
@@ -87,7 +91,7 @@ class Cuda(Device):
         self.bound = device
         if _has_kernels(device):
             self.tile_numel = TILE_NUMEL
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self.streams: dict[str, torch.cuda.Stream] = {}
 
     def name(self) -> str:
         return f"{socket.gethostname()} {torch.cuda.get_device_properties(self.device).uuid}"
@@ -97,7 +101,7 @@ class Cuda(Device):
 
     @contextmanager
     def aside(self, name: str, *, after: Event | None = None) -> Iterator[Event]:
-        stream = self._stream(name, priority=-1)
+        stream = _stream(self, name, priority=-1)
         event = CudaEvent()
         if after is None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -120,7 +124,7 @@ class Cuda(Device):
 
     @contextmanager
     def paging(self, name: str, after: Event, *, now: bool = False) -> Iterator[None]:
-        stream = self._stream(name)
+        stream = _stream(self, name)
         if now:
             after.finish()
         with torch.cuda.stream(stream):
@@ -186,10 +190,11 @@ class Cuda(Device):
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 
-    def _stream(self, name: str, priority: int = 0) -> "torch.cuda.Stream":
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=priority)
-        return self._streams[name]
+
+def _stream(gpu: Cuda, name: str, priority: int = 0) -> "torch.cuda.Stream":
+    if name not in gpu.streams:
+        gpu.streams[name] = torch.cuda.Stream(gpu.device, priority=priority)
+    return gpu.streams[name]
 
 
 @cache

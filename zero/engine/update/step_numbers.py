@@ -22,6 +22,7 @@ class StepNumbers:
     Attributes:
         counts: the number of updates of each parameter.
         fused: the rule of the kernel; None without a kernel.
+        decided: the numbers of the last decided update; None before the first.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -29,7 +30,7 @@ class StepNumbers:
         self.fused = plan.optimizer.fused if self._device.tile_numel else None
         counted = (slot for unit in plan.units if not unit.matrices for slot in unit.trainable.slots)
         self.counts = UpdateCounts(counted, len(plan.optimizer.groups))
-        self._decided: Hyper | None = None  # kept until the next `decide`, because other streams read its table
+        self.decided: Hyper | None = None  # kept until the next `decide`, because other streams read its table
 
     def train(self, groups: Sequence[GroupSettings]) -> None:
         """Note which groups train in the next forward, see `UpdateCounts.train`."""
@@ -60,10 +61,10 @@ class StepNumbers:
         """Return `hyper` with the groups that trained in this step, and each number of updates."""
         hyper, rule = self.counts.decide(hyper), self._plan.optimizer.matrix_rule
         table = self._device.upload(numbers(self.fused, hyper, 0 if rule is None else rule.groups))
-        if hyper.verdict is not None:
-            table = hyper.verdict.applied(table, TRAINS, DIVISOR)
-        self._decided = hyper._replace(table=table)
-        return self._decided
+        if hyper.decision is not None:
+            table = hyper.decision.applied(table, TRAINS, DIVISOR)
+        self.decided = hyper._replace(table=table)
+        return self.decided
 
     def _training(self, unit: UnitState) -> list[tuple[int, int, Sequence[int]]]:
         """Return the maximal ranges of this rank's shard in which all groups train.

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from zero.core.optim import Hyper
 from zero.core.sizes import round_up
-from zero.core.verdict import Verdict
 from zero.engine.plan import Part, Plan, parts_of
 from zero.engine.unit_state import UnitState
 from zero.engine.update.gradient import Gradients
@@ -54,7 +53,6 @@ class Updater:
         numbers: the numbers of the present step's updates.
         staging: the slots on a GPU for pages of host memory.
         matrices: the passes of units with matrices.
-        verdict: the last step's decision on the device; None if the host has waited for it.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class Updater:
         plan.passes.kept.prepare(self._where.device)
         self.matrices = MatrixPasses(plan, advance)
         self.numbers = StepNumbers(plan)
-        self.verdict: Verdict | None = None
         self._pieces = Pieces(plan, self.numbers)
         for unit in units:
             unit.parts = tuple(parts_of(plan, store, unit.spec, self._where))
@@ -234,8 +231,8 @@ class Updater:
     ) -> None:
         """Update one part on a thread of the store; `tensors` are its pages in memory, in the order of `Group.all`."""
         name, now = threading.current_thread().name, self._where.shares_memory
-        if hyper.verdict is not None and now:  # the host computes
-            divisor = hyper.verdict.learn()
+        if hyper.decision is not None and now:  # the host computes
+            divisor = hyper.decision.learn()
             if divisor is None:
                 return
             hyper = hyper._replace(divisor=divisor, table=None)

@@ -10,7 +10,7 @@ EPSILON = 1e-6
 """Added to the norm before the limit is divided by it, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
-class Verdict(NamedTuple):
+class Decision(NamedTuple):
     """Whether a step makes its updates, and by what gradients are divided.
 
     Attributes:
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
     @classmethod
     def of(
         cls, square_sum: Tensor, divisor: float, limit: float | None, learn: Callable[[], float | None]
-    ) -> "Verdict":
+    ) -> "Decision":
         """Decide as the host would, with the same rounding.
 
         Args:

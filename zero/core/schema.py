@@ -1,5 +1,7 @@
 """Sections of settings, and the one-line message for a wrong value or key.
 
+Words of a command line are checked before, in `zero.trainer.complaints`.
+
 Pydantic's errors have several lines each. The messages made here name the key as it was typed, the problem and the
 nearest valid word.
 """

@@ -1,4 +1,7 @@
-"""The optimizers, each in a file of its own; a line of the table makes one known to all others."""
+"""The optimizers, each in a file of its own; a line of the table makes one known to all others.
+
+The settings of one are a section of `zero.settings.optimizers`, and its option a file of `conf/optim`.
+"""
 
 from collections.abc import Mapping
 

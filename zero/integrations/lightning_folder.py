@@ -24,8 +24,7 @@ LOOP_FILE = "lightning.ckpt"
 """The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""
 
 PART = re.compile(r"(?P<name>.+?)(\.(?P<nonce>[0-9a-f]{16}))?\.part", re.DOTALL)
-"""The name of a checkpoint's folder until it is whole, then of a file that it replaced. Earlier versions wrote no
-nonce."""
+"""The name of a checkpoint's folder until it is whole, then of a file that it replaced. Old versions wrote no nonce."""
 
 
 def save_folder(engine: Engine, path: Path, write: Callable[[Path], None]) -> None:

@@ -114,7 +114,8 @@ def reaching(outputs: Any, parameters: Iterable[Tensor], known: set[Any]) -> Any
     must visit the unit too: all ranks must start the same collectives.
 
     Args:
-        known: the nodes that made the site's inputs, where the search of the graph stops. Visited nodes are added.
+        known: the nodes that made the site's inputs, where the search of the graph stops. Visited nodes are added to
+            `known`.
     """
     wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
     tensors = [t for t in tensors_in(outputs) if t.is_floating_point()]

@@ -20,7 +20,7 @@ FORWARD = nn.TransformerEncoder.forward
 
 
 def watch_encoders(model: nn.Module, sites: Iterable[Site]) -> Callable[[], None]:
-    """Have encoders around sites decide as those with plain parameters; return a function that undoes this.
+    """Have encoders around sites decide as if their parameters were plain; return a function that undoes this.
 
     Encoders whose forward was replaced stay as they are.
     """
@@ -45,7 +45,7 @@ def _forward(
         return FORWARD(module, src, mask, src_key_padding_mask, is_causal)
 
     def run(output: Tensor, **arguments: Any) -> Tensor:
-        """Run all layers. They get packed rows with their padding, because a layer around units cannot read them."""
+        """Run all layers. Packed rows get their padding back, because a layer around units cannot read packed rows."""
         packed = output.is_nested
         if packed:
             output, arguments["src_key_padding_mask"] = src, src_key_padding_mask

@@ -45,11 +45,11 @@ class Metrics(NamedTuple):
     aux: Mapping[str, float]
     """The means over the global batch of the further numbers that `loss_fn` returned with the loss, by name."""
     rank_flags: tuple[float, ...]
-    """Each rank's `flag`, see `make_step`, by rank; with norm groups by the rank there and then by the world's rank."""
+    """Each rank's `flag`, see `make_step`, by rank; with norm groups by the rank in the group, then in the world."""
 
 
 UpdateNow = Callable[[UnitState, Hyper], None]
-"""A function that makes a unit's update when the step decides it."""
+"""A function that makes a unit's update at once, when the step decides to update."""
 
 
 class Step:

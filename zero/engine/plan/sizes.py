@@ -53,7 +53,7 @@ class Sizes:
     def secondary_numel(self, layout: Layout) -> int:
         """Return the number of elements of this rank's secondary shard of a stored flat; 0 if none is kept.
 
-        It copies one shard from each other node: the shard of the rank with the same local rank.
+        A secondary shard copies one shard from each other node, that of the rank with the same local rank.
         """
         return (self.facts.world.nodes - 1) * layout.S if self.facts.keeps_secondary else 0
 

@@ -6,7 +6,7 @@ unit, so updates of later units still run beside the transfer of earlier ones.
 A later stream can yield only the elements that have changed. Each rank compares its shard, bit by bit, with a copy of
 what the last stream yielded, and the ranks exchange the positions and values that differ. Full weights are not gathered
 for that, and a shard is compared in pieces, so that positions take a fixed amount of memory. Frozen parameters change
-in loads and edits only; they are not copied, but yielded in full after either.
+in loads and edits only; they are not copied, but yielded in full after a load or an edit.
 """
 
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ class UpdateCounts:
     """The number of updates of each parameter: steps of the run minus steps in which the parameter rested.
 
     Parameters of a group train and rest together. Their counts differ only after a checkpoint was loaded without the
-    moments of some; those get settings of their own, which follow the groups' in `Hyper.groups`.
+    moments of some; these parameters get settings of their own, which follow the groups' in `Hyper.groups`.
 
     Args:
         slots: the trainable parameters, except matrices, whose update does not depend on the count.
@@ -39,7 +39,7 @@ class UpdateCounts:
         self.trains = [before or now.trains for before, now in zip(self.trains, groups, strict=True)]
 
     def decide(self, hyper: Hyper) -> Hyper:
-        """Return `hyper` with the groups that trained in this step, and each number of updates."""
+        """Return `hyper` with the groups that trained in this step, and the number of updates of each."""
         self._before = self._rested
         self._rested = [n + (not self.trains[group]) for n, group in zip(self._rested, self._groups, strict=True)]
         rows = zip(self._rested, self._groups, strict=True)

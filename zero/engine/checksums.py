@@ -13,7 +13,7 @@ _WEIGHTS = 2**12
 _ROWS = 64
 """Rows of `_WEIGHTS` words that are multiplied at a time on a CPU, so that their products take 2 MiB."""
 _ROWS_ON_GPU = 2**10
-"""The same for a GPU, where a launch is dearer than memory: six for 16 MiB, whose products take 32 MiB."""
+"""The same for a GPU, where launches cost more than memory: six launches for 16 MiB, and 32 MiB for products."""
 _FACTOR = 0x27BB2EE687B0B0FD  # odd, so that a product with it keeps every bit of a difference
 
 
@@ -45,7 +45,7 @@ class Checksums:
         self._entries: list[ChecksumEntry] = []
 
     def note(self, unit: str, what: str, tensors: Iterable[Tensor]) -> None:
-        """Record the checksums of `tensors`, as the work that is enqueued on the current stream leaves them."""
+        """Record the checksums that `tensors` have after the work that is enqueued on the current stream."""
         if self.active:
             self._entries += [ChecksumEntry(unit, what, self.of(tensor)) for tensor in tensors]
 
@@ -70,7 +70,7 @@ def checksum(tensor: Tensor, rows: int = _ROWS) -> Tensor:
     """Return a weighted sum of the words of 4 bytes in a tensor's memory, modulo 2**64: 0-dim int64 on its device.
 
     Each word has a weight of its own, a product of pseudo-random odd numbers. So any single bit that flips changes the
-    sum, and other changes, such as two flipped signs or two exchanged rows, do not with a probability of about 2**-32.
+    sum. Other changes, such as two flipped signs or two exchanged rows, are missed with a probability of about 2**-32.
     The bits of a tensor without strides, such as a sparse or nested one, are not summed.
 
     Args:

@@ -79,7 +79,7 @@ def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dty
     """Read the range of one kind that this rank updates from its pages, in the pages' own format and `dtype`.
 
     Args:
-        count: the number of elements of another range that this rank keeps.
+        count: the number of elements of the range; None: of the range that this rank updates.
     """
     plan, numel = runtime.plan, partial(runtime.plan.passes.kept.numel, kind)
     count = plan.sizes.update_numel(unit.spec) if count is None else count

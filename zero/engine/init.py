@@ -46,7 +46,7 @@ MOST_UNEQUAL = 1 / 64
 """The least rate that a disk is assumed to have, as a share of the fastest disk's rate."""
 
 LEAST_PROBED_BYTES = 2 * REQUEST_BYTES
-"""Folders with less room are not measured: the measurement needs this much, and they get few pages at any rate."""
+"""Folders with less room are not measured: the measurement needs this much, and such folders get few pages anyway."""
 
 ROOM_SHARE = 15 / 16
 """The share of several folders' free bytes that is used, if that is enough; the file system needs the rest."""
@@ -148,8 +148,8 @@ def _open_disks(plan: Plan, sizes: Mapping[Page, int], progress: Progress) -> St
 def _rooms(folders: Sequence[Path], nbytes: int, ranks: int) -> list[int]:
     """Return the bytes that this rank may put in each of several folders.
 
-    That is an equal share for each rank of the node, because all ranks allocate at the same time. If the share is too
-    small, it is all free bytes, because the other ranks may have allocated theirs already.
+    That is an equal share for each rank of the node, because all ranks allocate at the same time. If that share is too
+    small, all free bytes are returned: the other ranks may have allocated theirs already.
 
     Args:
         nbytes: bytes that this rank needs.
@@ -198,8 +198,8 @@ def init(
         progress: called with the number of units that are initialized.
 
     Raises:
-        HandshakeError: the ranks have different plans, seeds or weights, or ranks of a norm group other values of a
-            replicated parameter.
+        HandshakeError: the ranks have different plans, seeds or weights, or ranks of a norm group have different values
+            of a replicated parameter.
         PlanError: a module that holds parameters has no `reset_parameters`; weights are missing, have another shape or
             codes that the plan does not keep (the message names them); or an earlier `init` has taken the model over.
             The model is unchanged then.

@@ -37,7 +37,7 @@ def make_step(
     """Return the training step as a function: `state, metrics = step(state, microbatches)`.
 
     The step takes a list of `plan.accumulate` microbatches of this rank and returns the next state; the old one is
-    spent. If the step raises, the old state is still valid, unless a step that was made twice differed; buffers such as
+    spent. If the step raises, the old state is still valid, unless the two runs of `replay` differed. Buffers such as
     running statistics may have changed.
 
     Args:
@@ -46,9 +46,9 @@ def make_step(
             dict of scalars). The model is the plan's.
         flag: a function that is called once per step and returns a number. Every rank gets all ranks' numbers in
             `Metrics.rank_flags`, so that all ranks can react to a flag after the same step.
-        replay: make every step twice whose number is a multiple of this one, and compare the two to the bit; 0: none.
-            `loss_fn` must depend on the model, the microbatch and the random generators of torch and Python alone. A
-            GPU needs `torch.use_deterministic_algorithms(True)`. These steps take 2.7 to 2.9 times as long.
+        replay: make each step whose number is a multiple of `replay` twice, and compare the two runs bit by bit; 0:
+            none. `loss_fn` must depend on the model, the microbatch and the random generators of torch and Python
+            alone. A GPU needs `torch.use_deterministic_algorithms(True)`. These steps take 2.7 to 2.9 times as long.
 
     Raises:
         ConfigError: `plan` is not a Plan, `loss_fn` not a function of a model and a microbatch, `replay` not a number
@@ -155,7 +155,7 @@ def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
         timeline.write(folder / "trace.json")
 
     The timeline is empty until the block ends. Not collective: one rank may record alone. Recording changes no bit of
-    the results. Work that began before the block is not recorded, and work that ends after the block is cut off at its
+    the results. Work that began before the block is not recorded, and work that ends after it is cut off at the block's
     end. With `zero.update=lazy` most recorded updates belong to the step before. On a GPU the block waits for the
     device at its start and end.
 

@@ -39,7 +39,7 @@ class Metrics:
     aux: Mapping[str, float]
     """The means over the global batch of the further numbers that `loss_fn` returned with the loss, by name."""
     rank_flags: tuple[float, ...]
-    """Each rank's `flag`, see `make_step`, by rank; with norm groups by the rank there and then by the world's rank."""
+    """Each rank's `flag`, see `make_step`, by rank; with norm groups by the rank in the group, then in the world."""
 
     def __init__(self, read: Callable[[], StepResults]) -> None:
         self._read: Callable[[], StepResults] | None = read

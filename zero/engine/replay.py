@@ -6,7 +6,7 @@ of each site, of the gradient that this rank sends; and at its end, of buffers a
 runs all gathered copies become stale, so the second run gathers every unit again. Then each unit is updated twice from
 a copy of its state in host memory, through the same threads, streams and tiers.
 
-State must not change while no update runs: parameters and pages in memory are summed before the first run, after the
+State must not change while no update runs: parameters and pages in memory get checksums before the first run, after the
 second, when they are copied for the update, and after all updates. Frozen parameters in memory are also compared with
 the last step that was made twice. Pages on a disk have checksums of their own, see `NvmeStore`.
 
@@ -91,7 +91,7 @@ class Replay:
         self._first: tuple[list[int], str] | None = None  # the first difference: (its place in the program, text)
 
     def _remember_frozen(self, unit: UnitState) -> None:
-        """Compare what no step writes to with the last step that was made twice."""
+        """Compare frozen parameters in memory with the last step that was made twice."""
         remembered = self._runtime.checksums.frozen
         for part in [PARTS[flat.kind] for flat in unit.spec.flats[1:]]:
             if (now := self._at_rest.get((0, unit.index, part))) is not None:
@@ -143,7 +143,7 @@ class Replay:
         if on_gpu is not None:
             torch.cuda.set_rng_state(on_gpu)
         for buffers, name, buffer, before in self._buffers:
-            buffers[name] = buffer  # the first run may have replaced it
+            buffers[name] = buffer  # the first run may have replaced the buffer
             if buffer is not None and before is not None:
                 buffer.copy_(before)
         self._runtime.residency.gathers.invalidate()
@@ -254,10 +254,10 @@ class Replay:
         return held.page.kind == PageKind.PARAM or self._plan.pages.is_updated(held.page)
 
     def _sums(self, unit: UnitState, *, disks: bool = False) -> _Sums:
-        """Return the checksums of a unit's state in memory; with `disks` also of the pages that updates write there.
+        """Return the checksums of a unit's state in memory; with `disks` also of pages on disks that updates write.
 
-        Parameters that every rank updates are summed twice: 0 is the shard that others gather from this rank, and 1 is
-        all of them, which have changed on every rank when that shard has.
+        Parameters that every rank updates have two checksums: 0 of the shard that others gather from this rank, and 1
+            of all parameters, which have changed on every rank when that shard has.
         """
         self._device.join()  # pages in host memory are copied by streams of their own
         index, sums = unit.index, _Sums()

@@ -41,7 +41,7 @@ class Lineage:
     """The saves of a run and of all runs that continued from one of them.
 
     Attributes:
-        name: a random text, which a load replaces by that of the checkpoint. Rank 0 saves its own.
+        name: a random text, which a load replaces by the checkpoint's. Rank 0's text is saved.
         saved_ns: the time of the last save, in nanoseconds since 1970; 0: none yet.
     """
 
@@ -59,8 +59,8 @@ class Runtime:
         log: the collectives of the step, to compare ranks.
         tape: the recorder of timelines.
         checksums: the recorder of steps that are made twice.
-        open_edits: one function for each open block of `zero.gathered` with `modify`, which writes its edits so far.
-            Collective.
+        open_edits: one function for each open block of `zero.gathered` with `modify`: it writes the block's edits so
+            far. Collective.
         copying: handles of saves that still copy the state in threads of their own.
         streamed: the weights that an inference engine has.
         lineage: names the run in its checkpoints.
@@ -124,7 +124,7 @@ class Runtime:
     def await_copies(self) -> None:
         """Wait until saves have copied the state. Call it before parameters, masters or moments change."""
         while self.copying:
-            self.copying[-1].wait()  # removed only afterwards, so that it is waited for again after an interrupt
+            self.copying[-1].wait()  # removed only afterwards, so that the save is waited for again after an interrupt
             self.copying.pop()
 
     def settle(self) -> None:

@@ -1,6 +1,6 @@
 """Exchange every rank's sums of squares, losses and flags in one collective at the end of a step, before any update.
 
-All ranks add them in the same order, so the results have the same bits on all ranks.
+All ranks add the numbers in the same order, so the results have the same bits on all ranks.
 """
 
 import ctypes
@@ -181,7 +181,7 @@ def over_groups(groups: Sequence[World], totals: Totals) -> Totals:
     Squares are added, losses and further numbers averaged, flags listed by the rank in the group.
 
     Raises:
-        ConfigError: the ranks return other further numbers, or have other gradients of equal parameters.
+        ConfigError: the ranks return different further numbers, or have different gradients of equal parameters.
     """
     for group, equal in zip(groups, totals.equal_squares, strict=True):
         seen, names = sum(1 << status for status in totals.statuses), crc32(repr([*totals.aux]).encode())

@@ -81,5 +81,5 @@ class UnitStep:
         self.phase = phase
 
     def emptied(self) -> "UnitStep":
-        """Return the record after all gradients were dropped; forwards may still be followed by their backward."""
+        """Return the record without gradients; it keeps its forward calls, whose backward may still follow."""
         return UnitStep(calls=self.calls, returned=self.returned, delivered=self.delivered, held=self.held)

@@ -22,7 +22,7 @@ SCALES = 256
 def from_bitsandbytes(model: nn.Module) -> CodedWeights:
     """Replace each `Linear4bit` of `model` by an `nn.Linear` on meta; return the weights of the whole model.
 
-    The codes are copied to host memory layer by layer, and the layers are freed.
+    Codes go to host memory; each layer is freed before the next is copied.
 
         weights = from_bitsandbytes(model)
         precision = zero.Precision("bf16", frozen="nf4", coded=list(weights.codes))

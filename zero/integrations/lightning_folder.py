@@ -24,7 +24,7 @@ LOOP_FILE = "lightning.ckpt"
 """The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""
 
 PART = re.compile(r"(?P<name>.+?)(\.(?P<nonce>[0-9a-f]{16}))?\.part", re.DOTALL)
-"""The name of a checkpoint's folder until it is whole, then of a file that it replaced. Once there was no nonce."""
+"""The name of a checkpoint's folder until it is whole, then of a file that it replaced. Old versions wrote no nonce."""
 
 
 def save_folder(engine: Engine, path: Path, write: Callable[[Path], None]) -> None:
@@ -104,7 +104,7 @@ def _give_name(folder: Path, path: Path) -> None:
 def _sweep(path: Path) -> None:
     """Remove what killed saves left beside `path`: folders that are not whole, and files that were replaced.
 
-    Those of the same name are known by their name; of another name, by the claim that their process has lost.
+    Parts of the same name are removed; of other names, only if this machine made them and saves nothing here now.
     """
     with naming(path.parent, "making it"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ Holder = TypeVar("Holder")
 
 
 class PageKind(StrEnum):
-    """The kind of state in a page of neither a master nor a moment.
+    """The kind of a page that holds neither a master nor a moment.
 
     Kinds of masters and moments are named by the precision and the optimizer.
     """

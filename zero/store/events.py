@@ -6,13 +6,13 @@ Memory has a few **slots**. A **group** of pages is in a store, and is loaded in
 
 A caller submits the modification of a group. A caller can also announce groups; such a group is read ahead and waits in
 phase READY. It is not modified yet, so its slot can be reused without a write. A modified group waits in phase DIRTY
-for its write, first the one that was submitted first. While there are both, as many groups are read as written, so that
-disks work in both directions. Beside groups there are **transfers**: reads and writes of single pages.
+for its write, first the one that was submitted first. While groups wait for reads and for writes, as many are read as
+written, so that disks work in both directions. Reads and writes of single pages are **transfers**.
 
 A modification or a transfer is an **operation** from its submission to its end. Operations on one page, of which at
-least one writes, run in the order of submission. A page that a group writes back, or will, is still in its slot, so a
-read that waits for this write copies from the slot instead, and the slot stays until the copy ends, even if the write
-ends first. Read-ahead is no operation: it never starts on a page that an operation writes, and a write that is
+least one writes, run in the order of submission. A page that a group writes back, or will, is still in the group's
+slot, so a read that waits for this write copies from the slot instead. The slot stays until the copy ends, even if the
+write ends first. Read-ahead is no operation: it never starts on a page that an operation writes, and a write that is
 submitted makes pages that were read ahead stale.
 
 `tests/store/specification.py` defines the right actions as one pure function, (state, event) -> (state, actions), and

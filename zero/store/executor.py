@@ -66,7 +66,7 @@ class Executor:
                 self._move_all(group, self.layout(group).writes, self._opened[slot], writes=True)
 
     def move(self, page: Page, tensor: Tensor, writes: bool, slot_K: Tensor | None = None) -> None:
-        """Read a page into `tensor`, or write it from there.
+        """Read a page into `tensor`, or write it from `tensor`.
 
         Args:
             slot_K: the page in a slot, if it is still there because it is written now or was just written.

@@ -154,7 +154,7 @@ class IndexedSchedule:
         return Work(number, event.group, held.slot)
 
     def _next_read_or_write(self) -> Action | None:
-        """Return a read or a write of a group: the way that fewer running actions go, or a read if they are equal."""
+        """Return a read or a write of a group: the kind with fewer running actions, or a read if they are equal."""
         reads = sum(isinstance(action, Read) for action in self.running)
         writes = sum(isinstance(action, Write) for action in self.running)
         if reads <= writes:
@@ -191,8 +191,8 @@ class IndexedSchedule:
         """Free the slot of the group read ahead, in phase READY, that is needed last.
 
         If there is none, all slots hold groups that were read ahead and whose own modifications must come after the
-        next modification, which cannot start without a slot. Then the one of these groups whose turn is last is
-        unloaded again.
+        next modification, which cannot start without a slot. Then the group whose turn is last of these is unloaded
+        again.
         """
         if self._loaded.release_last_ahead():
             return

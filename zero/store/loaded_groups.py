@@ -110,7 +110,8 @@ class LoadedGroups(dict[PageGroup, LoadedGroup]):
     def next_ahead(self, is_written: Callable[[Page], bool]) -> Read | None:
         """Read ahead the first announced group that is not in a slot, if a slot may be used for that.
 
-        It waits while an operation writes one of its pages. The groups after it are needed later, so they wait as well.
+        The group waits while an operation writes one of its pages. The groups after it are needed later, so they wait
+        as well.
         """
         if not self.free or len(self._ahead) >= self._ahead_limit:
             return None

@@ -1,4 +1,4 @@
-"""Operations that have not ended, and the order of those on one page of which at least one writes.
+"""Operations that have not ended, and the order of operations on one page if at least one writes.
 
 Operations are indexed by page, and each knows which earlier ones it waits for, so an event costs O(log operations).
 """
@@ -13,7 +13,7 @@ Turn = tuple[int, ...]
 
 
 class PageOperation:
-    """A modification or a transfer that has not ended.
+    """Unfinished work on a group, or a page transfer.
 
     Attributes:
         turn: sort key; of the operations that can start, the one with the smallest turn starts first.
@@ -59,7 +59,7 @@ class PageOperations(dict[int, PageOperation]):
                 self._touching[page] = (*others, (number, writes))
 
     def end(self, number: int) -> Iterator[int]:
-        """Remove an operation, and yield the numbers of those that waited for it and have not ended."""
+        """Remove an operation, and yield the numbers of operations that waited for it and have not ended."""
         operation = self.pop(number)
         event = operation.event
         for page in (event.page,) if isinstance(event, PageTransfer) else event.group.all:
@@ -87,7 +87,7 @@ class PageOperations(dict[int, PageOperation]):
 
 
 class OperationQueue:
-    """Operations in one of the four queues where they wait to be started.
+    """One of the four queues of operations that wait to be started.
 
     An operation that waits for other operations is only in `members`. `push` adds it to the heap when it waits for
     none.

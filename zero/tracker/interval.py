@@ -32,7 +32,7 @@ class Interval:
     Only `end` is collective, so that a summary can still be made after other ranks have failed.
 
     Args:
-        traffic: function that returns the totals of this rank's store.
+        traffic: returns bytes moved and times of this rank's store.
 
     Attributes:
         peaks_bytes: the largest peaks over ranks at the last row, as (device, host).

@@ -1,4 +1,4 @@
-"""The recording of one step of a user's loop, which begins and ends between two steps."""
+"""The recording of one step of a user's loop, from the step before's end to its own."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

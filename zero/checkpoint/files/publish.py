@@ -180,7 +180,7 @@ class Root(Listing):
     def sweep_dead(self) -> None:
         """Remove the unpublished folders of killed saves of this machine as far as possible, and nothing of others.
 
-        Other processes may save into this root meanwhile. Never raises, because the caller saves elsewhere.
+        Other processes may save into this root meanwhile. Errors are ignored: the save is in another root.
         """
         with contextlib.suppress(OSError, CheckpointError):
             if self.asides():
@@ -297,7 +297,7 @@ def own_root(path: Path, world: World) -> Root:
     """Return the root in `path` of the checkpoints of `world`, a folder of its own if it has coordinates.
 
     Raises:
-        CheckpointError: it is a part of the run and has none.
+        CheckpointError: the world is a part of the run and has no coordinates.
     """
     if world.size < world.whole.size and not world.coordinates:
         raise CheckpointError(

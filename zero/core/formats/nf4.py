@@ -5,7 +5,7 @@ There is a scale for each 64 values, which is kept in 8 bits with an fp32 scale 
     a row    offset, scale of scales (fp32 each); 1 byte for each 64 values; 32 bytes of codes for each 64 values
 
 Expanding rounds as bitsandbytes does. The offset is the mean of 256 scales; bitsandbytes takes one for a whole tensor,
-which its codes keep when they come in.
+which codes from bitsandbytes keep.
 
 Source: Dettmers et al. 2023, "QLoRA", sections 3 and E; Dettmers et al. 2022, "8-bit Optimizers via Block-wise
 Quantization", for the 256 numbers of a scale.
@@ -96,10 +96,10 @@ def _pairs(device: torch.device) -> Tensor:
 
 @cache
 def _dynamic(device: torch.device) -> Tensor:
-    """Return the 256 numbers of an 8-bit scale, in order: a sign, a power of ten to 1e-6, and a fraction.
+    """Return the sorted 256 numbers of 8 bits: a sign, a power of ten to 1e-6, and a fraction.
 
-    The smaller the power, the fewer fractions there are: 64 of 1, 32 of 0.1, and so on; each is the middle of its part
-    of [0.1, 1].
+    The smaller the power, the fewer fractions there are: 64 of 1, 32 of 0.1, and so on; each fraction is the middle of
+    its part of [0.1, 1].
     """
     numbers = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
     for power in range(7):

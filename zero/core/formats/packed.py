@@ -1,8 +1,8 @@
 """Packed formats: frozen parameters as bytes, called codes, which each gather expands to values.
 
-A parameter's codes are one string of bytes, a row for each block of its values in row-major order. A row depends on its
-block alone, so each rank makes only the bytes that it keeps, and no cut of the string changes a bit. The last row is
-shorter, in steps of 64 values. Expanding rounds in fp32 after each product and sum, last to that of the result.
+A parameter is cut in row-major order into blocks; its codes are a row of bytes for each, in turn. A row depends on its
+block alone, so each rank makes only the bytes that it keeps, and no cut of the codes changes a bit. The last row is
+shorter, in steps of 64 values. Expanding rounds in fp32 after each product and sum, last to the result's dtype.
 
 A format is a file beside this one: its sizes, its functions from values to rows and back, and its function for the
 kernel of `zero.platform.kernels`, which expands a tile of values.
@@ -39,7 +39,7 @@ class PackedFormat(ABC):
     Attributes:
         name: the format's name in settings and checkpoints.
         block: the number of values of a row.
-        head_bytes: bytes of a row beside those of its vectors.
+        head_bytes: bytes of a row that are not of its vectors.
         vector_bytes: bytes of a row for each 64 values.
         moved_bytes: bytes of memory that operators could read and write in the time that they take to expand a value;
             measured on an EPYC core that copies 27 GB/s.

@@ -14,7 +14,7 @@ from zero.platform.handle import Handle
 
 
 class Received(NamedTuple):
-    """The bytes that a rank receives from other ranks, and those of them that come from other nodes."""
+    """The bytes that a rank receives from other ranks, and the part of them from other nodes."""
 
     link: float
     wire: float
@@ -47,9 +47,9 @@ class GatherRoute:
     """A way to gather shards. Every way brings the same bits.
 
     Attributes:
-        open: makes the function that starts a gather, from a rank's world and its queue. Collective.
-        received: returns the bytes that a rank receives when flat tensors are gathered, from the world and their bytes.
-        by_node: whether it goes by node, so that a rank may keep a secondary shard.
+        open: takes a rank's world and queue; returns the function that starts a gather. Collective.
+        received: takes the world and the bytes of flat tensors; returns the bytes that a rank receives in their gather.
+        by_node: whether gathers are by node, so that a rank may keep a secondary shard.
     """
 
     open: Callable[[World, Queue], Callable[[GatherRequest], Handle]]
@@ -62,10 +62,10 @@ class SumRoute:
     """A way to add gradients over ranks. Each way has its own order of additions.
 
     Attributes:
-        open: makes the function that starts a sum, from a rank's world, its queue, and the dtype in which a node's sum
-            is sent to other nodes. Collective.
-        received: returns the bytes that a rank receives in sums, from the world, the number of elements that are added,
-            and the bytes of an element as it is sent first, and as a node's sum.
+        open: takes a rank's world, its queue, and the dtype in which a node's sum is sent to other nodes; returns the
+            function that starts a sum. Collective.
+        received: takes the world, the number of elements that are added, and the bytes of an element as it is sent
+            first, and as a node's sum; returns the bytes that a rank receives in sums.
         by_node: whether the ranks of a node add first, for which a rank needs a buffer of `partial_numel` elements.
         backend_adds: whether the backend adds, in the dtype in which gradients are sent; a rank then receives S
             elements, else P.
@@ -77,5 +77,5 @@ class SumRoute:
     backend_adds: bool = False
 
     def partial_numel(self, world: World, numel: int) -> int:
-        """Return the elements of a node's sum of `numel` elements on one rank; 0 if it does not go by node."""
+        """Return the elements of a node's sum of `numel` elements on one rank; 0 if sums are not by node."""
         return partial_numel(world, numel) if self.by_node else 0

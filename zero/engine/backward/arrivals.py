@@ -1,4 +1,5 @@
-"""Receive the gradients of units as backward makes them, and have each unit reduced when all of its own have arrived.
+"""Receive the gradients of units as backward makes them, and have each unit reduced when all its gradients have
+arrived.
 
 Gradients arrive for each call of a unit, the large ones one at a time, and are copied into one flat tensor. When all
 calls of the unit have delivered and it is the unit's turn, the flat is reduced over ranks while the next units'
@@ -211,7 +212,7 @@ class Reducer:
         """Return the flat, (P,), that gradients of `unit` are copied into.
 
         Args:
-            sums: a gradient will be added to the flat instead, so it must be in the dtype of sums.
+            sums: a gradient will be added to the flat, so the flat must be in the dtype of sums.
         """
         # a unit that was not gathered since the last step still has its deferred update, which reads the old gradient
         self._apply(unit)

@@ -126,7 +126,7 @@ class BackwardPass:
                         f"{placeholder.full_name} was frozen between this graph's forward and its backward. Freeze it "
                         "before the forward, or after the step."
                     )
-                if placeholder.hooks:  # they get the sum over all calls, as hooks of any leaf do
+                if placeholder.hooks:  # hooks get the sum over all calls, as on any leaf
                     hooked[slot] = hooked[slot] + grad if slot in hooked else grad
                     del grads[slot]
             self._deliver(unit, grads)
@@ -134,7 +134,7 @@ class BackwardPass:
             self.arrived, self.unscaled = True, self.unscaled or self._scaled.isdisjoint(self._passes)
 
     def scaled(self, *_: Any) -> None:
-        """Note that the running backward pass began with the loss scale. A tensor hook, which ignores its gradient."""
+        """Note that the running backward pass began with the loss scale. Used as a tensor hook."""
         with self.lock:
             self._watch_pass()
             self._scaled.add(torch._C._current_graph_task_id())
@@ -174,7 +174,7 @@ class BackwardPass:
 
     @unobserved()
     def reduce_arrived(self) -> None:
-        """Reduce the gradients that have arrived, even for units whose backward has not ended, outside of backward."""
+        """Reduce the gradients that have arrived, even of units with backwards to come. Call it outside of backward."""
         with self.lock:
             for unit in self._units if not self._passes else ():
                 if unit.step.delivered:
@@ -195,7 +195,7 @@ class BackwardPass:
             return  # the ended pass was nested in another one, as with a reentrant checkpoint
         for unit in self._units:
             record = unit.step
-            if record.delivered and (record.returned or not record.calls):  # else a later backward or `end` closes it
+            if record.delivered and (record.returned or not record.calls):  # else a later backward or `end` does
                 self._close(unit)
         for unit in [*self._held]:
             self._let_go(unit)

@@ -42,7 +42,7 @@ class Reduction:
     Attributes:
         flats: the flat that is sent, and the one in which other ranks' gradients are received.
         partial: the fp32 buffer for the sum within the node; None if sums are not by node.
-        last: whether the unit's sum is complete after it, unless a rank has an extra flat.
+        last: whether the unit's sum is complete after this reduction, unless a rank has an extra flat.
     """
 
     unit: UnitState
@@ -79,7 +79,7 @@ class Reductions:
         self.flats = ScratchPool(plan.sizes.flat_sizes(), plan.facts.flat_dtype, self._device)
         self.partials = ScratchPool(plan.sizes.partial_sizes(), torch.float32, self._device)
         self._under_way: deque[Reduction] = deque()
-        self._unpublished: deque[UnitState] = deque()  # their last reduction has started, oldest first
+        self._unpublished: deque[UnitState] = deque()  # whose last reduction has started, oldest first
         self._gathering: deque[tuple[UnitState, Handle]] = deque()  # with the all-gathers of their sums, oldest first
         self._done = PASSED  # the event at the end of the last work on "reduce"
 
@@ -94,7 +94,7 @@ class Reductions:
         If none is free, wait for a reduction. If none is under way, because all flats are being filled, allocate one.
 
         Args:
-            dtype: that of the flat; None: that of the plan.
+            dtype: dtype of the flat; None: the plan's.
         """
         while (flat := self.flats.take(numel, dtype)) is None:
             if not self._under_way:

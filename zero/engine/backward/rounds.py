@@ -7,7 +7,7 @@ flats if any rank has one. With one rank there are no rounds.
 
 So every rank starts the same operations in the same order, and waits only for operations that it has started. A step
 cannot deadlock: consider the earliest operation that any rank waits for. A rank that has not started it has started
-only earlier ones, so it waits for none, and it will start this one.
+only earlier operations, waits for none of them, and will start it.
 
 The first order is the plan's, reversed. If units became ready in another order in a step, and this order was the same
 on all ranks, the next steps use it. The order changes no bit of a sum, because a unit's flat contains exactly the
@@ -31,7 +31,7 @@ from zero.engine.update import Gradients
 
 
 class Rounds:
-    """The turns of units, in which their reductions start. `UnitStep.phase` has how far a unit is in this round.
+    """The turns of units, in which their reductions start. `UnitStep.phase` is a unit's phase in this round.
 
     Args:
         apply: applies a unit's deferred update, which reads the old gradient.
@@ -83,7 +83,7 @@ class Rounds:
 
     @property
     def _is_open(self) -> bool:
-        """Whether reductions of this round have not started. A round is open as long as its last unit is."""
+        """Whether reductions of this round have not started. It is open until its last unit's has started."""
         return bool(self._order) and self._order[-1].step.phase is not Phase.CLOSED
 
     @property
@@ -92,12 +92,12 @@ class Rounds:
         return self._turns + sum(unit.step.phase is not Phase.CLOSED for unit in self._order)
 
     def restart(self) -> None:
-        """Begin with the first round again; the records of all units are new."""
+        """Go back to the first round; all units have been given new records."""
         self._seen.clear()
         self._turns = 0
 
     def begin_microbatch(self) -> None:
-        """End the round of the microbatch before, if each has one, and open the next."""
+        """End the last microbatch's round, if each microbatch has a round, and open the next one."""
         if not self._local:
             self._take_turns(self._end)
         self.open_planned()
@@ -161,10 +161,10 @@ class Rounds:
             self._take_turn(dtype)
 
     def _take_turn(self, dtype: torch.dtype | None = None) -> None:
-        """Start the next reduction of this round, whether its unit is ready or not.
+        """Start reducing this round's next unit, even if it is not ready yet.
 
         Args:
-            dtype: that of the round's flats; None: that of the plan.
+            dtype: dtype of the round's flats; None: the plan's.
         """
         self._copies.execute()
         if not self._turns:

@@ -17,7 +17,7 @@ from zero.engine.unit_state import UnitState
 from zero.errors import StaleStateError
 
 RUN_FIRST = 2**62
-"""A sequence number above all that autograd assigns: of the nodes that are ready it runs the largest number first."""
+"""A sequence number above all that autograd assigns; autograd runs the ready node with the largest number first."""
 
 
 LARGE_NUMEL = 65_536
@@ -50,7 +50,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         given = zip(ctx.slots, grads, strict=True)
-        small = {slot: grad for slot, grad in given if grad is not None}  # `Arrive` passes none on
+        small = {slot: grad for slot, grad in given if grad is not None}  # `Arrive` passes no gradient on
         if small:
             check_same_parameters([(ctx.unit, ctx.version)])
             ctx.backward_pass.deliver(ctx.unit, small)
@@ -110,11 +110,12 @@ def check_same_parameters(made_with: Iterable[tuple[UnitState, int]], *_: Any) -
 def reaching(outputs: Any, parameters: Iterable[Tensor], known: set[Any]) -> Any:
     """Return `outputs` with an autograd edge to every `Gather` that made `parameters`.
 
-    A rank may take a branch without parameters (`if drop: return x`) while other ranks use them. Its backward must
-    visit the unit too, because all ranks must start the same collectives.
+    A rank may take a branch without parameters (`if drop: return x`) while other ranks use them. That rank's backward
+    must visit the unit too: all ranks must start the same collectives.
 
     Args:
-        known: the nodes that made the site's inputs, where the search of the graph stops. Visited nodes are added.
+        known: the nodes that made the site's inputs, where the search of the graph stops. Visited nodes are added to
+            `known`.
     """
     wanted = {p.grad_fn: p for p in parameters if p.grad_fn is not None}
     tensors = [t for t in tensors_in(outputs) if t.is_floating_point()]

@@ -68,7 +68,7 @@ class Places:
 
     @contextmanager
     def restored(self, site: Site) -> Iterator[None]:
-        """Put back what is at the site's places after the block, else the next call takes it for the user's tensors."""
+        """Restore the site's places after the block, else the next call takes their contents for a user's tensors."""
         kept = [
             (parameters, name, parameters[name]) for _, parameters, name, _ in self._of[site.path] if name in parameters
         ]
@@ -97,7 +97,8 @@ class Places:
 def _value_at(place: Place, gathered: Tensor | None) -> Tensor:
     """Return the value to use for the parameter at `place`.
 
-    That is the tensor that the user put there, else its full value in a block of `GatheredParameters`, else `gathered`.
+    That is the tensor that the user put at the place, else the parameter's full value in a block of
+    `GatheredParameters`, else its value in `gathered`.
     """
     there = place.parameters[place.name]
     if there is place.placeholder:

@@ -35,7 +35,7 @@ KEPT_ONCE = (
     "in-place activations, and for graphs with retain_graph or several backwards."
 )
 
-# torch 2.14 warns unless told whether results that are kept pass through the hooks, as earlier versions never do
+# torch 2.14 warns unless told whether kept results pass through the hooks; in earlier versions they never do
 _PLAIN: dict[str, Any] = {"respect_saved_tensors_hooks": False}
 _TO_CHECKPOINT = _PLAIN if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
 
@@ -61,7 +61,7 @@ def recomputed_call(
     with unobserved():
         before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
     replaced: dict[str, Tensor] | None = None
-    context = copy_context()  # what forward reads of it, the recomputation reads, although others have changed it
+    context = copy_context()  # the recomputation reads its variables as forward did, even if they changed
 
     def compute(*values: Tensor) -> Any:
         run = call if replaced is None else partial(context.run, call)

@@ -137,7 +137,7 @@ class SiteRunner:
     def runner(self, site: Site) -> SiteRun:
         """Return the function that runs a call of `site`.
 
-        With `compile` torch's compiler does not trace it into the caller's graph; without, it raises there.
+        With `compile`, torch's compiler leaves the call out of the caller's graph. Without, the compiler gets an error.
         """
         if self._compiler is not None:
             return cast(SiteRun, torch.compiler.disable(partial(self.run, site)))

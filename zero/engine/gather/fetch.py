@@ -3,7 +3,7 @@
 Every rank must start the same collectives in the same order. An all-gather that first needs a read from disk, or an
 update by the store's threads, is a `Later`: it starts after the work of the unit before is launched, or when the buffer
 is waited for. These are the same points of the program on all ranks. Other all-gathers start when the buffer is
-requested. All overlap with compute.
+requested. All all-gathers overlap with compute.
 
 Codes of frozen parameters arrive as bytes behind the parameters of the buffer, and a `Later` expands them. It starts
 after the work of the unit before is launched, so on a GPU it runs beside that work.
@@ -135,7 +135,7 @@ def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_
             routes.gather,
             full_P=full_P,
             secondary=unit.secondary[number],
-            current=unit.secondary_is_current(number),  # now: a later start is of this version
+            current=unit.secondary_is_current(number),  # read now, because a later start gathers this version
             what=unit.spec.name,
         )
         shards.append(_Shard(number, extent, pages, full_P[slice(*extent)], gather, arrived))

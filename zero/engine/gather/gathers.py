@@ -76,7 +76,7 @@ class Gathers:
         return buffer is not None and buffer.version == unit.version and unit.deferred is None
 
     def has_room_for(self, unit: UnitState) -> bool:
-        """Return whether `unit` can be gathered without taking the buffer of another one that is in use."""
+        """Return whether `unit` can be gathered without taking the buffer of another unit in use."""
         return self.find(unit) is not None or (self.pool is not None and self.pool.has_room_for(unit.index))
 
     def is_over(self, tickets: Sequence[Ticket]) -> bool:
@@ -130,7 +130,7 @@ class Gathers:
     def arrive(self, unit: UnitState) -> Buffer:
         """Have the current stream wait for the gather of `unit`; return its buffer."""
         buffer = self.buffer(unit)
-        self._unstarted.pop(unit, None)  # landing starts them
+        self._unstarted.pop(unit, None)  # `land` starts these parts
         with self._tape.stream_standing("gather, update", unit.spec.name):  # both run on side streams
             buffer.land()
         buffer.ahead = False
@@ -152,7 +152,7 @@ class Gathers:
         """Clean up after an exception."""
         self._unstarted.clear()
         for unit in self._units:
-            unit.secondary_versions = ()  # the gather that fills them may be lost
+            unit.secondary_versions = ()  # the gather that fills the secondary shards may be lost
         for buffer in self.resident:
             buffer.ahead = False
         if self.pool is not None:

@@ -1,7 +1,7 @@
 """Decide when units are gathered: before their use, the next ones ahead of time; pin the buffers in use.
 
-A unit whose update waits for the store's threads is not gathered ahead, or when the work of the unit before it has been
-launched, so that it runs beside that work on a GPU.
+A unit whose update waits for the store's threads is either not gathered ahead, or gathered once the work of the unit
+before it is launched, so that on a GPU its gather runs beside that work.
 
 Gathers into borrowed buffers depend only on the order of calls, so ranks with the same calls start the same gathers. If
 units are resident, ranks may call different units. Then a unit is gathered after all changed units before it in the
@@ -83,7 +83,7 @@ class Residency:
         return buffer
 
     def launched(self) -> None:
-        """Launch a later unit's update, and start the next unit's gather if that waits for the store's threads.
+        """Launch a later unit's update, and start the next unit's gather if the gather waits for the store's threads.
 
         The host waits for the threads. Call this when work of the present unit is launched, at the same point of the
         program on all ranks.

@@ -12,7 +12,7 @@ Only `Buffer.unit` and `Buffer.address` say where a unit and its memory are, so 
 
 A view of a buffer may outlive the pin, for example a parameter that user code stored, or a tensor that a checkpoint
 recomputed. Before a buffer gets another unit, the pool therefore counts the references to its storage. If other tensors
-use it, they keep that memory, and the buffer gets fresh memory, counted in `renewed`.
+use the storage, they keep that memory, and the buffer gets fresh memory, counted in `renewed`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -120,7 +120,7 @@ def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
 
 
 class Pool:
-    """The pooled buffers. A unit takes its own one, or the least recently used one that is free.
+    """The pooled buffers. A unit takes its own buffer, or the least recently used free one.
 
     Args:
         sizes: the number of elements of each buffer that any unit may use.

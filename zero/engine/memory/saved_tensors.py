@@ -1,8 +1,9 @@
 """Keep autograd's saved tensors between forward and backward, on the device (`InPlace`) or in host memory (`OnHost`).
 
-`OnHost` starts to copy a storage to host memory when a tensor in it is saved, overlapped with forward. It copies it
-back one storage ahead of the backward that needs it. It copies whole storages, because saved tensors are often views:
-query, key and value of one matrix product share a storage. A storage of less than `LEAST_BYTES` stays on the device.
+`OnHost` starts to copy a storage to host memory when a tensor in it is saved, overlapped with forward. Each storage is
+copied back one storage ahead of the backward that needs it. Whole storages are copied, because saved tensors are often
+views: query, key and value of one matrix product share a storage. A storage of less than `LEAST_BYTES` stays on the
+device.
 
 The host never waits for a copy. A storage that is copied out stays allocated until the compute stream waits for the
 copy, which is enqueued `MOST_LEAVING` storages later. The same holds for a storage that was copied back and not used.

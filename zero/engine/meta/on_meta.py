@@ -47,7 +47,7 @@ def empty() -> Iterator[None]:
 
 @contextmanager
 def absent() -> Iterator[None]:
-    """Context manager that creates parameters on meta and ignores writes to them, because another rank has values."""
+    """Context manager that creates parameters on meta and ignores writes to them: another rank has their values."""
     with _unmade(kept=False):
         yield
 

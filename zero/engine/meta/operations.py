@@ -84,8 +84,8 @@ class RecordedOperation:
         reads: the roots that the call reads, except `within`.
         made: position of a recorded tensor in the call's result -> the tensor's number.
         is_alias: whether the call returns the whole root once more.
-        is_elementwise: whether it does, or changes each element of the whole root in the same way and reads nothing
-            else, so that it can run on a part of the root.
+        is_elementwise: whether the call is an alias, or changes each element of the whole root in the same way and
+            reads nothing else, so that it can run on a part of the root.
     """
 
     def __init__(

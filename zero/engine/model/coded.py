@@ -2,7 +2,7 @@
 
 By default these are matrices (2 dimensions or more), because they are nearly all bytes of a model. Embeddings and the
 head stay in the dtype of compute, because errors in a row reach the loss without a sum over other rows. The head is the
-last matrix with the shape of the largest embedding, unless that embedding is tied.
+last matrix with the shape of the largest embedding; there is none if that embedding is tied.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -64,7 +64,7 @@ def frozen_matrices(model: nn.Module) -> set[str]:
 
 
 def _head(model: nn.Module, parameters: Mapping[str, Tensor], tables: Collection[int]) -> str | None:
-    """Return the name of the head: the last matrix with the shape of the largest embedding, unless that is the head."""
+    """Return the name of the head: the last matrix with the shape of the largest embedding; None if that is tied."""
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     largest = max(embeddings, key=lambda module: module.num_embeddings, default=None)
     if largest is None:

@@ -24,7 +24,7 @@ FORWARD = nn.TransformerEncoder.forward.__code__
 
 
 def watch_encoders(model: nn.Module, sites: Iterable[Site]) -> Callable[[], None]:
-    """Have encoders around sites decide as those with plain parameters; return a function that undoes this."""
+    """Have encoders around sites decide as if their parameters were plain; return a function that undoes this."""
     undo, paths = ExitStack(), [site.path for site in sites]
     for path, module in model.named_modules():
         if not isinstance(module, nn.TransformerEncoder):

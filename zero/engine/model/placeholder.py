@@ -107,7 +107,7 @@ class ParameterPlaceholder(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             self.__class__ = cls  # type: ignore[assignment]
             self.data = values
-            self._post_accumulate_grad_hooks.clear()  # assigning None alone would leave them in autograd
+            self._post_accumulate_grad_hooks.clear()  # assigning None alone would leave the hooks in autograd
             self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         for name in ParameterPlaceholder.__annotations__:
             vars(self).pop(name, None)

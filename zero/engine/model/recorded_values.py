@@ -32,7 +32,8 @@ from zero.platform.host_memory import aligned_zeros
 SEEDED_NUMEL = 1 << 14
 """Elements that are drawn from one seed. Seeding a generator takes a tenth of the time of drawing so many numbers.
 
-torch's generator on a CPU uses 32 bits of a seed, so of a million blocks about a hundred draw another one's numbers.
+torch's generator on a CPU uses 32 bits of a seed, so of a million blocks about a hundred draw the numbers of another
+block.
 """
 
 
@@ -102,7 +103,7 @@ class RecordedValues:
             after = _reset(module, owner, self._model, unmade)
             recipes = {name: cast(Unmade, after[name]).recipe for name in roots}
             complete = all(recipe.root is roots[name] and _is_ranged(recipe) for name, recipe in recipes.items())
-        except Exception:  # also of a method that reads values
+        except Exception:  # for example, the method reads values
             complete = False
         held = (*module._buffers.values(), *vars(module).values())
         if not complete or any(isinstance(value, Unmade) for value in held):
@@ -219,7 +220,7 @@ def _drawing(states: dict[str, Tensor], path: str) -> Iterator[None]:
 def _begun(root: RecordedRoot, start: int, stop: int) -> Tensor:
     """Return fp32 memory for elements [start, stop) of `root`, with the value that its parameter was registered with.
 
-    Without such a value it is NaN. A NaN that remains shows that nothing has initialized the element.
+    Without such a value the elements are NaN. A NaN that remains shows that nothing has initialized the element.
     """
     if not root.kept:
         raise PlanError(
@@ -272,7 +273,7 @@ def _refuse_left_out(module: nn.Module, owner: Owner, made: Mapping[str, Tensor]
 def _initialise(model: nn.Module, path: str) -> None:
     """Call `_init_weights` with each module from `path` up to the root.
 
-    For each of them the method is its own or that of its nearest ancestor that has one.
+    A module without the method uses that of its nearest ancestor with one.
     """
     calls: list[Callable[[], None]] = []
     nearest: Callable[[nn.Module], None] | None = None

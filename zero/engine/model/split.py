@@ -2,7 +2,7 @@
 
 A tied weight belongs to the unit of the innermost site that contains its first occurrence in the module tree, and the
 innermost sites around its other occurrences need that unit too. Matrices that are updated as a whole have units of
-their own; the norms and biases beside them, of all sites, are one unit, which is called shared.
+their own; all norms and biases of the sites with such matrices are one unit, the shared unit.
 
 By default every element of an outermost `ModuleList` or `Sequential` is a site. The other children, with parameters, of
 the modules that contain these lists are sites too, so that an embedding or a head is not gathered for the whole step. A
@@ -32,8 +32,8 @@ DEFAULT_POLICY = "auto"
 """The word that stands for the default policy in a list of class names."""
 
 SHARED, APART = "(vectors)", " matrices"
-"""The name of the unit of norms and biases beside such matrices, and the end of the name of a unit of such
-matrices beside a unit of other parameters of its site."""
+"""The name of the shared unit, and the end of the name of a unit of matrices whose site also has a unit of other
+parameters."""
 
 
 _Chain = tuple[str, ...]
@@ -43,7 +43,7 @@ _Chain = tuple[str, ...]
 class _Visited(NamedTuple):
     """A parameter that `_walk` has visited, with its full name and the path of its unit's site.
 
-    `shape` is the shape of its values on this rank, which have a part of a DTensor.
+    `shape` is the shape of its values on this rank: of a DTensor, those of the local part.
     """
 
     name: str
@@ -173,7 +173,7 @@ def _by_optimizer(
 ) -> dict[int, str]:
     """Return the names of units, by parameter id, with units of their own for matrices that are updated as a whole.
 
-    Norms and biases beside these all share one unit, so that they take one gather and one reduction.
+    Norms and biases of the same sites all share one unit, so that they take one gather and one reduction.
     """
     if optimizer is None or optimizer.matrix_rule is None:
         return names
@@ -211,7 +211,7 @@ def _merged(visited: Iterable[_Visited], lookups: set[str], bucket_numel: int) -
     """Return the unit that each unit is merged into, by names: the first of small units that follow each other.
 
     The root is not merged, because it is gathered as long as the model runs. Units with and without `lookup` are not
-    merged, because backward does not gather the former.
+    merged, because backward does not gather units with `lookup`.
     """
     numels: dict[str, int] = {}
     for _, _, shape, unit in visited:

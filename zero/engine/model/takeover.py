@@ -147,7 +147,7 @@ class Takeover:
             dtensor = nn.Parameter(placement.wrap(local.detach()), local.requires_grad)
             register_hooks(dtensor, local._backward_hooks or {})
             self._exchange(local, dtensor)
-        moved: dict[tuple[int, Form], tuple[Tensor, Tensor]] = {}  # with the old ones, so that no id is used again
+        moved: dict[tuple[int, Form], tuple[Tensor, Tensor]] = {}  # keeps the old buffers, so that no id is used again
         for module, name, form in self._buffers:
             buffer = module._buffers.get(name)
             if buffer is not None:

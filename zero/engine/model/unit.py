@@ -55,9 +55,9 @@ class UnitSpec:
         flats: the flat tensors in the order of the gathered buffer: of trainable parameters, of frozen ones, and of
             frozen ones in a packed format, if the plan has one.
         lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
-        moments: what the optimizer keeps of the trainable ones.
-        matrices: the trainable ones in batches, if they are updated as whole matrices; else empty.
-        shared: whether it has the norms and biases of many sites; it stays gathered from the first of them to the last.
+        moments: the moments that the optimizer keeps of the trainable parameters.
+        matrices: the trainable parameters in batches, if they are updated as whole matrices; else empty.
+        shared: whether it has the norms and biases of many sites; it stays gathered from the first site to the last.
     """
 
     index: int
@@ -84,7 +84,7 @@ class UnitSpec:
         return owners(self.matrices, self.trainable)
 
     def stored(self, kind: str) -> Layout:
-        """Return the layout of what the ranks keep of a kind: that of a `Flat`; moments have the trainable one."""
+        """Return the layout in which ranks keep a kind: `Flat.stored` of its flat; for moments the trainable layout."""
         return next((flat.stored for flat in self.flats if flat.kind == kind), self.trainable)
 
     @property
@@ -126,7 +126,7 @@ class Binding:
         local: the parameter's name relative to the site's module.
         unit: the index of its unit.
         slot: the number of its slot in the unit's trainable flat, or in its `frozen_slots`.
-        trainable: whether that is the trainable flat.
+        trainable: whether the slot is in the trainable flat.
     """
 
     local: str
@@ -215,7 +215,7 @@ class Splitting:
         return {slot.name: slot.shape for flat in flats for slot in flat.values.slots}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
-        """Return all names of each parameter in the model, by full name, which comes first. Tied ones have several."""
+        """Return all names of each parameter, by its full name, which comes first. Tied parameters have several."""
         aliases: dict[str, dict[str, None]] = {name: {name: None} for name in self.names}
         for owner in self.owners:
             for local, name in owner.slots:

@@ -124,7 +124,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Raise PlanError if a parameter overlaps in memory with another tensor, which its update would not change."""
+    """Raise PlanError if a parameter shares memory with another tensor, because its update would miss the other."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *_attributes(model)):
         tensors.setdefault(id(tensor), (name, tensor))
@@ -134,7 +134,7 @@ def _check_memory(model: nn.Module) -> None:
             entry = _extent(tensor), place, name, isinstance(tensor, nn.Parameter)
             by_memory[tensor.untyped_storage()._cdata].append(entry)
     for sharing in by_memory.values():
-        ends = {True: (0, 0, ""), False: (0, 0, "")}  # of a parameter, and of another: the largest end so far
+        ends = {True: (0, 0, ""), False: (0, 0, "")}  # the largest end so far, of parameters and of others
         for (first, last), place, name, is_parameter in sorted(sharing):
             end, other_place, other = max(ends.values()) if is_parameter else ends[True]
             if first < end:

@@ -1,6 +1,6 @@
 """The model beside other parallelism: which parameters are DTensors, and which of a norm group's ranks count each.
 
-Ranks of a norm group hold other parts of the model. A parameter that is equal on all of them, such as a norm beside
+Ranks of a norm group hold different parts of the model. A parameter that is equal on all of them, such as a norm beside
 matrices that are split, counts once in the sum of squares: on rank 0 of the group.
 """
 
@@ -48,7 +48,8 @@ def worlds_beside(world: World, norm_groups: object) -> tuple[World, ...]:
     """Return the worlds of norm groups. Collective among the ranks of each.
 
     Raises:
-        PlanError: they are no list, a world of another run, or one shares further ranks with `world` or another one.
+        PlanError: `norm_groups` is no list, has a world of another run, or has a group that shares further ranks with
+            `world` or another group.
     """
     if not isinstance(norm_groups, list | tuple):
         raise PlanError(f"norm_groups is a {type(norm_groups).__name__}. Pass a list of groups: [group].")
@@ -70,7 +71,7 @@ def placements(model: nn.Module, world: World, norm_groups: Sequence[World]) -> 
     """Return the placement of each parameter that is a DTensor, by name.
 
     Raises:
-        PlanError: a DTensor is a sum over ranks, is on another device than `world`, or is split over ranks of `world`
+        PlanError: a DTensor is a sum over ranks, is on another device than `world`, or is split over ranks of `world`,
             or over ranks that are no norm group.
     """
     placed: dict[str, Placed] = {}
@@ -109,7 +110,8 @@ def replicated_names(
     """Return, for each norm group, the names of the parameters that are equal on all of its ranks.
 
     Args:
-        patterns: patterns of their names, except for DTensors over the group; None: all, if the model has DTensors.
+        patterns: patterns of the names of equal parameters, DTensors over the group aside; None: all, if the model has
+            DTensors.
 
     Raises:
         PlanError: a pattern matches no parameter.

@@ -37,10 +37,10 @@ def sharers(world: World, shard: Scope) -> int:
 
 
 def facts_of(*, world: World, gather: str, reduce: str, shard: Scope, **given: Any) -> "Facts":
-    """Return the facts of a run whose ways of sending may be "auto"; other arguments are fields of `Facts`.
+    """Return the facts of a run; `gather` and `reduce` may be "auto", and other arguments are fields of `Facts`.
 
     Raises:
-        PlanError: the ranks are not on nodes as these ways need them.
+        PlanError: the ranks are not on nodes as `gather`, `reduce` or `shard` needs them.
     """
     sends_by_node = gather != "auto" and GATHERS[gather].by_node
     adds_by_node = reduce != "auto" and SUMS[reduce].by_node
@@ -190,8 +190,8 @@ class Facts:
     def grad_dtype(self) -> torch.dtype:
         """The dtype of a gradient between backward and its update: fp32.
 
-        With one rank and one microbatch it is the dtype of compute, which is exact because nothing is added. Where
-        a step has more microbatches than planned, `Gradients.widen` converts it.
+        With one rank and one microbatch it is the dtype of compute, which is exact because nothing is added. If a step
+        has more microbatches than planned, `Gradients.widen` converts the gradient.
         """
         return self.precision.compute if self.world.size * self.accumulate == 1 else torch.float32
 

@@ -82,7 +82,7 @@ def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device, n
         parts.append(Part(start, stop, shard_start + start, (group,), staged, tensors))
 
     def run(part: Part) -> tuple[bool, int]:
-        """Return equal values for parts that may be one; a slot of staging has room for so many pages."""
+        """Return equal values for parts that may be joined: a slot of staging has room for `staged_pages` pages."""
         return part.on_device, part.groups[0].number // plan.slots.staged_pages if part.staged else -1
 
     return [joined for _, alike in groupby(parts, run) for joined in _joined(store, [*alike])]

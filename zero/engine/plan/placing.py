@@ -53,7 +53,7 @@ class Slots(NamedTuple):
     arena: int
     """The number of slots of the arena, through which pages of a disk are read and written."""
     read_ahead: int
-    """The number of these for groups that are read before their update is submitted."""
+    """The number of arena slots for groups that are read before their update is submitted."""
     bounce_bytes: int
     """Bytes of each bounce buffer, pinned memory through which a thread that updates copies to and from a GPU."""
     bounces: int
@@ -107,7 +107,7 @@ def bounce_bytes(table: PageTable, offload: Offload) -> int:
         return 0
     numel = min(table.page_numel, max(map(table.sizes.update_numel, table.facts.units), default=0))
     optimizer, param, grad = offload.kinds
-    directions = any(unit.matrices for unit in table.facts.units)  # take the places of gradients and of parameters
+    directions = any(unit.matrices for unit in table.facts.units)  # in place of gradients and of parameters
     sizes = [4 * numel] * (directions or grad in on_gpu)
     sizes += [table.facts.precision.compute.itemsize * numel] * (directions or param in on_gpu)
     if optimizer in on_gpu:
@@ -225,7 +225,7 @@ def place_pages(
 
 
 def _bytes_ahead(table: PageTable, free_bytes: int) -> int:
-    """Return the bytes of a GPU for reading ahead, of those that are free."""
+    """Return how many of a GPU's free bytes are for reading ahead."""
     spare_bytes = 3 * 4 * max(unit.trainable.P for unit in table.facts.units)  # to read a whole unit in fp32
     return max(int(AHEAD_SHARE * free_bytes) - spare_bytes, 0)
 

@@ -1,8 +1,8 @@
 """The plan of a run: the size and tier of everything that each rank will hold, checked before it is allocated.
 
 A `Plan` has no tensors. It consists of `Facts` (the consequences of stage, precision and tiers), a `PageTable` (the
-pages of the store) and the placement of these pages on tiers, from `placing`. Printing it shows the bytes that `init`
-will allocate.
+pages of the store) and the placement of these pages on tiers, from `placing`. Printing a plan shows the bytes that
+`init` will allocate.
 """
 
 from collections import Counter
@@ -99,16 +99,16 @@ class Plan:
             disk.
         reduce: how gradients are added. "exact": in the order of ranks, in fp32. "node": first within each node and
             then across nodes, which sends fewer bytes between nodes. "native": by the backend, such as NCCL, which
-            sends and adds in `precision.reduce` and needs no memory for received gradients. Each has its own order of
-            additions, so the last bits differ. "auto": "node" on several nodes, else "exact".
+            sends and adds in `precision.reduce` and needs no memory for received gradients. Each way has its own order
+            of additions, so the last bits differ. "auto": "node" on several nodes, else "exact".
         shard: "node" keeps a copy of the state on each node, sharded over its ranks, as hybrid sharding does. Gradients
             are then reduced by node. Parameters never cross nodes, sums cross them twice. `gather="node"` with
             `reduce="node"` sends as few bytes between nodes, with one copy of the state.
-        norm_groups: process groups of torch, or meshes of one dimension, beside the world's, whose ranks hold other
-            parts of the model: tensor parallelism, experts. The norm is over all of them, and a skipped step, the loss,
-            flags and failures are the same on all. They are exchanged over one group after the other.
+        norm_groups: process groups of torch, or meshes of one dimension, beside the world's, whose ranks hold different
+            parts of the model: tensor parallelism, experts. The gradient norm is over all groups; skipped steps, the
+            loss, flags and failures are the same on all ranks. Groups are exchanged one after the other.
         replicated: patterns of the names of parameters that are equal on all ranks of `norm_groups`, and count once in
-            the norm. A DTensor knows that of its own mesh. None: none, or in a model with DTensors all.
+            the norm. A DTensor's placements tell it for its own mesh. None: none, or in a model with DTensors all.
         room: bytes that this rank may use on each tier; None: the bytes that are free now.
         activation_bytes: bytes to count for activations on the device; they are not allocated.
         host_activation_bytes: bytes to count for activations that units offload to host memory.

@@ -53,7 +53,7 @@ class Sizes:
     def secondary_numel(self, layout: Layout) -> int:
         """Return the number of elements of this rank's secondary shard of a stored flat; 0 if none is kept.
 
-        It copies one shard from each other node: the shard of the rank with the same local rank.
+        A secondary shard copies one shard from each other node, that of the rank with the same local rank.
         """
         return (self.facts.world.nodes - 1) * layout.S if self.facts.keeps_secondary else 0
 
@@ -61,7 +61,7 @@ class Sizes:
     def matrix_numels(self) -> tuple[int, int, int] | tuple[()]:
         """The elements of device memory for a unit's directions, a rank's whole matrices, and products of them.
 
-        They are largest over units, and over ranks, because all ranks must place pages alike; empty without matrices.
+        Each is the largest over units and ranks, because all ranks must place pages alike; empty without matrices.
         """
         units = [unit for unit in self.facts.units if unit.matrices]
         if not units:
@@ -93,7 +93,7 @@ class Sizes:
     def shared_buffer_sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each gathered buffer that any unit may use.
 
-        There is one for each unit in use at the same time, and one for each prefetched unit. All are as large as the
+        There is one buffer for each unit in use at once, and one for each prefetched unit. All are as large as the
         largest unit, because a unit that is gathered into a buffer stays there until another one needs it.
         """
         pooled = [unit for unit in self.facts.units if not self.facts.is_resident(unit)]
@@ -115,8 +115,8 @@ class Sizes:
         """Return the number of elements of each pooled gradient flat, the largest first.
 
         Two reductions of the largest units may be under way. Each uses a flat to send and one to receive. If the
-        backend adds, the latter are small, so there is another one for a unit that holds its flat while others are
-        reduced: a tied one, or one around others.
+            backend adds, flats to receive are small, so there is one more flat for a unit that holds its flat while
+            others are reduced: a tied unit, or one around others.
         """
         layouts = [unit.trainable for unit in self.facts.units if unit.trainable.slots and self.facts.world.size > 1]
         largest = nlargest(3, layouts, key=lambda layout: layout.P)

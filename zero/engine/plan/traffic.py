@@ -94,7 +94,7 @@ def traffic(plan: Plan) -> PlannedTraffic:
             passing[page.unit] += moved
         if page.kind == PageKind.GRAD and page.number < plan.pages.updated_pages(plan.units[page.unit]):
             updated_grads += moved
-        if page.kind == counted[page.unit] and moved != Load():  # it may take more than one element for each parameter
+        if page.kind == counted[page.unit] and moved != Load():  # may have several elements for each parameter
             offloaded_numel += spec.numel * VECTOR // plan.passes.kept.numel(page.kind, VECTOR)
     states, params, grads = by_kind["state"], by_kind[PageKind.PARAM], by_kind[PageKind.GRAD]
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
@@ -162,10 +162,11 @@ def _on_disk(load: Load) -> Load:
 
 
 def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]:
-    """Return the bytes that gathers move on a rank: further ones of the first forward, of each forward and backward.
+    """Return the bytes that gathers move on a rank: further bytes of the first forward; of each forward; of each
+    backward.
 
-    Units that are still in gathered buffers from the pass before are not counted. In the first forward of a step they
-    are counted if the update has changed them.
+    Units that are still in gathered buffers from the pass before are not counted, except in the first forward of a step
+    if the update has changed them.
 
     Args:
         passing: the bytes that each unit's gather reads from the store, by unit index.

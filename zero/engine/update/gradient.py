@@ -115,7 +115,7 @@ class PagedGradients(Gradients):
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
         self._pool = ScratchPool(plan.sizes.grad_buffer_sizes(), plan.facts.grad_dtype, self._device)
         self._records = defaultdict[UnitState, _Paged](_Paged)  # of this step
-        self._open: list[UnitState] = []  # first the one that was opened first
+        self._open: list[UnitState] = []  # the one that was opened first comes first
         self._leaving: deque[tuple[Scratch, list[Ticket]]] = deque()  # with tickets of writes
         self._coming: list[Ticket] = []
 
@@ -226,7 +226,7 @@ class PagedGradients(Gradients):
             if oldest is None:
                 self.overflowed += 1
                 return self._pool.extra(numel)
-            self.park(oldest)  # its unit gets more gradients, so a later `open` loads it again
+            self.park(oldest)  # its unit gets more gradients, so a later `open` loads the gradient again
         return buffer
 
     def _finish_oldest(self) -> None:
@@ -250,8 +250,8 @@ class PagedGradients(Gradients):
 def _widened(flat: Tensor, narrow: Tensor) -> Tensor:
     """Convert a gradient in place to the wider dtype of its buffer.
 
-    It copies the last half of the remaining values at a time, because the memory that they move to no longer holds
-    values that are needed.
+    The last half of the remaining values is copied at a time, because their destination no longer holds values that are
+    needed.
 
     Args:
         flat: (n,) the buffer.

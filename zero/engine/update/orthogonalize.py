@@ -1,8 +1,8 @@
 """Orthogonalize the directions of a unit of matrices, each matrix on one rank.
 
-The ranks have equal parts of the flat directions. Most matrices lie on one rank already; those that are cut, and the
-rest of them, travel to the rank that has their middle, and back, in bf16. If each rank has all directions, nothing
-travels, and each rank works on all matrices. The batches, and so the bits, are the same.
+The ranks have equal parts of the flat directions. Most matrices are on one rank already. The parts of a matrix that is
+cut are sent to the rank that has its middle, and back, in bf16. If each rank has all directions, nothing is sent, and
+each rank works on all matrices. The batches, and so the bits, are the same either way.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ class MatrixPasses:
         self._device, self._advance = plan.world.compute, advance
         self._orthogonalizer = Orthogonalizer(plan)
         self.directions, self.allocated_bytes = self._orthogonalizer.directions, self._orthogonalizer.allocated_bytes
-        self._readers, self._read = list[Ticket](), self._device.mark()  # of the directions of the last unit
+        self._readers, self._read = list[Ticket](), self._device.mark()  # readers of the directions of the last unit
 
     def run(self, unit: UnitState, launch: Callable[[Sequence[Part]], list[Ticket]]) -> list[Ticket]:
         """Launch both passes for the current stream. Collective.
@@ -82,7 +82,7 @@ class MatrixPasses:
         The host waits for the momentum that the store's threads update; then they get the parameters.
 
         Args:
-            launch: launches a pass over some parts, and returns the tickets of what the store's threads do of it.
+            launch: launches a pass over some parts, and returns the tickets of the work of the store's threads.
 
         Returns:
             The tickets of the second pass.
@@ -91,7 +91,7 @@ class MatrixPasses:
         self._read.wait()
         self._advance()  # because this rank waits for others, which may wait for those gathers
         for turn in range(2):
-            for ticket in self._readers:  # of the directions of the unit before, or writers of this one's
+            for ticket in self._readers:  # readers of the last unit's directions, or writers of this unit's
                 ticket.wait()
             if turn == 1:
                 self._orthogonalizer.run(unit.spec)

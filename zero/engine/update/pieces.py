@@ -56,7 +56,7 @@ class Pieces:
         self._plan, self._numbers = plan, numbers
 
     def update(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece], turn: int = 0) -> None:
-        """Update pieces on the device `where`: by a kernel for each, or in batches of at most its `piece_numel`."""
+        """Update pieces on the device `where`: by a kernel each, or in batches of at most `where.piece_numel`."""
         layout, now = unit.spec.trainable, self._plan.passes.of(unit.spec)[turn]
         if self._numbers.fused is not None and where.tile_numel and not unit.spec.matrices:
             for piece in pieces:

@@ -2,10 +2,10 @@
 
 Reading a page needs no gradient. A slot that an update has finished with gets the pages of a later update at once, in
 the order of the coming updates. So the pages of the next forward's first units arrive during backward, and a skipped
-step keeps them. The copies back run behind forward and behind the backward after it.
+step keeps them. The copies back run during the next forward and backward.
 
-The host only launches: the streams "pages in" and "pages out" order all copies. A page that was written otherwise since
-its copy, for example by a load, is copied again. With a slot for each part nothing is copied in but gradients.
+The host only launches: the streams "pages in" and "pages out" order all copies. A page that something else has written
+since its copy, for example a load, is copied again. With a slot for each part only gradients are copied in.
 """
 
 from collections import deque
@@ -68,7 +68,7 @@ class Staging:
         self._order: list[Part] = []
         self._next = 0  # the index in `_order` of the next part to copy in
         self.updated: Event = PASSED
-        self._left = device.mark()  # the end of the last copy out and all earlier ones; now, of the making of `slots`
+        self._left = device.mark()  # the end of all copies out so far; at first, of the making of `slots`
 
     def expect(self, parts: list[Part]) -> None:
         """Start to copy in the parts that will be updated next, again and again in this order.

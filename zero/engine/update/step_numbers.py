@@ -39,8 +39,8 @@ class StepNumbers:
     def measure(self, unit: UnitState) -> None:
         """Compute the sum of squares of the unit's final gradient, over this rank's shard and groups that train.
 
-        It is always added over ranges of the shard, so the bits do not depend on stage, page size or tier. Parameters
-        that count on another rank of a norm group add 0, or NaN if they are not finite.
+        The sum is always added over ranges of the shard, so its bits do not depend on stage, page size or tier.
+        Parameters that count on another rank of a norm group add 0, or NaN if they are not finite.
         """
         grad_S = unit.own_grad_S(self._rank)
         groups, squares = self._plan.beside.groups, list[Tensor]()
@@ -58,7 +58,7 @@ class StepNumbers:
             unit.step.squares = grad_S.new_zeros((), dtype=torch.float64)
 
     def decide(self, hyper: Hyper) -> Hyper:
-        """Return `hyper` with the groups that trained in this step, and each number of updates."""
+        """Return `hyper` with the groups that trained in this step, and the number of updates of each."""
         hyper, rule = self.counts.decide(hyper), self._plan.optimizer.matrix_rule
         table = self._device.upload(numbers(self.fused, hyper, 0 if rule is None else rule.groups))
         if hyper.decision is not None:

@@ -74,7 +74,7 @@ class Updater:
         for unit in units:
             unit.parts = tuple(parts_of(plan, store, unit.spec, self._where))
         self._limit = nullcontext() if self._where.shares_memory else threading.Semaphore(GPU_GROUPS)
-        self._units, self._order = units, list(units)  # the latter in the order of the coming updates
+        self._units, self._order = units, list(units)  # `_order` is that of the coming updates
         self._visited: list[UnitState] = []
         self._coming: Iterator[UnitState] = iter(())  # units with staged parts, in the order of the coming updates
         self._make_tables()
@@ -84,7 +84,7 @@ class Updater:
     # -- what a step decides -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a step: expect updates in the order of the last step, and units without an update there at the end."""
+        """Begin a step: expect updates in the order of the last step, then those of units that had none in it."""
         self.numbers.counts.begin()
         self._order = list(dict.fromkeys([*self._visited, *self._order]))
         self._visited.clear()
@@ -160,7 +160,7 @@ class Updater:
 
     @torch.no_grad()
     def launch_ahead(self) -> None:
-        """Launch the staged parts of the next deferred update, so that its pages travel before the unit is gathered."""
+        """Launch the staged parts of the next deferred update, so that pages are copied before the unit is gathered."""
         for unit in self._coming:
             if unit.deferred is not None and unit.updated is None and not unit.interrupted:
                 self._launch_staged(unit, unit.deferred, unit.parts, PASSED)
@@ -186,7 +186,7 @@ class Updater:
             unit.updated.wait()
 
     def _launch_pass(self, unit: UnitState, hyper: Hyper, parts: Sequence[Part]) -> list[Ticket]:
-        """Launch one pass of the update of a unit with matrices; return the tickets of what the store's threads do."""
+        """Launch one pass of the update of a unit with matrices; return the tickets of the store's threads."""
         tickets = self._queue(unit, hyper, parts, self._device.mark())
         self._launch_here(unit, hyper, parts)
         self._launch_staged(unit, hyper, parts, None)
@@ -219,7 +219,7 @@ class Updater:
         unit.grad_readers.append(unit.updated)
 
     def _applied(self, unit: UnitState, *, resident: bool) -> None:
-        """Note that the deferred update of `unit` is applied, or in the hands of the store's threads."""
+        """Note that the deferred update of `unit` is applied, or queued for the store's threads."""
         self._visited.append(unit)
         unit.mark_changed(resident=resident)  # first, so that no old copy is current after an interrupt
         unit.deferred, unit.updated, unit.interrupted, unit.tickets = None, None, False, []
@@ -289,7 +289,7 @@ class Updater:
         self._copy_all(changed, there)
 
     def _copy_all(self, into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy each source that is another tensor; the host waits where it computes with the result."""
+        """Copy each source, unless it is its own destination; the host waits if it computes with the result."""
         for tensor, source in zip(into, sources, strict=True):
             if tensor is not source:
                 self._where.copy(tensor, source)

@@ -59,7 +59,7 @@ def values_of(
     """Return a function to the first values of parameters.
 
     Call it in the order of the layouts, on every rank for every parameter, because a function `weights` may communicate
-    when it is called. It keeps the whole value of the last parameter or owner only.
+    when it is called. The returned function keeps the whole value of the last parameter or owner only.
 
     Args:
         built: the values that the model was built with, from `values_in`; used unless `weights` is given.
@@ -271,7 +271,7 @@ def _refuse_missing(weights: Mapping[str, Tensor], missing: Sequence[str]) -> No
 def _refuse_unmade(built: Mapping[str, Tensor], model: nn.Module, names: Iterable[str], new: Collection[str]) -> None:
     """Raise PlanError for a parameter in `new` whose first value cannot be made.
 
-    Its operations are not recorded, or they depend on a parameter whose value comes from weights and not from them.
+    Its operations are not recorded, or they depend on a parameter whose value comes from weights instead of operations.
     """
     recipes = {name: cast(ParameterPlaceholder, model.get_parameter(name)).recipe for name in names}
     replaced = reached(recipe.root for name, recipe in recipes.items() if recipe is not None and name not in new)

@@ -102,7 +102,7 @@ class _Sink:
         self._number = 0
 
     def take(self, values: Tensor, at: int) -> None:
-        """Keep what lies in this range of the values of elements [at, at + n) of the flat tensor, (n,)."""
+        """Keep the part in this range of `values`, (n,), which are elements [at, at + n) of the flat tensor."""
         first, last = max(self.start - at, 0), min(self.stop - at, values.numel())
         while first < last:
             a, b = (self.start + edge for edge in self._cuts[self._number])

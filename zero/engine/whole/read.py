@@ -38,7 +38,7 @@ def full_state_dict(source: Source, kind: str = "param") -> dict[str, Tensor]:
 
     Raises:
         ConfigError: the run has no values of this kind; or the model gained, lost or exchanged a parameter.
-        StaleStateError: the state is spent; or `kind` is "grad" and no step is between backward and its end.
+        StaleStateError: the state is spent; or `kind` is "grad" before a backward or after the step's end.
     """
     return dict(full_values(state_of(source, "zero.full_state_dict", "zero.full_state_dict(state)"), kind))
 
@@ -67,7 +67,7 @@ def get_full(source: Source, name: str | Tensor, kind: str = "param") -> Tensor:
 
     Raises:
         ConfigError: no parameter has this name, or it has no value of this kind.
-        StaleStateError: the state is spent; or `kind` is "grad" and no step is between backward and its end.
+        StaleStateError: the state is spent; or `kind` is "grad" before a backward or after the step's end.
     """
     state = state_of(source, "zero.get_full", "zero.get_full(state, name)")
     state.runtime.settle()

@@ -6,7 +6,7 @@ unit, so updates of later units still run beside the transfer of earlier ones.
 A later stream can yield only the elements that have changed. Each rank compares its shard, bit by bit, with a copy of
 what the last stream yielded, and the ranks exchange the positions and values that differ. Full weights are not gathered
 for that, and a shard is compared in pieces, so that positions take a fixed amount of memory. Frozen parameters change
-in loads and edits only; they are not copied, but yielded in full after either.
+in loads and edits only; they are not copied, but yielded in full after a load or an edit.
 """
 
 from collections.abc import Iterator
@@ -78,19 +78,19 @@ def stream_weights(
     copy. At most one unit is gathered at a time, and only when its first tensor is asked for.
 
     Every rank must read its iterator to the end, because each unit is a collective; a rank that does not send drops the
-    tensors. The state must not take a step meanwhile.
+    tensors. No step may be made meanwhile.
 
     Args:
         source: a `State`, a `Step` before its `finish`, or an engine of `zero.initialize`.
         changed_since: the step of the last stream with `keep`. The iterator yields a `Patch` (name, indices, values,
             shape), or several, for each parameter of which an element has changed. Applied to the weights of that
-            stream, the patches make the present weights, bit for bit. The present step replaces the kept one.
+            stream, the patches make the present weights, bit for bit. The next `changed_since` is the present step.
         keep: keep a copy of this rank's shard of the trained weights in host memory, for a later `changed_since`.
         device: the device of the tensors; None: the world's.
 
     Raises:
-        ConfigError: `changed_since` is not the step of the last stream with `keep`, or that was not read to its end,
-            also by the iterator; or the model gained, lost or exchanged a parameter.
+        ConfigError: `changed_since` is not the step of the last stream with `keep`, or that stream was not read to its
+            end (also by the iterator); or the model gained, lost or exchanged a parameter.
         HandshakeError: the ranks called this with different arguments, or have kept different steps.
         StaleStateError: the state is spent. By the iterator: it took a step meanwhile.
     """

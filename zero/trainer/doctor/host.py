@@ -76,10 +76,10 @@ class Host:
 
 
 def judge(name: str, finding: str, *problems: tuple[Any, Verdict, str]) -> Diagnosis:
-    """Return the check with the state and advice of the first problem that exists; "ok" if none does.
+    """Return the check with the verdict and advice of the first true condition; "ok" if none is true.
 
     Args:
-        problems: (condition, state, advice) of each problem; it exists if the condition is true.
+        problems: (condition, verdict, advice) each; the first with a true condition counts.
     """
     wrong = (Diagnosis(name, state, finding, advice) for exists, state, advice in problems if exists)
     return next(wrong, Diagnosis(name, "ok", finding))

@@ -158,7 +158,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 
 
 def _value(x: Tensor) -> bool | int | float:
-    """Return true or one for the value of a meta tensor, because code that reads a value usually takes that branch."""
+    """Return true or one as a meta tensor's value, which most code that branches on a value expects."""
     return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
 
 

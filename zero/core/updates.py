@@ -16,7 +16,7 @@ from torch import Tensor
 
 TensorList = list[Tensor]
 DIVISOR, STEP = 1, 2
-"""The places of these numbers in a row of `zero.core.fused.numbers`."""
+"""The places of the divisor and of the step in a row of `zero.core.fused.numbers`."""
 
 
 class GroupSettings(NamedTuple):

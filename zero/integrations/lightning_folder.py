@@ -40,7 +40,7 @@ def save_folder(engine: Engine, path: Path, write: Callable[[Path], None]) -> No
         folder = Path(by_rank_0(world, lambda: str(saved.enter_context(_part(path))))) if is_new else path
         if writes:
             write(folder / loop_file)
-            sync(folder / loop_file, Files())  # its name is synced when the state that names it is published
+            sync(folder / loop_file, Files())  # the file's name is synced when the state is published
         engine.save_checkpoint(folder, STATE_FOLDER, {"loop": loop_file}, save_latest=False)
         if writes:
             for file in folder.glob("lightning*.ckpt"):

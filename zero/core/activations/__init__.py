@@ -1,6 +1,6 @@
-"""The policies of activations, each a record; a line of the table makes one known to all others.
+"""The policies of activations, each a record in a file of its own; a new one needs a line in the table.
 
-They are read before torch is imported, as all settings are.
+The table is read before torch is imported, as all settings are.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The optimizers, each in a file of its own; a line of the table makes one known to all others."""
+"""The optimizers, each in a file of its own; a new one needs a line in the table."""
 
 from collections.abc import Mapping
 

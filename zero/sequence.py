@@ -136,7 +136,8 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(group: World, to_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Exchange (b, h, s, d) for (b, h / G, t, d), or back. The exchanges are all started before the first is awaited.
 
-    Tokens are outermost in what travels, so whole rows arrive in the order of their tokens and are not copied again.
+    Tokens are outermost in the sent tensors, so whole rows arrive in the order of their tokens and are not copied
+    again.
     """
     sent = [_by_head(x, group.size) if to_heads else _by_token(x, group.size) for x in tensors]
     received = [torch.empty_like(x) for x in sent]
@@ -152,7 +153,7 @@ def _exchanged(group: World, to_heads: bool, tensors: tuple[Tensor, ...]) -> tup
 
 
 def _by_head(x: Tensor, size: int) -> Tensor:
-    """Return (b, h, s, d) as (G, s, b, h / G, d), which rank r of the group gets the r-th part of."""
+    """Return (b, h, s, d) as (G, s, b, h / G, d), whose part r rank r of the group gets."""
     return x.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4).contiguous()
 
 
@@ -185,7 +186,7 @@ class SequenceParallel:
 
         Returns:
             `input_ids` and `position_ids`, (b, s), and `shared_rows` for `attention`, by name; and the targets,
-                (b, s): the label of the next token, also if that is on another rank.
+                (b, s): the label of the next token, also if that token is on another rank.
 
         Raises:
             ConfigError: `batch` has other keys, or G does not divide t; or a row has padding between its tokens.

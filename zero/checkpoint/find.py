@@ -26,9 +26,9 @@ from zero.progress import Progress, silent
 def open_latest(world: World, path: Path | str, *, progress: Progress = silent) -> tuple[Checkpoint | None, list[str]]:
     """Open the valid checkpoint under `path` that was published last. Collective.
 
-    It may have fewer steps than others, because the run went back to an earlier one. Checkpoints of earlier versions
-    count as older than all others, in the order of their steps. With coordinates it is collective among all ranks of
-    the run, and each opens the newest step that all have.
+    That checkpoint may have fewer steps than others, because the run went back to an earlier one. Checkpoints of
+    earlier versions count as older than all others, in the order of their steps. With coordinates the call is
+    collective among all ranks of the run, and each rank opens the newest step that all have.
 
     Args:
         world: the ranks that divide the verification among themselves.
@@ -68,7 +68,8 @@ def _common_folders(world: World, root: Path) -> list[Path]:
         root: the checkpoints of this world's coordinates.
 
     Raises:
-        CheckpointError: its parent is one checkpoint or holds some itself, or no step was saved by all.
+        CheckpointError: the parent of `root` is one checkpoint or holds some itself, or no step was saved by all
+            coordinates.
     """
     path = root.parent
 

@@ -124,7 +124,7 @@ def _check_coordinates(folder: Path, saved: object, coordinates: Mapping[str, in
 
 
 def _rested(state: State, numbers: StateFacts, kept: Set[TensorKey]) -> dict[str, int]:
-    """Return the steps without an update by parameter; one that keeps a moment also keeps its number of updates.
+    """Return the steps without an update by parameter. If a parameter keeps a moment, it keeps its number of updates.
 
     Where that number is larger than the checkpoint's step, the steps without an update are negative.
     """

@@ -155,8 +155,8 @@ def _check_match(
 def _may_become(kind: str, saved: str, dtype: str) -> bool:
     """Return whether a tensor saved as `saved` may be loaded as `dtype` without `convert`.
 
-    Frozen parameters accept every floating-point dtype and codes, floating-point buffers the former, and moments accept
-    fp32 and bf16.
+    Frozen parameters accept every floating-point dtype and codes, floating-point buffers every floating-point dtype,
+    and moments fp32 and bf16.
     """
     if kind in frozen_kinds():
         return "float" in saved or saved == "uint8"

@@ -2,7 +2,7 @@
 
 Deferred updates are applied first, so a checkpoint holds the parameters that the next forward would use. Only a few
 pages are read before the writer needs them, so a state larger than memory passes through a few buffers. A GPU copies to
-these on a stream of its own.
+these buffers on a stream of its own.
 
 With `behind`, a thread copies the state during the next forward and backward, which only read it. Before the state
 changes, training waits for the end of the copies. The thread then hashes and writes them.
@@ -107,8 +107,8 @@ class Saving:
 
     Args:
         state, root, facts, progress, alone: as in `save`.
-        behind: let a thread copy this rank's part of the state to host memory during the next step, and write it
-            during later ones.
+        behind: let a thread copy this rank's part of the state to host memory during the next step, and write the copy
+            during later steps.
 
     Raises:
         CheckpointError: the folder could not be made, or a checkpoint cannot store the dtype of a buffer.
@@ -172,7 +172,7 @@ class Saving:
                 self._write(progress)
 
     def _begin(self, step: int) -> Path:
-        if self._world.coordinates:  # several may make the folder of all
+        if self._world.coordinates:  # other coordinates may make this folder too
             Root(self._root.path.parent).make()
         return self._root.begin(step)
 
@@ -295,7 +295,7 @@ class Saving:
 
 
 def _beside(world: World) -> dict[str, Any]:
-    """Return the facts of one coordinate's checkpoint; "save" is equal on all that were saved together. Collective."""
+    """Return the facts of one coordinate's checkpoint; "save" is equal in all that are saved together. Collective."""
     return {"coordinates": dict(world.coordinates), "save": world.whole.share(secrets.token_hex(8))}
 
 

@@ -141,7 +141,7 @@ def settings_at(
 
     Args:
         betas: the names of the optimizer's betas.
-        others: numbers of betas that the group may have for another optimizer; then `default` has this one's.
+        others: numbers of betas that the group may have for another optimizer; then the betas of `default` are used.
         decays: True: the settings of parameters that decay. False: the same with a weight decay of 0.
         where: prefix of a setting's name in messages, such as "groups[0].".
 

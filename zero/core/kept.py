@@ -15,20 +15,20 @@ from zero.core.updates import PageUpdate
 
 
 class Pass(NamedTuple):
-    """One pass of an update over all elements of a unit, page by page. Matrices take two, all else one."""
+    """One pass of an update over all elements of a unit, page by page. Matrices take two passes, all else one."""
 
     update: PageUpdate
     kept: "Kept"
     reads_grad: bool = True
-    """False: its gradients are the orthogonal directions."""
+    """False: the gradients of the pass are the orthogonal directions."""
     updates_params: bool = True
-    """False: it writes directions in their place."""
+    """False: the pass writes directions in place of parameters."""
     factor: Callable[[Slot], float] | None = None
     """The factor of the learning rate for each parameter; None: 1."""
 
     @property
     def reads_params(self) -> bool:
-        """Whether parameters, if it updates them, are read, and not only written."""
+        """Whether the pass reads parameters, if it updates them, and does not only write them."""
         return self.updates_params and self.kept.master.reads_params
 
     def segments(

@@ -145,7 +145,7 @@ class Layout:
         return rank * self.S, (rank + 1) * self.S
 
     def own_S(self, kept: Tensor, rank: int) -> Tensor:
-        """Return the shard of `rank`, (S,), of what it keeps: the shard itself, (S,), or the whole flat, (P,)."""
+        """Return the shard of `rank`, (S,), from `kept`: the shard itself, (S,), or the whole flat, (P,)."""
         return kept if kept.numel() == self.S else kept[slice(*self.shard(rank))]
 
     def views(self, full_P: Tensor) -> dict[str, Tensor]:

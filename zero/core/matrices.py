@@ -1,4 +1,4 @@
-"""Matrices that are updated as a whole: their batches in a flat tensor, their owners, and what a rule for them has."""
+"""Matrices that are updated as a whole: their batches in a flat tensor, their owners, and the interface of a rule."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, Self

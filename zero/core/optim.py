@@ -186,7 +186,7 @@ def with_moments(transform: Transform, dtype: str = "bf16", *, seed: int = 0) ->
     seed, step, parameter and element only, see `zero.core.moments`. The average of `with_ema` stays in fp32.
 
     Args:
-        transform: an optimizer, from `adamw` or one of the others.
+        transform: an optimizer, from `adamw` or a similar function.
         dtype: "fp32", "bf16" or "8bit".
         seed: the seed of the random bits; the same on every rank.
 

@@ -35,7 +35,7 @@ def key(
     """Declare one setting of a section.
 
     Args:
-        text: its meaning, a sentence without a full stop.
+        text: the setting's meaning, a sentence without a full stop.
         unit: the unit of a number.
         trades: the cost and the benefit of changing it.
         example: a value as typed; other settings that it needs may follow.
@@ -50,8 +50,8 @@ def key(
 class Reads:
     """A type of setting: the function that reads a typed value, and the words for the values that it accepts.
 
-    `read` returns the value to keep, or raises ValueError; if that has no message, the message is "must be ..." with
-    the words. `write` returns the text that a user types for a kept value.
+    `read` returns the value to keep, or raises ValueError; if the error has no message, the message is "must be ..."
+    with the words. `write` returns the text that a user types for a kept value.
     """
 
     words: str

@@ -91,7 +91,7 @@ class Hosts:
 
     @unobserved()
     def agree(self, fields: Mapping[str, str], what: str = "settings") -> None:
-        """Check that every rank has the same `fields`. If so, that takes one gather of 64 bytes per rank.
+        """Check that every rank has the same `fields`. If they are, the check takes one gather of 64 bytes per rank.
 
         Raises:
             HandshakeError: on every rank, with the first field that differs, its values and their ranks.

@@ -14,7 +14,7 @@ from zero.errors import ConfigError
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group of torch, or of a mesh of one dimension, in their order there.
+    """Return the ranks of a process group of torch, or of a mesh of one dimension, in the group's order.
 
     Raises:
         ConfigError: `group` is neither, or this rank is not in it.
@@ -54,7 +54,7 @@ class Dimension(NamedTuple):
 
 
 def dimension_of(mesh: Any, name: str) -> Dimension:
-    """Return a dimension of a mesh. A part of another mesh, or a flattened one, also has the other one's coordinates.
+    """Return a dimension of a mesh. For a part of a mesh, or a flattened one, coordinates are those in the whole mesh.
 
     Raises:
         ConfigError: `mesh` is not a mesh, has no such dimension, or does not have this rank.
@@ -107,7 +107,7 @@ class Placed(NamedTuple):
     def wrap(self, local: Tensor) -> Tensor:
         """Return the DTensor whose local part on this rank is `local`, contiguous.
 
-        Its gradient is brought to these placements before it becomes the gradient of `local`.
+        The DTensor's gradient is brought to these placements before it becomes the gradient of `local`.
         """
         from torch.distributed.tensor import DTensor
 
@@ -117,7 +117,7 @@ class Placed(NamedTuple):
 
     @property
     def groups(self) -> list[tuple[tuple[int, ...], bool]]:
-        """The ranks of this rank's group along each dimension of the mesh, and whether the DTensor is equal on them."""
+        """For each dimension of the mesh: the ranks of this rank's group, and whether they hold equal values."""
         return [
             (ranks_of(self.mesh.get_group(number)), placement.is_replicate())
             for number, placement in enumerate(self.placements)

@@ -11,7 +11,7 @@ from zero.distributed.failure import LastWord, Note, Notes, explain_failure
 from zero.errors import WorldError
 
 _LOST = re.compile(r"\.cc:\d+\].*([Cc]onnection (closed|reset)|[Tt]imed out)", re.DOTALL)
-"""The errors of gloo, with its line, that end a collective of the script's, because of another rank."""
+"""Errors of gloo, with a line of its source, that end a collective of the script because of another rank."""
 
 RECENT_OPS = 64
 """Number of latest operations that a rank remembers, to find the first one that differs between ranks."""
@@ -65,7 +65,7 @@ class Operations:
             Notes.board.set_place(self._rank, place)
 
     def failed(self, error: BaseException, op: str, peer: int | None) -> WorldError:
-        """Return the error that names the cause, after `error` has ended an operation: the first one of this rank."""
+        """Return the error that names the cause of this rank's first failure, after `error` has ended an operation."""
         if self.failure is None:
             self.failure = self._explain(error, f"{op} ({self._place})" if self._place else op, peer)
         return self.failure

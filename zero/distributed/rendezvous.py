@@ -130,7 +130,7 @@ def connect_all(
 
     Args:
         timeout_s: the deadline of all, in seconds.
-        wait_s: that of `connect`, which leaves time to name the cause.
+        wait_s: the deadline of `connect`, which leaves time to name the cause.
         hint: advice that the message adds if `connect` fails.
 
     Raises:

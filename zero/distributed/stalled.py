@@ -2,11 +2,11 @@
 
 Gloo waits until the deadline for a message that no rank sends, and its waits can neither be inspected nor cancelled.
 NCCL waits on the device, and the host for the device at a step's end. So a thread of each rank watches its waits. When
-rank 0 has waited for `PATIENCE_S`, its thread writes the operations that it has started to the store; every other rank
+rank 0 has waited for `PATIENCE_S`, its thread writes to the store which operations rank 0 has started; every other rank
 that has waited as long compares them with its own. If an operation differs, or if each of the two ranks waits for a
-message of an operation that the other one has not started, the other rank says so in the store, and every rank that
-waits cuts its connections: sockets, and communicators of GPUs. Then all waits end, and the ranks search for the cause
-as after any failed wait.
+message of an operation that the other one has not started, the comparing rank reports it in the store, and every rank
+that waits cuts its connections: sockets, and communicators of GPUs. Then all waits end, and the ranks search for the
+cause as after any failed wait.
 
 NCCL's operations are not compared before they start, because that would take a message of the host for each of them.
 torch's flight recorder also records them, but a person has to read it.
@@ -44,7 +44,7 @@ _STALLED = "stalled"
 
 
 class Wait(NamedTuple):
-    """A wait for an operation: its order's name, its number there, its signature, and the other ranks in it.
+    """A wait for an operation: its order's name, its number in that order, its signature, and its other ranks.
 
     A wait for the device has no other ranks, because the host does not know the operation that the device waits for.
     """
@@ -65,7 +65,7 @@ class StallWatch:
         cut: cuts this rank's connections, so that all its waits end; called in the watching thread.
 
     Attributes:
-        is_cut: whether the connections are cut, so that what a wait has brought is not valid.
+        is_cut: whether the connections are cut, so that data received in a wait is not valid.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class Transport:
     def part(self, ranks: Sequence[int], name: str, *, alike: bool = False) -> "Transport":
         """Return some ranks, this one among them, as a transport with its own order of operations.
 
-        The name of its order has a hash of the ranks, unless all parts of the name run the same operations (`alike`).
+        The order's name has a hash of the ranks, unless all parts called `name` run the same operations (`alike`).
         """
         part = copy(self)
         part.ranks = tuple(self.ranks[rank] for rank in ranks)
@@ -181,7 +181,7 @@ class Processes(Transport):
         """Open the part's communicator of a GPU. Collective.
 
         Raises:
-            ConfigError: torch would name it differently on its ranks, which would wait for each other.
+            ConfigError: torch would name the communicator differently on its ranks, which would wait for each other.
         """
         if not self.compute.shares_memory:
             counts = [count for [count] in self._exchange((group_count(),), "numbers of process groups")]

@@ -109,7 +109,7 @@ class World(Hosts):
     def _count(self, nbytes: int, *, gather: bool, ring: bool = False) -> None:
         """Add to the traffic counter the `nbytes` that this rank receives from each other rank.
 
-        In a `ring` it receives them from one rank instead, which is on another node for one rank of each node.
+        In a `ring` this rank receives them from one rank; for one rank of each node the sender is on another node.
         """
         received = nbytes * (self.size - 1)
         of_nodes = received // self.local_size * (self.nodes > 1) if ring else nbytes * (self.size - self.local_size)
@@ -141,7 +141,7 @@ class World(Hosts):
         Args:
             group: the process group, or a mesh of one dimension.
             coordinates: the names of the dimensions that are split in other ways, and this rank's place in each, such
-                as {"tp": 1}: the same on all ranks of the group, and others in each group. Checkpoints need them.
+                as {"tp": 1}: the same on all ranks of the group, and different in each group. Checkpoints need them.
             timeout_s, device: as in `open_world`.
 
         Raises:
@@ -169,7 +169,8 @@ class World(Hosts):
         """Return the ranks of another group of this rank as a world for host tensors, closed with this one. Collective.
 
         Args:
-            group: a process group, a mesh of one dimension, or a part of the same whole world, which is returned.
+            group: a process group, a mesh of one dimension, or a part of the same whole world, which is returned
+                unchanged.
         """
         if isinstance(group, World):
             return group
@@ -254,7 +255,7 @@ class World(Hosts):
 
         Args:
             source: elements [before[rank], before[rank + 1]) of the flat tensor.
-            into: receives its elements [after[rank], after[rank + 1]).
+            into: receives elements [after[rank], after[rank + 1]) of the flat tensor.
             before, after: W + 1 ascending indices from 0 to the size of the flat tensor.
             what: names the subject in error messages.
         """

@@ -1,4 +1,4 @@
-"""Write the adapter of a checkpoint as peft does: its tensors by names without the adapter's, and its settings.
+"""Write the adapter of a checkpoint as peft does: its tensors, by names without the adapter's name, and its settings.
 
     model.layers.0.self_attn.q_proj.lora_A.default.weight                    in the checkpoint
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight           in adapter_model.safetensors

@@ -1,7 +1,7 @@
 """Take over a model whose layers bitsandbytes keeps in nf4: the layers become torch's, their codes go into shards.
 
-The classes are recognized by their names, so bitsandbytes is not imported. Its codes have one offset for a tensor,
-which is written into each row of `zero.core.formats.nf4`.
+The classes are recognized by their names, so bitsandbytes is not imported. Codes of bitsandbytes have one offset for a
+tensor, which is written into each row of `zero.core.formats.nf4`.
 """
 
 from typing import Any

@@ -274,7 +274,7 @@ class ZeroStrategy(DDPStrategy):
         return super().load_checkpoint(loop_file, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load parameters from a file in Lightning's format. `load_checkpoint` has loaded those of a folder already."""
+        """Load parameters from a file in Lightning's format; `load_checkpoint` has loaded those of a folder."""
         if checkpoint["state_dict"]:
             self.opened.load_module_state_dict(checkpoint["state_dict"], strict)
 

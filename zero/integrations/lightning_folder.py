@@ -1,7 +1,7 @@
 """A checkpoint of `ZeroStrategy`: a folder with a file of Lightning's part and the sharded training state.
 
 A new checkpoint is written beside its place and gets its name when it is whole. An earlier checkpoint of that name is
-replaced at the moment when the new training state is complete, because that state names its file of Lightning's part.
+replaced at the moment when the new training state is complete, because that state names the file of Lightning's part.
 """
 
 import os
@@ -21,7 +21,7 @@ from zero.platform.files import Files, give_name, naming, sync
 from zero.user_loop.engine import Engine
 
 LOOP_FILE = "lightning.ckpt"
-"""The file in a checkpoint's folder with the part that Lightning writes; after a replacement the state has its name."""
+"""The file in a checkpoint's folder with Lightning's part; after a replacement, the state has the file's new name."""
 
 PART = re.compile(r"(?P<name>.+?)(\.(?P<nonce>[0-9a-f]{16}))?\.part", re.DOTALL)
 """The name of a checkpoint's folder until it is whole, then of a file that it replaced. Old versions wrote no nonce."""
@@ -40,7 +40,7 @@ def save_folder(engine: Engine, path: Path, write: Callable[[Path], None]) -> No
         folder = Path(by_rank_0(world, lambda: str(saved.enter_context(_part(path))))) if is_new else path
         if writes:
             write(folder / loop_file)
-            sync(folder / loop_file, Files())  # its name is synced when the state that names it is published
+            sync(folder / loop_file, Files())  # the file's name is synced when the state is published
         engine.save_checkpoint(folder, STATE_FOLDER, {"loop": loop_file}, save_latest=False)
         if writes:
             for file in folder.glob("lightning*.ckpt"):
@@ -81,7 +81,8 @@ def _begin(path: Path) -> str:
 
 
 def _give_name(folder: Path, path: Path) -> None:
-    """Rename a new checkpoint to `path`, in place of a link or a file of weights; a crash leaves either of them there.
+    """Rename a new checkpoint to `path`, in place of a link or a file of weights; a crash leaves the old or the new
+    there.
 
     No rename replaces a file by a folder. So the two exchange their names, if the file system can do that.
     """

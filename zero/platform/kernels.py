@@ -210,7 +210,7 @@ def _round_to_even(values, at, value, live):
 
 @cache
 def _rule(name: str) -> Kernel:
-    """Return the function of an optimizer or format, by its full name, as a kernel that another one calls.
+    """Return the function of an optimizer or format, by its full name, as a kernel that another kernel calls.
 
     The file of an optimizer or format does not import Triton, so the function and those that it calls get `tl` here.
     """

@@ -1,7 +1,7 @@
 """Keep the modes of torch that a user has entered away from the engine's own operators.
 
-A mode that counts, records or replaces operators is meant for the user's model. A gather or an update inside of it
-would be counted, or be replaced: selective checkpointing takes it for an operator of the model.
+A mode that counts, records or replaces operators is meant for the user's model. A gather or an update inside such a
+mode would be counted or replaced: selective checkpointing takes a gather for an operator of the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence

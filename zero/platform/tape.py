@@ -1,7 +1,7 @@
 """Record a timeline: the engine and the store report their operations to a `Tape`.
 
-It records moments, and converts them to seconds after the step, so that a recording never waits for a device while a
-step runs.
+A tape records moments, and converts them to seconds after the step, so that a recording never waits for a device while
+a step runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence

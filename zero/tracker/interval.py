@@ -61,7 +61,7 @@ class Interval:
     def clock_stopped(self) -> AbstractContextManager[None]:
         """Return a context manager whose time does not count in the steps.
 
-        Its traffic counts, because it is caused by updates of the last step.
+        Traffic in the block counts, because updates of the last step cause it.
         """
         return self._left_out(WAITS)
 
@@ -74,7 +74,8 @@ class Interval:
 
     @contextmanager
     def _left_out(self, which: Tensor) -> Iterator[None]:
-        """Context manager that leaves out its time, and its part of the totals whose entry in `which` is 1."""
+        """Context manager that leaves out its block's time, and the block's part of totals whose entry in `which` is
+        1."""
         begin_s, before = time.perf_counter(), self._totals()
         yield
         self._since_s += time.perf_counter() - begin_s

@@ -35,7 +35,7 @@ USES_MATRICES = "use_muon"
 
 
 TORCH = {rule.torch_class: name for name, rule in OPTIMIZERS.items() if rule.torch_class is not None}
-"""The classes of torch with a counterpart here, and its name."""
+"""The classes of torch with a counterpart here, and the counterpart's name."""
 
 
 class Scheduler(Protocol):
@@ -70,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @classmethod
     def of(cls, passed: torch.optim.Optimizer) -> "Optimizer":
-        """Make an optimizer with the groups of `passed`, whose dicts are shared; return `passed` if it is one.
+        """Make an optimizer with the groups of `passed`, sharing the dicts; return `passed` if it is an `Optimizer`.
 
         Raises:
             ConfigError: the class has no counterpart here, is a subclass with its own `step`, or the optimizer has made

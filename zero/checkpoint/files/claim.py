@@ -22,7 +22,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Claim:
-    """A shared lock on `folder`, held until `release`. Without locks, no sweep beside it removes its files."""
+    """A shared lock on `folder`, held until `release`. Without locks, no `Root.sweep_dead` removes the save's files."""
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self._disk, self._fd = disk, _lock(folder, disk, fcntl.LOCK_SH) if _boot() else None
@@ -45,7 +45,7 @@ def is_of_this_boot(nonce: str) -> bool:
 
 @contextlib.contextmanager
 def unclaimed(folder: Path, disk: Disk) -> Iterator[bool]:
-    """Yield whether no process of this machine saves in `folder`. None can claim it during the block."""
+    """Yield whether no process of this machine saves in `folder`. No process can claim it during the block."""
     fd = _lock(folder, disk, fcntl.LOCK_EX)
     try:
         yield fd is not None

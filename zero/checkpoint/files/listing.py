@@ -1,7 +1,7 @@
 """Read a root, the folder of a run's checkpoints, and the manifest of each; any number of processes may do that.
 
 Published folders are called `step-<step>`. Folders of other names are `Aside`: readers ignore them, except for an old
-folder whose step has no other, see `publish`.
+folder whose step has no other folder, see `publish`.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Listing:
     def folders(self) -> dict[int, Path]:
         """Return step -> folder of the checkpoints in the root, in ascending order. No folder is opened.
 
-        A folder that an interrupted `publish` has set aside counts if no other has its step.
+        A folder that an interrupted `publish` has set aside counts if no other folder has its step.
         """
         with naming(self.path, "listing it"):
             aside = {aside.step: aside.path for aside in self.asides() if aside.kind == "old"}
@@ -106,7 +106,7 @@ def read_manifest(folder: Path, disk: Disk | None = None) -> Manifest:
         manifest = from_text(text)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / MANIFEST_NAME}: {error}") from error
-    if step_of(folder.name) not in (None, manifest.step):  # a copy would be taken for that step
+    if step_of(folder.name) not in (None, manifest.step):  # a renamed copy would count as another step
         raise CheckpointError(
             f"{folder}: holds step {manifest.step}, not that of its name. Rename it to {step_name(manifest.step)}."
         )

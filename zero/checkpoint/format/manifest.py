@@ -3,8 +3,8 @@
 Byte offsets are not stored, because `held` computes them. `Layout.of` places the tensors in a flat. The flat is cut
 into one equal part for each of its sharers, and each part again into one for each of the copies. Files 0 to world - 1
 have each rank's part of the flats that training changes, once for each kind in alphabetical order, sorted by dtype, the
-widest first. If there are frozen flats, file world + rank has the rank's part of those, so that the steps of a run can
-share it. An index has the hashes of one file and the state of its rank's random generators.
+widest first. If there are frozen flats, file world + rank has the rank's part of those, so that checkpoints of a run
+can share this file. An index has the hashes of one file and the state of its rank's random generators.
 """
 
 import math

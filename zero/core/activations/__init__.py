@@ -1,6 +1,6 @@
-"""The policies of activations, each a record; a line of the table makes one known to all others.
+"""The policies of activations, each a record; a new one needs a line in the table.
 
-They are read before torch is imported, as all settings are. `zero.engine.plan.settings.activations_of` chooses that
+The table is read before torch is imported, as all settings are. `zero.engine.plan.settings.activations_of` chooses that
 of each site, and for `auto` `zero.trainer.planning.resolve_activations`.
 """
 

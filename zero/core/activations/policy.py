@@ -19,6 +19,6 @@ class ActivationPolicy(NamedTuple):
     """Whether backward computes the forward again. A module around other units keeps its activations instead."""
     keeps: Callable[[Any, Sequence[Any], Mapping[str, Any]], bool] | None = None
     """A function of an operator and its arguments: whether the recomputation uses the result that forward computed. It
-    is called in forward and in the recomputation. None: it uses no result."""
+    is called in forward and in the recomputation. None: the recomputation uses no result."""
     not_compiled: str = ""
-    """The reason why `zero.compile` is rejected, a verb and its object; "" if it is not."""
+    """The reason why `zero.compile` is rejected, a verb and its object; "" if it is accepted."""

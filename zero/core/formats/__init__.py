@@ -1,4 +1,4 @@
-"""Packed formats of frozen parameters, each in a file of its own; a line of the table makes one known to all others."""
+"""Packed formats of frozen parameters, each in a file of its own; a new one needs a line in the table."""
 
 from zero.core.formats.int8 import INT8
 from zero.core.formats.nf4 import NF4

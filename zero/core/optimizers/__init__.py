@@ -1,4 +1,4 @@
-"""The optimizers, each in a file of its own; a line of the table makes one known to all others.
+"""The optimizers, each in a file of its own; a new one needs a line in the table.
 
 The settings of one are a section of `zero.settings.optimizers`, and its option a file of `conf/optim`.
 """

@@ -16,7 +16,7 @@ def with_ema(transform: Transform, decay: float = 0.999) -> Transform:
     it.
 
     Args:
-        transform: an optimizer, from `adamw` or one of the others.
+        transform: an optimizer, from `adamw` or a similar function.
         decay: 0 or more and less than 1.
 
     Raises:

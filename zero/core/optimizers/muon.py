@@ -3,9 +3,9 @@
 An update has three parts. `mix` updates the momentum and writes directions, and `descend` subtracts them; both are
 elementwise, so they work on any cut of a flat tensor. Between them `orthogonalize` needs whole matrices.
 
-It takes a matrix U S V^T to about U V^T: singular values from 0.7 to 1.2, by five steps of a polynomial of degree 5 in
-products of bf16. Matrices of one parameter are multiplied in one batch. A batch depends on nothing but the parameter,
-because libraries of matrix products promise no equal bits for batches of other sizes.
+`orthogonalize` changes a matrix U S V^T to about U V^T: singular values from 0.7 to 1.2, by five steps of a polynomial
+of degree 5 in products of bf16. Matrices of one parameter are multiplied in one batch. A batch depends on nothing but
+the parameter, because libraries of matrix products promise no equal bits for batches of other sizes.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
 Scalable for LLM Training", section 2.2 for the factor that matches AdamW's step; `torch.optim.Muon`.
@@ -35,10 +35,10 @@ from zero.core.updates import PageBatch, average
 from zero.errors import ConfigError
 
 COEFFICIENTS = 3.4445, -4.775, 2.0315
-"""Of x, x^3 and x^5. They raise small singular values fast rather than converge to 1."""
+"""Coefficients of x, x^3 and x^5. They raise small singular values fast rather than converge to 1."""
 ITERATIONS = 5
 EPS = 1e-7
-"""Least norm of a matrix by which it is divided."""
+"""The least norm by which a matrix is divided."""
 BATCH_NUMEL = 2**24
 """Elements of a batch of matrices, unless one matrix has more. A batch is on one rank, so this limits the imbalance."""
 
@@ -54,7 +54,7 @@ class Muon:
         groups: the number of optimizer groups whose parameters are matrices; they come before the others.
         nesterov: whether a direction looks ahead along the momentum.
         adjust: the factor of the learning rate for a matrix: "original", the root of rows / columns if that is above 1;
-            or "match_rms_adamw", 0.2 times the root of the larger one.
+            or "match_rms_adamw", 0.2 times the root of the larger of the two.
         blocks: pattern of a parameter's name -> the number of matrices that it has, one below the other.
         exclude: patterns of the names of matrices that AdamW updates.
     """
@@ -218,7 +218,7 @@ def muon(
         momentum: decay of the momentum, 0 or more and less than 1; a number or a function of the step.
         nesterov: use Nesterov momentum.
         adjust: factor of the learning rate for a matrix: "original", the root of rows / columns if that is above 1; or
-            "match_rms_adamw", 0.2 times the root of the larger one, with which AdamW's learning rates fit.
+            "match_rms_adamw", 0.2 times the root of the larger of the two, with which AdamW's learning rates fit.
         blocks: number of matrices in a parameter, one below the other, by patterns of names, such as {"*.qkv.weight":
             3}. Parameters of 3 and more dimensions that no pattern matches go to AdamW.
         exclude: patterns of the names of matrices that AdamW updates, such as embeddings.

@@ -83,8 +83,8 @@ def _lr(config: CheckedConfig) -> float:
 def _rise(config: CheckedConfig, scheduler: RiseKeys) -> dict[str, Any]:
     """Return the settings of a warm-up and its decay.
 
-    DeepSpeed makes its first two updates at the first rate, a setting `schedule` only one, so every rate is reached one
-    step earlier here. A logarithmic warm-up reaches its peak in step `warmup_num_steps`, a linear warm-up one step
+    DeepSpeed makes its first two updates at the first rate, this library's schedules make one, so they reach every rate
+    one step earlier. A logarithmic warm-up reaches its peak in step `warmup_num_steps`, a linear warm-up one step
     later. A linear decay begins in step `warmup_num_steps` + 1, a cosine decay one step earlier.
     """
     is_log, is_auto = scheduler.warmup_type == "log", "scheduler.params.warmup_num_steps" in config.autos

@@ -1,7 +1,7 @@
 """Collectives for nodes that each have a copy of the state, sharded over their ranks.
 
-Gathers stay within the node. After a sum by node each of the ranks with the same number has a part of the sum of their
-shard; they gather these parts, so that each copy has all of it.
+Gathers stay within the node. After a sum by node each rank has a part of the sum of its shard. Ranks with the same
+number gather these parts, so that each copy has the whole sum.
 """
 
 from collections.abc import Callable

@@ -37,8 +37,10 @@ class Routes:
 
         Args:
             secondary: ((N - 1) x S,), memory for the secondary shard, from and to which the device can copy.
-            current: whether `secondary` was filled, or is being filled, by an earlier gather; then it is the source.
-            of_sum: whether this gather ends an all-reduce, see `advance`. A direct one runs in order with the sums.
+            current: whether `secondary` was filled, or is being filled, by an earlier gather; then `secondary` is the
+                source.
+            of_sum: whether this gather ends an all-reduce, see `advance`. A direct gather then runs in order with the
+                sums.
         """
         return self._start_gather(GatherRequest(shard_S, full_P, secondary, current, of_sum, what))
 
@@ -70,8 +72,8 @@ class Routes:
         """Start the second parts of the operations that this rank has begun, on the current stream.
 
         Args:
-            sums: also start those of sums, and of operations after a sum. False is safe where other ranks wait for this
-                one before they begin the sums that it has begun.
+            sums: also start second parts of sums, and of operations after a sum. False is safe where other ranks wait
+                for this rank before they begin the sums that this rank has begun.
             through: also start third parts, which have to wait for the second ones.
         """
         self._queue.advance(sums=sums, through=through)

@@ -129,7 +129,7 @@ def _parts(kinds: Mapping[str, float]) -> list[BarPart]:
 
 
 def per_step(run: RecordedRun, key: str) -> list[tuple[object, object]]:
-    """Return (step, value of `key` per step) of each row: its value divided by its number of steps."""
+    """Return (step, value of `key` per step) of each row: the row's value divided by its number of steps."""
     counts = [max(1.0, finite_values(count) or 1.0) for _, count in run.points("speed/steps")]
     values = zip(run.points(key), counts, strict=True)
     return [(step, None if (value := finite_values(raw)) is None else value / count) for (step, raw), count in values]

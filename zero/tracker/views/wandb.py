@@ -194,10 +194,10 @@ def has_key() -> bool:
 def run_id_of(config: Mapping[str, Any], folder: Path, stored: str | None) -> str:
     """Return the W&B run id for the run in `folder`.
 
-    The first that exists of: WANDB_RUN_ID, which the agent of a W&B sweep sets; the id of an earlier start in this
-    folder; `stored`, the id in the checkpoint that the run resumes from; else a new id. Evaluations and jobs of a Hydra
-    sweep do not use `stored`, because several of them may begin from one checkpoint. Jobs of a Hydra sweep do not use
-    WANDB_RUN_ID either.
+    The id is the first of these that exists: WANDB_RUN_ID, which the agent of a W&B sweep sets; the id of an earlier
+    start in this folder; `stored`, the id in the checkpoint that the run resumes from; else a new id. Evaluations and
+    jobs of a Hydra sweep do not use `stored`, because several of them may begin from one checkpoint. Jobs of a Hydra
+    sweep do not use WANDB_RUN_ID either.
     """
     is_in_sweep = _is_in_sweep(folder)
     if (run_id := os.environ.get("WANDB_RUN_ID")) and not is_in_sweep:

@@ -1,9 +1,9 @@
 """The folder and the number of starts of a run that torchrun restarts, kept on each node among torchrun's logs.
 
 torchrun restarts all ranks when a rank fails and when a node joins or leaves, and rank 0 may then be on another node.
-Its own count of restarts has only the failures that this node has seen, so it differs between nodes. Therefore every
-node keeps the folder and the number of starts as long as its torchrun lives, and the ranks of the next start exchange
-them. One node that has stayed is enough.
+torchrun's own count of restarts has only the failures that this node has seen, so it differs between nodes. Therefore
+every node keeps the folder and the number of starts as long as its torchrun lives, and the ranks of the next start
+exchange them. One node that has stayed is enough.
 """
 
 import json

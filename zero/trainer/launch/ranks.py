@@ -215,10 +215,10 @@ def _rank(job: _Job, rank: int, attempt: int, sender: Connection) -> None:
     # A terminal's Ctrl-C reaches the ranks too. The default action ends this process at once, even inside a collective,
     # where a Python handler would not run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked while the process started
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the signal was blocked while the process started
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # sent when the parent dies
     parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():  # it died while this process started
+    if parent is None or not parent.is_alive():  # the parent died while this process started
         os._exit(128 + signal.SIGKILL)
     log = job.processes.folder / f"{rank}.log"
     again = f", restart {attempt} of {job.max_restarts}" if attempt else ""

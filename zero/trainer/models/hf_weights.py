@@ -1,7 +1,7 @@
 """The stored weights of a model of transformers, read under the model's names.
 
 Names in a file may differ from the model's names, and a file may store one tensor of the model as several, as with the
-experts of a Mixtral. They are converted with transformers' own tables, one tensor at a time.
+experts of a Mixtral. Stored tensors are converted with transformers' own tables, one at a time.
 
 Source: `transformers.core_model_loading`, which does this for a model in memory.
 """

@@ -99,7 +99,7 @@ def best(candidates: Sequence[Choice]) -> Choice | None:
     """Return the fastest choice that fits; None if none does.
 
     Of choices whose predicted times differ by less than `ALIKE`, the one that moves the fewest bytes is taken, then the
-    one that holds the fewest, then the lowest stage.
+    one that holds the fewest bytes, then the one of the lowest stage.
     """
     fitting = [choice for choice in candidates if choice.fits]
     if not fitting:

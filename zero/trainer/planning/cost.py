@@ -78,7 +78,7 @@ def compute_seconds(work: OperatorWork, rates: Rates) -> float:
 
 
 class Ahead(NamedTuple):
-    """Shares of the state for which there are slots, so that it is read before the update and written behind it.
+    """Shares of the state for which there are slots, so that this state is read before the update and written after it.
 
     Attributes:
         on_device: slots on the device, for pages of host memory.
@@ -236,7 +236,7 @@ def scaled_work(rates: Rates, times: Mapping[str, float]) -> Rates:
 
 
 def _update_seconds(plan: Plan, offloaded_numel: int, rates: Rates) -> tuple[dict[str, float], float]:
-    """Return the seconds of updates beside the first forward, by part of the machine, and of those beside nothing."""
+    """Return the seconds of updates beside the first forward, by part of the machine, and of updates beside nothing."""
     numel, products_s = sum(plan.sizes.update_numel(unit) for unit in plan.units), plan.sizes.matrix_flops / rates.flops
     if plan.world.compute.shares_memory or plan.offload.compute != "host":
         return {}, numel / rates.update_numel + products_s

@@ -19,7 +19,7 @@ CLOSE = 0.03
 
 
 def longest_row(choice: Choice, config: Config, machine: Machine, activations: ActivationTraces) -> tuple[int, bool]:
-    """Return the tokens of the longest row that fits alone in a microbatch, and whether the model has no longer ones.
+    """Return the tokens of the longest row that fits alone in a microbatch, and whether the model allows no longer row.
 
     Bytes are almost linear in tokens, so the next length to trace is taken from a line through the last two.
 

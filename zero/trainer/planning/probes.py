@@ -240,7 +240,7 @@ def _attention_flops(config: Config, traced: Traced, device: Device) -> float:
 def _memory_bytes(config: Config, traced: Traced, device: Device) -> float:
     """Measure the bytes read and written per second by elementwise operators of a block, at the median size of a trace.
 
-    They run on more tensors than a cache holds.
+    The operators run on more tensors than a cache holds.
     """
     compute = build_precision(config).compute
     _, heads, _, channels = traced.attention or (1, 1, 1, 64)

@@ -1,4 +1,5 @@
-"""Rates at which a described machine is assumed to compute and to move bytes; `probes` measures those of this one."""
+"""Rates at which a described machine is assumed to compute and to move bytes; `probes` measures this machine's
+rates."""
 
 import math
 from collections.abc import Mapping

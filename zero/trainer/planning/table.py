@@ -164,7 +164,7 @@ def _answer(
 
 
 def _limits(choice: Choice, machine: Machine, activations: ActivationTraces, rates: Rates) -> Iterator[str]:
-    """Yield the parts of the machine that limit the step, the tokens from which none but compute does, and settings
+    """Yield the parts of the machine that limit the step, the tokens from which only compute limits it, and settings
     that would raise the tokens per second.
     """
     config = choice.config

@@ -151,7 +151,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
                     timeline.write(self._folder / "trace.json")
                     if profile is not None:
                         profile.export_chrome_trace(str(self._folder / "profile.json"))
-            self._world.barrier("a step was recorded")  # otherwise the next step would wait for these files
+            self._world.barrier("a step was recorded")  # else the next step would wait for these files
 
     def after(self, state: State, metrics: Metrics) -> None:
         """Count a step; save, validate and log a row of metrics if they are due. Collective.

@@ -79,7 +79,7 @@ def _patterns(keys: set[tuple[str, str]], others: set[tuple[str, str]]) -> list[
 
 
 def _words(keys: set[tuple[str, str]], others: set[tuple[str, str]]) -> str:
-    """Return the kinds of moments; one that `others` have of other parameters with the parameters' names."""
+    """Return the kinds of moments, with the parameters' names if `others` has the same kind of other parameters."""
     return suggest.some([pattern.removesuffix("/*") for pattern in _patterns(keys, others)])
 
 

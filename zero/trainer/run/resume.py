@@ -38,7 +38,7 @@ def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restar
 
     Raises:
         CheckpointError: no checkpoint exists although `resume` names one, or all are damaged, or the folder has
-            checkpoints that are newer than those that this run would save, or of another run.
+            checkpoints of another run, or newer ones than those that this run would save.
     """
     root = root_of(config, folder).absolute()
     trains = config.mode == "train"
@@ -125,7 +125,7 @@ def _refuse_newer(root: Path, checkpoint: Checkpoint | None, rejected: Sequence[
             f"{newer[-1]}: exists, but this run starts {begins}, so a later resume=latest would load "
             "this old checkpoint. Set another checkpoint.dir, or resume=latest."
         )
-    if checkpoint is None:  # then `root` has none
+    if checkpoint is None:  # then `root` has no checkpoints
         return
     lineage = lineage_of(checkpoint.folder, checkpoint.manifest)
     for other in reversed(folders.values()):

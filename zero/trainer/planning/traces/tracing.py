@@ -34,7 +34,8 @@ aten = torch.ops.aten
 META_DEVICE = torch.device("meta")
 
 AT_ONCE = 2**62
-"""A sequence number that makes autograd run a node as soon as it is ready, because it runs the largest number first."""
+"""A sequence number that makes autograd run a node as soon as it is ready, because autograd runs the largest number
+first."""
 
 
 class Traced(NamedTuple):
@@ -70,7 +71,7 @@ def trace(
 
     Args:
         model: a module with parameters on any device; it is copied, never changed.
-        splitting: the sites of the model; its units may be others than those of the plan.
+        splitting: the sites of the model; its units may differ from the plan's.
         loss: maps (model, microbatch) to a scalar, or to a tuple that begins with a scalar.
         microbatch: meta tensors, of the shapes that training has.
         compute: dtype of the parameters.

@@ -286,7 +286,7 @@ class Saving:
     def _reporting(self) -> Iterator[None]:
         """Store an error of the block for `finish`, which raises it on all ranks.
 
-        A rank that raised it here alone would leave the others waiting in the next collective.
+        A rank that raised the error here alone would leave the other ranks waiting in the next collective.
         """
         try:
             yield

@@ -84,7 +84,7 @@ class State:
         return self.plan.model
 
     def advance(self, *, scale: LossScale, finite: bool) -> State:
-        """Return the state after one more step and mark this one as spent.
+        """Return the state after one more step and mark this state as spent.
 
         Its gradients cannot be read any more, because the update may overwrite them.
 
@@ -98,7 +98,7 @@ class State:
         return replace(live, step_=live.step_ + finite, scale_=scale, spent_=[])
 
     def restored(self, *, step: int, scale: LossScale) -> State:
-        """Return the state for a checkpoint that is about to be loaded into the same memory; mark this one as spent."""
+        """Return the state for a checkpoint that will be loaded into the same memory; mark this state as spent."""
         return replace(self.advance(scale=scale, finite=False), step_=step)
 
     def spend(self) -> None:

@@ -81,8 +81,8 @@ def _begin(path: Path) -> str:
 
 
 def _give_name(folder: Path, path: Path) -> None:
-    """Rename a new checkpoint to `path`, in place of a link or a file of weights; a crash leaves the old or the new
-    there.
+    """Rename a new checkpoint to `path`, in place of a link or a file of weights; a crash leaves the old or the new at
+    `path`.
 
     No rename replaces a file by a folder. So the two exchange their names, if the file system can do that.
     """

@@ -73,7 +73,7 @@ class EngineCheckpoints(EngineModels, ABC):
 
         Args:
             save_dir: the folder of checkpoints, created if missing.
-            tag: a folder in `save_dir` to save the checkpoint in instead; it replaces the checkpoint there.
+            tag: a folder in `save_dir` to save the checkpoint in instead; replaces the checkpoint in that folder.
             client_state: values for `load_checkpoint` to return: JSON, tensors, anything that needs no pickle.
             save_latest: name the checkpoint in the file `latest`, which `load_checkpoint` reads.
             exclude_frozen_parameters: ignored, because a checkpoint always holds the whole model.

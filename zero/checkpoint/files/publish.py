@@ -202,7 +202,7 @@ class Root(Listing):
             self._discard(doomed)
 
     def keep_only(self, step: int) -> None:
-        """Remove all checkpoints but the one of `step`, which is published."""
+        """Remove all checkpoints but that of `step`, which is published."""
         doomed = [self.path / step_name(number) for number in self.published() if number != step]
         with naming(self.path, "removing replaced checkpoints"):
             self._discard(doomed)

@@ -184,7 +184,7 @@ class SiteRunner:
             with unobserved():
                 for index in units:
                     unit = self._units[index]
-                    if recomputing:  # also pinned for the call, because holding another unit may release this one
+                    if recomputing:  # also pinned for the call, because holding another unit may release this unit
                         pinned.append((unit, self._backward.hold(unit)))
                         pinned[-1][1].pins += 1
                     else:

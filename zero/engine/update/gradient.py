@@ -82,7 +82,7 @@ class Gradients:
         return PASSED
 
     def drop_open(self) -> None:
-        """Drop the gradients that are open, and what is recorded of a step."""
+        """Drop the open gradients, and the records of a step."""
 
     def reset(self) -> None:
         """Drop all gradients, and wait for copies to and from their pages."""

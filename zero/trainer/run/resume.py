@@ -85,10 +85,10 @@ def _newest(config: Config, world: World, folder: Path, progress: Progress) -> t
 
 
 def _newest_roots(config: Config, folder: Path) -> list[Path]:
-    """Return the folders that `resume=latest` searches, the one with the latest save first.
+    """Return the folders that `resume=latest` searches, the folder with the latest save first.
 
     They are this run's own folder of checkpoints, if it has any or `checkpoint.dir` is set; otherwise those of the runs
-    beside this one.
+    beside this run.
     """
     root = root_of(config, folder)
     if config.checkpoint.dir is not None or last_save_s(root) > 0:
@@ -153,8 +153,8 @@ def _again(
     """Return the checkpoint to continue from after a failure, and a line about each rejected one.
 
     The first valid one is chosen of: this run's own checkpoints, the newest first; the checkpoint that the run started
-    from; older checkpoints beside that one, unless `resume` names a step. Every checkpoint in `root` that is newer than
-    the start is the run's own, see `_refuse_newer`.
+    from; older checkpoints beside that checkpoint, unless `resume` names a step. Every checkpoint in `root` that is
+    newer than the start is the run's own, see `_refuse_newer`.
     """
     began = lines[0]["from"]
     step = -1 if began is None else lines[0]["step"]

@@ -24,7 +24,7 @@ class UpdateCounts:
 
     def __init__(self, slots: Iterable[Slot], groups: int) -> None:
         self._slots, self.trains = tuple(slots), [True] * groups
-        self._rested: list[int] = []  # by index of settings
+        self._rested: list[int] = []  # number of steps, by index of settings
         self._groups: list[int] = []
         self.settings: dict[str, int] = {}
         self.resume({})

@@ -98,7 +98,7 @@ def _made_twice(state: State, run: Callable[[Step], None], flag: Callable[[], fl
         with if_it_fails(step.abandon), replay.watched():
             run(step)
             totals = step._totals(flag() if again else 0.0)
-    with if_it_fails(state.spend):  # it may have wrong bits, so it must not be saved
+    with if_it_fails(state.spend):  # the state may have wrong bits, so it must not be saved
         replay.compare()
     with if_it_fails(step.abandon):
         made, metrics = step._decided(totals, replay.update)

@@ -96,7 +96,7 @@ class Step:
     def microbatch(self) -> None:
         """Begin the next microbatch; a step normally has `plan.accumulate` of them."""
         with self._runtime.sites.use:
-            self.read_groups()  # first: it may raise, and then no microbatch has begun
+            self.read_groups()  # first: if this raises, no microbatch has begun
             self._end_microbatch()
             self.microbatches += 1
             self._in_microbatch = True
@@ -224,7 +224,7 @@ class Step:
     def _totals(self, flag: float) -> Totals:
         """End the last microbatch, and return the sums over all ranks; gradients are final then. Collective."""
         runtime = self._runtime
-        runtime.tree.check()  # only here, because a forward may run inside torch.func.functional_call
+        runtime.tree.check()  # checked only here, because a forward may run inside torch.func.functional_call
         self._end_microbatch()
         self._at("norm")
         flag = float(checks.number("the flag of a step", flag, lambda number: True, "a number"))

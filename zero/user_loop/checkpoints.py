@@ -141,7 +141,7 @@ class EngineCheckpoints(EngineModels, ABC):
             return None, {}
         moments, saved = load_optimizer_states and not load_module_only, LoopState.of(opened)
         groups = saved.param_groups if moments else None
-        if groups is not None:  # before anything is changed
+        if groups is not None:  # checked before anything is changed
             check_group_count(self.optimizer.param_groups, groups)
         self._load_state(opened, saved, moments=moments, counts=not load_module_only, strict=load_module_strict)
         self.micro_steps = saved.micro_steps

@@ -308,7 +308,7 @@ def own_root(path: Path, world: World) -> Root:
 
 
 def sweep_beside(path: Path, world: World) -> None:
-    """Remove what killed saves of this machine left in the roots beside `path`, which may never be saved into again.
+    """Remove files of killed saves of this machine in the roots beside `path`, which may never be saved into again.
 
     These are folders of the same parent, as DeepSpeed's tags, and folders of the same name one level up, as the
     training states in the checkpoints of Trainer, Lightning and Accelerate. Call it in the process that will write.

@@ -39,7 +39,7 @@ class _Sums(SumsByNode):
             added = self._add_nodes(request._replace(sum_S=own, accumulate=False), partial)
             back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=request.what)])
 
-            def add_share() -> None:  # runs on the stream that waits
+            def add_share() -> None:  # runs on the waiting stream
                 back.wait()
                 if request.accumulate:
                     total.add_(share)

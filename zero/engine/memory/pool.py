@@ -115,7 +115,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
-    with torch.inference_mode(False):  # also inside an evaluation: a later backward uses it
+    with torch.inference_mode(False):  # also inside an evaluation: a later backward uses the buffer
         return device.zeros(numel, dtype)
 
 

@@ -2,7 +2,7 @@
 
 A run that is restarted after a failure continues from its own newest checkpoint, or else from the checkpoint that it
 started from. A file in the run's folder records every start and every published checkpoint, see `starts.py`. A new run
-in a folder with checkpoints must continue from the newest of them, otherwise it raises an error. So the newest
+in a folder with checkpoints must continue from the newest of them, else the run raises an error. So the newest
 checkpoint is always the latest of a single history.
 """
 

@@ -177,8 +177,8 @@ class SequenceParallel:
     def slice(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         """Return the model's arguments and the targets for this rank's slice of rows that the whole group holds.
 
-        Collective the first time, when the ranks compare their rows by name; `loss` compares a hash of the later ones.
-        A document begins where positions do not go on by one. Padding is a document of its own, and predicts nothing.
+        Collective the first time, when the ranks compare their rows by name; `loss` compares a hash of later rows. A
+        document begins where positions do not go on by one. Padding is a document of its own, and predicts nothing.
 
         Args:
             batch: `input_ids` and `labels`, (b, t) int64, where G divides t; if need be `position_ids`, (b, t), and

@@ -1,6 +1,6 @@
 """Let all ranks succeed or fail together: exchange results and errors before any rank returns or raises.
 
-A rank that raised alone would leave the others waiting in the next collective.
+A rank that raised alone would leave the other ranks waiting in the next collective.
 """
 
 import json
@@ -34,7 +34,7 @@ def gather_reports(world: World, work: Callable[[], dict[str, Any] | None]) -> l
 
 
 def _report(work: Callable[[], dict[str, Any] | None]) -> tuple[str, Exception | None]:
-    """Return the result of `work` as JSON, or its error, to be raised after the collective that others wait in."""
+    """Return the result of `work` as JSON, or its error, to raise after the collective in which other ranks wait."""
     try:
         return json.dumps(work() or {}), None
     except Exception as error:

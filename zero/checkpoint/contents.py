@@ -21,12 +21,12 @@ PARAMETER, FROZEN, BUFFER = "parameter", "frozen", "buffer"
 
 
 def weight_kinds() -> frozenset[str]:
-    """Return the kinds of parameters' values. Frozen ones in a packed format have its name."""
+    """Return the kinds of parameters' values. Frozen parameters in a packed format have the format's name as kind."""
     return frozen_kinds() | {PARAMETER}
 
 
 def flats(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[SavedFlat, ...]:
-    """Return the trainable flat of each unit, then the frozen flats, the packed ones, and one flat for each buffer.
+    """Return the trainable flat of each unit, then the frozen flats, the packed flats, and one flat for each buffer.
 
     If each node has a copy of the state, each node writes an equal part of it.
     """

@@ -1,7 +1,7 @@
 """Find the newest valid checkpoint in a folder.
 
-The newest is the one that was published last, also where a run went back and its step is not the largest. Checkpoints
-that are not valid are rejected with a message, and the one before is opened.
+The newest checkpoint was published last, even if a run went back and the checkpoint's step is not the largest. A
+checkpoint that is not valid is rejected with a message, and the checkpoint before it is opened.
 """
 
 import json
@@ -96,7 +96,7 @@ def published_last(roots: Iterable[Path], *, mixed: bool = False) -> list[tuple[
     """Return step and folder of all checkpoints in `roots`, the last published first.
 
     Checkpoints without a lineage follow all others, sorted by their steps. A checkpoint whose manifest cannot be read
-    counts as published after the one before it in its root, so that it is opened and rejected with a message.
+    counts as published after the checkpoint before it in its root, so that it is opened and rejected with a message.
 
     Args:
         mixed: allow checkpoints of several lineages.

@@ -219,7 +219,7 @@ def _converted(
 
 
 def _current(state: State, kept: Set[TensorKey]) -> dict[TensorKey, Tensor]:
-    """Return the full values of the kept tensors, except buffers and packed ones, on the host. Collective."""
+    """Return the full values of the kept tensors, except buffers and packed parameters, on the host. Collective."""
     values = dict[TensorKey, Tensor]()
     kinds = {kind for _, kind in kept} - {BUFFER, *PACKED_FORMATS}
     for kind in sorted(kinds):  # a set's order differs between ranks

@@ -25,7 +25,7 @@ TensorKey = tuple[str, str]
 
 
 class Match(NamedTuple):
-    """The tensors of a checkpoint for a model: an entry for each that is loaded, and the keys of those that are kept.
+    """The tensors of a checkpoint for a model: an entry for each loaded tensor, and the keys of the kept tensors.
 
     `entries` also has tensors that only the checkpoint has and that `partial` names.
     """

@@ -168,7 +168,7 @@ class Saving:
             self._linked = {} if published is None else self._link(published)
             if behind and (published is None or self._linked):
                 self._start()
-            else:  # also if a link fails that `snapshot_bytes` counted on
+            else:  # also if a link fails, which `snapshot_bytes` did not expect
                 self._write(progress)
 
     def _begin(self, step: int) -> Path:
@@ -206,7 +206,7 @@ class Saving:
             File(*file) for column in zip(*(report["files"] for report in reports), strict=True) for file in column
         )
         lineage = self._runtime.lineage
-        lineage.saved_ns = max(time.time_ns(), lineage.saved_ns + 1)  # in order although clocks of machines differ
+        lineage.saved_ns = max(time.time_ns(), lineage.saved_ns + 1)  # ascending even if clocks of machines differ
         facts = {**self._manifest.facts, "lineage": asdict(lineage)}
         finite = all(report["finite"] for report in reports)
         manifest = self._manifest._replace(files=files, finite=finite, facts=facts)
@@ -286,7 +286,7 @@ class Saving:
     def _reporting(self) -> Iterator[None]:
         """Store an error of the block for `finish`, which raises it on all ranks.
 
-        A rank that raised it here alone would leave the others waiting in the next collective.
+        A rank that raised the error here alone would leave the other ranks waiting in the next collective.
         """
         try:
             yield

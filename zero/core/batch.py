@@ -15,7 +15,7 @@ def solve_batch(
     names: tuple[str, str, str] = ("batch.global", "batch.micro", "batch.accumulate"),
     unit: str = "rank",
 ) -> tuple[int, int, int]:
-    """Return (global, micro, accumulate) with each "auto" replaced by the number that follows from the others.
+    """Return (global, micro, accumulate) with each "auto" replaced by the number that follows from the other arguments.
 
     Args:
         rows: rows per step over all ranks.

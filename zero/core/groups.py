@@ -49,7 +49,7 @@ class Group:
             for SGD. None: the optimizer's.
         trains: whether the parameters are updated, a bool or a function of the step.
         live: a dict that is read at each step. Its entries lr, weight_decay, betas, momentum and trains override the
-            arguments above. It may be an entry of torch's `param_groups`, which has further ones.
+            arguments above. The dict may be one of torch's `param_groups`, which have further entries.
 
     Raises:
         ConfigError: an argument has another type, or `live` has entries that are not read.

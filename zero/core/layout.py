@@ -2,8 +2,8 @@
 
 A flat tensor (a flat) consists of slots in order, one per parameter, with gaps of zeros between them. Every slot starts
 at a multiple of 64 elements (a vector), and the flat is padded so that every rank's shard is a multiple of 64 too,
-because fused kernels give the same bits however a flat is cut at such multiples, and only there. Offsets do not depend
-on the world size, only the padding at the end does, so a range of a flat means the same in every world.
+because fused kernels give the same bits only if a flat is cut at multiples of 64. Offsets do not depend on the world
+size, only the padding at the end does, so a range of a flat means the same in every world.
 
 Sizes and ranks are integers, and nothing here communicates. No other file divides by the world size.
 

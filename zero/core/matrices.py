@@ -41,7 +41,7 @@ class MatrixRule(Protocol):
 
     @property
     def groups(self) -> int:
-        """The number of optimizer groups whose parameters are such matrices; they come before the others."""
+        """The number of optimizer groups whose parameters are such matrices; these groups come first."""
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether this rule updates a parameter."""

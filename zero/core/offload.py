@@ -64,7 +64,7 @@ AheadBytes = Annotated[
 
 
 class Offload(Section):
-    """The tier of each kind of state, and how pages move between tiers.
+    """The tier of each kind of state, and the ways between tiers.
 
     Presets set `param` to cpu_if_sharded, which is cpu at the stage that shards parameters and none below. An explicit
     `offload.param=cpu` raises below that stage.

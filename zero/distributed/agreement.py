@@ -44,7 +44,7 @@ class Hosts:
 
     @property
     def whole(self) -> Self:
-        """The world of all ranks of the run, if this one is a part of it; else this one."""
+        """The world of all ranks of the run; this world itself unless it is a part."""
         return self if self._whole is None else self._whole
 
     def exchange(self, numbers_N: Tensor, *, what: str = "") -> Tensor:
@@ -140,7 +140,7 @@ class Hosts:
         return self._transport.exclusive()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves because of `error`, so that their errors name it."""
+        """Tell the other ranks that this rank leaves because of `error`, so that their errors name `error`."""
         self._transport.fail(error)
 
     def close(self) -> None:

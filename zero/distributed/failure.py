@@ -1,11 +1,11 @@
 """Search for the rank that failed first, by notes that failing ranks leave for each other, and the error that names it.
 
 A broken connection does not tell its cause. So a rank whose operation fails writes a note to the rendezvous store (why
-it stopped, the operations that it started last), waits a moment for the notes of the others, and then knows the cause:
-a rank raised an error, ranks ran different operations, a rank never arrived, or a rank was killed.
+it stopped, the operations that it started last), waits a moment for the other ranks' notes, and then knows the cause: a
+rank raised an error, ranks ran different operations, a rank never arrived, or a rank was killed.
 
 Ranks communicate here only through that store, and only after a failure. One exception: a rank that hangs writes no
-note, so each rank always records its current phase ("step 3, backward") in memory that the others can read.
+note, so each rank always records its current phase ("step 3, backward") in memory that the other ranks can read.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from zero.errors import DeadlineError, RankFailedError, WorldError
 
 GRACE_S = 1.0
-"""Seconds that a failing rank waits for the others' notes."""
+"""Seconds that a failing rank waits for the other ranks' notes."""
 
 NAMING_S = 5 * GRACE_S
 """Seconds until a rank whose operation failed has found the cause.
@@ -122,7 +122,7 @@ class Notes:
         self.store.set(f"note/{self.rank}", json.dumps({"order": order, **asdict(note)}))
 
     def read(self) -> dict[int, Note]:
-        """Return the notes so far by rank, oldest first, after waiting up to `GRACE_S` for the missing ones."""
+        """Return the notes so far by rank, oldest first, after waiting up to `GRACE_S` for missing notes."""
         entries: list[tuple[int, int, Note]] = []
 
         def fetch() -> None:

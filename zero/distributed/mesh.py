@@ -43,7 +43,7 @@ class Dimension(NamedTuple):
     """One dimension of a mesh, seen from this rank.
 
     Attributes:
-        ranks: the ranks that differ from this one in this dimension only.
+        ranks: the ranks that differ from this rank in this dimension only.
         coordinates: this rank's index in each other dimension of more than one index.
         device: "cpu" or "cuda".
     """

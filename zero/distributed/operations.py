@@ -1,4 +1,4 @@
-"""The operations that one rank has started, and the error that it raises after the first of them has failed."""
+"""The operations that one rank has started, and the error that the rank raises after the first failed operation."""
 
 import re
 from collections import Counter, deque
@@ -14,7 +14,7 @@ _LOST = re.compile(r"\.cc:\d+\].*([Cc]onnection (closed|reset)|[Tt]imed out)", r
 """Errors of gloo, with a line of its source, that end a collective of the script because of another rank."""
 
 RECENT_OPS = 64
-"""Number of latest operations that a rank remembers, to find the first one that differs between ranks."""
+"""Number of latest operations that a rank remembers, to find the first operation that differs between ranks."""
 
 
 class Operations:
@@ -71,7 +71,7 @@ class Operations:
         return self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves because of `error`."""
+        """Tell the other ranks that this rank leaves because of `error`."""
         self.has_failed = True
         self._notes.post(Note.of_raise(error))
 
@@ -88,7 +88,7 @@ class Operations:
         self._last_word.cancel()
 
     def _explain(self, error: BaseException, op: str, peer: int | None) -> WorldError:
-        """Post a note about `error`, and derive the cause from the notes of the others."""
+        """Post a note about `error`, and derive the cause from the other ranks' notes."""
         self.has_failed = True
         mine = Note.of_wait(error, op, self.started(), peer)
         self._notes.post(mine)

@@ -206,7 +206,7 @@ class ProcessGroup:
         return result
 
     def _cut(self, sockets: Collection[int]) -> None:
-        """Cut this rank's connections to the others; `sockets` are those of the host."""
+        """Cut this rank's connections to other ranks; `sockets` are the host's sockets."""
         cut_sockets(sockets)
         for group in (*self._parts.values(), self._group) if not self._compute.shares_memory else ():
             if group is not None:
@@ -253,7 +253,7 @@ def default_group() -> dist.ProcessGroup | None:
 def group_count() -> int:
     """Return the number from which torch makes the names of groups that some ranks open alone."""
     torchs = dist.distributed_c10d
-    # torch 2.14 counts the groups that this rank has made, earlier versions those that it is in
+    # torch 2.14 counts the groups that this rank has made, earlier versions count its groups
     return torchs._world.group_count if torch.__version__ >= "2.14" else len(torchs._world.pg_names)
 
 

@@ -151,7 +151,7 @@ def connect_all(
     for message in filter(None, _texts(store, "connected", size)):
         raise RankFailedError(message)
     store.set(f"joined/{rank}", "")
-    if rank == 0:  # rank 0 may host the store, so it stays until the others have read
+    if rank == 0:  # rank 0 may host the store, so it stays until the other ranks have read
         _await_all(store, "joined", rank, size, timeout_s, "join")
     return group
 

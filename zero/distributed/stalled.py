@@ -85,7 +85,7 @@ class StallWatch:
 
     @contextmanager
     def watching(self, wait: Wait) -> Iterator[None]:
-        """Return a context in which this rank waits."""
+        """Return a context that watches the wait that its block makes."""
         self._waits = time.monotonic() + (PATIENCE_S if wait.peers else DEVICE_PATIENCE_S), wait
         try:
             yield

@@ -1,4 +1,4 @@
-"""Counts of the bytes that one rank receives from others, and of the time in which its host waits for them."""
+"""Counts of the bytes that one rank receives from other ranks, and of the time in which its host waits for them."""
 
 import time
 from typing import Any, NamedTuple

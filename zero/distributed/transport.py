@@ -61,7 +61,7 @@ class Transport:
         self.timeout_s = timeout_s
 
     def part(self, ranks: Sequence[int], name: str, *, alike: bool = False) -> "Transport":
-        """Return some ranks, this one among them, as a transport with its own order of operations.
+        """Return some ranks, this rank among them, as a transport with its own order of operations.
 
         The order's name has a hash of the ranks, unless all parts called `name` run the same operations (`alike`).
         """
@@ -115,7 +115,7 @@ class Transport:
         return contextlib.nullcontext()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves because of `error`."""
+        """Tell the other ranks that this rank leaves because of `error`."""
 
     def close(self, *, keep_default: bool) -> None:
         """Leave all ranks of the run. With `keep_default` torch's default process group stays open."""

@@ -169,8 +169,7 @@ class World(Hosts):
         """Return the ranks of another group of this rank as a world for host tensors, closed with this one. Collective.
 
         Args:
-            group: a process group, a mesh of one dimension, or a part of the same whole world, which is returned
-                unchanged.
+            group: a process group, a mesh of one dimension, or a part of the same whole world (returned as it is).
         """
         if isinstance(group, World):
             return group

@@ -76,7 +76,7 @@ def _master(runtime: Runtime, unit: UnitState) -> Tensor:
 
 
 def updated_range(runtime: Runtime, unit: UnitState, kind: str, dtype: torch.dtype, count: int | None = None) -> Tensor:
-    """Read the range of one kind that this rank updates from its pages, in the pages' own format and `dtype`.
+    """Read from pages the range of one kind that this rank updates, in the pages' own format and `dtype`.
 
     Args:
         count: the number of elements of the range; None: of the range that this rank updates.

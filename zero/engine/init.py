@@ -289,6 +289,6 @@ def _fetch(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 
 def _goes_to_host(plan: Plan) -> bool:
-    """Return whether activations are copied to host memory; on a CPU they already are there."""
+    """Return whether activations are copied to host memory; on a CPU they are in host memory already."""
     offloads = any(ACTIVATIONS[name].offloads for name in plan.activations.values())
     return offloads and not plan.world.compute.shares_memory

@@ -77,7 +77,7 @@ class Step:
     def microbatch(self) -> None:
         """Begin the next microbatch; a step normally has `plan.accumulate` of them."""
         with self._runtime.sites.use:
-            self.read_groups()  # first: it may raise, and then no microbatch has begun
+            self.read_groups()  # first: if this raises, no microbatch has begun
             self._end_microbatch()
             self.microbatches += 1
             self._in_microbatch = True

@@ -99,7 +99,7 @@ class UnitState:
         for the update of a unit that is not gathered in a step.
         """
         while self.grad_readers:
-            self.grad_readers[-1].wait()  # removed only afterwards, so that it is waited for again after an interrupt
+            self.grad_readers[-1].wait()  # removed only afterwards: waited for again after an interrupt
             self.grad_readers.pop()
 
     def mark_changed(self, *, resident: bool, frozen: bool = False) -> None:

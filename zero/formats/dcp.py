@@ -71,8 +71,8 @@ class _Piece(NamedTuple):
 class _Unpickler(pickle._Unpickler):
     """An unpickler that allows only the classes in `_ALLOWED`.
 
-    It derives from the pickle module's Python implementation, because the one in C allocates memory for as many objects
-    as a damaged file claims to have.
+    It derives from the pickle module's Python implementation, because the implementation in C allocates memory for as
+    many objects as a damaged file claims to have.
     """
 
     def find_class(self, module: str, name: str) -> Any:

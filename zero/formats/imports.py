@@ -196,7 +196,7 @@ def _values(source: TensorSource, kinds: Mapping[str, str], moments: tuple[str, 
     values = []
     for name, kind in kinds.items():
         stream = source.tensors[name]
-        is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # its scale is a separate tensor
+        is_float8 = stream.dtype.is_floating_point and stream.dtype.itemsize == 1  # the scale is a separate tensor
         if stream.dtype not in DTYPE_NAMES or is_float8:
             raise CheckpointError(f"{name} ({kind}): {stream.dtype} cannot be imported. Import a bf16 copy.")
         values.append((name, kind, stream.to(torch.float32, name) if kind == PARAMETER else stream))

@@ -174,7 +174,7 @@ class ZeroStrategy(DDPStrategy):
             self._in_microbatch = False
             self.opened.set_gradient_accumulation_boundary(updates)
             self.opened.step()
-        elif updates:  # the last microbatches had no loss, earlier ones have gradients
+        elif updates:  # the last microbatches had no loss, earlier microbatches have gradients
             self.opened.optimizer.step()
         self._has_updated = self._has_updated or updates
 
@@ -274,7 +274,7 @@ class ZeroStrategy(DDPStrategy):
         return super().load_checkpoint(loop_file, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load parameters from a file in Lightning's format; `load_checkpoint` has loaded those of a folder."""
+        """Load parameters from a file in Lightning's format; `load_checkpoint` has loaded a folder's parameters."""
         if checkpoint["state_dict"]:
             self.opened.load_module_state_dict(checkpoint["state_dict"], strict)
 

@@ -67,7 +67,7 @@ def load_folder(engine: Engine, path: Path, *, strict: bool) -> Path:
 def _begin(path: Path) -> str:
     """Return the name of the file of Lightning's part in a save at `path`: a new name if the save replaces another.
 
-    First remove what killed saves left beside `path`.
+    First remove files of killed saves beside `path`.
 
     Raises:
         CheckpointError: there is a folder that is no checkpoint.
@@ -81,8 +81,7 @@ def _begin(path: Path) -> str:
 
 
 def _give_name(folder: Path, path: Path) -> None:
-    """Rename a new checkpoint to `path`, in place of a link or a file of weights; a crash leaves the old or the new
-    there.
+    """Rename a new checkpoint to `path`, in place of a link or a file of weights; a crash leaves one of the two.
 
     No rename replaces a file by a folder. So the two exchange their names, if the file system can do that.
     """
@@ -103,7 +102,7 @@ def _give_name(folder: Path, path: Path) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed saves left beside `path`: folders that are not whole, and files that were replaced.
+    """Remove files of killed saves beside `path`: folders that are not whole, and files that were replaced.
 
     Parts of the same name are removed; of other names, only if this machine made them and saves nothing here now.
     """

@@ -47,7 +47,7 @@ def sequence_parallel(model: nn.Module, group: World) -> SequenceParallel:
     require_hf("transformers", "sequence parallelism of a model needs")
     from transformers import AttentionInterface, PreTrainedModel
 
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # the base of a PeftModel
     if not isinstance(base, PreTrainedModel):
         raise ConfigError(
             f"sequence_parallel: {type(base).__name__} is not a model of transformers. Call zero.sequence.attention in "

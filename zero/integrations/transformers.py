@@ -72,7 +72,7 @@ class ZeroTrainerMixin(_Base):
     engine: Engine | None = None
     _world: World | None = None
 
-    _dtypes: Mapping[str, torch.dtype]  # of the model before training
+    _dtypes: Mapping[str, torch.dtype]  # dtypes of the model before training
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._plan_settings = dict(zero or {})

@@ -210,7 +210,7 @@ def _has_kernels(device: torch.device) -> bool:
         total, chunks_WS = torch.zeros(1, device=device), torch.zeros(1, 1, device=device)
         torch.ops.zero.add_in_order(total, chunks_WS, chunks_WS[0], 0, False, TILE_NUMEL)
         torch.cuda.synchronize(device)
-    except Exception as error:  # of an import, a compiler, a cache or a driver
+    except Exception as error:  # an error of an import, a compiler, a cache or a driver
         warnings.warn(f"Triton does not work, so an update takes more launches: {in_short(error)}", stacklevel=2)
         return False
     return True

@@ -1,4 +1,4 @@
-"""Host memory: mappings, what is free, and the peak of this process."""
+"""Host memory: mappings, the free bytes, and the peak of this process."""
 
 import ctypes
 import mmap

@@ -132,7 +132,7 @@ def _update(
     lane = tl.arange(0, 64)[None, :]
     live = place < tl.load(slot + 2)
     row = (tl.load(slot + 1) + place).to(tl.int64)
-    first = tl.load(slot + 3) + place  # in the parameter, in vectors
+    first = tl.load(slot + 3) + place  # the index of each vector in the parameter
     whole = tl.load(slot + 4)
     drawn = live & ((first < whole) | ((first == whole) & (lane < tl.load(slot + 5))))
     key = tl.load(slot + 6)

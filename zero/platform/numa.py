@@ -1,4 +1,4 @@
-"""The NUMA node of a rank's GPU: the threads of the process run on its cores, and take memory there.
+"""The NUMA node of a rank's GPU: the threads of the process run on its cores, and take the node's memory.
 
 Linux places memory on the node of the thread that touches it first, so bound threads are enough. No memory policy is
 set, and the user's own (`numactl --interleave=all`) applies. torch binds in the same way, but only in torchrun.

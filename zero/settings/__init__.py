@@ -1,4 +1,4 @@
-"""The settings of a training step, as a schema that rejects unknown keys, without those of model and data.
+"""The settings of a training step, without model and data, as a schema that rejects unknown keys.
 
 `Settings.read` turns a nested mapping into a frozen `Settings` or raises a `ConfigError` of one line. Nothing here
 needs ranks or torch, so a mistake is reported before ranks are started. The trainer's `Config` extends this schema, and

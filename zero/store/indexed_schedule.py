@@ -1,8 +1,8 @@
 """The scheduler of read-ahead and write-behind, with indexes so that its cost hardly grows with the number of groups.
 
 `tests/store/specification.py` defines the right decisions as a pure function, and tests check it for every order of
-events. That function examines everything at each event. Here operations are indexed by page, those that can start are
-in a heap ordered by turn, and the others know which operations they wait for, so an event costs O(log operations).
+events. That function examines everything at each event. Here operations are indexed by page. Operations that can start
+are in a heap ordered by turn, and the others know which operations they wait for, so an event costs O(log operations).
 `tests/store/test_indexed_schedule.py` compares the two.
 """
 
@@ -228,7 +228,7 @@ class IndexedSchedule:
             self._queued.push(operation.turn, number)
 
     def _can_start(self, number: int) -> bool:
-        """Return whether all conflicting operations have ended and no page that this one writes is being read ahead."""
+        """Return whether all conflicting operations have ended and no page that it writes is being read ahead."""
         operation = self._operations[number]
         if operation.after:
             return False

@@ -1,4 +1,4 @@
-"""The groups in slots: those that are loaded for an operation, and those that were announced and read ahead."""
+"""The groups in slots: loaded for an operation, or announced and read ahead."""
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush

@@ -1,6 +1,7 @@
 """Operations that have not ended, and the order of operations on one page if at least one writes.
 
-Operations are indexed by page, and each knows which earlier ones it waits for, so an event costs O(log operations).
+Operations are indexed by page, and each knows which earlier operations it waits for, so an event costs O(log
+operations).
 """
 
 from collections.abc import Callable, Iterator, Sequence

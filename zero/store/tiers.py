@@ -46,7 +46,7 @@ class Tiers(Store):
     """A store that passes every page to the store of its tier, or of its disk.
 
     Args:
-        stores: name of a tier -> its store; closed with this one.
+        stores: name of a tier -> its store; closed with this store.
         where: returns the name of a page's tier, always the same for one page.
         release: called when all stores are closed.
     """
@@ -78,7 +78,7 @@ class Tiers(Store):
 
     def close(self) -> None:
         self._pages.close()
-        with ExitStack() as closing:  # if one close raises, the others are closed nevertheless
+        with ExitStack() as closing:  # if one close raises, the other stores are closed nevertheless
             closing.callback(self._release)
             for store in self._stores.values():
                 closing.callback(store.close)

@@ -74,8 +74,7 @@ class Interval:
 
     @contextmanager
     def _left_out(self, which: Tensor) -> Iterator[None]:
-        """Context manager that leaves out its block's time, and the block's part of totals whose entry in `which` is
-        1."""
+        """Context manager that leaves out its block's time, and its part of the totals whose entry in `which` is 1."""
         begin_s, before = time.perf_counter(), self._totals()
         yield
         self._since_s += time.perf_counter() - begin_s

@@ -105,7 +105,7 @@ class Meter:
         self._mfu_of_token = flops_per_token / peak if flops_per_token and peak else None
         self._plan, self._tokens_per_step = plan, tokens_per_step
         self._nvme_bytes = sum(plan.bytes.get("nvme", {}).values())
-        self._constants: dict[str, Any] = {  # of every summary
+        self._constants: dict[str, Any] = {  # values that every summary has
             "ranks": world.size,
             "parameters_numel": plan.numel,
             "plan_bytes": plan.bytes,
@@ -194,7 +194,7 @@ class Meter:
         return row if timed else row | dict.fromkeys(TIME_KEYS)
 
     def summary(self, data_digest: str, exit_reason: str, checkpoint: Path | None = None) -> Summary:
-        """Return the results so far. Peaks and bytes of other ranks are those of the last row, of this rank current."""
+        """Return the results so far. Of other ranks, peaks and bytes are those of the last row."""
         device_bytes, host_bytes = self.interval.peaks_now()
         written_bytes, trained_bytes = self.interval.written_now()
         step_bytes = trained_bytes / max(1, self.steps - self._steps_before)

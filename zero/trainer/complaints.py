@@ -18,10 +18,10 @@ def complaint(
 
     Args:
         word: the override as typed.
-        key, value: its key or group, and its parsed value.
+        key, value: the override's key or group, and its parsed value.
         folders: folders of option files beside conf/.
-        is_sweep: whether it has several values, one for each run.
-        is_delete: whether it removes the key.
+        is_sweep: whether the override has several values, one for each run.
+        is_delete: whether the override removes the key.
     """
     if key.startswith("hydra") or key == "ds_config":
         return ""

@@ -264,7 +264,7 @@ def make_run_folder(composed: Any, words: Sequence[str]) -> Path:
     hold("hydra.run.dir", folder)
     record = folder / (composed.hydra.output_subdir or ".hydra")
     with making("hydra.run.dir", folder):
-        record.mkdir(parents=True, exist_ok=True)  # it exists if the run was started before
+        record.mkdir(parents=True, exist_ok=True)  # the folder exists if the run was started before
         OmegaConf.save(OmegaConf.create(settings_in(composed)), record / "config.yaml")
         OmegaConf.save(OmegaConf.create(list(words)), record / "overrides.yaml")
     return folder

@@ -129,7 +129,7 @@ def explain(name: str | None, conf: Path) -> str:
 
 
 def options_with(key: str, conf: Path) -> list[str]:
-    """Return the options that have a key or a section of keys, the default one first; [] for an unknown key."""
+    """Return the names of the option files that have `key` or keys below it, the default first; [] if it is unknown."""
     entry = next((entry for entry in explanations() if f"{entry.key}.".startswith(f"{key}.")), None)
     if entry is None:
         return []

@@ -75,7 +75,7 @@ class EngineCheckpoints(EngineModels, ABC):
 
         Args:
             save_dir: the folder of checkpoints, created if missing.
-            tag: a folder in `save_dir` to save the checkpoint in instead; it replaces the checkpoint there.
+            tag: a folder in `save_dir` to save the checkpoint in instead; replaces the checkpoint in that folder.
             client_state: values for `load_checkpoint` to return: JSON, tensors, anything that needs no pickle.
             save_latest: name the checkpoint in the file `latest`, which `load_checkpoint` reads.
             exclude_frozen_parameters: ignored, because a checkpoint always holds the whole model.
@@ -144,7 +144,7 @@ class EngineCheckpoints(EngineModels, ABC):
             return None, {}
         moments, saved = load_optimizer_states and not load_module_only, LoopState.of(opened)
         groups = saved.param_groups if moments else None
-        if groups is not None:  # before anything is changed
+        if groups is not None:  # checked before anything is changed
             check_group_count(self.optimizer.param_groups, groups)
         self._load_state(opened, saved, moments=moments, counts=not load_module_only, strict=load_module_strict)
         self.micro_steps = saved.micro_steps

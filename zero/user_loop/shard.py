@@ -58,7 +58,7 @@ def _values_of_rank_0(model: nn.Module, world: World) -> Weights:
     """Return a function that fills a parameter with rank 0's values; None if any parameter has no values yet."""
     if any(lacks_values(parameter) for parameter in model.parameters()):
         return None
-    # before it is taken over
+    # read before the model is taken over
     values = {name: local_part(parameter).detach() for name, parameter in model.named_parameters()}
 
     def fill(name: str, tensor: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ class Listing:
         return dict(sorted(folders.items()))
 
     def published(self) -> list[int]:
-        """Return the steps of names in the root that are folders."""
+        """Return the steps in the names of folders in the root."""
         with naming(self.path, "listing it"):
             return [step for step in self.steps() if is_folder(self.path / step_name(step), self.disk)]
 

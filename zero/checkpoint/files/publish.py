@@ -202,7 +202,7 @@ class Root(Listing):
             self._discard(doomed)
 
     def keep_only(self, step: int) -> None:
-        """Remove all checkpoints but the one of `step`, which is published."""
+        """Remove all checkpoints but that of `step`, which is published."""
         doomed = [self.path / step_name(number) for number in self.published() if number != step]
         with naming(self.path, "removing replaced checkpoints"):
             self._discard(doomed)
@@ -308,7 +308,7 @@ def own_root(path: Path, world: World) -> Root:
 
 
 def sweep_beside(path: Path, world: World) -> None:
-    """Remove what killed saves of this machine left in the roots beside `path`, which may never be saved into again.
+    """Remove files of killed saves of this machine in the roots beside `path`, which may never be saved into again.
 
     These are folders of the same parent, as DeepSpeed's tags, and folders of the same name one level up, as the
     training states in the checkpoints of Trainer, Lightning and Accelerate. Call it in the process that will write.

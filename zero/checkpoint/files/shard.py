@@ -138,7 +138,7 @@ class ShardWriter(_OpenFile):
                 if self._behind is not None:
                     self._behind()
                 self._collect()
-            if self._block is not None:  # after all others, because an end that is not aligned turns direct I/O off
+            if self._block is not None:  # after all other blocks: an end that is not aligned turns direct I/O off
                 self._hashes.append(self._settle(self._block, self._given % HASH_BLOCK_BYTES, self._given))
             with naming(self._path, "synchronising"):
                 self._disk.fsync(self._fd)  # never repeated: after a failure the kernel drops the unwritten bytes

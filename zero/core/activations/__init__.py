@@ -26,13 +26,13 @@ Activations = Literal["keep", "selective", "remat", "offload"]
 
 
 def policy_texts() -> str:
-    """Return the names with their texts. Policies that keep some results follow the others that recompute."""
+    """Return the names with their texts. Of the policies that recompute, those that keep some results come last."""
     ordered = sorted(ACTIVATIONS.values(), key=lambda policy: (policy.offloads, policy.keeps is not None))
     return ", ".join(f"{policy.name} ({policy.text})" if policy.text else policy.name for policy in ordered)
 
 
 def policy_trades() -> str:
-    """Return the names with what they cost and gain."""
+    """Return the names with the costs and benefits of the policies."""
     return "; ".join(f"{policy.name} {policy.trades}" for policy in ACTIVATIONS.values() if policy.trades)
 
 

@@ -104,7 +104,7 @@ class PackedFormat(ABC):
         return ()
 
     def bytes_of(self, name: str, count: int, values: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
-        """Return a function to ranges of the codes of a parameter, `checked`.
+        """Return a function from (start, stop) to this range of a parameter's codes, `checked`.
 
         Args:
             name, count: the parameter's name and number of values.

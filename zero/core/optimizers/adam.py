@@ -71,7 +71,7 @@ def adam(
 def of_adamw(
     lr: Number, betas: Mapping[str, Number], eps: float, shared: Mapping[str, Any], others: tuple[int, ...] = ()
 ) -> Transform:
-    """Make AdamW, perhaps beside another update.
+    """Make AdamW, alone or beside another update.
 
     Args:
         shared: the arguments `weight_decay`, `clip`, `decay` and `groups` of `adamw`.

@@ -51,7 +51,7 @@ class Muon:
     """The parameters that Muon updates, and its settings.
 
     Attributes:
-        groups: the number of optimizer groups whose parameters are matrices; they come before the others.
+        groups: the number of optimizer groups whose parameters are matrices; these groups come first.
         nesterov: whether a direction looks ahead along the momentum.
         adjust: the factor of the learning rate for a matrix: "original", the root of rows / columns if that is above 1;
             or "match_rms_adamw", 0.2 times the root of the larger of the two.

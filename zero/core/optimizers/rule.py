@@ -18,8 +18,8 @@ class Rule(NamedTuple):
     make: Callable[..., Transform]
     """The public function that makes its transform."""
     build: Callable[[Any, Schedule, Schedule | None, Mapping[str, Any]], Transform]
-    """Function from its settings (see `zero.settings.optimizers`), the learning rate, the momentum of a schedule or
-    None, and the arguments that all optimizers have, to its transform."""
+    """Function from the optimizer's settings (see `zero.settings.optimizers`), the learning rate, the momentum of a
+    schedule or None, and the arguments that all optimizers have, to its transform."""
     torch_class: type[torch.optim.Optimizer] | None = None
     """The class of torch with the same update."""
     constants: tuple[str, ...] = ()

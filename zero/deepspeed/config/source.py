@@ -97,7 +97,7 @@ def _params(section: str, named: Named, kinds: Mapping[str, type[_Kind]]) -> _Ki
         raise ConfigError(f"{section}.params={suggest.shown(named.params)}: must be a section of keys")
     kind = {name.lower(): kind for name, kind in kinds.items()}.get(named.type.lower())
     if kind is None:
-        hint = suggest.nearest(named.type, kinds, cutoff=0.65)  # so that one is not taken for another of four letters
+        hint = suggest.nearest(named.type, kinds, cutoff=0.65)  # high, because names of four letters are alike
         raise ConfigError(f"{section}.type={suggest.shown(named.type)} does not exist here. {hint}")
     return kind(**named.params)
 

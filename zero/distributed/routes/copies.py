@@ -19,7 +19,7 @@ from zero.platform.handle import Done, Handle, Then
 class _Sums(SumsByNode):
     """Sums for nodes that each have a copy of the state: every node gets the whole sum, P / L elements on each rank.
 
-    A third part gathers the sum across nodes.
+    A third part gathers the nodes' parts of the sum.
     """
 
     def __init__(self, world: World, travels: torch.dtype, queue: Queue) -> None:
@@ -39,7 +39,7 @@ class _Sums(SumsByNode):
             added = self._add_nodes(request._replace(sum_S=own, accumulate=False), partial)
             back = self._queue.add_third(added, lambda: [self._back.gather(own, partial, what=request.what)])
 
-            def add_share() -> None:  # runs on the stream that waits
+            def add_share() -> None:  # runs on the waiting stream
                 back.wait()
                 if request.accumulate:
                     total.add_(share)

@@ -13,7 +13,7 @@ def are_even(world: World) -> bool:
 
 
 def are_several(world: World) -> bool:
-    """Return whether there are several nodes with several ranks each; else collectives by node equal direct ones."""
+    """Return whether there are several nodes with several ranks each; else routes by node equal direct routes."""
     return 1 < world.local_size < world.size
 
 
@@ -25,7 +25,7 @@ def within_node(world: World, operation: str) -> World:
 
 
 def across_nodes(world: World, operation: str) -> World:
-    """Return the ranks with the same number as this one, one on each node, as a world."""
+    """Return the ranks with this rank's number, one on each node, as a world."""
     ranks = range(world.rank % world.local_size, world.size, world.local_size)
     return world.part(ranks, f"{operation} across nodes", priority=operation == "gather", alike=True)
 

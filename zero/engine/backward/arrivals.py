@@ -1,5 +1,4 @@
-"""Receive the gradients of units as backward makes them, and have each unit reduced when all its gradients have
-arrived.
+"""Receive the gradients of units as backward makes them, and have each unit reduced when all of its gradients are in.
 
 Gradients arrive for each call of a unit, the large ones one at a time, and are copied into one flat tensor. When all
 calls of the unit have delivered and it is the unit's turn, the flat is reduced over ranks while the next units'

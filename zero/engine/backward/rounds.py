@@ -103,7 +103,7 @@ class Rounds:
         self.open_planned()
 
     def open_planned(self) -> None:
-        """Open the next round, if this one has ended and the plan has more."""
+        """Open the next round, if the present round has ended and the plan has more."""
         if self._turns < self._planned:
             self._open()
 
@@ -112,7 +112,7 @@ class Rounds:
         self._take_turns(self._planned)
 
     def run_extra(self) -> None:
-        """Start a round in fp32, after all planned ones."""
+        """Start a round in fp32, after all planned rounds."""
         self._take_turns(self._turns + len(self._order), torch.float32)
 
     def meet(self, has_extra: bool, has_arrived: bool, *, end_round: bool) -> tuple[bool, bool]:
@@ -124,7 +124,7 @@ class Rounds:
             end_round: whether this rank needs all turns of this round.
 
         Returns:
-            (whether any rank has an extra flat, whether any rank has a gradient).
+            (whether any rank has a late gradient, in an extra flat; whether any rank has a gradient).
         """
         self._reductions.advance(through=True)
         turns = self._end if end_round else self._turns
@@ -134,7 +134,7 @@ class Rounds:
         return bool(some_extra), bool(some_arrived)
 
     def _open(self) -> None:
-        """Begin the next round, if this one has ended."""
+        """Begin the next round, if the present round has ended."""
         if not self._is_open:
             for unit in self._order:
                 unit.step.go(Phase.EMPTY)

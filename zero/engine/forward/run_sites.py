@@ -184,7 +184,7 @@ class SiteRunner:
             with unobserved():
                 for index in units:
                     unit = self._units[index]
-                    if recomputing:  # also pinned for the call, because holding another unit may release this one
+                    if recomputing:  # also pinned for the call, because holding another unit may release this unit
                         pinned.append((unit, self._backward.hold(unit)))
                         pinned[-1][1].pins += 1
                     else:
@@ -199,7 +199,7 @@ class SiteRunner:
     def _after(
         self, site: Site, outputs: Any, parameters: Collection[Tensor], before: set[Any], recomputing: bool
     ) -> Any:
-        """Return a site's outputs as its caller gets them, and start work that follows the site's.
+        """Copy outputs that lie in buffers, link all outputs to the gathers, and start the work of later units.
 
         Args:
             before: the autograd nodes that made the site's inputs.

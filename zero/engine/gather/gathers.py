@@ -131,7 +131,7 @@ class Gathers:
         """Have the current stream wait for the gather of `unit`; return its buffer."""
         buffer = self.buffer(unit)
         self._unstarted.pop(unit, None)  # `land` starts these parts
-        with self._tape.stream_standing("gather, update", unit.spec.name):  # both run on side streams
+        with self._tape.stream_standing("gather, update", unit.spec.name):  # gather and update run on side streams
             buffer.land()
         buffer.ahead = False
         if self.pool is not None:

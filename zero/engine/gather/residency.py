@@ -140,7 +140,7 @@ class Residency:
         if self.gathers.waits and not self.gathers.is_over(tickets):
             return  # waiting for the store's threads here would delay the current unit
         if not launched and any(changed.waits_in_update for changed in starting):
-            self._coming.append(unit)  # for the same reason
+            self._coming.append(unit)  # would delay the current unit, too
             return
         if self.gathers.has_room_for(unit):
             self._request(unit)

@@ -1,8 +1,8 @@
 """The order in which units are visited, to predict the next gathers, and a log of collectives.
 
 A visit is a unit's forward, or the first use of the unit in backward, either of which gathers it. The order of the last
-microbatch predicts which units to gather ahead in this one. If a microbatch visits units in another order, results stay
-correct: nothing is gathered ahead until a visit matches the recorded order again.
+microbatch predicts which units to gather ahead in the present microbatch. If a microbatch visits units in another
+order, results stay correct: nothing is gathered ahead until a visit matches the recorded order again.
 
 All ranks must visit units in the same order. The log hashes a step's collectives to one number, and the ranks compare
 their numbers before they use the received data.

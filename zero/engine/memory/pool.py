@@ -115,12 +115,12 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: Device) -> Tensor:
-    with torch.inference_mode(False):  # also inside an evaluation: a later backward uses it
+    with torch.inference_mode(False):  # also inside an evaluation: a later backward uses the buffer
         return device.zeros(numel, dtype)
 
 
 class Pool:
-    """The pooled buffers. A unit takes its own buffer, or the least recently used free one.
+    """The pooled buffers. A unit takes its own buffer, or the least recently used free buffer.
 
     Args:
         sizes: the number of elements of each buffer that any unit may use.
@@ -193,7 +193,7 @@ class Pool:
             buffer.pins, buffer.ahead = 0, False
 
     def _choose(self, unit: int) -> Buffer | None:
-        """Return the buffer that holds `unit`, else its own one, else the least recently used one that is free."""
+        """Return the buffer that holds `unit`, else the unit's own buffer, else the least recently used free buffer."""
         if (buffer := self._owned.get(unit) or self.find(unit)) is not None:
             return buffer
         shared = (buffer for buffer in self.buffers if buffer.is_free and not buffer.extra and buffer.owner is None)

@@ -84,7 +84,7 @@ class _Home:
     Attributes:
         block: the host memory, uint8.
         origin: prevents that another storage gets the same address while this object exists.
-        before: the storage that was copied out just before this one.
+        before: the storage that was copied out just before this storage.
         left, ready: the events at the end of the copy out, and of the copy back.
         back: the copy on the device, uint8; None while there is none.
         kept: the number of saved tensors in the storage.

@@ -74,8 +74,7 @@ class ModuleTree:
         self._version = self._ids()
 
     def _ids(self) -> list[int]:
-        """Return the `id` of every module's parameters and children, and of its dict of parameters unless one is
-        hidden.
+        """Return the `id` of every module's parameters and children, and of its parameter dict unless one is hidden.
 
         Python does not reuse these ids, because this object keeps references to all of them.
         """

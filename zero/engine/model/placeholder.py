@@ -237,7 +237,7 @@ class ParameterPlaceholder(nn.Parameter):
             if args[0].source is None and args[0].trains:
                 warnings.warn(NO_GRADIENT.format(args[0].full_name), stacklevel=2)
             return args[0]._local_grad()
-        if request == "stride" or request == "is_contiguous":  # as of the gathered parameter
+        if request == "stride" or request == "is_contiguous":  # the answer for the gathered parameter
             args = (torch.empty(args[0].shape, device="meta"), *args[1:])
         _refuse_gradient(func, request, args, kwargs)
         if request in METADATA_ATTRIBUTES:

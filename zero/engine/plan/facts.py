@@ -144,7 +144,7 @@ class Facts:
         return not self.params_offloaded and unsharded and not self.splitting.has_packed
 
     def is_resident(self, unit: UnitSpec) -> bool:
-        """Return whether the unit's full parameters stay on the device; on one rank, also beside packed ones."""
+        """Return whether the unit's full parameters stay on the device; on one rank, also beside packed units."""
         alone = self.world.size == 1 and not self.params_offloaded
         return (alone and not unit.packed) or self.resident
 

@@ -44,7 +44,7 @@ class PageTable:
         page_numel: K, the number of elements of a page; the last page of a range may have fewer.
 
     Attributes:
-        sizes: the sizes of what is cut into pages, and of the buffers beside them.
+        sizes: the sizes of the ranges that are cut into pages, and of the buffers.
         passes: the passes of an update over its pages.
     """
 
@@ -119,7 +119,7 @@ class PageTable:
                 yield Page(unit.index, PageKind.SECONDARY, number), spec
 
     def copied_pages(self) -> int:
-        """Return the number of pages of frozen parameters that travel through the arena from a disk to a GPU."""
+        """Return the number of pages of frozen parameters that are copied through the arena from a disk to a GPU."""
         if self.facts.param_tier != "nvme" or self.facts.device_is_host:
             return 0
         return sum(len(self.cut(flat.stored.S)) for unit in self.facts.units for flat in unit.flats[1:])

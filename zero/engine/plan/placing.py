@@ -63,7 +63,7 @@ class Slots(NamedTuple):
     staged_pages: int
     """The number of pages of each kind for which a slot of staging has room."""
     keeps_staged: bool
-    """Whether there is a slot of staging for each part, so that only gradients are copied in; False beside a disk."""
+    """Whether there is a slot of staging for each part, so that only gradients are copied in; False with a disk."""
 
     @property
     def arena_bytes(self) -> int:

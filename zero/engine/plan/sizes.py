@@ -27,7 +27,7 @@ class Sizes:
     def buffer_numel(self, unit: UnitSpec) -> int:
         """Return the number of elements of the unit's gathered buffer: the parameters, then room for packed bytes.
 
-        A single rank expands packed parameters in device memory from where they are.
+        A single rank expands packed parameters from where they are in device memory.
         """
         arrive = self.facts.world.size > 1 or self.facts.params_offloaded
         packed_bytes = arrive * sum(flat.stored.P for flat in unit.packed)

@@ -162,8 +162,7 @@ def _on_disk(load: Load) -> Load:
 
 
 def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]:
-    """Return the bytes that gathers move on a rank: further bytes of the first forward; of each forward; of each
-    backward.
+    """Return the loads of gathers on a rank: the first forward's further bytes, each forward's, each backward's.
 
     Units that are still in gathered buffers from the pass before are not counted, except in the first forward of a step
     if the update has changed them.

@@ -82,7 +82,7 @@ class Gradients:
         return PASSED
 
     def drop_open(self) -> None:
-        """Drop the gradients that are open, and what is recorded of a step."""
+        """Drop the open gradients, and the records of a step."""
 
     def reset(self) -> None:
         """Drop all gradients, and wait for copies to and from their pages."""
@@ -114,9 +114,9 @@ class PagedGradients(Gradients):
     def __init__(self, plan: Plan, store: PrefetchStore, tape: Tape) -> None:
         self._plan, self._store, self._device, self._tape = plan, store, plan.world.compute, tape
         self._pool = ScratchPool(plan.sizes.grad_buffer_sizes(), plan.facts.grad_dtype, self._device)
-        self._records = defaultdict[UnitState, _Paged](_Paged)  # of this step
+        self._records = defaultdict[UnitState, _Paged](_Paged)  # records of this step
         self._open: list[UnitState] = []  # the one that was opened first comes first
-        self._leaving: deque[tuple[Scratch, list[Ticket]]] = deque()  # with tickets of writes
+        self._leaving: deque[tuple[Scratch, list[Ticket]]] = deque()  # each with its tickets of writes
         self._coming: list[Ticket] = []
 
     @property

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
         return self.first, self.first + self.grad_K.numel()
 
     def cut(self, start: int, stop: int) -> "Piece":
-        """Return the piece with elements [start, stop) of this one."""
+        """Return the piece with elements [start, stop) of this piece."""
         numel = self.grad_K.numel()
         # a page may have several elements per parameter, or one for several parameters
         kept = [page[page.numel() * start // numel : page.numel() * stop // numel] for page in self.kept]

@@ -152,7 +152,7 @@ class Staging:
         group, versions = part.groups[0], self._store.versions(part.pages)
         if (slot.group, slot.versions) == (group, versions):
             return
-        slot.group = None  # also if the copies break off
+        slot.group = None  # stays None if the copies fail
         slot.open(self._device, part.lent or ())
         with self._device.aside("pages in", after=self._left) as slot.arrived:
             self._copy_in(slot, part, slice(len(group.pages)))

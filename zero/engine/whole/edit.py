@@ -54,7 +54,7 @@ def gathered(
         source: a `State`, a `Step` before its `finish`, or an engine of `zero.initialize`.
         names: exact names, fnmatch patterns or parameters; None for all parameters that have this kind.
         modify: True if every rank makes the same edits, in place or by replacing a tensor in the dict. A rank's number
-            to take the edits of that rank and drop those of the others. False to reject edits.
+            to take the edits of that rank and drop those of other ranks. False to reject edits.
         kind: "param", "grad", a moment, or "compute", which cannot be edited.
 
     Errors are raised on every rank, and then nothing has changed.

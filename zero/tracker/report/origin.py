@@ -38,7 +38,7 @@ def origin_section(run: RecordedRun) -> Html:
 def differing_settings(config: Mapping[str, Any], default: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (key, value, default) of each setting that differs from its default; defaults of auto come last.
 
-    A key that is missing in one of the two mappings counts as None there.
+    A key that is missing in one of the two mappings counts as None in it.
     """
     values, defaults = flat_fields(config), flat_fields(default)
     keys = dict.fromkeys([*values, *defaults])

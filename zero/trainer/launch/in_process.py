@@ -1,4 +1,4 @@
-"""A rank in this process: the only one, or one that torchrun started.
+"""A rank in this process: the only rank, or a rank that torchrun started.
 
 The output of a rank of torchrun goes to `ranks/<rank>.log`, except that the stdout of rank 0 stays on the terminal.
 """

@@ -221,7 +221,7 @@ def generate(
             if temperature == 0:
                 chosen = logits.argmax(dim=-1, keepdim=True)
             else:
-                below = logits - logits.amax(dim=-1, keepdim=True)  # otherwise a tiny temperature makes them infinite
+                below = logits - logits.amax(dim=-1, keepdim=True)  # else a tiny temperature makes infinities
                 chosen = torch.multinomial((below / temperature).softmax(dim=-1), 1, generator=generator)
             tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
     return tokens

@@ -33,7 +33,7 @@ class HFWeights(RangedWeights):
         adapters = frozenset(getattr(model, "peft_config", ()))
         tensors = model.state_dict(keep_vars=True)
         plain = {name: plain_name(name, adapters) for name in tensors}
-        model = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel
+        model = getattr(model, "get_base_model", lambda: model)()  # the base of a PeftModel
         known, prefix = dict.fromkeys(plain.values(), True), getattr(model, "base_model_prefix", None)
         table = get_model_conversion_mapping(model)
         renamings = [entry for entry in table if isinstance(entry, loading.WeightRenaming)]

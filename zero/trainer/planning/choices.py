@@ -29,7 +29,7 @@ class Choice:
         config: all settings, with the batch as numbers.
         preset: the offload preset; "config" for the offload settings of the user.
         plan: the plan on the machine; if it does not fit, a plan without memory limits and with the fewest buffers.
-        refusal: why it does not fit, in one line; None if it fits.
+        refusal: why the choice does not fit, in one line; None if it fits.
         lacks: missing bytes of one rank, by memory, for each memory that is too small.
         seconds: predicted seconds of one step.
         moved_bytes: bytes that one rank moves in one step, between ranks and between tiers.

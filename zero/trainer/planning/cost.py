@@ -3,7 +3,8 @@
 A pass is a forward or a backward of a microbatch. In a pass the processor, each direction of PCIe and of the disks,
 host memory and the links work at the same time, so the slowest sets its time. The deferred update runs in the first
 forward: a unit computes only after its own update and gather, so the first unit's transfers and the last unit's compute
-are exposed (`beside`). Pages that are read ahead and written behind leave the first forward for later passes (`Ahead`).
+are exposed (`beside`). Pages that are read ahead and written behind move in later passes than the first forward
+(`Ahead`).
 
 The estimate is for comparing settings. It spreads compute over units by their parameters, and leaves out that copies,
 disk and compute slow each other down. On a CPU, updates in memory and collectives overlap with nothing.
@@ -125,7 +126,7 @@ def step_seconds(
     passes[0] = (forward_s, passes[0][1] + moved.first)
     passes[-1] = (backward_s, passes[-1][1] + moved.last)
     passes = [(compute_s + load.memory / rates.memory_bytes, load) for compute_s, load in passes]
-    if plan.world.compute.shares_memory:  # its cores copy data for other ranks
+    if plan.world.compute.shares_memory:  # the CPU's cores copy data for other ranks
         passes = [(compute_s + _link_seconds(load, rates), load._replace(link=0, wire=0)) for compute_s, load in passes]
     (first_s, first), *later = passes
     later_s = sum(max(compute_s, *busy_seconds(load, rates).values()) for compute_s, load in later)
@@ -220,7 +221,7 @@ def break_even(seconds: Callable[[Rates, float], float], rates: Rates) -> float:
 
     if hides(1):
         return 1.0
-    low, high = 0.0, 20.0  # of the logarithm
+    low, high = 0.0, 20.0  # bounds of the logarithm
     if not hides(2**high):
         return math.inf
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: this machine, or one that is described by settings alone."""
+"""The machine that a plan is for: this machine, or a machine that is described by settings alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

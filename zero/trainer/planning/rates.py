@@ -1,5 +1,4 @@
-"""Rates at which a described machine is assumed to compute and to move bytes; `probes` measures this machine's
-rates."""
+"""Rates at which a described machine is assumed to compute and to move bytes; `probes` measures real rates."""
 
 import math
 from collections.abc import Mapping

@@ -214,7 +214,7 @@ def _longest(winner: Choice, config: Config, machine: Machine, activations: Acti
 
 
 def _longest_alone(config: Config, machine: Machine, rates: Rates) -> Iterator[str]:
-    """Yield the longest row that fits, if rows of the settings do not, but short ones do."""
+    """Yield the longest row that fits, if rows of the settings do not, but short rows do."""
     config = config.changed("model", seq=ROUND_TOKENS * config.zero.sequence)
     activations = ActivationTraces(config, build_task(config, machine.world).model)
     if winner := best(choices(config, machine, activations, rates)):

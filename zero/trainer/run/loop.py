@@ -173,7 +173,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
         saving = self._stopping or self._saver.is_due(number, self._last)
         validating = not self._stopping and self._is_validated(number)
-        if saving or validating:  # otherwise their time would include the updates of this step
+        if saving or validating:  # else their time would include the updates of this step
             self._state.runtime.finish_step()
         with self._meter.interval.clock_stopped():
             self._saver.publish_if_written(metrics.rank_flags)

@@ -2,7 +2,7 @@
 
 A run that is restarted after a failure continues from its own newest checkpoint, or else from the checkpoint that it
 started from. A file in the run's folder records every start and every published checkpoint, see `starts.py`. A new run
-in a folder with checkpoints must continue from the newest of them, otherwise it raises an error. So the newest
+in a folder with checkpoints must continue from the newest of them, else the run raises an error. So the newest
 checkpoint is always the latest of a single history.
 """
 
@@ -85,10 +85,10 @@ def _newest(config: Config, world: World, folder: Path, progress: Progress) -> t
 
 
 def _newest_roots(config: Config, folder: Path) -> list[Path]:
-    """Return the folders that `resume=latest` searches, the one with the latest save first.
+    """Return the folders that `resume=latest` searches, the folder with the latest save first.
 
     They are this run's own folder of checkpoints, if it has any or `checkpoint.dir` is set; otherwise those of the runs
-    beside this one.
+    beside this run.
     """
     root = root_of(config, folder)
     if config.checkpoint.dir is not None or last_save_s(root) > 0:
@@ -153,8 +153,8 @@ def _again(
     """Return the checkpoint to continue from after a failure, and a line about each rejected one.
 
     The first valid one is chosen of: this run's own checkpoints, the newest first; the checkpoint that the run started
-    from; older checkpoints beside that one, unless `resume` names a step. Every checkpoint in `root` that is newer than
-    the start is the run's own, see `_refuse_newer`.
+    from; older checkpoints beside that checkpoint, unless `resume` names a step. Every checkpoint in `root` that is
+    newer than the start is the run's own, see `_refuse_newer`.
     """
     began = lines[0]["from"]
     step = -1 if began is None else lines[0]["step"]

@@ -58,7 +58,7 @@ def clean(root: Path, folder: Path, restarts: int) -> list[dict[str, Any]]:
     path = folder / STARTS
     with naming(path, "reading it"):
         if not restarts:
-            path.unlink(missing_ok=True)  # of an earlier run in the same folder
+            path.unlink(missing_ok=True)  # file of an earlier run in the same folder
         return recorded(folder)
 
 

@@ -34,8 +34,7 @@ aten = torch.ops.aten
 META_DEVICE = torch.device("meta")
 
 AT_ONCE = 2**62
-"""A sequence number that makes autograd run a node as soon as it is ready, because autograd runs the largest number
-first."""
+"""A sequence number that makes autograd run a node as soon as it is ready: autograd runs the largest number first."""
 
 
 class Traced(NamedTuple):

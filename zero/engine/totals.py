@@ -119,7 +119,7 @@ def exchange_totals(
     everyone = torch.zeros(world.size * mine.numel(), dtype=torch.float64, device=world.device)
     [handle] = runtime.tape.under_way("reduce", what, lambda: [world.gather(mine, everyone, what=what)])
     handle.wait()
-    read = world.leave(everyone, what)
+    read = world.leave(everyone, what) if later else world.on_host(everyone, what).detach  # functions to the copy
     rows = world.exchange(of_host, what=what) if later else read().view(world.size, -1)[:, -3:]
     orders, flags, all_facts = rows.T.tolist()
     _check_fingerprints(runtime, [int(facts) // _FINGERPRINT for facts in all_facts])

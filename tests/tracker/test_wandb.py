@@ -27,7 +27,7 @@ from tests.common.wandb_sweeps import Sweeps, serving
 from tests.conftest import LONG_S
 from zero.errors import ConfigError, NumericsError, Preempted
 from zero.tracker import ROW, Lines, Tracker, open_tracker
-from zero.tracker.views.behind import Behind
+from zero.tracker.views.threaded import ThreadedView
 from zero.tracker.views.wandb import has_key, mode_of, name_and_group, run_id_of
 from zero.trainer import launch
 from zero.trainer.config import read
@@ -386,7 +386,7 @@ def test_a_wandb_that_hangs_holds_up_nothing():
 
     stream = io.StringIO()
     begun_s = time.monotonic()
-    with Tracker([Lines(3, stream), Behind(Hanging, lambda: abandoned.append(True), patience_s=0.2)]) as tracker:
+    with Tracker([Lines(3, stream), ThreadedView(Hanging, lambda: abandoned.append(True), patience_s=0.2)]) as tracker:
         for step in (1, 2, 3):
             tracker.log(row(step))
     assert time.monotonic() - begun_s < 60
@@ -397,7 +397,7 @@ def test_a_wandb_that_hangs_holds_up_nothing():
 
 def test_a_wandb_that_takes_nothing_is_left_before_memory_runs_out():
     begun, release = threading.Event(), threading.Event()
-    behind = Behind(lambda: (begun.set(), release.wait(LONG_S))[1], lambda: None)
+    behind = ThreadedView(lambda: (begun.set(), release.wait(LONG_S))[1], lambda: None)
     assert begun.wait(30)
     for step in range(1, 1002):
         behind.log(row(step))
@@ -412,13 +412,13 @@ from functools import partial
 from pathlib import Path
 import psutil
 from zero.trainer.config import read
-from zero.tracker.views.behind import Behind
+from zero.tracker.views.threaded import ThreadedView
 from zero.tracker.views.wandb import WandbRun, abandon
 
 config, folder = read({"tracker": {"name": "wandb", "mode": "offline"}}), Path(sys.argv[1])
 say = lambda text: None
 opened = partial(WandbRun, config.plain(), config.tracker, folder, {}, run_id="x", say=say)
-behind = Behind(opened, abandon, patience_s=0.3)
+behind = ThreadedView(opened, abandon, patience_s=0.3)
 behind.log({"step": 1})
 while not (cores := [one for one in psutil.Process().children() if one.name() == "wandb-core"]):
     time.sleep(0.01)

@@ -16,7 +16,6 @@ from typing import Any, TextIO
 
 from zero.tracker.settings import TrackerSettings, WandbSettings
 from zero.tracker.views import wandb
-from zero.tracker.views.behind import Behind
 from zero.tracker.views.console import BarView, Lines
 from zero.tracker.views.jsonl import (
     RUNNING as RUNNING,
@@ -25,6 +24,7 @@ from zero.tracker.views.jsonl import (
     write_summary as write_summary,
 )
 from zero.tracker.views.tensorboard import TensorBoardRun
+from zero.tracker.views.threaded import ThreadedView
 from zero.tracker.views.view import ROW as ROW, Row, View
 
 Open = Callable[[Mapping[str, Any], Mapping[str, Any], str | None], tuple[View, str | None]]
@@ -173,10 +173,10 @@ def _later(settings: TrackerSettings, folder: Path, say: Callable[[str], None]) 
         assert isinstance(settings, WandbSettings)
         run_id = wandb.run_id_of(config, folder, stored)
         opened = partial(wandb.WandbRun, config, settings, folder, facts, run_id=run_id, say=say)
-        return Behind(opened, wandb.abandon), run_id
+        return ThreadedView(opened, wandb.abandon), run_id
 
     def open_tensorboard(config: Mapping[str, Any], *_: object) -> tuple[View, None]:
-        return Behind(partial(TensorBoardRun, config, folder), title="TensorBoard"), None
+        return ThreadedView(partial(TensorBoardRun, config, folder), title="TensorBoard"), None
 
     later: dict[str, Open] = {}
     if isinstance(settings, WandbSettings) and wandb.mode_of(settings) != "disabled":

@@ -16,7 +16,7 @@ from zero.engine.metrics import Metrics
 from zero.engine.plan import Plan, traffic as planned_traffic
 from zero.platform.gpu_peaks import peak_flops
 from zero.store import Traffic
-from zero.tracker.earlier import Earlier
+from zero.tracker.earlier_starts import EarlierStarts
 from zero.tracker.interval import Interval, figures
 from zero.tracker.views.view import NO_CHART, ROW
 
@@ -117,7 +117,7 @@ class Meter:
         self._steps_before, self._logged = steps, (steps, tokens)
         self.last: Metrics | None = None
         self.val_loss = nan
-        self._earlier = Earlier()  # best losses so far, and the seconds of earlier starts
+        self._earlier = EarlierStarts()  # best losses so far, and the seconds of earlier starts
         self._timed: list[tuple[float, float]] = []  # tokens per second and seconds waited of each row with timed steps
 
     @property
@@ -131,14 +131,14 @@ class Meter:
         return self.steps - self._logged[0]
 
     @property
-    def so_far(self) -> Earlier:
+    def so_far(self) -> EarlierStarts:
         """Best losses and seconds so far, for a later start that resumes the run from here."""
         return self._earlier._replace(seconds=self._earlier.seconds + self.interval.seconds)
 
-    def go_on(self, *behind: Earlier) -> None:
+    def go_on(self, *earlier: EarlierStarts) -> None:
         """Include the earlier starts of the run. Of several sources, the lowest losses and the most seconds count."""
-        train, val, seconds = zip(self._earlier, *behind, strict=True)
-        self._earlier = Earlier(min(train), min(val), max(seconds))
+        train, val, seconds = zip(self._earlier, *earlier, strict=True)
+        self._earlier = EarlierStarts(min(train), min(val), max(seconds))
 
     def count(self, metrics: Metrics, tokens: int | None = None) -> None:
         """Count a step.

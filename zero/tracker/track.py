@@ -22,7 +22,7 @@ from zero.errors import ConfigError, one_line, with_class
 from zero.platform.files import naming
 from zero.platform.timeline import Timeline
 from zero.tracker import Tracker, open_tracker
-from zero.tracker.earlier import earlier
+from zero.tracker.earlier_starts import earlier_starts
 from zero.tracker.meter import Meter
 from zero.tracker.report import run as report
 from zero.tracker.run_record import NOTHING, RunRecord, Unit
@@ -135,7 +135,7 @@ class Track:
         self.folder = Path(by_rank_0(self._world, self._make_folder))
         folder = self.folder if self._world.rank == 0 else None
         if folder is not None and self._begun_at:
-            self._meter.go_on(earlier(folder, self._begun_at))
+            self._meter.go_on(earlier_starts(folder, self._begun_at))
         self._tracker = open_tracker(self._settings, folder, steps=self._steps)
         plan = self._state.plan
         facts = {"plan_bytes": plan.bytes, "ranks": self._world.size, "parameters_numel": plan.numel}

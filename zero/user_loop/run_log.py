@@ -23,7 +23,7 @@ from zero.engine.state import State
 from zero.platform.files import naming
 from zero.settings import Settings
 from zero.tracker import RUNNING, Lines, Tracker, open_tracker, write_summary
-from zero.tracker.earlier import earlier
+from zero.tracker.earlier_starts import earlier_starts
 from zero.tracker.meter import Meter
 from zero.tracker.views.jsonl import unused_folder
 from zero.user_loop.optimizers import Optimizer, optimizer_settings
@@ -162,7 +162,7 @@ class RunLog:
 
     def _look_back(self) -> None:
         if self._folder is not None:
-            self.meter.go_on(earlier(self._folder, self.meter.steps))
+            self.meter.go_on(earlier_starts(self._folder, self.meter.steps))
 
     def _write_settings(self) -> None:
         if self._folder is None:

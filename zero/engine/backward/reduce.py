@@ -137,7 +137,7 @@ class Reductions:
             self._unpublished.append(unit)
 
     def advance(self, *, through: bool = False) -> None:
-        """Start the second halves of started collectives, see `zero.distributed.routes`.
+        """Start the later parts of started collectives, see `zero.distributed.routes`.
 
         Must be called before a wait, because other ranks may need these halves before they reach the same wait.
         """

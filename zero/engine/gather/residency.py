@@ -27,7 +27,7 @@ class Residency:
 
     Args:
         launch_ahead: launches a part of a coming update, see `Updater.launch_ahead`.
-        advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
+        advance: starts the later parts of gathers that this rank does not wait for, see `Routes.advance`.
         checksums: records each buffer at both ends of its use, if a step is made twice.
     """
 

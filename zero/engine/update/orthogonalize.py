@@ -67,7 +67,7 @@ class MatrixPasses:
     """The two passes of the update of a unit with matrices, with the exchange of directions between them.
 
     Args:
-        advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
+        advance: starts the later parts of gathers that this rank does not wait for, see `Routes.advance`.
     """
 
     def __init__(self, plan: Plan, advance: Callable[[], None]) -> None:

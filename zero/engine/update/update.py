@@ -47,7 +47,7 @@ class Updater:
     """The optimizer of this rank, which schedules and applies deferred updates.
 
     Args:
-        advance: starts the second halves of gathers that this rank does not wait for, see `Routes.advance`.
+        advance: starts the later parts of gathers that this rank does not wait for, see `Routes.advance`.
 
     Attributes:
         numbers: the numbers of the present step's updates.

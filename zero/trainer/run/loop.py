@@ -26,7 +26,7 @@ from zero.trainer.data.windows import Data, slice_of
 from zero.trainer.launch import describe, preempted
 from zero.trainer.planning import against_measured, measured
 from zero.trainer.run.evaluate import sample_text, validation_loss
-from zero.trainer.run.resume import behind
+from zero.trainer.run.resume import starts_before
 from zero.trainer.run.saver import STOP_REQUESTED, Saver
 from zero.trainer.run.task import Task
 
@@ -75,7 +75,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             flops_per_token=task.flops_per_token,
         )
         if checkpoint is not None and config.mode == "train":
-            self._meter.go_on(*behind(checkpoint, folder))
+            self._meter.go_on(*starts_before(checkpoint, folder))
         known = {
             "plan_bytes": plan.bytes,
             "ranks": plan.world.size,

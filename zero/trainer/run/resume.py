@@ -22,7 +22,7 @@ from zero.errors import CheckpointError
 from zero.platform.step_folders import FOLDER, is_step, last_save_s
 from zero.progress import Progress
 from zero.tracker import Tracker
-from zero.tracker.earlier import Earlier, earlier
+from zero.tracker.earlier_starts import EarlierStarts, earlier_starts
 from zero.tracker.report.folder import mapping
 from zero.trainer.config import Config
 from zero.trainer.run.refusals import refuse_other_model, refuse_other_moments
@@ -198,12 +198,12 @@ def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker
     )
 
 
-def behind(checkpoint: Checkpoint, folder: Path) -> list[Earlier]:
+def starts_before(checkpoint: Checkpoint, folder: Path) -> list[EarlierStarts]:
     """Return the best losses and the seconds of the steps before a checkpoint, from three sources.
 
     The sources are the checkpoint, the run that saved it, and the run in `folder`. The checkpoint alone does not have
     the last validation loss, because a run saves before it validates. The seconds of the run that saved it are left
     out, because that run may have continued.
     """
-    there = earlier(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)
-    return [Earlier.of(mapping(checkpoint.facts.get("so far"))), there, earlier(folder, checkpoint.step)]
+    there = earlier_starts(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)
+    return [EarlierStarts.of(mapping(checkpoint.facts.get("so far"))), there, earlier_starts(folder, checkpoint.step)]

@@ -16,7 +16,7 @@ HURRIED_S = 10.0
 script that never closed the view waits as long, because W&B may not respond then."""
 
 
-class Behind(View):
+class ThreadedView(View):
     """A view whose calls are queued and run in order by a thread. Methods return at once, except `close`, which waits.
 
     After a call has failed in the thread, every later method call raises its error.

@@ -8,7 +8,7 @@ from zero.tracker.report.folder import read_run
 from zero.tracker.report.scale import finite_values
 
 
-class Earlier(NamedTuple):
+class EarlierStarts(NamedTuple):
     """Best losses and seconds of the earlier starts of a resumed run; infinite losses and zero seconds if unknown."""
 
     best_train_loss: float = inf
@@ -16,7 +16,7 @@ class Earlier(NamedTuple):
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> "Earlier":
+    def of(cls, facts: dict[str, Any]) -> "EarlierStarts":
         """Return the figures that `facts` has under the fields' names; missing or non-finite values are unknown."""
         known = {name: value for name in cls._fields if (value := finite_values(facts.get(name))) is not None}
         return cls(**known)
@@ -26,14 +26,14 @@ class Earlier(NamedTuple):
         return {name: finite_values(value) for name, value in self._asdict().items()}
 
 
-def earlier(folder: Path, step: int) -> Earlier:
+def earlier_starts(folder: Path, step: int) -> EarlierStarts:
     """Return the best losses and the seconds of the earlier starts of the run in `folder`, which resumes from `step`.
 
     Losses of steps after `step` do not count, because the run repeats these steps; their seconds count. metrics.jsonl
     has the training losses of some steps only, so the best losses of summary.json are included if it ends by `step`.
     """
     run = read_run(folder)
-    summary = Earlier.of(run.summary)
+    summary = EarlierStarts.of(run.summary)
     rows = [row for row in run.rows if row["step"] <= step]
     train, val = (
         [loss for row in rows if (loss := finite_values(row.get(f"{kind}/loss"))) is not None]
@@ -41,4 +41,4 @@ def earlier(folder: Path, step: int) -> Earlier:
     )
     if (finite_values(run.summary.get("steps")) or inf) <= step:
         train, val = [*train, summary.best_train_loss], [*val, summary.best_val_loss]
-    return Earlier(min(train, default=inf), min(val, default=inf), summary.seconds)
+    return EarlierStarts(min(train, default=inf), min(val, default=inf), summary.seconds)

@@ -61,6 +61,12 @@ class Metrics:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values)
 
+    def __getitem__(self, place: int) -> Any:
+        return self.values[place]
+
+    def __len__(self) -> int:
+        return len(StepResults._fields)
+
     def __eq__(self, other: object) -> bool:
         return self.values == (other.values if isinstance(other, Metrics) else other)
 

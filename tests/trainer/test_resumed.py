@@ -1,4 +1,4 @@
-"""Differences from the run that saved a checkpoint are printed as words to type, and the words do what is said."""
+"""A resumed run prints what differs from the run that saved, with settings to type that undo each difference."""
 
 import re
 import shlex

@@ -1,5 +1,6 @@
 """The decision of a step as tensors, from which kernels read it before the host knows it."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,6 +9,11 @@ from torch import Tensor
 
 EPSILON = 1e-6
 """Added to the norm before the limit is divided by it, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+def clip(limit: float | None, norm: float) -> float:
+    """Return the factor that clips the gradient, computed as in `torch.nn.utils.clip_grad_norm_`."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + EPSILON))
 
 
 class Decision(NamedTuple):
@@ -25,15 +31,16 @@ class Decision(NamedTuple):
 
     @classmethod
     def of(
-        cls, square_sum: Tensor, divisor: float, limit: float | None, learn: Callable[[], float | None]
+        cls, square_sums: Tensor, divisor: float, limit: float | None, learn: Callable[[], float | None]
     ) -> "Decision":
-        """Decide as the host would, with the same rounding.
+        """Decide as the host would by `Totals.norm` and `clip`, with the same rounding.
 
         Args:
-            square_sum: the sum of squares of the summed gradient, 0-dim fp64.
+            square_sums: the sums of squares of the parts of the summed gradient, (n,) fp64, which are added in order.
             divisor: the number by which the sum of gradients is divided.
             limit: the largest norm of the mean gradient; None: no clipping.
         """
+        square_sum = functools.reduce(torch.add, square_sums.unbind())
         norm = (torch.sqrt(square_sum) / divisor).float().double()
         clipped = norm.new_full((), divisor)
         if limit is not None:

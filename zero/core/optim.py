@@ -27,6 +27,7 @@ from zero.core.groups import (
 from zero.core.layout import Layout
 from zero.core.matrices import Matrices, MatrixRule
 from zero.core.moments import Bf16Moments, EightBitMoments, Moments
+from zero.core.tile import full_name
 from zero.core.updates import GroupSettings, PageUpdate
 from zero.errors import ConfigError
 
@@ -50,10 +51,6 @@ class Hyper(NamedTuple):
         return self.groups[0].lr
 
 
-Tile = Any
-"""A block of fp32 numbers in a function that Triton compiles, or a pointer to such numbers."""
-
-
 class Fused(NamedTuple):
     """An update in the kernel of `zero.platform.kernels`, which compiles the function `tile` into itself."""
 
@@ -68,7 +65,7 @@ class Fused(NamedTuple):
     @property
     def rule(self) -> str:
         """The full name of `tile`, by which the kernel finds it."""
-        return f"{self.tile.__module__}.{self.tile.__qualname__}"
+        return full_name(self.tile)
 
 
 FP32_MOMENTS = Moments()

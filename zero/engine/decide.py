@@ -6,14 +6,14 @@ read its decision, the store's threads wait for it, and the host reads it in the
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
 
-import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
-from zero.core.decision import EPSILON, Decision
+from zero.core.decision import Decision, clip
 from zero.core.optim import Hyper
 from zero.engine.after import After, Counts
-from zero.engine.metrics import Metrics, StepResults
+from zero.engine.metrics import Metrics
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.totals import Exchanged, first_nonfinite_unit
@@ -35,39 +35,40 @@ def decide(state: State, hyper: Hyper, exchanged: Exchanged, update: UpdateNow |
     scaling, limit = state.plan.precision.scale, state.plan.optimizer.clip
     possible = tuple((before[0] + finite, scaling.advance(before[1], finite)) for finite in (True, False))
 
-    @functools.cache
-    def results() -> StepResults:
+    def read() -> dict[str, Any]:
         totals = exchanged.totals()
         norm = totals.norm(hyper.divisor)
         finite = math.isfinite(norm)
-        unit = None if finite else first_nonfinite_unit(runtime, totals)
-        return StepResults(
-            totals.loss, norm, hyper.lr, before[1].scale, not finite, unit, totals.aux, totals.rank_flags
-        )
+        return {
+            "loss": totals.loss,
+            "grad_norm": norm,
+            "lr": hyper.lr,
+            "loss_scale": before[1].scale,
+            "skipped": not finite,
+            "nonfinite_unit": None if finite else first_nonfinite_unit(runtime, totals),
+            "aux": totals.aux,
+            "rank_flags": totals.rank_flags,
+        }
+
+    metrics = Metrics(read)
 
     def divisor() -> float | None:
-        skipped, norm = results().skipped, results().grad_norm
-        return None if skipped else hyper.divisor / _clip(limit, norm)
+        return None if metrics.skipped else hyper.divisor / clip(limit, metrics.grad_norm)
 
     def learn() -> Counts:
-        if results().skipped:
+        if metrics.skipped:
             runtime.updater.numbers.counts.undo()
-        return possible[results().skipped]
+        return possible[metrics.skipped]
 
     if exchanged.later:
         following = state.advance(After(state.tried + 1, possible, learn))
-        decision = Decision.of(exchanged.square_sum, hyper.divisor, limit, divisor)
+        decision = Decision.of(exchanged.square_sums, hyper.divisor, limit, divisor)
         _defer_updates(runtime, hyper._replace(decision=decision), update)
     else:
-        following = state.advance(After.known(*possible[results().skipped]))
+        following = state.advance(After.known(*possible[metrics.skipped]))
         if (divided := divisor()) is not None:
             _defer_updates(runtime, hyper._replace(divisor=divided), update)
-    return following, Metrics(results)
-
-
-def _clip(limit: float | None, norm: float) -> float:
-    """Return the factor that clips the gradient, computed as in `torch.nn.utils.clip_grad_norm_`."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + EPSILON))
+    return following, metrics
 
 
 def _defer_updates(runtime: Runtime, hyper: Hyper, update: UpdateNow | None) -> None:

@@ -1,20 +1,7 @@
 """The results of a step (`Metrics`), which the host reads from the device when it is asked for one of them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
-
-
-class StepResults(NamedTuple):
-    """The values of `Metrics`, in its order."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    loss_scale: float
-    skipped: bool
-    nonfinite_unit: str | None
-    aux: Mapping[str, float]
-    rank_flags: tuple[float, ...]
+from typing import Any
 
 
 class Metrics:
@@ -41,50 +28,50 @@ class Metrics:
     rank_flags: tuple[float, ...]
     """Each rank's `flag`, see `make_step`, by rank; with norm groups by the rank in the group, then in the world."""
 
-    def __init__(self, read: Callable[[], StepResults]) -> None:
-        self._read: Callable[[], StepResults] | None = read
-        self._values: StepResults | None = None
-
-    @property
-    def values(self) -> StepResults:
-        """All results; waits for the device."""
-        if self._values is None:
-            assert self._read is not None
-            self._values, self._read = self._read(), None  # frees what the function holds
-        return self._values
+    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        self._read: Callable[[], Mapping[str, Any]] | None = read
 
     def __getattr__(self, name: str) -> Any:
-        if name not in StepResults._fields:
+        """Read all results; afterwards they are attributes of the object."""
+        if name not in FIELDS:
             raise AttributeError(f"Metrics has no attribute {name!r}")
-        return getattr(self.values, name)
+        if (read := self._read) is not None:
+            vars(self).update(read())
+            self._read = None  # frees what the function holds; last, because another thread may read too
+        return vars(self)[name]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.values)
+        return (getattr(self, name) for name in FIELDS)
 
     def __getitem__(self, place: int) -> Any:
-        return self.values[place]
+        return getattr(self, FIELDS[place])
 
     def __len__(self) -> int:
-        return len(StepResults._fields)
+        return len(FIELDS)
 
     def __eq__(self, other: object) -> bool:
-        return self.values == (other.values if isinstance(other, Metrics) else other)
+        return tuple(self) == (tuple(other) if isinstance(other, Metrics) else other)
 
     def __hash__(self) -> int:
-        return hash(self.values)
+        return hash(tuple(self))
 
     def __repr__(self) -> str:
-        return repr(self.values).replace(StepResults.__name__, type(self).__name__, 1)
+        return f"Metrics({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, tuple(self.values)
+        return _made, tuple(self)
 
     def _asdict(self) -> dict[str, Any]:
-        return self.values._asdict()
+        return dict(zip(FIELDS, self, strict=True))
 
     def _replace(self, **values: Any) -> "Metrics":
-        return _made(*self.values._replace(**values))
+        if unknown := values.keys() - {*FIELDS}:
+            raise ValueError(f"Metrics has no {', '.join(sorted(unknown))}")
+        return _made(*(self._asdict() | values).values())
+
+
+FIELDS = tuple(Metrics.__annotations__)
 
 
 def _made(*values: Any) -> Metrics:
-    return Metrics(lambda: StepResults(*values))
+    return Metrics(lambda: dict(zip(FIELDS, values, strict=True)))

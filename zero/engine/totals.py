@@ -4,7 +4,6 @@ All ranks add the numbers in the same order, so the results have the same bits o
 """
 
 import ctypes
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -66,14 +65,14 @@ class Exchanged(NamedTuple):
     """The numbers of a step that the ranks have exchanged. Those of the device may still be on their way.
 
     Attributes:
-        square_sum: the sum of squares of the summed gradient, a 0-dim fp64 tensor on the device.
+        square_sums: the ranks' sums of squares of their parts of the summed gradient, fp64 on the device.
         totals: function to the totals; waits for the device.
         known: the totals with what the hosts know; other numbers are 0.
         later: whether the totals may not be known to the host.
         held: tensors of other streams that the device may still read.
     """
 
-    square_sum: Tensor
+    square_sums: Tensor
     totals: Callable[[], Totals]
     known: Totals
     later: bool
@@ -133,10 +132,9 @@ def exchange_totals(
         any_extra=any(int(facts) // _EXTRA % 2 for facts in all_facts),
         one_order=len(set(orders)) == 1,
     )
-    norms = everyone.view(world.size, -1)[:sharers, 1 + len(names)]
     return Exchanged(
-        functools.reduce(torch.add, norms.unbind()),
-        functools.cache(lambda: _with_numbers(known, read().view(world.size, -1).T.tolist(), sharers, later=later)),
+        everyone.view(world.size, -1)[:sharers, 1 + len(names)],
+        lambda: _with_numbers(known, read().view(world.size, -1).T.tolist(), sharers, later=later),
         known,
         later,
         (*measured, *squares.values()) if later else (),

@@ -16,12 +16,12 @@ from zero.core.layout import VECTOR
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from zero.core.formats.packed import Value
+    from zero.core.tile import Tile
 
 
 def tile(
-    codes: "Value", _first_table: "Value", _second_table: "Value", numel: "Value", first: "Value", lane: "Value"
-) -> "Value":
+    codes: "Tile", _first_table: "Tile", _second_table: "Tile", numel: "Tile", first: "Tile", lane: "Tile"
+) -> "Tile":
     """Return a tile of values; a row has 256 values in 260 bytes, and a tile has some rows."""
     at = first + lane
     live = at < numel

@@ -23,7 +23,7 @@ from zero.core.layout import VECTOR
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from zero.core.formats.packed import Value
+    from zero.core.tile import Tile
 
 NORMAL_FLOAT = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -34,7 +34,7 @@ NORMAL_FLOAT = (
 """The 16 values of nf4, in units of a block's largest magnitude."""
 
 
-def tile(codes: "Value", pairs: "Value", dynamic: "Value", numel: "Value", first: "Value", lane: "Value") -> "Value":
+def tile(codes: "Tile", pairs: "Tile", dynamic: "Tile", numel: "Tile", first: "Tile", lane: "Tile") -> "Tile":
     """Return a tile of values; it is in one row, of 16,384 values in 8,456 bytes."""
     row = first // 16384
     begin = codes + row * 8456

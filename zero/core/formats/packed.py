@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from zero.core.layout import VECTOR
+from zero.core.tile import full_name
 from zero.errors import ConfigError
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-Value = Any
-"""A tensor, pointer or number in Triton's language."""
+    from zero.core.tile import Tile
 
 LEAST_DIVISOR = 1e-38
 """The least divisor, for blocks of zeros. Its inverse is finite in fp32."""
@@ -62,7 +62,7 @@ class PackedFormat(ABC):
     @property
     def rule(self) -> str:
         """The full name of `tile`, by which the kernel finds it; empty if there is none."""
-        return "" if self.tile is None else f"{self.tile.__module__}.{self.tile.__qualname__}"
+        return "" if self.tile is None else full_name(self.tile)
 
     def nbytes(self, count: int) -> int:
         """Return the number of bytes that `count` values take."""
@@ -176,7 +176,7 @@ def fp32_numbers(head: Tensor) -> Tensor:
     return head.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
-def bytes_as_fp32(pointer: "Value") -> "Value":
+def bytes_as_fp32(pointer: "Tile") -> "Tile":
     """Load 4 bytes, which need not be aligned, as an fp32 number; for functions `tile`."""
     bits = tl.load(pointer).to(tl.int32) | (tl.load(pointer + 1).to(tl.int32) << 8)
     bits |= (tl.load(pointer + 2).to(tl.int32) << 16) | (tl.load(pointer + 3).to(tl.int32) << 24)

@@ -18,7 +18,7 @@ from zero.core.updates import GroupSettings, PageBatch
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from zero.core.optim import Tile
+    from zero.core.tile import Tile
 
 
 def adamw(

@@ -20,7 +20,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,8 +221,14 @@ class Door(Store):
             self._free_s = max(self._free_s, time.perf_counter()) + nbytes / self._bytes_per_s
             return self._free_s
 
-    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        self._inner.allocate(page, numel, dtype)
+    def allocate_all(self, sizes: Mapping[Page, tuple[int, torch.dtype]]) -> None:
+        self._inner.allocate_all(sizes)
+
+    def rename(self, page: Page, name: Page) -> None:
+        self._inner.rename(page, name)
+
+    def free(self, page: Page) -> None:
+        self._inner.free(page)
 
     def in_place(self, page: Page) -> Tensor | None:
         return self._inner.in_place(page)

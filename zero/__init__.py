@@ -41,10 +41,12 @@ if TYPE_CHECKING:
         initialize as initialize,
     )
     from zero.distributed.world import World as World, open_world as open_world
-    from zero.engine.init import init as init, open_store as open_store
+    from zero.engine.init import init as init
     from zero.engine.make_step import make_forward as make_forward, make_step as make_step, record as record
     from zero.engine.meta import empty as empty
     from zero.engine.metrics import Metrics as Metrics
+    from zero.engine.move import move as move
+    from zero.engine.open_store import open_store as open_store
     from zero.engine.plan import Plan as Plan
     from zero.engine.state import State as State
     from zero.engine.step import Step as Step
@@ -72,10 +74,12 @@ _NAMES = {
     "core.lr_schedule": "linear_warmup warmup_linear warmup_cosine",
     "engine.meta": "empty",
     "engine.plan": "Plan",
-    "engine.init": "open_store init",
+    "engine.init": "init",
+    "engine.open_store": "open_store",
     "engine.state": "State",
     "engine.make_step": "make_step make_forward record",
     "engine.metrics": "Metrics",
+    "engine.move": "move",
     "engine.step": "Step",
     "platform.timeline": "Timeline",
     "engine.whole": "full_state_dict gathered get_full set_full stream_weights",

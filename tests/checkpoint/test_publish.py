@@ -32,7 +32,7 @@ from zero.checkpoint.format.manifest import File, Index, Manifest, SavedFlat, fi
 from zero.checkpoint.format.texts import CAP_BYTES, FORMAT, index_from_text, to_text
 from zero.core.layout import Layout
 from zero.errors import CheckpointError
-from zero.platform.files import appearing, move
+from zero.platform.files import appearing, transfer_all
 from zero.platform.safetensors_files import FilePart, offsets
 
 WORLD = 2
@@ -467,7 +467,7 @@ def appeared(is_folder: bool, skip: frozenset[int] = frozenset()) -> tuple[int, 
         if is_folder:
             disk.make_folder(unfinished)
         fd = disk.create(unfinished / "file" if is_folder else unfinished)
-        move(disk.pwrite, fd, memoryview(b"new"), 0)
+        transfer_all(disk.pwrite, fd, memoryview(b"new"), 0)
         disk.close(fd)
     assert not disk.held
     return len(disk.synced), seen, contents_now()

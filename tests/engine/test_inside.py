@@ -408,8 +408,8 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> list[OnHost]:
             super().__init__(device, pin=pin, least_bytes=4 * ROWS * WIDTH)
             made.append(self)
 
-    monkeypatch.setattr("zero.engine.init.OnHost", Everything)
-    monkeypatch.setattr("zero.engine.init._goes_to_host", lambda plan: "offload" in plan.activations.values())
+    monkeypatch.setattr("zero.engine.wire.OnHost", Everything)
+    monkeypatch.setattr("zero.engine.wire._goes_to_host", lambda plan: "offload" in plan.activations.values())
     return made
 
 

@@ -53,8 +53,14 @@ class Jittery(Store):
             chosen = self._random.random()
         time.sleep(chosen**4 * 2e-3)
 
-    def allocate(self, page, numel, dtype):
-        self._inner.allocate(page, numel, dtype)
+    def allocate_all(self, sizes):
+        self._inner.allocate_all(sizes)
+
+    def rename(self, page, name):
+        self._inner.rename(page, name)
+
+    def free(self, page):
+        self._inner.free(page)
 
     def read(self, page, into):
         self._delay()

@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -234,8 +234,14 @@ class ThrottledStore(Store):
         self._lock = threading.Lock()
         self._free_s = 0.0
 
-    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        self._inner.allocate(page, numel, dtype)
+    def allocate_all(self, sizes: Mapping[Page, tuple[int, torch.dtype]]) -> None:
+        self._inner.allocate_all(sizes)
+
+    def rename(self, page: Page, name: Page) -> None:
+        self._inner.rename(page, name)
+
+    def free(self, page: Page) -> None:
+        self._inner.free(page)
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         end_s = self._turn(into.nbytes)

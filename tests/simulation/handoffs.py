@@ -1,6 +1,6 @@
 """Record the order of jobs of the store and of collectives for the race detector of a simulated GPU.
 
-The methods of `WorkerPool`, `Executor`, `PrefetchStore`, `World` and its transports through which threads and ranks
+The methods of `WorkerPool`, `Executor`, `BounceBuffers`, `World` and its transports through which threads and ranks
 synchronize are wrapped. A job of the store is ordered after the call that submitted it and after earlier jobs on the
 same pages and the same slot, and before the end of a wait for its ticket. A collective runs on a stream of its own, the
 network. It is ordered after the work enqueued on the current stream so far, and before later work of a stream that
@@ -27,9 +27,9 @@ from zero.platform.device import Device
 from zero.platform.handle import Handle, Then
 from zero.platform.modes import DeviceMode
 from zero.store.base import Page, Ticket
+from zero.store.bounce_buffers import BounceBuffers
 from zero.store.events import Action, Copy, Modify, Move, PageTransfer, Read, Work
 from zero.store.executor import Executor
-from zero.store.prefetch import PrefetchStore
 from zero.store.workers import WorkerPool
 from zero.testing.thread_world import Threads
 
@@ -93,7 +93,7 @@ def instrumentation() -> Iterator[None]:
         (WorkerPool, "leave", _leave),
         (Executor, "carry_out", _carry_out),
         (Executor, "_copy", _copy),
-        (PrefetchStore, "bounce_buffer", _bounce_buffer),
+        (BounceBuffers, "borrowed", _borrowed),
         (Saving, "_start", _start),
         (Saving, "_write_behind", _write_behind),
         (Saving, "_end_copies", _end_copies),
@@ -214,9 +214,9 @@ def _copy(executor: Executor, original: Any, page: Page, tensor: Tensor, writes:
 
 
 @contextmanager
-def _bounce_buffer(store: PrefetchStore, original: Any) -> Iterator[Tensor]:
-    with original(store) as memory:
-        key = (id(store._workers), "bounce", memory.data_ptr())
+def _borrowed(buffers: BounceBuffers, original: Any) -> Iterator[Tensor]:
+    with original(buffers) as memory:
+        key = (id(buffers), "bounce", memory.data_ptr())
         if thread.gpu is not None:
             thread.gpu.handoffs.acquire(key)
         try:

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 import zero
 from tests.common.small import KiB, Setting, slice_of, small_batch, small_loss, train_small, wide
 from tests.faults.disks import ThrottledStore
-from zero.engine.init import ROOM_SHARE
+from zero.engine.open_store import ROOM_SHARE
 from zero.engine.plan.placing import thread_count
 from zero.engine.whole.read import digest
 from zero.errors import SettingError, StoreError
@@ -164,8 +164,8 @@ def test_the_number_of_disks_changes_no_bit(preset, folders):
 
 def test_disks_that_could_not_be_measured_in_time_take_equal_shares(folders, monkeypatch):
     """A probe that got no answer returns 0."""
-    monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
-    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **options: 0.0)
+    monkeypatch.setattr("zero.engine.open_store.PROBED_BYTES", 1)
+    monkeypatch.setattr("zero.engine.open_store.probe", lambda folder, **options: 0.0)
     setting = Setting(offload=(("preset", "nvme"),), clip=0.5, page_bytes=4 * KiB)
     expected = run_ranks(1, train_small, setting.but(offload=()), 3, wide)
     assert run_ranks(1, train_on, setting, folders) == expected
@@ -174,7 +174,7 @@ def test_disks_that_could_not_be_measured_in_time_take_equal_shares(folders, mon
 def free(monkeypatch, *pages: int) -> None:
     """As if the folders were on disks of their own, with room for so many pages."""
     monkeypatch.setattr(
-        "zero.engine.init.free_by_file_system",
+        "zero.engine.open_store.free_by_file_system",
         lambda folders: [([folder], 4 * KiB * room) for folder, room in zip(folders, pages, strict=True)],
     )
 
@@ -184,7 +184,7 @@ def on_disk(world: zero.World, setting: Setting, folders: list[Path]) -> list[in
     plan = setting.plan(world, wide)
     plan.offload = plan.offload.model_copy(update={"path": tuple(str(folder) for folder in folders)})
     store = zero.open_store(plan)
-    disks = store._inner._stores["nvme"]._stores
+    disks = store.inner.stores["nvme"].stores
     page_counts = [disk.allocated_bytes // (4 * KiB) for disk in disks.values()]
     store.close()
     return page_counts
@@ -192,10 +192,10 @@ def on_disk(world: zero.World, setting: Setting, folders: list[Path]) -> list[in
 
 def test_a_disk_with_little_room_takes_what_it_has_room_for(folders, monkeypatch):
     """Its equal share does not fit, but by its rate it takes less; or with the same rate the other takes more."""
-    monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
-    monkeypatch.setattr("zero.engine.init.LEAST_PROBED_BYTES", 1)
+    monkeypatch.setattr("zero.engine.open_store.PROBED_BYTES", 1)
+    monkeypatch.setattr("zero.engine.open_store.LEAST_PROBED_BYTES", 1)
     rates = {"a": 4.0, "b": 1.0}
-    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **options: rates[folder.name])
+    monkeypatch.setattr("zero.engine.open_store.probe", lambda folder, **options: rates[folder.name])
     setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
     fast, slow = run_ranks(1, on_disk, setting, folders)[0]
     count = fast + slow
@@ -211,8 +211,10 @@ def test_a_disk_with_little_room_takes_what_it_has_room_for(folders, monkeypatch
 
 
 def test_too_little_room_in_all_folders_together_is_refused_with_every_folder(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("zero.engine.init.PROBED_BYTES", 1)
-    monkeypatch.setattr("zero.engine.init.probe", lambda folder, **how: pytest.fail("measured before it was refused"))
+    monkeypatch.setattr("zero.engine.open_store.PROBED_BYTES", 1)
+    monkeypatch.setattr(
+        "zero.engine.open_store.probe", lambda folder, **how: pytest.fail("measured before it was refused")
+    )
     free(monkeypatch, 2, 1)
     setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
     told = rf"needs .* KiB, but only 8.0 KiB in {folders[0]}, 4.0 KiB in {folders[1]} are free. Set offload.path to"
@@ -226,7 +228,7 @@ def test_two_names_of_one_folder_have_all_its_room(tmp_path, monkeypatch):
     setting = Setting(offload=(("preset", "nvme"),), page_bytes=4 * KiB)
     count = sum(run_ranks(1, on_disk, setting, [tmp_path, tmp_path])[0])
     need = count + count // 4
-    monkeypatch.setattr("zero.engine.init.free_by_file_system", lambda folders: [(folders, need * 4 * KiB)])
+    monkeypatch.setattr("zero.engine.open_store.free_by_file_system", lambda folders: [(folders, need * 4 * KiB)])
     assert sum(run_ranks(1, on_disk, setting, [tmp_path, tmp_path])[0]) == count
 
 

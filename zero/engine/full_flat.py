@@ -60,13 +60,13 @@ def full_flat(runtime: Runtime, unit: UnitState, layout: Layout, kind: str) -> T
         kept = updated_range(runtime, unit, kind, form.dtype)
         return gather_flat(runtime, unit, form.values_of(kept), kind).to("cpu", torch.float32)
     if kind == "param" and plan.precision.master.kind is not None and layout is unit.spec.trainable:
-        return gather_flat(runtime, unit, _master(runtime, unit), "master").cpu()
+        return gather_flat(runtime, unit, master_of(runtime, unit), "master").cpu()
     full = runtime.residency.materialise(unit)
     flat = next(flat for flat in unit.spec.flats if flat.values is layout)
     return flat.of(full).to("cpu", torch.float32, copy=True)
 
 
-def _master(runtime: Runtime, unit: UnitState) -> Tensor:
+def master_of(runtime: Runtime, unit: UnitState) -> Tensor:
     """Return the part of the fp32 master that this rank updates, for a precision with a separate master."""
     plan, master = runtime.plan, runtime.plan.precision.master
     params = unit.own_params(full_update=plan.facts.full_update)

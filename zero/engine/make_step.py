@@ -173,5 +173,5 @@ def record(state: State, *, profile: bool = False) -> Iterator[Timeline]:
 
 
 def _same_plan(plan: Plan, state: State) -> None:
-    if state.plan is not plan:
+    if state.plan.origin is not plan.origin:
         raise ConfigError("this State was made by zero.init from another Plan. Make the step from state.plan.")

@@ -49,9 +49,11 @@ class Lineage:
     saved_ns: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Runtime:
     """The objects that all states of one run share.
+
+    The plan, and the parts that depend on it, are set by `wire`: at first, and again when a state was moved.
 
     Attributes:
         takeover: the conversion of the model to sharded training, and back.
@@ -59,6 +61,7 @@ class Runtime:
         log: the collectives of the step, to compare ranks.
         tape: the recorder of timelines.
         checksums: the recorder of steps that are made twice.
+        open_blocks: the open blocks of `zero.gathered`.
         open_edits: one function for each open block of `zero.gathered` with `modify`: it writes the block's edits so
             far. Collective.
         copying: handles of saves that still copy the state in threads of their own.
@@ -66,21 +69,22 @@ class Runtime:
         lineage: names the run in its checkpoints.
     """
 
-    plan: Plan
     takeover: Takeover
     tree: ModuleTree
     store: PrefetchStore
     units: tuple[UnitState, ...]
-    routes: Routes
-    residency: Residency
-    reducer: Reducer
-    backward: BackwardPass
     sites: SiteRunner
-    gradients: Gradients
-    updater: Updater
     log: CollectiveLog
     tape: Tape
     checksums: Checksums
+    plan: Plan = field(init=False)
+    routes: Routes = field(init=False)
+    residency: Residency = field(init=False)
+    reducer: Reducer = field(init=False)
+    backward: BackwardPass = field(init=False)
+    gradients: Gradients = field(init=False)
+    updater: Updater = field(init=False)
+    open_blocks: list[object] = field(default_factory=list)
     open_edits: list[Callable[[], None]] = field(default_factory=list)
     copying: list[Handle] = field(default_factory=list)
     streamed: Streamed = field(default_factory=Streamed)

@@ -44,7 +44,7 @@ class State:
 
     machinery_: Runtime = field(repr=False)
     after_: After
-    spent_: list[int] = field(default_factory=list, repr=False)
+    spent_: list[str] = field(default_factory=list, repr=False)
 
     @property
     def step(self) -> int:
@@ -88,14 +88,20 @@ class State:
         """The counts after the last step, which the host may not know yet."""
         return self._live().after_
 
-    def advance(self, after: After) -> State:
-        """Return the state after one more step, with its counts, and mark this one as spent.
+    def advance(self, after: After, by: str = "") -> State:
+        """Return the following state, with its counts, and mark this one as spent.
 
         Its gradients cannot be read any more, because the update may overwrite them.
+
+        Args:
+            by: the name of the event that consumes this state; "": one more step.
         """
         live = self._live()
         live.machinery_.reducer.end_step()
-        self.spent_.append(live.tried + 1)
+        self.spent_.append(
+            f"was already consumed by {by or f'step {live.tried + 1}'}. "
+            "Write `state, metrics = step(state, microbatches)` and keep the new one."
+        )
         return replace(live, after_=after, spent_=[])
 
     def restored(self, *, step: int, scale: LossScale) -> State:
@@ -141,7 +147,7 @@ class State:
         """
         runtime = self.machinery_
         if self.spent_:
-            return None, "a later step consumed this state"
+            return None, "this state cannot be used any more"
         if sys.exception() is not None:
             return None, "its state was closed after this error"
         forms, world = runtime.takeover.forms, runtime.plan.world
@@ -157,8 +163,5 @@ class State:
 
     def _live(self) -> State:
         if self.spent_:
-            raise StaleStateError(
-                f"this State was already consumed by step {self.spent_[0]}. "
-                "Write `state, metrics = step(state, microbatches)` and keep the new one."
-            )
+            raise StaleStateError(f"this State {self.spent_[0]}")
         return self

@@ -1,7 +1,7 @@
 """The file system calls of stores and checkpoints, and files that appear whole.
 
-All calls go through `Files`, so that a test can make any of them fail (`tests/faults`). `move` repeats a call until a
-whole buffer has been transferred. `appearing` writes under another name, syncs and renames.
+All calls go through `Files`, so that a test can make any of them fail (`tests/faults`). `transfer_all` repeats a call
+until a whole buffer has been transferred. `appearing` writes under another name, syncs and renames.
 """
 
 import contextlib
@@ -32,6 +32,9 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 RENAME_EXCHANGE = 2
 """A flag of renameat2, from linux/fs.h."""
 
+PUNCH_HOLE = 0x02 | 0x01
+"""FALLOC_FL_PUNCH_HOLE with FALLOC_FL_KEEP_SIZE, from linux/falloc.h."""
+
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 Transfer = Callable[[int, memoryview, int], int]
@@ -56,6 +59,13 @@ class Files:
     def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
         """Reserve disk space for bytes [offset, offset + nbytes) of the file."""
         os.posix_fallocate(fd, offset, nbytes)
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        """Make a hole of bytes [offset, offset + nbytes) of the file, which frees their disk space."""
+        call = ctypes.CDLL(None, use_errno=True).fallocate64
+        call.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+        if call(fd, PUNCH_HOLE, offset, nbytes):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def direct(self, fd: int, on: bool) -> None:
         """Switch direct I/O, which bypasses the page cache, on or off.
@@ -110,7 +120,7 @@ class Files:
             raise OSError(code, os.strerror(code), str(first))
 
 
-def move(call: Transfer, fd: int, block: memoryview, offset: int) -> None:
+def transfer_all(call: Transfer, fd: int, block: memoryview, offset: int) -> None:
     """Repeat `call` until all of `block` has been transferred.
 
     Raises:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero.core.sizes import BLOCK_BYTES
 from zero.errors import CheckpointError, PlanError, in_short
-from zero.platform.files import Files, memory_of, move, naming
+from zero.platform.files import Files, memory_of, naming, transfer_all
 from zero.platform.host_memory import aligned_zeros
 
 INDEX = "model.safetensors.index.json"
@@ -231,7 +231,7 @@ class _File:
 
     def read_into(self, memory: memoryview, start: int) -> None:
         with naming(self.path, f"reading at offset {start}"):
-            move(self._files.pread, self._fd, memory, start)
+            transfer_all(self._files.pread, self._fd, memory, start)
 
     def read(self, start: int, nbytes: int) -> bytes:
         memory = bytearray(nbytes)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zero.core.sizes import BLOCK_BYTES, round_up, size_text
 from zero.errors import StoreError, if_it_fails
-from zero.platform.files import NO_SPACE, Files, move, named
+from zero.platform.files import NO_SPACE, Files, named, transfer_all
 
 REQUEST_BYTES = 4 * 2**20
 """Size of one transfer: large enough that Python's overhead per call is negligible."""
@@ -77,11 +77,16 @@ class ScratchFile:
                 raise _refused(self._folder, f"no {size_text(more_bytes)} can be reserved", error) from error
             self.reserved_bytes = end_bytes
 
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return the disk space of a part of the file, if the file system can."""
+        with self._using() as fd, contextlib.suppress(OSError):
+            self._files.punch(fd, offset, nbytes)
+
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill all of `memory` with the bytes of the file from `offset` on. Raises OSError."""
         with self._using() as fd:
             for start, piece, block in self._requests(memory):
-                move(self._files.pread, fd, block, offset + start)
+                transfer_all(self._files.pread, fd, block, offset + start)
                 if block is not piece:
                     piece[:] = block[: len(piece)]
 
@@ -92,7 +97,7 @@ class ScratchFile:
                 if block is not piece:
                     block[: len(piece)] = piece
                     block[len(piece) :] = bytes(len(block) - len(piece))
-                move(self._files.pwrite, fd, block, offset + start)
+                transfer_all(self._files.pwrite, fd, block, offset + start)
 
     def close(self) -> None:
         """Reject new transfers, and close the descriptor after the last running transfer.

@@ -6,7 +6,7 @@ Every class of stores passes the tests of `zero.testing.StoreContract`.
 from zero.platform.scratch_file import REQUEST_BYTES
 from zero.store.base import PARAMETER_KINDS, Page, PageKind, Store, Ticket
 from zero.store.events import PageGroup
-from zero.store.memory import MemoryStore
+from zero.store.memory import MemoryBlock, MemoryStore
 from zero.store.nvme import NvmeStore, probe
 from zero.store.prefetch import PrefetchStore
 from zero.store.tiers import Tiers, spread
@@ -15,6 +15,7 @@ from zero.store.traffic_counter import Traffic
 __all__ = [
     "PARAMETER_KINDS",
     "REQUEST_BYTES",
+    "MemoryBlock",
     "MemoryStore",
     "NvmeStore",
     "Page",

@@ -7,6 +7,7 @@ Every store passes the same tests, `zero.testing.StoreContract`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeVar
@@ -60,6 +61,16 @@ class Pages(dict[Page, Holder]):
         self.check_open()
         raise StoreError(f"{page} was never allocated")
 
+    def rename(self, page: Page, name: Page) -> None:
+        self.check_new(name)
+        self[name] = self.take(page)
+
+    def take(self, page: Page) -> Holder:
+        """Return the record of a page, and remove it."""
+        record = self[page]
+        del self[page]
+        return record
+
     def check_open(self) -> None:
         if self.is_closed:
             raise StoreError("this store is closed")
@@ -111,11 +122,34 @@ class Store(ABC):
     """Base class of stores, which keep pages between two updates."""
 
     @abstractmethod
-    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        """Reserve space for a page; it holds zeros until it is written.
+    def allocate_all(self, sizes: Mapping[Page, tuple[int, torch.dtype]]) -> None:
+        """Reserve space for pages; they hold zeros until they are written. A store in memory makes them adjacent.
+
+        Args:
+            sizes: the number of elements and the dtype of each page.
 
         Raises:
-            StoreError: the page exists already.
+            StoreError: a page exists already.
+        """
+
+    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
+        """Reserve space for one page, see `allocate_all`."""
+        self.allocate_all({page: (numel, dtype)})
+
+    @abstractmethod
+    def rename(self, page: Page, name: Page) -> None:
+        """Give a page another key, which no page has.
+
+        Raises:
+            StoreError: the page is unknown, or a page has that key.
+        """
+
+    @abstractmethod
+    def free(self, page: Page) -> None:
+        """Remove a page, on which no read or write is under way, and return its space.
+
+        Raises:
+            StoreError: the page is unknown.
         """
 
     @abstractmethod

@@ -23,15 +23,20 @@ class Executor:
         inner: the store of the pages.
         slots: host memory for loaded groups: 1-D uint8, of equal size.
         sizes: elements and dtype of each page.
+        meter: the counter of the bytes that are moved.
 
     Attributes:
-        meter: the counter of the bytes that were moved.
         watch: called around every action.
     """
 
-    def __init__(self, inner: Store, slots: Sequence[Tensor], sizes: Mapping[Page, tuple[int, torch.dtype]]) -> None:
-        self._inner, self._sizes, self.slots = inner, sizes, tuple(slots)
-        self.meter = TrafficCounter()
+    def __init__(
+        self,
+        inner: Store,
+        slots: Sequence[Tensor],
+        sizes: Mapping[Page, tuple[int, torch.dtype]],
+        meter: TrafficCounter,
+    ) -> None:
+        self._inner, self._sizes, self.slots, self.meter = inner, sizes, tuple(slots), meter
         self.watch: Watch = watch_nothing
         self._layouts: dict[PageGroup, GroupLayout] = {}
         self._opened: list[tuple[Tensor, ...]] = [()] * len(slots)  # the pages in each slot
@@ -83,9 +88,13 @@ class Executor:
         with self.watch("wait"), self.watch("write" if writes else "read", *page):
             self._copy(page, tensor, writes)
 
-    def close(self) -> None:
-        """Free the layouts, which have views of pages in place, and close the inner store."""
+    def forget_layouts(self) -> None:
+        """Free the layouts, which have views of pages in place."""
         self._layouts.clear()
+
+    def close(self) -> None:
+        """Free the layouts, and close the inner store."""
+        self.forget_layouts()
         self._inner.close()
 
     def _move_all(

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,19 +74,33 @@ class NvmeStore(Store):
         self._folder, self._verify = Path(folder), verify
         self._entries = Pages[_Entry]()
         self._lock = threading.Lock()
-        self._allocated_bytes = 0
+        self._end_bytes = self._allocated_bytes = 0
         self._file = ScratchFile(self._folder, files or Files())
         with if_it_fails(self.close):
             self._file.reserve(capacity_bytes)
 
-    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
+    def allocate_all(self, sizes: Mapping[Page, tuple[int, torch.dtype]]) -> None:
         with self._lock:
-            self._entries.check_new(page)
-            entry = _Entry(self._allocated_bytes, numel, dtype)
-            end_bytes = entry.offset + round_up(entry.nbytes)
+            entries, end_bytes = dict[Page, _Entry](), self._end_bytes
+            for page, (numel, dtype) in sizes.items():
+                self._entries.check_new(page)
+                entries[page] = _Entry(end_bytes, numel, dtype)
+                end_bytes += round_up(entries[page].nbytes)
             self._file.reserve(end_bytes)
-            self._entries[page] = entry
-            self._allocated_bytes = end_bytes
+            self._allocated_bytes += end_bytes - self._end_bytes
+            self._end_bytes = end_bytes
+            self._entries.update(entries)
+
+    def rename(self, page: Page, name: Page) -> None:
+        with self._lock:
+            self._entries.rename(page, name)
+
+    def free(self, page: Page) -> None:
+        """Remove a page. Its part of the file becomes a hole; a file system without holes keeps it until `close`."""
+        with self._lock:
+            entry = self._entries.take(page)
+            self._allocated_bytes -= round_up(entry.nbytes)
+        self._file.give_back(entry.offset, round_up(entry.nbytes))
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         entry = self._matching(page, into)

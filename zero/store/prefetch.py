@@ -8,8 +8,7 @@ its own. Operations on one page run in the order in which they were submitted.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from zero.errors import StoreError
 from zero.platform.handle import Done
-from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching
+from zero.store.base import Page, Pages, Store, Ticket, Watch, check_matching, watch_nothing
+from zero.store.bounce_buffers import BounceBuffers
 from zero.store.events import Expect, Modify, PageGroup, PageTransfer
 from zero.store.executor import Executor
-from zero.store.traffic_counter import Traffic
+from zero.store.traffic_counter import Traffic, TrafficCounter
 from zero.store.workers import WorkerPool
 
 
@@ -31,40 +31,78 @@ class PrefetchStore(Store):
         inner: the other store, which reads and writes in the calling thread. Several threads call it at once, for
             different pages. Its pages are allocated through this store.
         slots: host memory for loaded groups: 1-D uint8, of equal size, aligned to 4 KiB.
-        bounce_buffers: host memory for other tensors of a group's work, one for each thread, see `bounce_buffer`.
+        bounce_buffers: host memory for other tensors of a group's work, one for each thread.
         threads: the most actions (read, work, write) at a time.
         read_ahead: the most slots for groups that are only announced.
         timeout_s: the limit of every wait, in seconds.
         prepare: called once in each thread before its first action.
+        release: called in `close`, when slots and bounce buffers are not used any more.
 
     The threads are started when they are first needed and end in `close`.
+
+    Attributes:
+        inner: the other store.
+        bounce_buffers: lends them to the store's threads.
     """
 
     def __init__(
         self,
         inner: Store,
-        slots: Sequence[Tensor],
+        slots: Sequence[Tensor] = (),
         bounce_buffers: Sequence[Tensor] = (),
         *,
         threads: int,
-        read_ahead: int,
+        read_ahead: int = 0,
         timeout_s: float = 300.0,
         prepare: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
-        self._bounce_buffers, self._idle = tuple(bounce_buffers), list(bounce_buffers)
-        self._inner, self._sizes = inner, Pages[tuple[int, torch.dtype]]()
-        self._executor = Executor(inner, slots, self._sizes)
+        self.inner, self._sizes = inner, Pages[tuple[int, torch.dtype]]()
         self._versions: Counter[Page] = Counter()
-        self._claimed = False
-        self._workers = WorkerPool(
-            self._executor, threads=threads, read_ahead=read_ahead, timeout_s=timeout_s, prepare=prepare
-        )
+        self._claimed, self._watch, self._traffic = False, watch_nothing, TrafficCounter()
+        self._make_pool = partial(WorkerPool, timeout_s=timeout_s, prepare=prepare)
+        self._executor = Executor(inner, (), self._sizes, self._traffic)
+        self._release: Callable[[], None] = lambda: None
+        self._workers = self._make_pool(self._executor, threads=threads, read_ahead=0)
+        self.refit(slots, bounce_buffers, threads=threads, read_ahead=read_ahead, release=release)
+
+    def refit(
+        self,
+        slots: Sequence[Tensor] = (),
+        bounce_buffers: Sequence[Tensor] = (),
+        *,
+        threads: int,
+        read_ahead: int = 0,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Use other slots, bounce buffers and threads; pages stay as they are. Call `drain` first.
+
+        Args: as those of the class.
+
+        Raises:
+            StoreError: as `close`.
+        """
+        self._workers.leave()
+        self._release()
+        self._executor, self._release = Executor(self.inner, slots, self._sizes, self._traffic), release
+        self._executor.watch, self.bounce_buffers = self._watch, BounceBuffers(bounce_buffers)
+        self._workers = self._make_pool(self._executor, threads=threads, read_ahead=read_ahead)
 
     # -- the interface of every store --
 
-    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        self._inner.allocate(page, numel, dtype)
-        self._sizes[page] = numel, dtype
+    def allocate_all(self, sizes: Mapping[Page, tuple[int, torch.dtype]]) -> None:
+        self.inner.allocate_all(sizes)
+        self._sizes |= sizes
+
+    def rename(self, page: Page, name: Page) -> None:
+        self.inner.rename(page, name)
+        self._sizes.rename(page, name)
+        self._executor.forget_layouts()
+
+    def free(self, page: Page) -> None:
+        self._sizes.take(page)
+        self._executor.forget_layouts()
+        self.inner.free(page)
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         return self._transfer(page, into, writes=False)
@@ -73,7 +111,7 @@ class PrefetchStore(Store):
         return self._transfer(page, source, writes=True)
 
     def in_place(self, page: Page) -> Tensor | None:
-        return self._inner.in_place(page)
+        return self.inner.in_place(page)
 
     def in_place_views(self, pages: Sequence[Page]) -> list[Tensor]:
         """Return views of pages of one dtype in place; pages that are adjacent in memory are one view.
@@ -86,7 +124,7 @@ class PrefetchStore(Store):
         self._workers.check()
         views: list[Tensor] = []
         for page in pages:
-            memory = self._inner.in_place(page)
+            memory = self.inner.in_place(page)
             if memory is None:
                 raise StoreError(f"{page} has no memory to update in place, because its tier returns copies")
             if views and _adjoin(views[-1], memory):
@@ -101,21 +139,12 @@ class PrefetchStore(Store):
 
     @property
     def allocated_bytes(self) -> int:
-        return self._inner.allocated_bytes
+        return self.inner.allocated_bytes
 
     @property
     def slots_bytes(self) -> int:
         """Return the bytes of all slots and bounce buffers."""
-        return sum(memory.nbytes for memory in (*self._executor.slots, *self._bounce_buffers))
-
-    @contextmanager
-    def bounce_buffer(self) -> Iterator[Tensor]:
-        """Lend the calling thread, one of the store's, a bounce buffer: through it tensors of a GPU reach the host."""
-        memory = self._idle.pop()
-        try:
-            yield memory
-        finally:
-            self._idle.append(memory)
+        return sum(slot.nbytes for slot in self._executor.slots) + self.bounce_buffers.nbytes
 
     def close(self) -> None:
         """End the threads, then close the inner store. Operations that have not started are dropped.
@@ -124,7 +153,10 @@ class PrefetchStore(Store):
             StoreError: a thread is still running after `timeout_s`. The inner store stays open then.
         """
         self._workers.leave()
-        self._executor.close()
+        try:
+            self._executor.close()
+        finally:
+            self._release()
 
     def claim(self) -> None:
         """Reserve the store for one state.
@@ -138,7 +170,7 @@ class PrefetchStore(Store):
 
     def observe(self, watch: Watch) -> None:
         """Call `watch` around every later action: reads, writes and work in the threads, and waits of callers."""
-        self._executor.watch = watch
+        self._watch = self._executor.watch = watch
 
     # -- groups --
 
@@ -179,7 +211,7 @@ class PrefetchStore(Store):
 
     @property
     def traffic(self) -> Traffic:
-        return self._executor.meter.read_off()
+        return self._traffic.read_off()
 
     # -- in the calling thread --
 
@@ -188,7 +220,7 @@ class PrefetchStore(Store):
         if writes:
             self._versions[page] += 1
         event = PageTransfer(0, page, writes)
-        if self._inner.in_place(page) is None:
+        if self.inner.in_place(page) is None:
             return self._workers.submit(event, partial(self._executor.move, page, tensor, writes))
         self._workers.do_here(event, partial(self._executor.copy_in_caller, page, tensor, writes))
         return Done()

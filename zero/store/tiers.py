@@ -1,11 +1,13 @@
 """A store over several tiers or disks, and the choice of the disk of each page."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from zero.errors import if_it_fails
 from zero.store.base import Page, Pages, Store, Ticket
 
 
@@ -47,38 +49,79 @@ class Tiers(Store):
 
     Args:
         stores: name of a tier -> its store; closed with this store.
-        where: returns the name of a page's tier, always the same for one page.
-        release: called when all stores are closed.
+        where: returns the name of the tier on which a page is allocated.
+        lent: the names of stores that the caller has passed in, so that no other one replaces them.
     """
 
-    def __init__(
-        self, stores: Mapping[str, Store], where: Callable[[Page], str], release: Callable[[], None] = lambda: None
-    ) -> None:
-        self._stores, self._where, self._release = dict(stores), where, release
-        self._pages = Pages[Store]()
+    def __init__(self, stores: Mapping[str, Store], where: Callable[[Page], str], lent: Set[str] = frozenset()) -> None:
+        self.stores, self._where, self.lent = dict(stores), where, lent
+        self._replaced: list[Store] = []
+        self._emptied: Set[str] = frozenset()
+        self._pages = Pages[tuple[str, Store]]()
 
-    def allocate(self, page: Page, numel: int, dtype: torch.dtype) -> None:
-        self._pages.check_new(page)
-        store = self._stores[self._where(page)]
-        store.allocate(page, numel, dtype)
-        self._pages[page] = store
+    def allocate_all(self, sizes: Mapping[Page, tuple[int, torch.dtype]]) -> None:
+        for page in sizes:
+            self._pages.check_new(page)
+        made = list[Page]()
+
+        def undo() -> None:
+            for page in made:
+                self.free(page)
+
+        with if_it_fails(undo):
+            for tier, pages in groupby(sizes, self._where):
+                together = {page: sizes[page] for page in pages}
+                self.stores[tier].allocate_all(together)
+                self._pages |= dict.fromkeys(together, (tier, self.stores[tier]))
+                made += together
+
+    def rename(self, page: Page, name: Page) -> None:
+        self._pages.check_new(name)
+        self._pages[page][1].rename(page, name)
+        self._pages.rename(page, name)
+
+    def free(self, page: Page) -> None:
+        self._pages.take(page)[1].free(page)
 
     def read(self, page: Page, into: Tensor) -> Ticket:
-        return self._pages[page].read(page, into)
+        return self._pages[page][1].read(page, into)
 
     def write(self, page: Page, source: Tensor) -> Ticket:
-        return self._pages[page].write(page, source)
+        return self._pages[page][1].write(page, source)
 
     def in_place(self, page: Page) -> Tensor | None:
-        return self._pages[page].in_place(page)
+        return self._pages[page][1].in_place(page)
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(store.allocated_bytes for store in self._stores.values())
+        return sum(store.allocated_bytes for store in (*self.stores.values(), *self._replaced))
 
     def close(self) -> None:
         self._pages.close()
         with ExitStack() as closing:  # if one close raises, the other stores are closed nevertheless
-            closing.callback(self._release)
-            for store in self._stores.values():
+            for store in (*self.stores.values(), *self._replaced):
                 closing.callback(store.close)
+
+    # -- pages that move from tier to tier --
+
+    def refit(self, where: Callable[[Page], str], stores: Mapping[str, Store], emptied: Set[str] = frozenset()) -> None:
+        """Allocate further pages by `where`, on `stores` in place of those of the same names; other pages stay.
+
+        Args:
+            emptied: the names of tiers whose pages must move to other stores.
+        """
+        before = [*self.stores.values(), *self._replaced]
+        self._where, self.stores, self._emptied = where, self.stores | dict(stores), emptied
+        self._replaced = [store for store in before if store not in self.stores.values()]
+
+    def is_at_home(self, page: Page) -> bool:
+        """Return whether a page is on the tier on which it would be allocated now."""
+        tier, store = self._pages[page]
+        return tier == self._where(page) and (tier not in self._emptied or store is self.stores[tier])
+
+    def close_replaced(self) -> None:
+        """Close the stores that others have replaced and that have no pages any more."""
+        used = {id(store) for _, store in self._pages.values()}
+        for store in [store for store in self._replaced if id(store) not in used]:
+            self._replaced.remove(store)
+            store.close()

@@ -103,6 +103,36 @@ class StoreContract:
             store.write(page, source).wait()
             assert _bytes_of(view) == _bytes_of(source)
 
+    def test_a_renamed_page_keeps_its_bytes(self) -> None:
+        with contextlib.closing(self.open()) as store:
+            pages = self._allocated(store)
+            sources = {page: self._noise(numel, dtype, seed) for seed, (page, numel, dtype) in enumerate(pages)}
+            self._write(store, sources)
+            aside = {page: page._replace(unit=page.unit + 1000) for page in sources}
+            for page, name in aside.items():
+                store.rename(page, name)
+            for page, numel, dtype in pages:
+                store.allocate(page, numel, dtype)
+            self._check(store, {aside[page]: source for page, source in sources.items()})
+            self._check(store, {page: torch.zeros_like(source) for page, source in sources.items()})
+
+    def test_a_freed_page_is_gone_and_the_others_stay(self) -> None:
+        with contextlib.closing(self.open()) as store:
+            pages = self._allocated(store)
+            sources = {page: self._noise(numel, dtype, seed) for seed, (page, numel, dtype) in enumerate(pages)}
+            self._write(store, sources)
+            before = store.allocated_bytes
+            for page in [*sources][::2]:
+                source = sources.pop(page)
+                store.free(page)
+                _raises_store_error(partial(_finish, store.read, page, source))
+            assert 0 < store.allocated_bytes < before
+            self._check(store, sources)
+            for page, numel, dtype in pages[::2]:
+                store.allocate(page, numel, dtype)
+                self._check(store, {page: torch.zeros(numel, dtype=dtype)})
+            assert store.allocated_bytes == before
+
     def test_two_stores_are_independent(self) -> None:
         with contextlib.closing(self.open()) as first, contextlib.closing(self.open()) as second:
             page = Page(0, "mu", 0)

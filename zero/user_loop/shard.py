@@ -9,9 +9,10 @@ from torch import nn
 from zero.core.optim import Transform
 from zero.distributed.mesh import local_part
 from zero.distributed.world import World
-from zero.engine.init import init, open_store
+from zero.engine.init import init
 from zero.engine.meta import is_meta, lacks_values
 from zero.engine.model import buffers_of, same_bits
+from zero.engine.open_store import open_store
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.whole import Weights

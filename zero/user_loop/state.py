@@ -3,8 +3,10 @@
 import logging
 import weakref
 from functools import partial
+from typing import Any
 
 from zero.engine.metrics import Metrics
+from zero.engine.move import move
 from zero.engine.state import State
 from zero.errors import ConfigError
 from zero.platform.threads import BackgroundThread
@@ -41,7 +43,7 @@ class EngineState(EngineSettings):
 
     def _keep(self, state: State) -> None:
         """Store a new state, and a copy of its counts, because they may be read after `destroy`."""
-        self._state, self.loss_scale = state, state.scale.scale
+        self._state, self.plan, self.loss_scale = state, state.plan, state.scale.scale
         self.global_steps, self.skipped_steps = self._steps_before + state.tried, state.skipped
 
     @property
@@ -54,6 +56,14 @@ class EngineState(EngineSettings):
         if not self._closing.alive:
             raise ConfigError("this engine was destroyed. Make another with zero.initialize.")
         return self._state
+
+    def move(self, **settings: Any) -> None:
+        """Move the state to other settings of memory, see `zero.move`. Collective.
+
+        Args:
+            settings: arguments of `zero.move`, such as `offload="cpu"`.
+        """
+        self._keep(move(self.state, **settings))
 
     @property
     def overflow(self) -> bool:

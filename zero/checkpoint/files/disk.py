@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero.errors import CheckpointError
-from zero.platform.files import FILE_MODE, Files, move, naming
+from zero.platform.files import FILE_MODE, Files, naming, transfer_all
 
 FOLDER_MODE = 0o700
 
@@ -94,7 +94,7 @@ def write_text(disk: Disk, path: Path, text: str) -> None:
         CheckpointError: a file call failed; the message names the path.
     """
     with naming(path, "writing it"), closing(disk, disk.create(path)) as fd:
-        move(disk.pwrite, fd, memoryview(text.encode()), 0)
+        transfer_all(disk.pwrite, fd, memoryview(text.encode()), 0)
         disk.fsync(fd)
 
 
@@ -109,5 +109,5 @@ def read_bytes(disk: Disk, path: Path, limit: int) -> bytes:
         if nbytes > limit:
             raise CheckpointError(f"{path}: has {nbytes} bytes, more than the limit of {limit}")
         memory = bytearray(nbytes)
-        move(disk.pread, fd, memoryview(memory), 0)
+        transfer_all(disk.pread, fd, memoryview(memory), 0)
     return bytes(memory)

@@ -33,7 +33,7 @@ from zero.checkpoint.format.hashes import (
     joined_crc,
 )
 from zero.errors import CheckpointError, if_it_fails
-from zero.platform.files import move, naming
+from zero.platform.files import naming, transfer_all
 from zero.platform.safetensors_files import ALIGN_BYTES, FilePart, header, offsets
 
 WRITE_BYTES = 4 * 2**20
@@ -175,7 +175,7 @@ class ShardWriter(_OpenFile):
         with memoryview(block) as whole, whole[:nbytes] as view:
             hashes = hash_block(view)
             with naming(self._path, f"writing at offset {end - nbytes}"):
-                move(self._pwrite, self._fd, view, end - nbytes)
+                transfer_all(self._pwrite, self._fd, view, end - nbytes)
         if not self._direct:
             self._forget(end)
         return hashes
@@ -303,7 +303,7 @@ class ShardReader(_OpenFile):
 
     def _load(self, span: int, into: memoryview) -> None:
         with naming(self._path, f"reading at offset {span * SPAN_BYTES}"):
-            move(self._disk.pread, self._fd, into, span * SPAN_BYTES)
+            transfer_all(self._disk.pread, self._fd, into, span * SPAN_BYTES)
         expected = self._expected.crcs[span * CRC_BYTES : (span + 1) * CRC_BYTES]
         self._compare("CRC-32", *self._ends(span), crc_of(into), expected)
 

@@ -74,7 +74,7 @@ class Reducer:
         self.rounds = Rounds(plan, units, gradients, updater.apply_deferred, self._copies, self.reductions, first)
         self._last = False  # whether this is the last planned microbatch
         self._arrived = False  # whether a gradient has arrived in this step
-        self._ended = False  # whether the step has ended, so that its gradients cannot be read any more
+        self.ended = True
 
     @property
     def has_extra(self) -> bool:
@@ -89,7 +89,7 @@ class Reducer:
             self._drop()
         self._gradients.drop_open()
         self._renew(lambda _: UnitStep())
-        self._ended = False
+        self.ended = False
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Begin a microbatch.
@@ -119,7 +119,7 @@ class Reducer:
 
     def end_step(self) -> None:
         """End the step: its gradients cannot be read any more, because the update may overwrite them."""
-        self._ended = True
+        self.ended = True
 
     def sum_so_far(self) -> bool:
         """Reduce all gradients that have arrived in this step, so that `grad` can be read; more may arrive. Collective.
@@ -128,7 +128,7 @@ class Reducer:
             Whether any rank has a gradient.
         """
         self._check_complete()
-        if self._ended:
+        if self.ended:
             return False
         if self._alone:
             self.reductions.settle(self._units)
@@ -151,6 +151,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Clean up after an exception: wait for started operations, drop all gradients and records."""
+        self.ended = True
         self._drop()
         self._renew(lambda _: UnitStep())
 

@@ -61,9 +61,6 @@ class SiteRunner:
     """The runner of a model's sites.
 
     Args:
-        residency: gathers and releases units.
-        backward: receives gradients.
-        activations: keeps activations until backward.
         tape: records forwards in the timeline.
         checksums: records outputs of sites, if a step is made twice.
 
@@ -78,22 +75,32 @@ class SiteRunner:
         self,
         plan: Plan,
         units: Sequence[UnitState],
-        residency: Residency,
-        backward: BackwardPass,
-        activations: InPlace,
         tape: Tape,
         checksums: Checksums,
     ) -> None:
-        self._plan, self._units, self._residency, self._backward = plan, units, residency, backward
-        self.activations, self._tape, self._checksums = activations, tape, checksums
+        self._units, self._tape, self._checksums = units, tape, checksums
         self._compiler = Compiler(plan.compile) if plan.compile else None
         self._anchor = torch.zeros(0, requires_grad=True)
-        placed = plan.beside.placed
-        self._places = Places(placed)
-        self._packing = Packing(units, residency.pool, activations, backward.hold, has_dtensors=bool(placed))
+        self._places = Places(plan.beside.placed)
         self.entering: Callable[[], None] = lambda: None
         self.frozen_groups: frozenset[int] = frozenset()
         self.use = OneThread("a State", self.reset)
+
+    def connect(self, plan: Plan, residency: Residency, backward: BackwardPass, activations: InPlace) -> None:
+        """Set the parts that depend on the plan.
+
+        Args:
+            residency: gathers and releases units.
+            backward: receives gradients.
+            activations: keeps activations until backward.
+        """
+        self._plan, self._residency, self._backward, self.activations = plan, residency, backward, activations
+        has_dtensors = bool(plan.beside.placed)
+        self._packing = Packing(self._units, residency.pool, activations, backward.hold, has_dtensors=has_dtensors)
+
+    def disconnect(self) -> None:
+        """Drop the parts that `connect` has set."""
+        del self._residency, self._backward, self.activations, self._packing
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
 

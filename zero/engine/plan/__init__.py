@@ -2,20 +2,24 @@
 
 from zero.engine.plan.beside import refuse_equal_parts
 from zero.engine.plan.handshake import settings_of, settings_of_groups
+from zero.engine.plan.held import KINDS
 from zero.engine.plan.parts import Part, parts_of
 from zero.engine.plan.placing import THREADS, thread_count
-from zero.engine.plan.plan import KINDS, Plan
-from zero.engine.plan.settings import activations_of
+from zero.engine.plan.plan import Plan
+from zero.engine.plan.settings import Arrangement, activations_of, check_settings, policies_of
 from zero.engine.plan.traffic import Load, traffic
 
 __all__ = [
     "KINDS",
     "THREADS",
+    "Arrangement",
     "Load",
     "Part",
     "Plan",
     "activations_of",
+    "check_settings",
     "parts_of",
+    "policies_of",
     "refuse_equal_parts",
     "settings_of",
     "settings_of_groups",

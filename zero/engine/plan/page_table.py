@@ -97,9 +97,10 @@ class PageTable:
 
     @cached_property
     def _store_pages(self) -> dict[Page, PageSpec]:
-        return {page: spec for unit in self.facts.units for page, spec in self._pages_of(unit)}
+        return {page: spec for unit in self.facts.units for page, spec in self.pages_of(unit)}
 
-    def _pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
+    def pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
+        """Yield every page of one unit with its size."""
         cuts, passes = self.cut(self.sizes.update_numel(unit)), self.passes.of(unit)
         ranges = {kind: cuts for now in passes for kind in self.passes.state_kinds(now)}
         dtypes = dict(self.passes.kept.dtypes)

@@ -137,15 +137,18 @@ def auto_page_bytes(facts: Facts, offload: Offload, room: Room) -> int:
     return page_bytes
 
 
-def free_room(facts: Facts, offload: Offload, *, shared: bool) -> Room:
-    """Return the bytes that this rank may use on each tier, from the free memory now.
+def free_room(facts: Facts, offload: Offload, held: Mapping[str, int], *, shared: bool) -> Room:
+    """Return the bytes that this rank may use on each tier, from the free memory now and the bytes that it holds.
 
     All ranks use the readings of rank 0 if tiers or page sizes depend on them, or if `shared`.
     """
     world, device = facts.world, facts.world.compute
-    device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes())
+    on_device, on_host = held.get("device", 0), held.get("host", 0)
+    if facts.device_is_host:
+        on_device, on_host = 0, on_device + on_host
+    device_bytes = usable_bytes(offload, device.free_bytes(), device.total_bytes()) + on_device
     host_bytes = usable_host_bytes(offload, free_host_bytes(), device_is_host=facts.device_is_host)
-    mine = f"{device_bytes} {host_bytes // world.whole.local_size}"
+    mine = f"{device_bytes} {host_bytes // world.whole.local_size + on_host}"
     if shared or "auto" in offload.kinds or has_many_pages(facts, offload):
         mine = world.share(mine)
     return Room(*map(int, mine.split()))

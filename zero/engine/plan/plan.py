@@ -5,8 +5,8 @@ pages of the store) and the placement of these pages on tiers, from `placing`. P
 `init` will allocate.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +29,7 @@ from zero.engine.model import (
 )
 from zero.engine.plan.beside import Beside, check_matrices, placements, replicated_names, worlds_beside
 from zero.engine.plan.facts import Facts, Scope, facts_of, sharers
+from zero.engine.plan.held import held_bytes, kind_of, table_text, tier_of
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.passes import Passes
 from zero.engine.plan.placing import (
@@ -37,8 +38,9 @@ from zero.engine.plan.placing import (
     lowest_tiers,
     place_pages,
 )
-from zero.engine.plan.plan_text import table_text
 from zero.engine.plan.settings import (
+    Arrangement,
+    Origin,
     Update,
     activations_of,
     check_settings,
@@ -49,14 +51,7 @@ from zero.engine.plan.settings import (
 )
 from zero.engine.plan.sizes import Sizes
 from zero.errors import ConfigError, PlanError
-from zero.store import PARAMETER_KINDS, Page, PageKind
-
-KINDS = (
-    *("parameters", "gathered units", "secondary shards", "gradients", "gradient flats", "node sums"),
-    *("gradient buffers", "matrices", "master", "moments", "buffers", "activations", "staging", "arena"),
-)
-SOMETIMES = ("secondary shards", "node sums", "gradient buffers", "matrices", "activations", "staging", "arena")
-"""Kinds that `Plan.bytes` leaves out if they have no bytes. If nothing is trained it leaves out every empty kind."""
+from zero.store import Page
 
 
 class Plan:
@@ -114,6 +109,8 @@ class Plan:
         host_activation_bytes: bytes to count for activations that units offload to host memory.
 
     Attributes:
+        origin: what this plan shares with the plans that `moved` makes of it, and with no other plan.
+        arrangement: the settings that `zero.move` may change.
         facts: the consequences of stage, precision and tiers.
         pages: the pages of the store.
         beside: the norm groups, and what their ranks share.
@@ -161,13 +158,17 @@ class Plan:
             bucket=bucket, accumulate=accumulate, activation_bytes=activation_bytes,
             host_activation_bytes=host_activation_bytes,
         )  # fmt: skip
-        keep, policies = checks.patterns("zero.keep", keep, PlanError), policies_of(activations, compile)
         self.model, self.bucket, self.compile, self.check_writes = model, bucket, compile, check_writes
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
-        stage = stage if isinstance(stage, Stage) else Stage(stage)
         precision = precision if isinstance(precision, Precision) else Precision(precision)
-        offload = offload if isinstance(offload, Offload) else Offload(offload or "none")
-        self.offload = offload.at(parameters_sharded=stage.parameters)
+        arrangement = Arrangement(
+            stage=stage if isinstance(stage, Stage) else Stage(stage),
+            offload=offload if isinstance(offload, Offload) else Offload(offload or "none"),
+            activations=policies_of(activations, compile),
+            keep=checks.patterns("zero.keep", keep, PlanError),
+            prefetch=prefetch,
+            gather=gather,
+        )
         groups = worlds_beside(world, norm_groups)
         placed = placements(model, world, groups)
         if compile and placed:
@@ -181,32 +182,51 @@ class Plan:
             packed=packed_names(model, precision),
             form=precision.frozen,
         )
-        self.activations = activations_of(splitting, policies)
         optimizer.check_groups(splitting.shapes())
         check_matrices(splitting, optimizer, placed)
         self.beside = Beside(groups, placed, replicated_names(splitting, placed, groups, replicated))
+        make_facts = partial(
+            facts_of, splitting=splitting, world=world, precision=precision, optimizer=optimizer, accumulate=accumulate,
+            reduce=reduce, shard=shard,
+        )  # fmt: skip
+        self.origin = Origin(splitting, room, make_facts)
+        self._arrange(arrangement, {})
+
+    def moved(self, arrangement: Arrangement) -> "Plan":
+        """Return the plan of the same state with other settings, for the memory that is free without this plan's."""
+        plan = copy(self)
+        held = {tier: sum(kinds.values()) - kinds.get("activations", 0) for tier, kinds in self.bytes.items()}
+        plan._arrange(arrangement, held)
+        return plan
+
+    def _arrange(self, arrangement: Arrangement, held: Mapping[str, int]) -> None:
+        """Set the facts, the pages and their placement.
+
+        Args:
+            held: bytes on each tier that an earlier plan holds.
+        """
+        self.arrangement, splitting = arrangement, self.origin.splitting
+        self.offload = arrangement.offload.at(parameters_sharded=arrangement.stage.parameters)
+        self.activations = activations_of(splitting, arrangement.activations)
         _, param_tier, grad_tier = lowest_tiers(self.offload)
-        facts = facts_of(
-            splitting=splitting,
-            world=world,
-            stage=stage,
-            precision=precision,
-            optimizer=optimizer,
-            accumulate=accumulate,
-            prefetch=prefetch,
-            kept_units=kept_units(splitting, keep),
+        facts = self.origin.facts(
+            stage=arrangement.stage,
+            prefetch=arrangement.prefetch,
+            kept_units=kept_units(splitting, arrangement.keep),
             param_tier=param_tier,
             grad_tier=grad_tier,
-            gather=gather,
-            reduce=reduce,
-            shard=shard,
+            gather=arrangement.gather,
         )
-        self._place(facts, room, may_drop_secondary=gather == "auto")
+        self._place(facts, held, may_drop_secondary=arrangement.gather == "auto")
 
-    def _place(self, facts: Facts, room: Room | None, *, may_drop_secondary: bool) -> None:
-        """Set the size of pages, their table, their placement and the slots, for `room` or the memory that is free."""
+    def _place(self, facts: Facts, held: Mapping[str, int], *, may_drop_secondary: bool) -> None:
+        """Set the size of pages, their table, their placement and the slots, for the room or the memory that is free.
+
+        Args:
+            held: as in `_arrange`.
+        """
         shared = may_drop_secondary and facts.keeps_secondary
-        room = free_room(facts, self.offload, shared=shared) if room is None else room
+        room = free_room(facts, self.offload, held, shared=shared) if self.origin.room is None else self.origin.room
         page_bytes = self.offload.page_bytes or auto_page_bytes(facts, self.offload, room)
         self.offload = self.offload.model_copy(update={"page_bytes": page_bytes})
         place = partial(
@@ -224,9 +244,13 @@ class Plan:
                 raise
             facts = replace(facts, secondary=None)
             self.placement, self.slots = place(PageTable(facts, page_bytes // 4))
-        self.facts = replace(facts, param_tier=self.placement.param, grad_tier=self.placement.grad)
-        self.pages = PageTable(self.facts, page_bytes // 4)
+        facts = replace(facts, param_tier=self.placement.param, grad_tier=self.placement.grad)
+        self.pages = PageTable(facts, page_bytes // 4)
         self.slots = self.slots._replace(nbytes=self.pages.slot_bytes)  # faster tiers have fewer pages
+
+    @property
+    def facts(self) -> Facts:
+        return self.pages.facts
 
     @property
     def world(self) -> World:
@@ -266,24 +290,11 @@ class Plan:
 
     def tier(self, page: Page) -> Tier:
         """Return the tier of a page."""
-        if page.kind in PARAMETER_KINDS:
-            return self.placement.param
-        if page.kind == PageKind.SECONDARY:
-            assert self.facts.secondary is not None
-            return self.facts.secondary
-        return (
-            self.placement.grad
-            if page.kind in self.pages.grad_dtypes
-            else self.placement.optimizer[page.unit, page.number]
-        )
+        return tier_of(page, self.pages, self.placement)
 
     def kind(self, page: Page) -> str:
         """Return the kind under which `bytes` counts a page."""
-        if self.pages.is_updated(page):
-            return "master" if page.kind == self.precision.master.kind else "moments"
-        if page.kind == PageKind.SECONDARY:
-            return "secondary shards"
-        return "gradients" if page.kind in self.pages.grad_dtypes else "parameters"
+        return kind_of(page, self.pages)
 
     @property
     def arena_bytes(self) -> int:
@@ -303,24 +314,11 @@ class Plan:
     @property
     def bytes(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank as a dict from tier to kind to bytes, without temporaries of a few MiB."""
-        held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
-        held["device"].update(
-            self.sizes.buffer_bytes(), buffers=self.model_buffer_bytes, activations=self.activation_bytes
-        )
-        held["device"]["staging"] = self.slots.staging_bytes
-        held[self.placement.param]["parameters"] = self.pages.param_bytes()
-        held[self.placement.grad]["gradients"] = self.pages.grad_bytes()
-        for page, spec in self.pages.store_pages().items():
-            if self.pages.is_updated(page) or page.kind == PageKind.SECONDARY:
-                tier = self.tier(page)
-                held[tier][self.kind(page)] += self.pages.bytes_on(spec, tier)
-        held["host"].update(arena=self.arena_bytes, activations=self.host_activation_bytes)
-        always = [kind for kind in KINDS if kind not in SOMETIMES] if self.facts.trains else []
-        return {
-            tier: {kind: kinds[kind] for kind in KINDS if kinds[kind] or (tier == "device" and kind in always)}
-            for tier, kinds in held.items()
-            if tier == "device" or any(kinds.values())
+        fixed = {
+            "device": {"buffers": self.model_buffer_bytes, "activations": self.activation_bytes},
+            "host": {"activations": self.host_activation_bytes},
         }
+        return held_bytes(self.pages, self.placement, self.slots, fixed)
 
     def __str__(self) -> str:
         facts = self.facts

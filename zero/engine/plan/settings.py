@@ -1,19 +1,22 @@
 """Checks of a plan's settings, and what their patterns select."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from torch import nn
 
 from zero.core import checks
 from zero.core.activations import ACTIVATIONS, KEEP
+from zero.core.offload import Offload
 from zero.core.optim import Transform
+from zero.core.placement import Room
+from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.routes import GATHERS, SUMS
 from zero.distributed.world import World
 from zero.engine.model import APART, Backend, Site, Splitting, check_backend, refuse_taken
-from zero.engine.plan.facts import Scope
+from zero.engine.plan.facts import Facts, Scope
 from zero.errors import PlanError
 
 Update = Literal["lazy", "serial"]
@@ -26,6 +29,31 @@ NUMBERS = {
     "host_activation_bytes": ("host_activation_bytes", 0, "bytes"),
 }
 """Settings that are whole numbers: their names in messages, their least values and what they count."""
+
+
+class Arrangement(NamedTuple):
+    """The settings of a plan that can change while a state trains, because no bit of the results depends on them."""
+
+    stage: Stage
+    offload: Offload
+    activations: Mapping[str, str]
+    """The names of policies by patterns of names."""
+    keep: Sequence[str]
+    prefetch: int
+    gather: str
+
+
+class Origin(NamedTuple):
+    """The part of a plan that is shared with the plans that are made from it for other settings.
+
+    Attributes:
+        room: bytes that this rank may use on each tier; None: the bytes that are free.
+        facts: makes the facts from the settings that can change.
+    """
+
+    splitting: Splitting
+    room: Room | None
+    facts: Callable[..., Facts]
 
 
 def refuse_strangers(model: object, optimizer: object, world: object) -> None:

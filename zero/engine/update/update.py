@@ -249,7 +249,7 @@ class Updater:
         if not self._plan.slots.bounce_bytes:
             yield self._where.room_for
             return
-        with self._store.bounce_buffer() as memory:
+        with self._store.bounce_buffers.borrowed() as memory:
             end = 0
 
             def room_for(tensor: Tensor) -> Tensor:

@@ -1,7 +1,18 @@
 """Whole values: read, edit, stream and write full parameters, whatever their sharding and tier."""
 
 from zero.engine.whole.edit import gathered, set_full
-from zero.engine.whole.first_values import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
+from zero.engine.whole.first_values import (
+    Check,
+    Values,
+    Weights,
+    add_empty_buffers,
+    compare,
+    empty_shards,
+    empty_unit,
+    fill,
+    values_in,
+    values_of,
+)
 from zero.engine.whole.flat_writer import FlatWriter
 from zero.engine.whole.measured import measured
 from zero.engine.whole.names import Source
@@ -14,7 +25,9 @@ __all__ = [
     "Source",
     "Values",
     "Weights",
+    "add_empty_buffers",
     "compare",
+    "empty_shards",
     "empty_unit",
     "fill",
     "full_state_dict",

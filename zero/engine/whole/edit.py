@@ -129,7 +129,8 @@ class _Block:
 
     def __init__(self, state: State, full: dict[str, Tensor], kind: str, modify: bool | int) -> None:
         self.full, self._state, self._kind, self._modify = full, state, kind, modify
-        self._open_edits = state.runtime.open_edits
+        self._open_edits, self._open_blocks = state.runtime.open_edits, state.runtime.open_blocks
+        self._open_blocks.append(self)
         self._seen = {name: _Seen.of(tensor) for name, tensor in full.items()}
 
     def open(self) -> None:
@@ -154,6 +155,8 @@ class _Block:
     def close(self) -> None:
         """Free the full values. Calling it twice is allowed."""
         self.full.clear()
+        if self in self._open_blocks:
+            self._open_blocks.remove(self)
         if self.write_within in self._open_edits:
             self._open_edits.remove(self.write_within)
 

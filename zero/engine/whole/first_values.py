@@ -124,23 +124,36 @@ def by_range(whole: Callable[[str], Tensor]) -> Values:
 
 def empty_unit(plan: Plan, store: Store, spec: UnitSpec) -> UnitState:
     """Return a unit with this rank's tensors allocated and zero."""
-    compute, device, rank = plan.precision.compute, plan.world.compute, plan.rank
-    resident = Buffer(spec.full_numel, compute, device) if plan.facts.is_resident(spec) else None
-    shards: list[Tensor | None] = [None] * len(spec.flats)
-    if resident is not None:
+    unit = UnitState(spec, *empty_shards(plan, spec), None, ())
+    add_empty_buffers(plan, store, unit)
+    return unit
+
+
+def empty_shards(plan: Plan, spec: UnitSpec) -> tuple[Buffer | None, tuple[Tensor | None, ...]]:
+    """Return `UnitState.resident` and `UnitState.shards`, allocated and zero."""
+    compute, device = plan.precision.compute, plan.world.compute
+    if plan.facts.is_resident(spec):
+        resident = Buffer(spec.full_numel, compute, device)
         resident.version = 0
-        shards = [flat.of(resident.flat)[slice(*flat.stored.shard(rank))] for flat in spec.flats]
-    elif not plan.facts.params_offloaded:
-        shards = [device.zeros(plan.sizes.kept_numel(flat), flat.dtype(compute)) for flat in spec.flats]
+        return resident, tuple(flat.of(resident.flat)[slice(*flat.stored.shard(plan.rank))] for flat in spec.flats)
+    if plan.facts.params_offloaded:
+        return None, (None,) * len(spec.flats)
+    shards = [device.zeros(plan.sizes.kept_numel(flat), flat.dtype(compute)) for flat in spec.flats]
+    return None, tuple(shards)
+
+
+def add_empty_buffers(plan: Plan, store: Store, unit: UnitState) -> None:
+    """Give a unit memory for its gradient, and its secondary shards, which are empty."""
+    spec = unit.spec
     keeps_grad = spec.trainable.slots and not plan.facts.grads_offloaded
-    grad = device.zeros(plan.sizes.grad_numel(spec), plan.facts.grad_dtype) if keeps_grad else None
-    secondary = [
+    unit.grad = plan.world.compute.zeros(plan.sizes.grad_numel(spec), plan.facts.grad_dtype) if keeps_grad else None
+    unit.secondary_versions = ()
+    unit.secondary = tuple(
         store.in_place(Page(spec.index, PageKind.SECONDARY, number))
         if plan.sizes.secondary_numel(flat.stored)
         else None
         for number, flat in enumerate(spec.flats)
-    ]
-    return UnitState(spec, resident, tuple(shards), grad, tuple(secondary))
+    )
 
 
 @dataclass

@@ -1,0 +1,248 @@
+"""A state moves while it trains: whatever its stage, tiers, pages and policies become, no bit of a result changes."""
+
+import errno
+import random
+import signal
+import tempfile
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import zero
+from tests.common.small import KiB, Setting, adamw_in_8bit, slice_of, small_batch, small_loss, train_small, wide
+from tests.faults.disks import FaultyFiles, fail
+from zero.distributed.world import World
+from zero.engine.unit_move import UnitMove
+from zero.engine.whole.measured import measured
+from zero.engine.whole.read import digest
+from zero.errors import ConfigError, HandshakeError, MachineError, PlanError, StaleStateError, ZeroError
+from zero.store import NvmeStore
+from zero.testing import run_ranks
+
+STEPS = 5
+
+
+def random_move(draw: random.Random, stage: int, stages: list[int]) -> dict[str, Any]:
+    """Draw arguments of a move. Parameters leave the device only at stage 3."""
+    move: dict[str, Any] = {}
+    if draw.random() < 0.5:
+        move["stage"] = stage = draw.choice(stages)
+    kinds = {kind: draw.choice(["none", "cpu", "nvme"]) for kind in ("optimizer", "param", "grad")}
+    if stage < 3:
+        kinds["param"] = "none"
+    move["offload"] = zero.Offload(
+        **kinds, path=tempfile.gettempdir(), page_bytes=draw.choice([None, 8 * KiB, 16 * KiB]), threads=2
+    )
+    if draw.random() < 0.3:
+        move["keep"] = draw.choice([["*"], ["blocks.1"], []])
+    if draw.random() < 0.3:
+        move["activations"] = draw.choice(["keep", "remat", "selective", "offload"])
+    if draw.random() < 0.3:
+        move["prefetch"] = draw.randrange(3)
+    return move
+
+
+def check_bytes(state: zero.State) -> None:
+    """Compare the bytes that a state holds with its plan, which rounds pages of a host's memory up to 4 KiB."""
+    held, planned, rounding = measured(state), state.plan.bytes, 4 * KiB * len(state.plan.pages.store_pages())
+    for tier in ("device", "host", "nvme"):
+        spare = sum(planned.get(tier, {}).values()) - sum(held.get(tier, {}).values())
+        assert 0 <= spare <= (tier == "host") * rounding, (tier, held, planned)
+
+
+def train_and_move(world: zero.World, setting: Setting, seed: int, build=wide) -> tuple[str, list[zero.Metrics]]:
+    draw, (state, step) = random.Random(seed), setting.start(world, build)
+    stage, every = setting.stage, []
+    alike = setting.accumulate > 1 and world.size > 1  # stages that add microbatches and ranks in the same order
+    stages = [other for other in range(4) if not alike or (other < 2) == (stage < 2)]
+    for number in range(STEPS):
+        for _ in range(draw.randrange(3)):
+            move = random_move(draw, stage, stages)
+            stage = move.get("stage", stage)
+            state = zero.move(state, **move)
+            check_bytes(state)
+        batch = small_batch(number, 6 * world.size * setting.accumulate)
+        state, metrics = step(state, slice_of(batch, world, setting.accumulate))
+        every.append(metrics)
+    result = digest(state)
+    state.close()
+    return result, every
+
+
+CASES = [
+    (1, Setting(clip=0.5)),
+    (2, Setting(stage=2, clip=0.5, precision="bf16")),
+    (3, Setting(stage=1, precision="fp16", accumulate=2)),
+    (2, Setting(stage=0, optimizer=zero.muon)),
+    (3, Setting(optimizer=adamw_in_8bit, precision="bf16", accumulate=2)),
+    (2, Setting(frozen="nf4", precision="bf16")),
+    (1, Setting(precision="bf16", master="whole", update="serial")),
+]
+
+
+@pytest.mark.parametrize(("case", "seed"), [(case, seed) for case in range(len(CASES)) for seed in range(2)])
+def test_no_sequence_of_moves_changes_a_bit(case, seed):
+    size, setting = CASES[case]
+    expected = run_ranks(size, train_small, setting, STEPS, wide)
+    assert run_ranks(size, train_and_move, setting, 100 * case + seed) == expected
+
+
+# -- what goes on ------------------------------------------------------------------------------------------------------
+
+
+def test_a_moved_state_is_the_next_one_and_functions_of_its_first_plan_go_on():
+    world = World.solo()
+    plan = Setting(precision="bf16").plan(world)
+    first = zero.init(plan, zero.open_store(plan))
+    forward, step = zero.make_forward(plan, small_loss), zero.make_step(plan, small_loss)
+    state = zero.move(first, offload="nvme")
+    with pytest.raises(StaleStateError, match=r"consumed by zero\.move"):
+        first.step  # noqa: B018
+    assert state.plan is not plan
+    assert state.plan.offload.kinds == ("nvme", "cpu", "cpu")
+    assert plan.offload.kinds == ("none", "none", "none")
+    rows = small_batch(0, 6)
+    assert forward(state, rows)[0].isfinite()
+    state, _ = step(state, [rows])
+    assert state.step == 1
+    other = Setting().plan(world)
+    with pytest.raises(ConfigError, match="another Plan"):
+        zero.make_step(other, small_loss)(state, [rows])
+    state.close()
+
+
+def test_an_engine_goes_on_after_a_move(tmp_path):
+    """Its hooks, optimizer, scheduler, checkpoints and reports of stages are those of the moved state."""
+
+    def losses(move: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0}}
+        engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
+        seen = []
+        for number in range(8):
+            rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+            loss = engine(rows).square().mean()
+            engine.backward(loss)
+            engine.step()
+            seen.append(loss.item())
+            if move and number % 2:
+                engine.move(
+                    stage=(number // 2 + 1) % 4, offload=["cpu", "nvme"][number // 2 % 2], offload_path=str(tmp_path)
+                )
+                assert engine.zero_optimization_stage() == (number // 2 + 1) % 4
+        engine.save_checkpoint(str(tmp_path / str(move)))
+        engine.destroy()
+        return seen
+
+    assert losses(True) == losses(False)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_move_that_cannot_be_changes_nothing():
+    world = World.solo()
+    state, step = Setting().start(world)
+    plan = state.plan
+    for arguments, message in (
+        ({"offload": "disk"}, "must be one of"),
+        ({"stage": 5}, "stage"),
+        ({"stage": 1, "offload": "infinity"}, "only zero.stage=3 can"),
+        ({"keep": ["nothing"]}, "no unit is named nothing"),
+        ({"activations": "some"}, "zero.activations"),
+        ({"prefetch": -1}, "zero.prefetch"),
+        ({"gather": "ring"}, "zero.gather"),
+        ({"offload": "nvme", "offload_path": "/nowhere"}, "/nowhere"),
+        ({"offload": zero.Offload("cpu", host_budget=1)}, "host_budget"),
+    ):
+        with pytest.raises(ZeroError, match=message):
+            zero.move(state, **arguments)
+        assert state.plan is plan
+    under_way = zero.Step(state)
+    under_way.microbatch()
+    with pytest.raises(ConfigError, match="a step is under way"):
+        zero.move(state, stage=1)
+    under_way.abandon()
+    with zero.gathered(state, ["head.bias"]), pytest.raises(ConfigError, match="a block of gathered values is open"):
+        zero.move(state, stage=1)
+    state = zero.move(state, stage=1)
+    step(state, [small_batch(0, 6)])
+
+
+def test_stages_that_add_in_another_order_are_refused():
+    def move(world: zero.World) -> None:
+        state, _ = Setting(stage=1, accumulate=2).start(world)
+        with pytest.raises(PlanError, match="the last bits would change"):
+            zero.move(state, stage=2)
+        assert zero.move(state, stage=0).plan.facts.stage.level == 0
+
+    run_ranks(2, move)
+
+
+def test_ranks_that_ask_for_different_moves_are_told():
+    def move(world: zero.World) -> None:
+        state, _ = Setting().start(world)
+        with pytest.raises(HandshakeError, match=r"arguments of zero\.move"):
+            zero.move(state, stage=world.rank)
+
+    run_ranks(2, move)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def move_with_a_full_disk(
+    world: zero.World, setting: Setting, fails_at: int
+) -> tuple[tuple[str, list[zero.Metrics]], int]:
+    """Train; before the third step the state moves, and rank 0's disk is full at the n-th write; 0: never."""
+    plan = setting.plan(world, wide)
+    faulty = fails_at and not world.rank
+    files = FaultyFiles(fail(errno.ENOSPC), at=fails_at if faulty else 10**9, on=True, only="pwrite")
+    disk = NvmeStore(tempfile.gettempdir(), files=files)
+    state, step = zero.init(plan, zero.open_store(plan, disk=disk)), zero.make_step(plan, small_loss)
+    every = []
+    for number in range(STEPS):
+        if number == 2:
+            with pytest.raises(MachineError, match="ENOSPC") if fails_at else nullcontext() as raised:
+                state = zero.move(state, offload="nvme" if setting.stage < 3 else "infinity")
+            assert raised is None or not hasattr(raised.value, "__notes__"), "it was moved back"
+            writes = files.count
+        state, metrics = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+        every.append(metrics)
+    result = digest(state), every
+    state.close()
+    return result, writes
+
+
+@pytest.mark.parametrize("setting", [Setting(), Setting(stage=1, precision="bf16")])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_disk_that_fills_during_a_move_leaves_the_state_where_it_was(size, setting):
+    expected = run_ranks(size, train_small, setting, STEPS, wide)
+    writes = run_ranks(size, move_with_a_full_disk, setting, 0)[0][1]
+    assert writes > 8
+    for fails_at in (2, 3, 4, writes // 2, writes - 2):  # memory that is not aligned takes fewer writes
+        results = run_ranks(size, move_with_a_full_disk, setting, fails_at)
+        assert [result for result, _ in results] == expected, fails_at
+
+
+def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch):
+    """The old state is valid, and its memory is that of the new plan."""
+    world = World.solo()
+    state, step = Setting().start(world)
+    expected = digest(state)
+    original = UnitMove.run
+
+    def interrupted(self: UnitMove) -> None:
+        signal.raise_signal(signal.SIGINT)
+        original(self)
+
+    monkeypatch.setattr(UnitMove, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        zero.move(state, offload="nvme")
+    assert state.plan.offload.kinds[0] == "nvme"
+    assert digest(state) == expected
+    step(state, [small_batch(0, 6)])

@@ -1,0 +1,292 @@
+"""Move a state to other settings of memory while it trains (`move`): tiers, stage, activations, gathers.
+
+No bit of the results depends on these settings. The plan of the new settings is made first; then the pools of the old
+plan are freed, units are moved one after the other, and the pools of the new plan are made. So memory never holds more
+than the larger plan and one unit. If a rank fails, all ranks move the units back.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from zero.core import checks
+from zero.core.activations import Activations
+from zero.core.offload import PRESETS, Offload
+from zero.core.sizes import round_up
+from zero.core.stage import Stage
+from zero.distributed.world import World
+from zero.engine.after import After
+from zero.engine.arguments import check_type
+from zero.engine.open_store import give_slots, open_disks, tiers_of
+from zero.engine.plan import Arrangement, Plan, check_settings, policies_of, settings_of, thread_count
+from zero.engine.runtime import Runtime
+from zero.engine.state import State
+from zero.engine.unit_move import UnitMove, changed_kinds, gather_values, own_values
+from zero.engine.whole import add_empty_buffers
+from zero.engine.wire import unwire, wire
+from zero.errors import ConfigError, MachineError, PlanError, with_class
+from zero.platform.arena import Arena
+from zero.platform.host_memory import give_back_memory
+from zero.platform.modes import unobserved
+from zero.platform.threads import uninterrupted
+from zero.store import Store
+
+Returned = TypeVar("Returned")
+
+
+@unobserved()
+def move(
+    state: State,
+    *,
+    offload: Offload | str | None = None,
+    offload_path: str | Sequence[str] | None = None,
+    stage: Stage | int | None = None,
+    activations: Activations | Mapping[str, Activations] | None = None,
+    keep: Sequence[str] | None = None,
+    prefetch: int | None = None,
+    gather: str | None = None,
+) -> State:
+    """Return `state` with other settings of memory; `state` itself cannot be used again. Collective.
+
+    Call it between two steps. Settings that are None stay as they are. The results of later steps do not depend on
+    moves, to the last bit. The model, its hooks, optimizers, generators, trackers and saves go on.
+
+    Args:
+        state: the state after a step.
+        offload: as in `zero.Plan`. The name of a preset changes tiers only; with a `zero.Offload` all of its settings
+            are used, but without `page` the size of pages stays.
+        offload_path: folder, or folders, for pages on disks.
+        stage, activations, keep, prefetch, gather: as in `zero.Plan`.
+
+    Raises:
+        PlanError: a setting has an unknown value or contradicts another one. Nothing has changed then.
+        DoesNotFit: the state does not fit on the new tiers. Nothing has changed then.
+        ConfigError: a step is under way, or a block of gathered values is open. Nothing has changed then.
+        MachineError: a rank has failed, for example because a disk is full. All units were moved back, and `state` can
+            still be used; if that failed too, a note says so.
+        HandshakeError: the ranks have different settings.
+    """
+    check_type(state, State, "zero.move", 'state = zero.move(state, offload="cpu")')
+    runtime, world = state.runtime, state.plan.world
+    _check_between_steps(runtime)
+    arrangement = _changed(
+        state.plan, offload=offload, offload_path=offload_path, stage=stage, activations=activations, keep=keep,
+        prefetch=prefetch, gather=gather,
+    )  # fmt: skip
+    with runtime.sites.use:
+        world.agree({"arrangement": str(arrangement)}, "arguments of zero.move")
+        plan = _on_all_ranks(world, lambda: state.plan.moved(arrangement))
+        if plan.facts.local_sum != state.plan.facts.local_sum:
+            raise PlanError(
+                "zero.move: with several ranks and microbatches stages 0 and 1 add microbatches first, stages 2 and "
+                "3 add ranks first, so the last bits would change. Save a checkpoint, and load it at the other stage."
+            )
+        world.agree(settings_of(plan), "settings of zero.move")
+        step, scale = state.after.counts
+        runtime.tree.check()
+        runtime.finish_step()
+        moving = _Move(runtime, plan)
+        with uninterrupted():  # after Ctrl-C `state` is valid, and moved
+            try:
+                moving.run()
+            except BaseException:
+                if moving.is_lost:
+                    state.spent_.append("was lost in a move that failed. Load a checkpoint.")
+                raise
+    return state.advance(After.known(step, scale), "zero.move")
+
+
+def _changed(
+    plan: Plan, *, offload: Offload | str | None, offload_path: str | Sequence[str] | None, **settings: Any
+) -> Arrangement:
+    """Return the plan's arrangement with those settings that are not None, checked."""
+    changes = {name: value for name, value in settings.items() if value is not None}
+    if "stage" in changes:
+        changes["stage"] = changes["stage"] if isinstance(changes["stage"], Stage) else Stage(changes["stage"])
+    if "activations" in changes:
+        changes["activations"] = policies_of(changes["activations"], plan.compile)
+    if "keep" in changes:
+        changes["keep"] = checks.patterns("zero.keep", changes["keep"], PlanError)
+    now = plan.arrangement
+    check_settings(
+        check_writes=plan.check_writes, update=plan.update, reduce=plan.facts.reduce, shard=plan.facts.shard,
+        gather=changes.get("gather", now.gather), prefetch=changes.get("prefetch", now.prefetch),
+    )  # fmt: skip
+    there = now.offload
+    if isinstance(offload, Offload):
+        there = offload
+    elif offload is not None:
+        Offload(offload)  # raises an error for an unknown preset
+        there = there.model_copy(update=dict(zip(("optimizer", "param", "grad"), PRESETS[offload], strict=True)))
+    if offload_path is not None:
+        there = there.model_copy(update={"path": offload_path})
+    if there.page_bytes is None:
+        there = there.model_copy(update={"page_bytes": plan.offload.page_bytes})
+    return now._replace(**changes, offload=there)
+
+
+def _check_between_steps(runtime: Runtime) -> None:
+    """Raise ConfigError inside a step, a block of gathered values, or a capture of a CUDA graph."""
+    placeholders = [placeholder for unit in runtime.units for placeholder in unit.placeholders.values()]
+    if runtime.open_blocks or any(placeholder.full_value is not None for placeholder in placeholders):
+        raise ConfigError("zero.move: a block of gathered values is open. Move the state after the block.")
+    if not runtime.reducer.ended:
+        raise ConfigError("zero.move: a step is under way. Move the state after its end, or after step.abandon().")
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ConfigError("zero.move: a CUDA graph is being captured. Move the state before or after the capture.")
+
+
+class _Move:
+    """The move of a runtime, which has no deferred update, to the plan `new`.
+
+    Attributes:
+        is_lost: whether the state could be moved neither there nor back.
+    """
+
+    def __init__(self, runtime: Runtime, new: Plan) -> None:
+        self._runtime, self._old, self._new, self._world = runtime, runtime.plan, new, new.world
+        self._tiers, self._done = tiers_of(runtime.store), list[int]()
+        self._before = {**self._tiers.stores}
+        self.is_lost = False
+
+    def run(self) -> None:
+        """Move all units. Collective."""
+        runtime, plan = self._runtime, self._new
+        disk = _on_all_ranks(self._world, self._open_disk)
+        rested, arriving = runtime.updater.numbers.counts.rested, runtime.backward.arriving
+        unwire(runtime)
+        try:
+            emptied = {"nvme"} if self._old.offload.paths != plan.offload.paths else set()
+            self._tiers.refit(plan.tier, disk, emptied - self._tiers.lent)
+            _on_all_ranks(self._world, self._begin)
+            for index in _order(runtime, self._old, plan):
+                self._move_unit(index, plan)
+                self._done.append(index)
+            _on_all_ranks(self._world, lambda: self._finish(plan))
+        except BaseException as error:
+            plan = self._old
+            self._go_back(error)
+            raise
+        finally:
+            if not self.is_lost:
+                self._tiers.close_replaced()
+                wire(runtime, plan)
+                runtime.updater.resume(rested)
+                runtime.backward.arriving = arriving
+                give_back_memory()
+
+    def _open_disk(self) -> dict[str, Store]:
+        """Open files for pages that are not on a disk yet, so that a full disk is noticed before anything moves."""
+        old, new = self._old, self._new
+        if "nvme" in self._tiers.lent:
+            return {}
+        stay = old.offload.paths == new.offload.paths
+        before = old.pages.store_pages() if stay else {}
+        pages = [
+            page
+            for page, spec in new.pages.store_pages().items()
+            if new.tier(page) == "nvme" and not (before.get(page) == spec and old.tier(page) == "nvme")
+        ]
+        return {"nvme": open_disks(new, pages)} if pages else {}
+
+    def _begin(self) -> None:
+        """Free the slots of the old plan, and make slots for pages that move between a disk and a GPU."""
+        plans, device = (self._old, self._new), self._world.compute
+        slot_bytes = round_up(max(plan.slots.nbytes for plan in plans))
+        count = 0 if device.shares_memory else max(plan.slots.arena * plan.slots.nbytes for plan in plans) // slot_bytes
+        threads = max(thread_count(plan.offload) for plan in plans)
+        self._runtime.store.refit(threads=threads)
+        arena = Arena(count * slot_bytes, device, pin=self._new.offload.pin)
+        slots = [arena.take(slot_bytes) for _ in range(count)]
+        self._runtime.store.refit(slots, threads=threads, release=arena.close)
+
+    def _move_unit(self, index: int, new: Plan) -> None:
+        """Move one unit on all ranks, or on none. Collective."""
+        runtime, unit = self._runtime, self._runtime.units[index]
+        kinds = changed_kinds(runtime.plan, new, unit.spec)
+        own = _on_all_ranks(self._world, lambda: own_values(runtime, unit, kinds))
+        moving = UnitMove(runtime, unit, new, kinds, gather_values(runtime, unit, new, own))
+        try:
+            _on_all_ranks(self._world, moving.run)
+        except BaseException:
+            runtime.store.refit(threads=1)  # ends threads that may still write
+            moving.undo()
+            raise
+        moving.commit()
+
+    def _finish(self, plan: Plan) -> None:
+        """Make the memory of the plan beside units and pages."""
+        give_slots(plan, self._runtime.store)
+        for unit in self._runtime.units:
+            add_empty_buffers(plan, self._runtime.store, unit)
+
+    def _go_back(self, error: BaseException) -> None:
+        """Move back the units that have moved, after an error."""
+        runtime = self._runtime
+        try:
+            self._begin()  # the store's threads do no more work after an error
+            self._tiers.refit(self._old.tier, self._before)
+            runtime.plan = self._new
+            for index in reversed(self._done):
+                self._move_unit(index, self._old)
+            runtime.plan = self._old
+            self._finish(self._old)
+        except BaseException as another:
+            self.is_lost = True
+            error.add_note(f"The state could not be moved back, so it is lost: {with_class(another)}")
+
+
+def _order(runtime: Runtime, old: Plan, new: Plan) -> list[int]:
+    """Return the indices of the units in an order in which no memory exceeds both plans by much. Collective."""
+    now, then = ([_unit_bytes(plan, index) for index in range(len(runtime.units))] for plan in (old, new))
+    total, limits = sum(now, Counter()), sum(now, Counter()) | sum(then, Counter())
+    left, order = {*range(len(now))}, list[int]()
+
+    def excess(index: int) -> tuple[int, int]:
+        return max(
+            total[tier] - now[index][tier] + then[index][tier] - limits[tier] for tier in ("device", "host")
+        ), index
+
+    while left:
+        index = min(left, key=excess)
+        total = total - now[index] + then[index]
+        left.remove(index)
+        order.append(index)
+    return [int(index) for index in json.loads(old.world.share(json.dumps(order)))]
+
+
+def _unit_bytes(plan: Plan, index: int) -> Counter[str]:
+    """Return the bytes of a unit's values in each memory."""
+    nbytes, unit = Counter[str](), plan.units[index]
+    for page, spec in plan.pages.pages_of(unit):
+        nbytes[plan.tier(page)] += plan.pages.bytes_on(spec, plan.tier(page))
+    if not plan.facts.params_offloaded:
+        compute = plan.precision.compute
+        nbytes["device"] += sum(plan.sizes.kept_numel(flat) * flat.dtype(compute).itemsize for flat in unit.flats)
+    if plan.facts.device_is_host:
+        nbytes["host"] += nbytes.pop("device", 0)
+    del nbytes["nvme"]
+    return nbytes
+
+
+def _on_all_ranks(world: World, work: Callable[[], Returned]) -> Returned:
+    """Return the result of `work`, which is not collective, if it has succeeded on all ranks. Collective.
+
+    Raises:
+        Exception: this rank's, on a rank whose `work` has failed.
+        MachineError: on the others, with the error of the first rank that has failed.
+    """
+    failure: BaseException | None = None
+    try:
+        result = work()
+    except BaseException as error:
+        failure = error
+    texts = world.gather_texts("" if failure is None else with_class(failure), "errors of a move")
+    if failure is not None:
+        raise failure
+    if (rank := next((rank for rank, text in enumerate(texts) if text), None)) is not None:
+        raise MachineError(f"rank {rank}: {texts[rank]}")
+    return result

@@ -1,0 +1,66 @@
+"""Make the parts of a runtime that depend on its plan, and connect them."""
+
+import gc
+import importlib
+from functools import partial
+
+from zero.core.activations import ACTIVATIONS
+from zero.distributed.routes import Routes
+from zero.engine.backward import BackwardPass, Reducer
+from zero.engine.gather import Fetch, Gathers, Residency, gathering, lending, reading
+from zero.engine.memory import InPlace, OnHost
+from zero.engine.plan import Plan
+from zero.engine.runtime import Runtime
+from zero.engine.update import Gradients, PagedGradients, Updater
+
+
+def wire(runtime: Runtime, plan: Plan) -> None:
+    """Make the parts of `runtime` for `plan`, whose pages are in its store and whose tensors are in its units.
+
+    Collective.
+    """
+    if any(ACTIVATIONS[name].recomputes for name in plan.activations.values()):
+        importlib.import_module("torch._dynamo")  # else torch's `checkpoint` imports it in the first step: 2 to 3 s
+    store, units, tape, checksums, log = runtime.store, runtime.units, runtime.tape, runtime.checksums, runtime.log
+    device = plan.world.compute
+    gradients = PagedGradients(plan, store, tape) if plan.facts.grads_offloaded else Gradients()
+    routes = Routes(
+        plan.world,
+        plan.facts.gather_route,
+        plan.facts.sum_route,
+        travels=plan.precision.reduce,
+    )
+    advance = partial(routes.advance, sums=False)
+    updater = Updater(plan, store, units, gradients, tape, advance)
+    gathers = Gathers(plan, units, updater, _fetch(plan, routes, runtime), log, tape)
+    residency = Residency(plan, units, gathers, updater.launch_ahead, advance, checksums)
+    first = residency.complete
+    reducer = Reducer(plan, routes, units, gradients, updater, first=first, log=log, tape=tape, checksums=checksums)
+    activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
+    backward = BackwardPass(plan.accumulate, units, residency, reducer, tape)
+    runtime.sites.connect(plan, residency, backward, activations)
+    runtime.plan, runtime.routes, runtime.residency, runtime.reducer = plan, routes, residency, reducer
+    runtime.backward, runtime.gradients, runtime.updater = backward, gradients, updater
+
+
+def unwire(runtime: Runtime) -> None:
+    """Drop the parts that have memory of the plan, except routes. Call `wire` before the runtime is used again."""
+    runtime.sites.disconnect()
+    del runtime.residency, runtime.reducer, runtime.backward, runtime.gradients, runtime.updater
+    for unit in runtime.units:
+        unit.parts, unit.grad, unit.secondary, unit.secondary_versions = (), None, (), ()
+    gc.collect()  # the parts refer to each other
+
+
+def _fetch(plan: Plan, routes: Routes, runtime: Runtime) -> Fetch:
+    if plan.precision.frozen is not None:
+        plan.precision.frozen.tables(plan.world.device)  # created now, so that streams do not each create one later
+    if not plan.facts.params_offloaded:
+        return gathering(plan, routes)
+    return (lending if plan.facts.params_on_host else reading)(plan, routes, runtime.store)
+
+
+def _goes_to_host(plan: Plan) -> bool:
+    """Return whether activations are copied to host memory; on a CPU they are in host memory already."""
+    offloads = any(ACTIVATIONS[name].offloads for name in plan.activations.values())
+    return offloads and not plan.world.compute.shares_memory

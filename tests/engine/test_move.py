@@ -13,6 +13,7 @@ import torch
 import zero
 from tests.common.small import KiB, Setting, adamw_in_8bit, slice_of, small_batch, small_loss, train_small, wide
 from tests.faults.disks import FaultyFiles, fail
+from tests.simulation.simulated_gpu import simulated_gpu
 from zero.distributed.world import World
 from zero.engine.unit_move import UnitMove
 from zero.engine.whole.measured import measured
@@ -246,3 +247,47 @@ def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch):
     assert state.plan.offload.kinds[0] == "nvme"
     assert digest(state) == expected
     step(state, [small_batch(0, 6)])
+
+
+# -- parking -----------------------------------------------------------------------------------------------------------
+
+
+def train_and_park(world: zero.World, setting: Setting, build=wide) -> tuple[str, list[zero.Metrics]]:
+    """Park between steps; half of the times the next step brings the state back."""
+    state, step = setting.start(world, build)
+    memory, every = world.compute.memory, []
+    small = sum(buffer.nbytes for buffer in state.model.buffers()) + 4 * KiB
+    for number in range(STEPS):
+        before = memory.nbytes
+        assert zero.move(state, offload="parked") is state
+        assert memory.nbytes < min(small, before / 2), (memory.nbytes, before)
+        assert state.is_parked
+        zero.move(state, offload="parked")
+        if number % 2:
+            zero.move(state, offload="resident")
+            assert not state.is_parked
+            check_bytes(state)
+        batch = small_batch(number, 6 * world.size * setting.accumulate)
+        state, metrics = step(state, slice_of(batch, world, setting.accumulate))
+        every.append(metrics)
+    zero.move(state, offload="parked")
+    result = digest(state), every
+    zero.move(state, offload="parked")
+    state.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("size", "setting"),
+    [
+        (1, Setting()),
+        (2, Setting(stage=1, precision="bf16", optimizer=adamw_in_8bit)),
+        (2, Setting(precision="bf16", frozen="nf4", accumulate=2)),
+        (2, Setting(precision="bf16", offload=(("preset", "nvme"),))),
+        (2, Setting(stage=2, optimizer=zero.muon)),
+    ],
+)
+def test_a_parked_state_is_off_the_device_and_comes_back(size, setting):
+    with simulated_gpu(races=True):
+        expected = run_ranks(size, train_small, setting, STEPS, wide)
+        assert run_ranks(size, train_and_park, setting) == expected

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.simulation.handoffs import InstrumentedDevice
+from tests.simulation.live_memory import LiveMemory
 from tests.simulation.operators import (
     SYNCHRONIZING,
     OperatorInfo,
@@ -127,7 +128,7 @@ class SimulatedGpu(Device):
         self._copy(there, tensor)
         return there, self.mark()
 
-    def give_back_memory(self) -> None:
+    def give_back_memory(self, *, cached: bool = False) -> None:
         """Do nothing, as on a GPU."""
 
     def free_bytes(self) -> int:
@@ -164,7 +165,8 @@ class _SimulatedHost(Device):
         return tensor if self.is_home_of(tensor) else self.zeros(tensor.numel(), tensor.dtype).view(tensor.shape)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        on_host = aligned_zeros(numel, dtype, self.device)
+        with untraced():
+            on_host = aligned_zeros(numel, dtype, self.device)
         if numel:
             self._gpu.adopt(on_host)
         return on_host
@@ -216,9 +218,11 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
     Args:
         sites: a set to which each executed wait is added.
         without: a wait to skip.
+        limited: whether allocations beyond `memory_bytes` raise torch.OutOfMemoryError.
 
     Attributes:
         copies: the copies between host and device, in the order of their launches.
+        memory: the live bytes of the device.
     """
 
     def __init__(
@@ -231,8 +235,10 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         sites: set[WaitSite],
         without: WaitSite | None,
         fused: bool = False,
+        limited: bool = False,
     ) -> None:
         super().__init__(memory_bytes, order, seed, rates, fused=fused)
+        self._limited, self.memory = limited, LiveMemory(memory_bytes if limited else None)
         self._sites, self._without = sites, without
         self.handoffs = Handoffs(self.streams)
         self.copies: list[CopyRecord] = []
@@ -275,6 +281,16 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
                 if self.keeps_wait("paging"):
                     self.streams.synchronize(stream)
 
+    def free_bytes(self) -> int:
+        return self._memory_bytes - self.memory.nbytes if self._limited else self._memory_bytes
+
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    def adopt(self, memory: Tensor) -> None:
+        super().adopt(memory)
+        self.memory.release(memory)
+
     def unpin(self, memory: Tensor) -> None:
         self.streams.counts["unpinned in use"] += not self.is_idle
         super().unpin(memory)
@@ -290,6 +306,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         zeros = super().zeros(numel, dtype)
+        self.memory.hold([zeros])
         self.streams.access(self.streams.current.agent, [], [zeros], f"zeros{_location()}")
         return zeros
 
@@ -320,6 +337,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
             if info.allocates and self._is_like_one_of_the_host(args, kwargs):
                 self._adopt_all(result)
             elif info.allocates:
+                self.memory.hold(tensors_in(result))
                 self.streams.allocated(tensors_in(result))
             return result
         reads, writes = (tensor_arguments(info, args, kwargs, written=written) for written in (False, True))
@@ -403,6 +421,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
             streams.launch(lambda: None, ())
         result = operator(*args, **kwargs)
         fresh = [] if info.in_place else tensors_in(result)
+        self.memory.hold(fresh)
         streams.access(streams.current.agent, [], fresh, f"{info.name}{_location()}")
         if streams.is_deferred():
             streams.launch(lambda: _recompute(operator, args, kwargs, fresh), fresh)

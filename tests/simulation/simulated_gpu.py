@@ -40,11 +40,12 @@ class Settings:
     without: WaitSite | None
     fused: bool
     rates: Rates
+    limited: bool = False
 
     @property
     def is_instrumented(self) -> bool:
         """Return whether every operator is recorded."""
-        return self.races or self.order != "program"
+        return self.races or self.limited or self.order != "program"
 
 
 class Simulation:
@@ -85,6 +86,7 @@ class Simulation:
                     sites=self.sites,
                     without=chosen.without,
                     fused=chosen.fused,
+                    limited=chosen.limited,
                 )
             )
             if thread.mode is not None:
@@ -101,6 +103,7 @@ def simulated_gpu(
     without: WaitSite | None = None,
     fused: bool = False,
     rates: Rates = RATES,
+    limited: bool = False,
 ) -> AbstractContextManager[Simulation]:
     """Give each world that is made in the block a simulated GPU, also in `run_ranks` and `run_processes`.
 
@@ -115,6 +118,7 @@ def simulated_gpu(
         fused: run the Triton kernels of updates and sums, in the interpreter of Triton; else operators compute the
             same.
         rates: the rates of the simulated clock.
+        limited: raise torch.OutOfMemoryError if live bytes exceed `memory_bytes`, and report the rest as free.
 
     Returns:
         A context manager that yields the `Simulation`: its devices, and counts of launches, waits and copies.
@@ -123,7 +127,7 @@ def simulated_gpu(
         RaceError: there is a race. Usually raised by the operator that makes the second access; raised at the end of
             the block if memory was freed while it was in use.
     """
-    return _simulated(Settings(memory_bytes, races, order, seed, without, fused, rates))
+    return _simulated(Settings(memory_bytes, races, order, seed, without, fused, rates, limited))
 
 
 @contextmanager

@@ -7,8 +7,8 @@ than the larger plan and one unit. If a rank fails, all ranks move the units bac
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 
@@ -17,24 +17,26 @@ from zero.core.activations import Activations
 from zero.core.offload import PRESETS, Offload
 from zero.core.sizes import round_up
 from zero.core.stage import Stage
-from zero.distributed.world import World
 from zero.engine.after import After
 from zero.engine.arguments import check_type
 from zero.engine.open_store import give_slots, open_disks, tiers_of
+from zero.engine.park import park
 from zero.engine.plan import Arrangement, Plan, check_settings, policies_of, settings_of, thread_count
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
+from zero.engine.together import on_all_ranks
 from zero.engine.unit_move import UnitMove, changed_kinds, gather_values, own_values
 from zero.engine.whole import add_empty_buffers
-from zero.engine.wire import unwire, wire
-from zero.errors import ConfigError, MachineError, PlanError, with_class
+from zero.engine.wire import rewired, unwire
+from zero.errors import ConfigError, PlanError, with_class
 from zero.platform.arena import Arena
 from zero.platform.host_memory import give_back_memory
 from zero.platform.modes import unobserved
 from zero.platform.threads import uninterrupted
 from zero.store import Store
 
-Returned = TypeVar("Returned")
+PARKING = ("parked", "resident")
+"""Values of `offload` that are no placement of a plan: the state leaves the GPU for a while, and comes back."""
 
 
 @unobserved()
@@ -57,7 +59,9 @@ def move(
     Args:
         state: the state after a step.
         offload: as in `zero.Plan`. The name of a preset changes tiers only; with a `zero.Offload` all of its settings
-            are used, but without `page` the size of pages stays.
+            are used, but without `page` the size of pages stays. Or "parked": all of the state and all buffers leave
+            the GPU for host memory, until "resident", or the next use, brings them back. These two return `state`
+            itself, which goes on, and take no other settings.
         offload_path: folder, or folders, for pages on disks.
         stage, activations, keep, prefetch, gather: as in `zero.Plan`.
 
@@ -70,6 +74,15 @@ def move(
         HandshakeError: the ranks have different settings.
     """
     check_type(state, State, "zero.move", 'state = zero.move(state, offload="cpu")')
+    if offload in PARKING:
+        settings = offload_path, stage, activations, keep, prefetch, gather
+        if any(setting is not None for setting in settings):
+            raise ConfigError(f"zero.move: offload={offload} takes no other settings. Move the state when it is back.")
+        if offload == "resident":
+            state.runtime.wake()
+        elif not state.is_parked:
+            park_between_steps(state)
+        return state
     runtime, world = state.runtime, state.plan.world
     _check_between_steps(runtime)
     arrangement = _changed(
@@ -78,7 +91,7 @@ def move(
     )  # fmt: skip
     with runtime.sites.use:
         world.agree({"arrangement": str(arrangement)}, "arguments of zero.move")
-        plan = _on_all_ranks(world, lambda: state.plan.moved(arrangement))
+        plan = on_all_ranks(world, lambda: state.plan.moved(arrangement))
         if plan.facts.local_sum != state.plan.facts.local_sum:
             raise PlanError(
                 "zero.move: with several ranks and microbatches stages 0 and 1 add microbatches first, stages 2 and "
@@ -97,6 +110,13 @@ def move(
                     state.spent_.append("was lost in a move that failed. Load a checkpoint.")
                 raise
     return state.advance(After.known(step, scale), "zero.move")
+
+
+def park_between_steps(state: State, kinds: Set[str] | None = None) -> None:
+    """Park the state, see `park`, or raise ConfigError inside of a step."""
+    _check_between_steps(state.runtime)
+    with state.runtime.sites.use:
+        park(state.runtime, kinds)
 
 
 def _changed(
@@ -155,17 +175,17 @@ class _Move:
     def run(self) -> None:
         """Move all units. Collective."""
         runtime, plan = self._runtime, self._new
-        disk = _on_all_ranks(self._world, self._open_disk)
-        rested, arriving = runtime.updater.numbers.counts.rested, runtime.backward.arriving
+        disk = on_all_ranks(self._world, self._open_disk)
+        wire_again = rewired(runtime)
         unwire(runtime)
         try:
             emptied = {"nvme"} if self._old.offload.paths != plan.offload.paths else set()
             self._tiers.refit(plan.tier, disk, emptied - self._tiers.lent)
-            _on_all_ranks(self._world, self._begin)
+            on_all_ranks(self._world, self._begin)
             for index in _order(runtime, self._old, plan):
                 self._move_unit(index, plan)
                 self._done.append(index)
-            _on_all_ranks(self._world, lambda: self._finish(plan))
+            on_all_ranks(self._world, lambda: self._finish(plan))
         except BaseException as error:
             plan = self._old
             self._go_back(error)
@@ -173,9 +193,7 @@ class _Move:
         finally:
             if not self.is_lost:
                 self._tiers.close_replaced()
-                wire(runtime, plan)
-                runtime.updater.resume(rested)
-                runtime.backward.arriving = arriving
+                wire_again(plan)
                 give_back_memory()
 
     def _open_disk(self) -> dict[str, Store]:
@@ -207,10 +225,10 @@ class _Move:
         """Move one unit on all ranks, or on none. Collective."""
         runtime, unit = self._runtime, self._runtime.units[index]
         kinds = changed_kinds(runtime.plan, new, unit.spec)
-        own = _on_all_ranks(self._world, lambda: own_values(runtime, unit, kinds))
+        own = on_all_ranks(self._world, lambda: own_values(runtime, unit, kinds))
         moving = UnitMove(runtime, unit, new, kinds, gather_values(runtime, unit, new, own))
         try:
-            _on_all_ranks(self._world, moving.run)
+            on_all_ranks(self._world, moving.run)
         except BaseException:
             runtime.store.refit(threads=1)  # ends threads that may still write
             moving.undo()
@@ -270,23 +288,3 @@ def _unit_bytes(plan: Plan, index: int) -> Counter[str]:
         nbytes["host"] += nbytes.pop("device", 0)
     del nbytes["nvme"]
     return nbytes
-
-
-def _on_all_ranks(world: World, work: Callable[[], Returned]) -> Returned:
-    """Return the result of `work`, which is not collective, if it has succeeded on all ranks. Collective.
-
-    Raises:
-        Exception: this rank's, on a rank whose `work` has failed.
-        MachineError: on the others, with the error of the first rank that has failed.
-    """
-    failure: BaseException | None = None
-    try:
-        result = work()
-    except BaseException as error:
-        failure = error
-    texts = world.gather_texts("" if failure is None else with_class(failure), "errors of a move")
-    if failure is not None:
-        raise failure
-    if (rank := next((rank for rank, text in enumerate(texts) if text), None)) is not None:
-        raise MachineError(f"rank {rank}: {texts[rank]}")
-    return result

@@ -49,6 +49,10 @@ class Lineage:
     saved_ns: int = 0
 
 
+def awake() -> None:
+    """Do nothing, because the state is not parked."""
+
+
 @dataclass(eq=False)
 class Runtime:
     """The objects that all states of one run share.
@@ -67,6 +71,8 @@ class Runtime:
         copying: handles of saves that still copy the state in threads of their own.
         streamed: the weights that an inference engine has.
         lineage: names the run in its checkpoints.
+        route_names: the settings gather, reduce and shard for which `routes` was made.
+        wake: brings a parked state back, see `zero.engine.park`; else it does nothing.
     """
 
     takeover: Takeover
@@ -79,6 +85,7 @@ class Runtime:
     checksums: Checksums
     plan: Plan = field(init=False)
     routes: Routes = field(init=False)
+    route_names: tuple[str, str, str] = ("", "", "")
     residency: Residency = field(init=False)
     reducer: Reducer = field(init=False)
     backward: BackwardPass = field(init=False)
@@ -89,6 +96,7 @@ class Runtime:
     copying: list[Handle] = field(default_factory=list)
     streamed: Streamed = field(default_factory=Streamed)
     lineage: Lineage = field(default_factory=Lineage)
+    wake: Callable[[], None] = awake
 
     @property
     def decides_on_device(self) -> bool:
@@ -108,6 +116,7 @@ class Runtime:
         Afterwards all ranks have started the same gathers. Before, a rank may be ahead of others, because it ran
         forwards that they did not run.
         """
+        self.wake()
         with self.sites.use:
             self.residency.complete()
 
@@ -141,6 +150,7 @@ class Runtime:
 
     def write_edits(self) -> None:
         """Write open edits of `zero.gathered`, when saves have copied the state. Collective."""
+        self.wake()
         self.await_copies()
         for write in self.open_edits:
             write()

@@ -18,7 +18,7 @@ from zero.core.sizes import size_text
 from zero.engine.after import After
 from zero.engine.full_flat import full_parameters
 from zero.engine.plan import Plan
-from zero.engine.runtime import Runtime
+from zero.engine.runtime import Runtime, awake
 from zero.errors import MachineError, StaleStateError, WorldError, one_line
 from zero.platform.host_memory import free_host_bytes
 from zero.platform.modes import unobserved
@@ -68,7 +68,13 @@ class State:
         machinery = self._live().machinery_
         if machinery.takeover.is_over:
             raise StaleStateError("this State was closed. Make another one with zero.init.")
+        machinery.wake()
         return machinery
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether `zero.move(state, offload="parked")` has moved the state off the device, and nothing has used it."""
+        return self._live().machinery_.wake is not awake
 
     @property
     def state(self) -> State:
@@ -126,6 +132,7 @@ class State:
         runtime = self.machinery_
         if runtime.takeover.is_over:
             return
+        runtime.wake()
         with unobserved():
             runtime.await_copies()
             values, reason = self._values()

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+from collections.abc import Callable
 from functools import partial
 
 from zero.core.activations import ACTIVATIONS
@@ -17,19 +18,20 @@ from zero.engine.update import Gradients, PagedGradients, Updater
 def wire(runtime: Runtime, plan: Plan) -> None:
     """Make the parts of `runtime` for `plan`, whose pages are in its store and whose tensors are in its units.
 
-    Collective.
+    Collective if routes are made.
     """
     if any(ACTIVATIONS[name].recomputes for name in plan.activations.values()):
         importlib.import_module("torch._dynamo")  # else torch's `checkpoint` imports it in the first step: 2 to 3 s
     store, units, tape, checksums, log = runtime.store, runtime.units, runtime.tape, runtime.checksums, runtime.log
     device = plan.world.compute
     gradients = PagedGradients(plan, store, tape) if plan.facts.grads_offloaded else Gradients()
-    routes = Routes(
-        plan.world,
-        plan.facts.gather_route,
-        plan.facts.sum_route,
-        travels=plan.precision.reduce,
-    )
+    names = plan.facts.gather, plan.facts.reduce, plan.facts.shard
+    if names != runtime.route_names:  # a route may open communicators, which are not made again
+        runtime.routes = Routes(
+            plan.world, plan.facts.gather_route, plan.facts.sum_route, travels=plan.precision.reduce
+        )
+        runtime.route_names = names
+    routes = runtime.routes
     advance = partial(routes.advance, sums=False)
     updater = Updater(plan, store, units, gradients, tape, advance)
     gathers = Gathers(plan, units, updater, _fetch(plan, routes, runtime), log, tape)
@@ -39,8 +41,20 @@ def wire(runtime: Runtime, plan: Plan) -> None:
     activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
     backward = BackwardPass(plan.accumulate, units, residency, reducer, tape)
     runtime.sites.connect(plan, residency, backward, activations)
-    runtime.plan, runtime.routes, runtime.residency, runtime.reducer = plan, routes, residency, reducer
+    runtime.plan, runtime.residency, runtime.reducer = plan, residency, reducer
     runtime.backward, runtime.gradients, runtime.updater = backward, gradients, updater
+
+
+def rewired(runtime: Runtime) -> Callable[[Plan], None]:
+    """Return a function that calls `wire` after `unwire`, with the counts and callbacks that `runtime` has now."""
+    rested, arriving = runtime.updater.numbers.counts.rested, runtime.backward.arriving
+
+    def again(plan: Plan) -> None:
+        wire(runtime, plan)
+        runtime.updater.resume(rested)
+        runtime.backward.arriving = arriving
+
+    return again
 
 
 def unwire(runtime: Runtime) -> None:

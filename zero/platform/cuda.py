@@ -177,8 +177,9 @@ class Cuda(Device):
     def unpin(self, memory: Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
-    def give_back_memory(self) -> None:
-        """Do nothing, because torch's caching allocator reuses freed GPU memory."""
+    def give_back_memory(self, *, cached: bool = False) -> None:
+        if cached:  # otherwise torch's caching allocator reuses freed GPU memory
+            torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)

@@ -252,8 +252,12 @@ class Device:
     def unpin(self, memory: Tensor) -> None:
         """Undo a `pin` that returned True."""
 
-    def give_back_memory(self) -> None:
-        """Return freed memory of this device to the system."""
+    def give_back_memory(self, *, cached: bool = False) -> None:
+        """Return freed memory of this device to the system.
+
+        Args:
+            cached: also the memory of a GPU that torch's allocator keeps for reuse.
+        """
         give_back_memory()
 
     def free_bytes(self) -> int:

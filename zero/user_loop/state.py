@@ -2,11 +2,14 @@
 
 import logging
 import weakref
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from zero.core import checks
 from zero.engine.metrics import Metrics
-from zero.engine.move import move
+from zero.engine.move import move, park_between_steps
+from zero.engine.park import FLATS
 from zero.engine.state import State
 from zero.errors import ConfigError
 from zero.platform.threads import BackgroundThread
@@ -64,6 +67,45 @@ class EngineState(EngineSettings):
             settings: arguments of `zero.move`, such as `offload="cpu"`.
         """
         self._keep(move(self.state, **settings))
+
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Park the state in host memory while another program needs the GPU, see `zero.move`. Collective.
+
+        Args:
+            include: the parts that leave: "optim_states", "hp_params", "lp_params", "lp_grads" and
+                "contiguous_grad_buffer", as DeepSpeed names them; None: all. Buffers of gradients and of gathered
+                parameters are freed in any case.
+            device: "cpu".
+            pin_memory: ignored: `offload.pin` says whether host memory is pinned.
+            non_blocking: ignored, because copies have ended when this returns.
+
+        Raises:
+            ConfigError: a step is under way, or a name or device is unknown.
+            MachineError: host memory is too small.
+        """
+        checks.one_of("device", device, ("cpu",))
+        kept = self.plan.passes.kept.dtypes
+        master = {kind for kind in kept if kind == self.plan.precision.master.kind}
+        kinds = {"optim_states": kept.keys() - master, "hp_params": master, "lp_params": FLATS}
+        parts = kinds | dict.fromkeys(("lp_grads", "contiguous_grad_buffer"), frozenset[str]())
+        for name in include or ():
+            checks.one_of("include", name, [*parts])
+        chosen = parts if include is None else include
+        park_between_steps(self.state, frozenset().union(*(parts[name] for name in chosen)))
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has parked; the next use of the engine would, too.
+
+        Args:
+            non_blocking: ignored, because copies have ended when this returns.
+        """
+        move(self.state, offload="resident")
 
     @property
     def overflow(self) -> bool:

@@ -68,6 +68,7 @@ class SiteRunner:
         entering: a callback, called outside of backward before a site runs or a parameter is read with an autograd
             history.
         use: a lock that only one thread may hold, which ensures that one thread uses the state at a time.
+        wake: a callback, called before each use: it brings back a parked state.
         frozen_groups: the numbers of optimizer groups that do not train in the next forwards.
     """
 
@@ -83,6 +84,7 @@ class SiteRunner:
         self._anchor = torch.zeros(0, requires_grad=True)
         self._places = Places(plan.beside.placed)
         self.entering: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
         self.frozen_groups: frozenset[int] = frozenset()
         self.use = OneThread("a State", self.reset)
 
@@ -159,6 +161,7 @@ class SiteRunner:
 
     def run(self, site: Site, body: Body, args: Any, kwargs: Any) -> Any:
         """Run a call of a site's module on gathered parameters."""
+        self.wake()
         recomputing = in_backward()
         if recomputing:
             return self._run(site, body, args, kwargs, recomputing)
@@ -294,6 +297,7 @@ class SiteRunner:
 
         @unobserved()
         def view(with_history: bool) -> Tensor:
+            self.wake()
             unit = self._units[bound.unit]
             recomputing = in_backward()
             reject_transforms()

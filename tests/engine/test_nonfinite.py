@@ -175,7 +175,7 @@ def scales(world, bad):
     setting = Setting(precision="fp16")
     plan = setting.plan(world, Layers)
     scale = zero.LossScaling(initial=16.0, window=2, hysteresis=2, minimum=4.0)
-    plan.facts = replace(plan.facts, precision=zero.Precision("fp16", scale=scale))
+    plan.pages.facts = replace(plan.facts, precision=zero.Precision("fp16", scale=scale))
     state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss_fn)
     told = []
     for number, is_bad in enumerate(bad):
@@ -199,7 +199,7 @@ def overflowing(world):
     """A loss whose gradients are finite in fp32 and not in fp16 at the first scale."""
     setting = Setting(precision="fp16", lr=0.0)
     plan = setting.plan(world, Layers)
-    plan.facts = replace(plan.facts, precision=zero.Precision("fp16", scale=zero.LossScaling(hysteresis=1)))
+    plan.pages.facts = replace(plan.facts, precision=zero.Precision("fp16", scale=zero.LossScaling(hysteresis=1)))
     state, step = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, loss_fn)
     skipped = []
     for _ in range(16):

@@ -60,19 +60,26 @@ def decide(state: State, hyper: Hyper, exchanged: Exchanged, update: UpdateNow |
             runtime.updater.numbers.counts.undo()
         return possible[metrics.skipped]
 
+    after: After | None = None
     if exchanged.later:
-        following = state.advance(After(state.tried + 1, possible, learn))
-        decision = Decision.of(exchanged.square_sums, hyper.divisor, limit, divisor)
-        _defer_updates(runtime, hyper._replace(decision=decision), update)
+        after = After(state.tried + 1, possible, learn)
+        hyper = hyper._replace(decision=Decision.of(exchanged.square_sums, hyper.divisor, limit, divisor))
+    elif (divided := divisor()) is None:
+        return state.advance(After.known(*possible[True])), metrics
     else:
-        following = state.advance(After.known(*possible[metrics.skipped]))
-        if (divided := divisor()) is not None:
-            _defer_updates(runtime, hyper._replace(divisor=divided), update)
+        hyper = hyper._replace(divisor=divided)
+    hyper = _prepared(runtime, hyper)
+    following = state.advance(after or After.known(*possible[False]))  # from here on `state` cannot be used again
+    for unit in runtime.units:
+        if unit.spec.trainable.slots:
+            (update or runtime.updater.schedule_update)(unit, hyper)
+    if update is None and runtime.plan.update == "serial":
+        runtime.finish_step()
     return following, metrics
 
 
-def _defer_updates(runtime: Runtime, hyper: Hyper, update: UpdateNow | None) -> None:
-    """Schedule this step's update of every unit for before its next gather; with update="serial" apply it now.
+def _prepared(runtime: Runtime, hyper: Hyper) -> Hyper:
+    """Return the numbers of this step's updates, with the counts of each group, and make every gradient complete.
 
     First wait for the last updates and gathers of units that this step did not use, because nothing else has waited for
     them: these updates read numbers that `Updater.decide` frees, and the gathers read shards that this update writes.
@@ -81,14 +88,9 @@ def _defer_updates(runtime: Runtime, hyper: Hyper, update: UpdateNow | None) -> 
     runtime.residency.gathers.land()
     for unit in runtime.units:
         unit.await_grad_readers()
-    hyper = runtime.updater.numbers.decide(hyper)
     for unit in runtime.units:
-        if not unit.spec.trainable.slots:
-            continue
-        if not unit.step.filled:  # unused in this step: its last update may still be deferred, and its gradient is zero
+        if unit.spec.trainable.slots and not unit.step.filled:  # its last update may be deferred, its gradient is zero
             runtime.updater.apply_deferred(unit)
             runtime.gradients.open(unit, fresh=True).zero_()
             runtime.gradients.park(unit)
-        (update or runtime.updater.schedule_update)(unit, hyper)
-    if update is None and runtime.plan.update == "serial":
-        runtime.finish_step()
+    return runtime.updater.numbers.decide(hyper)

@@ -17,7 +17,7 @@ from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.unit_state import UnitState
 from zero.engine.whole import Check, Values, Weights, compare, empty_unit, fill, values_in, values_of
-from zero.engine.wire import wire
+from zero.engine.wire import open_routes, wire
 from zero.errors import ConfigError, if_it_fails
 from zero.platform.host_memory import give_back_memory
 from zero.platform.modes import unobserved
@@ -91,6 +91,7 @@ def init(
     sites.bind(model, splitting.sites)
     takeover.attach(sites.runner)
     runtime = Runtime(takeover, ModuleTree(model), store, units, sites, CollectiveLog(), tape, checksums)
+    open_routes(runtime, plan)
     wire(runtime, plan)
     # Ranks that are threads share torch's generator, which a checkpoint's recomputation sets, so no rank may train
     # while another one still draws first values.

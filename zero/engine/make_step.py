@@ -19,6 +19,7 @@ from zero.engine.arguments import (
 from zero.engine.metrics import Metrics
 from zero.engine.plan import Plan
 from zero.engine.replay import Replay, check_replay
+from zero.engine.retry import Retry
 from zero.engine.state import State
 from zero.engine.step import Step
 from zero.errors import ConfigError, if_it_fails
@@ -33,6 +34,7 @@ def make_step(
     *,
     flag: Callable[[], float] = lambda: 0.0,
     replay: int = 0,
+    retry: bool | Retry = False,
 ) -> Callable[[State, Sequence[Any]], tuple[State, Metrics]]:
     """Return the training step as a function: `state, metrics = step(state, microbatches)`.
 
@@ -49,6 +51,10 @@ def make_step(
         replay: make each step whose number is a multiple of `replay` twice, and compare the two runs bit by bit; 0:
             none. `loss_fn` must depend on the model, the microbatch and the random generators of torch and Python
             alone. A GPU needs `torch.use_deterministic_algorithms(True)`. These steps take 2.7 to 2.9 times as long.
+        retry: make a step again that runs out of the device's memory: first with an empty cache, then with the state
+            moved to lower tiers, see `zero.move`. No bit changes. `loss_fn` may change nothing but random generators
+            of torch and Python, and buffers. With several ranks the error gets advice instead, because a rank cannot
+            go back alone.
 
     Raises:
         ConfigError: `plan` is not a Plan, `loss_fn` not a function of a model and a microbatch, `replay` not a number
@@ -65,6 +71,7 @@ def make_step(
     if not callable(flag):
         raise ConfigError(f"flag is {checks.type_text(flag)}. Pass a function that returns a number.")
     check_replay(replay, plan.world)
+    retries = Retry() if retry is True else retry or None
 
     def run(microbatches: Sequence[Any], under_way: Step) -> None:
         for microbatch in microbatches:
@@ -78,10 +85,15 @@ def make_step(
         with state.runtime.sites.use:
             if replay and (state.tried + 1) % replay == 0:
                 return _made_twice(state, partial(run, microbatches), flag)
-            under_way = Step(state)
-            with if_it_fails(under_way.abandon):
-                run(microbatches, under_way)
-                return under_way.finish(flag())
+            if retries is None:
+                return once(microbatches, state)
+            return retries.step(state, partial(once, microbatches))
+
+    def once(microbatches: Sequence[Any], state: State) -> tuple[State, Metrics]:
+        under_way = Step(state)
+        with if_it_fails(under_way.abandon):
+            run(microbatches, under_way)
+            return under_way.finish(flag())
 
     return step
 

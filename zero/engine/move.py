@@ -22,12 +22,12 @@ from zero.engine.arguments import check_type
 from zero.engine.open_store import give_slots, open_disks, tiers_of
 from zero.engine.park import park
 from zero.engine.plan import Arrangement, Plan, check_settings, policies_of, settings_of, thread_count
-from zero.engine.runtime import Runtime
+from zero.engine.runtime import Runtime, awake
 from zero.engine.state import State
 from zero.engine.together import on_all_ranks
 from zero.engine.unit_move import UnitMove, changed_kinds, gather_values, own_values
 from zero.engine.whole import add_empty_buffers
-from zero.engine.wire import rewired, unwire
+from zero.engine.wire import open_routes, rewired, set_activations, unwire
 from zero.errors import ConfigError, PlanError, with_class
 from zero.platform.arena import Arena
 from zero.platform.host_memory import give_back_memory
@@ -89,17 +89,28 @@ def move(
         state.plan, offload=offload, offload_path=offload_path, stage=stage, activations=activations, keep=keep,
         prefetch=prefetch, gather=gather,
     )  # fmt: skip
+    world.agree({"arrangement": str(arrangement)}, "arguments of zero.move")
+    return move_to(state, on_all_ranks(world, lambda: state.plan.moved(arrangement)))
+
+
+def move_to(state: State, plan: Plan) -> State:
+    """Return `state` on the tiers of `plan`, which `Plan.moved` has made of the state's plan. Collective.
+
+    Raises the errors of `move`.
+    """
+    runtime, world = state.runtime, plan.world
     with runtime.sites.use:
-        world.agree({"arrangement": str(arrangement)}, "arguments of zero.move")
-        plan = on_all_ranks(world, lambda: state.plan.moved(arrangement))
         if plan.facts.local_sum != state.plan.facts.local_sum:
             raise PlanError(
                 "zero.move: with several ranks and microbatches stages 0 and 1 add microbatches first, stages 2 and "
                 "3 add ranks first, so the last bits would change. Save a checkpoint, and load it at the other stage."
             )
         world.agree(settings_of(plan), "settings of zero.move")
-        step, scale = state.after.counts
         runtime.tree.check()
+        if plan.arrangement._replace(activations=state.plan.arrangement.activations) == state.plan.arrangement:
+            set_activations(runtime, plan)  # without waiting for updates
+            return state.advance(state.after, "zero.move")
+        step, scale = state.after.counts
         runtime.finish_step()
         moving = _Move(runtime, plan)
         with uninterrupted():  # after Ctrl-C `state` is valid, and moved
@@ -169,14 +180,13 @@ class _Move:
     def __init__(self, runtime: Runtime, new: Plan) -> None:
         self._runtime, self._old, self._new, self._world = runtime, runtime.plan, new, new.world
         self._tiers, self._done = tiers_of(runtime.store), list[int]()
-        self._before = {**self._tiers.stores}
+        self._before, self._wire = {**self._tiers.stores}, rewired(runtime)
         self.is_lost = False
 
     def run(self) -> None:
         """Move all units. Collective."""
         runtime, plan = self._runtime, self._new
         disk = on_all_ranks(self._world, self._open_disk)
-        wire_again = rewired(runtime)
         unwire(runtime)
         try:
             emptied = {"nvme"} if self._old.offload.paths != plan.offload.paths else set()
@@ -185,16 +195,13 @@ class _Move:
             for index in _order(runtime, self._old, plan):
                 self._move_unit(index, plan)
                 self._done.append(index)
+            open_routes(runtime, plan)
             on_all_ranks(self._world, lambda: self._finish(plan))
         except BaseException as error:
-            plan = self._old
             self._go_back(error)
             raise
         finally:
-            if not self.is_lost:
-                self._tiers.close_replaced()
-                wire_again(plan)
-                give_back_memory()
+            give_back_memory()
 
     def _open_disk(self) -> dict[str, Store]:
         """Open files for pages that are not on a disk yet, so that a full disk is noticed before anything moves."""
@@ -236,10 +243,13 @@ class _Move:
         moving.commit()
 
     def _finish(self, plan: Plan) -> None:
-        """Make the memory of the plan beside units and pages."""
+        """Make the memory of the plan beside units and pages, and the parts of the runtime."""
         give_slots(plan, self._runtime.store)
         for unit in self._runtime.units:
             add_empty_buffers(plan, self._runtime.store, unit)
+        self._wire(plan)
+        self._runtime.wake = self._runtime.sites.wake = awake
+        self._tiers.close_replaced()
 
     def _go_back(self, error: BaseException) -> None:
         """Move back the units that have moved, after an error."""
@@ -251,10 +261,16 @@ class _Move:
             for index in reversed(self._done):
                 self._move_unit(index, self._old)
             runtime.plan = self._old
-            self._finish(self._old)
+            open_routes(runtime, self._old)
         except BaseException as another:
             self.is_lost = True
             error.add_note(f"The state could not be moved back, so it is lost: {with_class(another)}")
+            return
+        try:
+            on_all_ranks(self._world, lambda: self._finish(self._old))
+        except Exception as another:
+            runtime.wake = runtime.sites.wake = lambda: self._finish(self._old)
+            error.add_note(f"The next use of the state makes its buffers again: {with_class(another)}")
 
 
 def _order(runtime: Runtime, old: Plan, new: Plan) -> list[int]:

@@ -18,17 +18,17 @@ A fault that changes both runs alike is not found.
 """
 
 import json
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero.core.optim import Hyper
 from zero.distributed.world import World
+from zero.engine.beginning import Beginning
 from zero.engine.checksums import ChecksumEntry, Checksums, on_host
 from zero.engine.full_flat import summed_gradient
 from zero.engine.runtime import Runtime
@@ -78,12 +78,7 @@ class Replay:
         for unit in runtime.units:
             self._at_rest |= self._sums(unit)
             self._remember_frozen(unit)
-        self._generators = _generators()
-        self._buffers = [
-            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in self._plan.model.modules()
-            for name, buffer in module._buffers.items()
-        ]
+        self._beginning = Beginning(self._plan.model)
         self._runs: list[
             tuple[list[ChecksumEntry], list[ChecksumEntry]]
         ] = []  # (of the program, of its results), of each run
@@ -106,7 +101,8 @@ class Replay:
     def watched(self) -> Iterator[None]:
         """Context manager for one run, from the first forward to the final gradients; both begin alike."""
         if self._runs:
-            self._rewind()
+            self._beginning.restore()
+            self._runtime.residency.gathers.invalidate()
         record = self._runtime.checksums
         record.begin()
         try:
@@ -132,21 +128,6 @@ class Replay:
                 record.note(unit.spec.name, "part of the summed gradient", [own_S])
                 record.note(unit.spec.name, SUMMED, [summed])
                 record.note(unit.spec.name, "sum of squares", [unit.step.squares])
-
-    @unobserved()
-    @torch.no_grad()
-    def _rewind(self) -> None:
-        """Reset random generators and the model's buffers, and make all gathered units stale."""
-        in_python, on_cpu, on_gpu = self._generators
-        random.setstate(in_python)
-        torch.set_rng_state(on_cpu)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
-        for buffers, name, buffer, before in self._buffers:
-            buffers[name] = buffer  # the first run may have replaced the buffer
-            if buffer is not None and before is not None:
-                buffer.copy_(before)
-        self._runtime.residency.gathers.invalidate()
 
     @unobserved()
     def compare(self) -> None:
@@ -309,12 +290,6 @@ def _numbered(entries: Sequence[ChecksumEntry], values: Sequence[int]) -> dict[t
         numbered[(*entry[:2], before[entry[:2]])] = value
         before[entry[:2]] += 1
     return numbered
-
-
-def _generators() -> tuple[Any, Tensor, Tensor | None]:
-    """Return the states of random generators: of Python, and of torch for the CPU and for the present GPU."""
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return random.getstate(), torch.get_rng_state(), on_gpu
 
 
 def check_replay(replay: int, world: World, key: str = "replay") -> None:

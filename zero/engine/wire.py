@@ -15,22 +15,25 @@ from zero.engine.runtime import Runtime
 from zero.engine.update import Gradients, PagedGradients, Updater
 
 
-def wire(runtime: Runtime, plan: Plan) -> None:
-    """Make the parts of `runtime` for `plan`, whose pages are in its store and whose tensors are in its units.
-
-    Collective if routes are made.
-    """
-    if any(ACTIVATIONS[name].recomputes for name in plan.activations.values()):
-        importlib.import_module("torch._dynamo")  # else torch's `checkpoint` imports it in the first step: 2 to 3 s
-    store, units, tape, checksums, log = runtime.store, runtime.units, runtime.tape, runtime.checksums, runtime.log
-    device = plan.world.compute
-    gradients = PagedGradients(plan, store, tape) if plan.facts.grads_offloaded else Gradients()
+def open_routes(runtime: Runtime, plan: Plan) -> None:
+    """Open the routes of `plan`, unless they are open: a route may have communicators. Collective."""
     names = plan.facts.gather, plan.facts.reduce, plan.facts.shard
-    if names != runtime.route_names:  # a route may open communicators, which are not made again
+    if names != runtime.route_names:
         runtime.routes = Routes(
             plan.world, plan.facts.gather_route, plan.facts.sum_route, travels=plan.precision.reduce
         )
         runtime.route_names = names
+
+
+def wire(runtime: Runtime, plan: Plan) -> None:
+    """Make the parts of `runtime` for `plan`, whose pages are in its store and whose tensors are in its units.
+
+    Call `open_routes` before.
+    """
+    if any(ACTIVATIONS[name].recomputes for name in plan.activations.values()):
+        importlib.import_module("torch._dynamo")  # else torch's `checkpoint` imports it in the first step: 2 to 3 s
+    store, units, tape, checksums, log = runtime.store, runtime.units, runtime.tape, runtime.checksums, runtime.log
+    gradients = PagedGradients(plan, store, tape) if plan.facts.grads_offloaded else Gradients()
     routes = runtime.routes
     advance = partial(routes.advance, sums=False)
     updater = Updater(plan, store, units, gradients, tape, advance)
@@ -38,11 +41,18 @@ def wire(runtime: Runtime, plan: Plan) -> None:
     residency = Residency(plan, units, gathers, updater.launch_ahead, advance, checksums)
     first = residency.complete
     reducer = Reducer(plan, routes, units, gradients, updater, first=first, log=log, tape=tape, checksums=checksums)
-    activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
     backward = BackwardPass(plan.accumulate, units, residency, reducer, tape)
-    runtime.sites.connect(plan, residency, backward, activations)
-    runtime.plan, runtime.residency, runtime.reducer = plan, residency, reducer
-    runtime.backward, runtime.gradients, runtime.updater = backward, gradients, updater
+    runtime.residency, runtime.reducer, runtime.backward = residency, reducer, backward
+    runtime.gradients, runtime.updater = gradients, updater
+    set_activations(runtime, plan)
+
+
+def set_activations(runtime: Runtime, plan: Plan) -> None:
+    """Use `plan`, which differs from the plan of the runtime's parts in activations at the most."""
+    device = plan.world.compute
+    activations = OnHost(device, pin=plan.offload.pin) if _goes_to_host(plan) else InPlace()
+    runtime.sites.connect(plan, runtime.residency, runtime.backward, activations)
+    runtime.plan = plan
 
 
 def rewired(runtime: Runtime) -> Callable[[Plan], None]:

@@ -14,6 +14,7 @@ from zero.core.update_counts import UpdateCounts
 from zero.core.updates import DIVISOR, TRAINS, GroupSettings
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
+from zero.errors import if_it_fails
 
 
 class StepNumbers:
@@ -60,9 +61,10 @@ class StepNumbers:
     def decide(self, hyper: Hyper) -> Hyper:
         """Return `hyper` with the groups that trained in this step, and the number of updates of each."""
         hyper, rule = self.counts.decide(hyper), self._plan.optimizer.matrix_rule
-        table = self._device.upload(numbers(self.fused, hyper, 0 if rule is None else rule.groups))
-        if hyper.decision is not None:
-            table = hyper.decision.applied(table, TRAINS, DIVISOR)
+        with if_it_fails(self.counts.undo):  # the device may have no memory
+            table = self._device.upload(numbers(self.fused, hyper, 0 if rule is None else rule.groups))
+            if hyper.decision is not None:
+                table = hyper.decision.applied(table, TRAINS, DIVISOR)
         self.decided = hyper._replace(table=table)
         return self.decided
 

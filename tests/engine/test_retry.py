@@ -1,0 +1,165 @@
+"""A step that runs out of memory is made again on lower tiers, and its results are those of a step that did not."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.common.small import Setting, adamw_in_bf16, slice_of, small_batch, small_loss, wide
+from tests.simulation.simulated_gpu import simulated_gpu
+from zero.distributed.world import World
+from zero.engine.retry import Retry
+from zero.engine.whole.read import digest
+from zero.errors import MachineError
+from zero.testing import run_ranks
+
+STEPS = 3
+UPDATE_INTERRUPTED = "An update was interrupted half-way", "the work on group"
+
+
+class Dropping(nn.Module):
+    """The small model, with random numbers of torch and of Python in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = wide()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        kept = torch.nn.functional.dropout(self.small(tokens), 0.3, self.training)
+        return kept * (1 + random.random())
+
+
+def train(world: zero.World, setting: Setting, fails_at: int = 0) -> tuple[str, list[float], int, list[str]]:
+    """Train; the n-th allocation after the first step fails. Return the digest, losses, allocations and notes."""
+    with world.exclusive():
+        torch.manual_seed(0)
+        random.seed(0)
+    notes: list[str] = []
+    plan = setting.plan(world, Dropping)
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, small_loss, retry=Retry(notes.append))
+    memory, losses = world.compute.memory, []
+    for number in range(STEPS):
+        if number == 1:
+            begun = memory.allocations
+            memory.fails_at = fails_at and begun + fails_at
+        batch = small_batch(number, 6 * world.size * setting.accumulate)
+        state, metrics = step(state, slice_of(batch, world, setting.accumulate))
+        losses.append(metrics.loss)
+    ended, memory.fails_at = memory.allocations, 0
+    result = digest(state), losses, ended - begun, notes
+    state.close()
+    return result
+
+
+SETTINGS = [
+    Setting(precision="bf16", clip=0.5),
+    Setting(precision="fp16", activations="remat", accumulate=2),
+    Setting(precision="bf16", offload=(("preset", "cpu"),), optimizer=adamw_in_bf16),
+    Setting(precision="bf16", offload=(("preset", "infinity"),)),
+    Setting(stage=0, optimizer=zero.muon),
+]
+
+
+@pytest.mark.parametrize(("case", "fused"), [*((case, False) for case in range(len(SETTINGS))), (0, True), (2, True)])
+def test_each_allocation_of_a_step_may_fail_once(case, fused):
+    """The same bits, or one clear error where the update itself was interrupted."""
+    setting, interrupted = SETTINGS[case], 0
+    with simulated_gpu(limited=True, fused=fused):
+        *expected, allocations, _ = run_ranks(1, train, setting)[0]
+        places = sorted(random.Random(case).sample(range(1, allocations), 20))
+        for fails_at in places:
+            try:
+                *result, _, notes = run_ranks(1, train, setting, fails_at)[0]
+            except MachineError as error:
+                interrupted += any(text in str(error) for text in UPDATE_INTERRUPTED)
+                if not interrupted:
+                    raise
+                continue
+            assert result == expected, fails_at
+            assert len(notes) == 1, notes
+    assert interrupted <= (0 if fused else 0.7 * len(places)), "a kernel's update allocates nothing"
+
+
+def train_in_less(world: zero.World, setting: Setting, spare_bytes: int) -> tuple[str, list[float], list[str]]:
+    """Train; after the first step the GPU has so many bytes beside what the state holds."""
+    with world.exclusive():
+        torch.manual_seed(0)
+        random.seed(0)
+    notes: list[str] = []
+    plan = setting.plan(world, Dropping)
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, small_loss, retry=Retry(notes.append))
+    memory, losses = world.compute.memory, []
+    batches = [slice_of(small_batch(number, 6), world, 1) for number in range(STEPS + 2)]
+    for number, batch in enumerate(batches):
+        if number == 1:
+            memory.limit_bytes = memory.nbytes + spare_bytes
+        state, metrics = step(state, batch)
+        losses.append(metrics.loss)
+    memory.limit_bytes = None
+    result = digest(state), losses, notes
+    state.close()
+    return result
+
+
+def test_a_step_that_does_not_fit_moves_the_state_until_it_does():
+    setting = Setting(precision="bf16", prefetch=2, keep=("*",), page_bytes=4096)
+    with simulated_gpu(limited=True, fused=True):
+        *expected, notes = run_ranks(1, train_in_less, setting, 1 << 20)[0]
+        assert notes == []
+        *result, notes = run_ranks(1, train_in_less, setting, 8 << 10)[0]
+        assert result == expected
+        assert "Made again with an empty cache" in notes[0]
+        assert [note for note in notes if "Moved to" in note]
+        assert all("\n" not in note for note in notes)
+
+
+def test_a_step_that_fits_nowhere_is_an_error():
+    """All moves are tried, and one line says what did not fit."""
+
+    def train(world: zero.World) -> None:
+        state, _ = Setting(precision="bf16", prefetch=2).start(world, wide)
+        retry = Retry(lambda line: None)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return small_loss(model, batch)[0] + torch.zeros(1 << 20).sum()
+
+        world.compute.memory.limit_bytes = 1 << 20
+        with pytest.raises(
+            MachineError, match=r"step 1: .* out of memory.* nothing of the state can move"
+        ):
+            zero.make_step(state.plan, loss, retry=retry)(state, [small_batch(0, 6)])
+        assert len(retry.moves) >= 4
+
+    with simulated_gpu(limited=True):
+        run_ranks(1, train)
+
+
+def test_other_errors_are_not_tried_again():
+    state, _ = Setting().start(World.solo())
+    notes: list[str] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a mistake in the model")
+
+    step = zero.make_step(state.plan, loss, retry=Retry(notes.append))
+    with pytest.raises(RuntimeError, match="a mistake in the model"):
+        step(state, [small_batch(0, 6)])
+    assert not notes
+
+
+def test_one_of_several_ranks_gets_advice():
+    def fail(world: zero.World) -> None:
+        state, _ = Setting().start(world)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+        with pytest.raises(RuntimeError, match="ALLOC_FAILED") as raised:
+            zero.make_step(state.plan, loss, retry=True)(state, [small_batch(0, 6)])
+        assert "Start again from the last checkpoint with zero.prefetch=0 or" in raised.value.__notes__[0]
+
+    run_ranks(2, fail)

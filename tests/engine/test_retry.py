@@ -128,9 +128,7 @@ def test_a_step_that_fits_nowhere_is_an_error():
             return small_loss(model, batch)[0] + torch.zeros(1 << 20).sum()
 
         world.compute.memory.limit_bytes = 1 << 20
-        with pytest.raises(
-            MachineError, match=r"step 1: .* out of memory.* nothing of the state can move"
-        ):
+        with pytest.raises(MachineError, match=r"step 1: .* out of memory.* nothing of the state can move"):
             zero.make_step(state.plan, loss, retry=retry)(state, [small_batch(0, 6)])
         assert len(retry.moves) >= 4
 

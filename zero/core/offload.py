@@ -36,6 +36,10 @@ def _page(value: object) -> int:
     return nbytes
 
 
+def _pressure(value: object) -> int | str:
+    return "off" if value in ("off", False) else bytes_of(value) and memory_bytes(value)
+
+
 def _budget(value: object) -> int | float:
     if isinstance(value, str) and (percent := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", value)):
         value = float(percent[1]) / 100
@@ -58,6 +62,7 @@ Budget = Annotated[
 ]
 Reserve = Annotated[int | None, or_auto("a size such as 80GiB", memory_bytes, None)]
 StoreThreads = Annotated[int | None, whole_or_auto(1, 4096, None)]
+PressureBytes = Annotated[int | Literal["auto", "off"], or_auto("off, a size such as 2GiB", _pressure, "auto")]
 AheadBytes = Annotated[
     int | None, or_auto("a size such as 8GiB", lambda size: bytes_of(size) and memory_bytes(size), None)
 ]
@@ -139,6 +144,14 @@ class Offload(Section):
         unit="bytes",
         example="50%",
     )
+    pressure: PressureBytes = key(
+        "auto",
+        "free memory below which pages of state that is auto move one tier down, and come back later: a size such as "
+        "2GiB; auto: half of offload.reserve, and a fiftieth of host memory; off",
+        unit="bytes",
+        trades="tens of microseconds at each step against running out of memory",
+        example="off",
+    )
     verify: bool = key(
         True,
         "check length and CRC-32 of each page that is read from a file",
@@ -175,7 +188,7 @@ class Offload(Section):
             raise SettingError(f"offload={preset}: must be one of {', '.join(PRESETS)}{example}")
         values = dict(zip(("optimizer", "param", "grad"), PRESETS[preset], strict=True))
         values |= {name: value for name, value in settings.items() if value is not None}
-        for name in ("device_budget", "host_budget", "reserve_bytes", "ahead"):
+        for name in ("device_budget", "host_budget", "reserve_bytes", "ahead", "pressure"):
             if type(values.get(name)) is int and values[name] >= 0:
                 values[name] = f"{values[name]}B"  # exact here; on a command line a bare 80 means 80GiB
         super().__init__(**values)

@@ -107,7 +107,7 @@ def move_to(state: State, plan: Plan) -> State:
             )
         world.agree(settings_of(plan), "settings of zero.move")
         runtime.tree.check()
-        if plan.arrangement._replace(activations=state.plan.arrangement.activations) == state.plan.arrangement:
+        if _differ_in_activations(state.plan, plan):
             set_activations(runtime, plan)  # without waiting for updates
             return state.advance(state.after, "zero.move")
         step, scale = state.after.counts
@@ -121,6 +121,16 @@ def move_to(state: State, plan: Plan) -> State:
                     state.spent_.append("was lost in a move that failed. Load a checkpoint.")
                 raise
     return state.advance(After.known(step, scale), "zero.move")
+
+
+def _differ_in_activations(old: Plan, new: Plan) -> bool:
+    """Return whether two plans differ in activations at the most."""
+    arranged = new.arrangement._replace(activations=old.arrangement.activations)
+    return arranged == old.arrangement and (new.placement, new.slots, new.bytes) == (
+        old.placement,
+        old.slots,
+        old.bytes,
+    )
 
 
 def park_between_steps(state: State, kinds: Set[str] | None = None) -> None:

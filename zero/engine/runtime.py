@@ -1,8 +1,9 @@
 """The objects that all states of one run share: plan, model, store, units and the parts that train them."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -49,6 +50,18 @@ class Lineage:
     saved_ns: int = 0
 
 
+class PressureWatch(Protocol):
+    """The watch of this rank over its memory, see `zero.engine.pressure`."""
+
+    def read(self, plan: Plan) -> int:
+        """Return the bits of the memories of which this rank is short."""
+        ...
+
+    def react(self, state: Any, shortages: Collection[int]) -> Any:
+        """Return the state, moved if a rank is short of memory or has been calm. Collective."""
+        ...
+
+
 def awake() -> None:
     """Do nothing, because the state is not parked."""
 
@@ -72,6 +85,8 @@ class Runtime:
         streamed: the weights that an inference engine has.
         lineage: names the run in its checkpoints.
         route_names: the settings gather, reduce and shard for which `routes` was made.
+        moved_bytes: bytes of pages and shards that moves have made on other tiers or in other forms.
+        pressure: the watch over memory; None: pages stay where they are.
         wake: brings a parked state back, see `zero.engine.park`; else it does nothing.
     """
 
@@ -96,6 +111,8 @@ class Runtime:
     copying: list[Handle] = field(default_factory=list)
     streamed: Streamed = field(default_factory=Streamed)
     lineage: Lineage = field(default_factory=Lineage)
+    moved_bytes: int = 0
+    pressure: PressureWatch | None = None
     wake: Callable[[], None] = awake
 
     @property

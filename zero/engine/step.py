@@ -198,7 +198,10 @@ class Step:
             WorldError: the ranks ran different units, or in another order.
         """
         with self._runtime.sites.use:
-            return self.decided(self.totals(flag, later=self._runtime.decides_on_device))
+            exchanged = self.totals(flag, later=self._runtime.decides_on_device)
+            state, metrics = self.decided(exchanged)
+            pressure = self._runtime.pressure
+            return state if pressure is None else pressure.react(state, exchanged.known.shortages), metrics
 
     @unobserved()
     def totals(self, flag: float, *, later: bool = False) -> Exchanged:
@@ -224,8 +227,9 @@ class Step:
         reducer.finish()
         runtime.log.note(repr((hyper, sorted(self._aux))))
         losses = [torch.stack(losses).sum() for losses in self._losses if losses]
-        status = self._gradient_status()
-        exchange = partial(exchange_totals, runtime, losses, self._aux, flag, status, later=later)
+        status, pressure = self._gradient_status(), runtime.pressure
+        shortage = 0 if pressure is None else pressure.read(self._plan)
+        exchange = partial(exchange_totals, runtime, losses, self._aux, flag, status, shortage, later=later)
         exchanged = exchange()
         if exchanged.known.any_extra:
             reducer.finish_extra()

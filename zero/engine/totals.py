@@ -46,6 +46,8 @@ class Totals(NamedTuple):
     """Whether any rank has an extra flat of gradients, which is not in `square_sum`."""
     one_order: bool
     """Whether the units' gradients became ready in the same order on all ranks."""
+    shortages: Sequence[int]
+    """The bits of the memories of which each rank is short, see `zero.engine.pressure`."""
     equal_squares: Sequence[float] = ()
     """For each norm group, the part of `square_sum` of parameters that are equal on its ranks."""
     nonfinite: int | None = None
@@ -85,6 +87,7 @@ def exchange_totals(
     aux: dict[str, list[Tensor]],
     flag: float,
     status: GradientStatus,
+    shortage: int,
     *,
     later: bool,
 ) -> Exchanged:
@@ -95,6 +98,7 @@ def exchange_totals(
         aux: further numbers by name, a list of 0-dim fp64 each.
         flag: a number of this rank that is sent to every rank.
         status: the state of this rank's gradients.
+        shortage: the bits of the memories of which this rank is short.
         later: whether the host does not wait for the device. What the ranks' hosts know is exchanged beside it then.
 
     Raises:
@@ -109,7 +113,7 @@ def exchange_totals(
     ]
     if later:
         measured.append(_first_nonfinite([squares.get(i, zero) for i in range(len(runtime.units))]))
-    facts = status + _EXTRA * reducer.has_extra + _FINGERPRINT * runtime.log.fingerprint
+    facts = status + _EXTRA * reducer.has_extra + _SHORTAGE * shortage + _FINGERPRINT * runtime.log.fingerprint
     of_host = torch.tensor([reducer.rounds.order_seen, flag, facts], dtype=torch.float64, device="cpu")
     if not later:
         # `new_full` launches a kernel; an upload would wait for the copy
@@ -131,6 +135,7 @@ def exchange_totals(
         {int(facts) % _EXTRA for facts in all_facts},
         any_extra=any(int(facts) // _EXTRA % 2 for facts in all_facts),
         one_order=len(set(orders)) == 1,
+        shortages=[int(facts) // _SHORTAGE % 4 for facts in all_facts],
     )
     return Exchanged(
         everyone.view(world.size, -1)[:sharers, 1 + len(names)],
@@ -214,8 +219,8 @@ def _check_equal(group: World, squares: Sequence[float], square_sum: float) -> N
 _ROUNDING, _NOISE = 1e-2, 1e-6
 """Differences of sums of squares that are rounding: a part of the larger sum, and of the sum over all parameters."""
 
-_EXTRA, _FINGERPRINT = 4, 8
-"""Factors that pack a status below 4, a bit and a CRC-32 into one number, which is exact in fp64."""
+_EXTRA, _SHORTAGE, _FINGERPRINT = 4, 8, 32
+"""Factors that pack a status below 4, a bit, two bits and a CRC-32 into one number, which is exact in fp64."""
 
 
 def first_nonfinite_unit(runtime: Runtime, totals: Totals) -> str | None:

@@ -126,7 +126,7 @@ class UnitMove:
     """
 
     def __init__(self, runtime: Runtime, unit: UnitState, new: Plan, kinds: frozenset[str], values: FlatValues) -> None:
-        self._plan, self._store, self._unit, self._new = runtime.plan, runtime.store, unit, new
+        self._runtime, self._plan, self._store, self._unit, self._new = runtime, runtime.plan, runtime.store, unit, new
         self._kinds, self._values = kinds, values
         self._before = unit.resident, unit.shards
         self._aside: list[Page] = []
@@ -156,6 +156,11 @@ class UnitMove:
         """Free the old pages and tensors."""
         for page in self._aside:
             self._store.free(_aside(page))
+        specs = self._new.pages.store_pages()
+        self._runtime.moved_bytes += sum(specs[page].nbytes for page in self._made)
+        if self._unit.shards is not self._before[1]:
+            kept = [*self._unit.shards] if self._unit.resident is None else [self._unit.resident.flat]
+            self._runtime.moved_bytes += sum(flat.nbytes for flat in kept if flat is not None)
         self._unit.mark_changed(resident=True)
 
     def undo(self) -> None:

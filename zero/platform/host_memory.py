@@ -55,6 +55,11 @@ def free_host_bytes() -> int:
     return max(free, 0)
 
 
+def host_total_bytes() -> int:
+    """Return the bytes of host memory of this machine."""
+    return int(psutil.virtual_memory().total)
+
+
 def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
     """Yield (folder, name of the limit's file, name of the usage's file) of this process's memory cgroups and parents.
 

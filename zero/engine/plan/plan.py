@@ -190,20 +190,25 @@ class Plan:
             reduce=reduce, shard=shard,
         )  # fmt: skip
         self.origin = Origin(splitting, room, make_facts)
-        self._arrange(arrangement, {})
+        self._arrange(arrangement, {}, room)
 
-    def moved(self, arrangement: Arrangement) -> "Plan":
-        """Return the plan of the same state with other settings, for the memory that is free without this plan's."""
+    def moved(self, arrangement: Arrangement, room: Room | None = None) -> "Plan":
+        """Return the plan of the same state with other settings, for the memory that is free without this plan's.
+
+        Args:
+            room: bytes that this rank may use; None: as `room` of the first plan, or the bytes that are free.
+        """
         plan = copy(self)
         held = {tier: sum(kinds.values()) - kinds.get("activations", 0) for tier, kinds in self.bytes.items()}
-        plan._arrange(arrangement, held)
+        plan._arrange(arrangement, held, room)
         return plan
 
-    def _arrange(self, arrangement: Arrangement, held: Mapping[str, int]) -> None:
+    def _arrange(self, arrangement: Arrangement, held: Mapping[str, int], room: Room | None) -> None:
         """Set the facts, the pages and their placement.
 
         Args:
             held: bytes on each tier that an earlier plan holds.
+            room: bytes that this rank may use; None: those that are free.
         """
         self.arrangement, splitting = arrangement, self.origin.splitting
         self.offload = arrangement.offload.at(parameters_sharded=arrangement.stage.parameters)
@@ -217,16 +222,16 @@ class Plan:
             grad_tier=grad_tier,
             gather=arrangement.gather,
         )
-        self._place(facts, held, may_drop_secondary=arrangement.gather == "auto")
+        self._place(facts, held, room or self.origin.room, may_drop_secondary=arrangement.gather == "auto")
 
-    def _place(self, facts: Facts, held: Mapping[str, int], *, may_drop_secondary: bool) -> None:
+    def _place(self, facts: Facts, held: Mapping[str, int], room: Room | None, *, may_drop_secondary: bool) -> None:
         """Set the size of pages, their table, their placement and the slots, for the room or the memory that is free.
 
         Args:
-            held: as in `_arrange`.
+            held, room: as in `_arrange`.
         """
         shared = may_drop_secondary and facts.keeps_secondary
-        room = free_room(facts, self.offload, held, shared=shared) if self.origin.room is None else self.origin.room
+        room = free_room(facts, self.offload, held, shared=shared) if room is None else room
         page_bytes = self.offload.page_bytes or auto_page_bytes(facts, self.offload, room)
         self.offload = self.offload.model_copy(update={"page_bytes": page_bytes})
         place = partial(

@@ -41,6 +41,7 @@ def train(config: Config, folder: Path) -> "Summary":
 
     import zero
     from zero.engine.replay import check_replay
+    from zero.engine.retry import Retry
     from zero.tracker import open_tracker
     from zero.trainer.planning import ActivationTraces, plan_of_run, resolve_auto
     from zero.trainer.run.loop import Run
@@ -78,7 +79,9 @@ def train(config: Config, folder: Path) -> "Summary":
             state = zero.init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
             state = resumed(state, checkpoint, config, tracker)
             with Run(config, state, task, data, tracker, folder, checkpoint, predicted_s) as run:
-                step = zero.make_step(plan, task.loss, flag=run.flag, replay=config.debug.replay)
+                step = zero.make_step(
+                    plan, task.loss, flag=run.flag, replay=config.debug.replay, retry=Retry(run.note_move)
+                )
                 for number in run.steps():
                     with run.recorded(number):
                         state, metrics = step(state, run.microbatches(number))

@@ -269,7 +269,7 @@ def test_the_code_of_a_step_asks_for_facts_and_for_no_stage_or_tier():
         f"engine.plan.{name}"
         for name in ("facts", "handshake", "held", "page_table", "placing", "plan", "settings", "traffic")
     }
-    planning |= {"engine.init", "engine.lower", "engine.whole.measured"}
+    planning |= {"engine.init", "engine.lower", "engine.move", "engine.pressure", "engine.whole.measured"}
     asks = re.compile(r"\bstage\.(?:moments|gradients|parameters)\b|\b(?:param|grad)_tier\b|\.placement\b")
     users = {name_of(path) for path in FILES if room_of(path) == "engine" and asks.search(path.read_text())}
     assert users <= planning, "ARCHITECTURE.md, One step: add a fact to zero.engine.plan.facts"

@@ -96,9 +96,8 @@ def test_without_a_lower_tier_one_line_says_so():
         return notes
 
     [notes] = run_ranks(1, train)
-    assert notes == [
-        "step 1: memory is short, but the state stays where it is: nothing of the state that is auto can move"
-    ]
+    [note] = notes
+    assert note.startswith("step 1: memory is short, but the state stays where it is: host memory has 0 B free")
 
 
 def test_only_auto_is_watched():

@@ -282,7 +282,8 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
                     self.streams.synchronize(stream)
 
     def free_bytes(self) -> int:
-        return self._memory_bytes - self.memory.nbytes if self._limited else self._memory_bytes
+        limit = self.memory.limit_bytes
+        return self._memory_bytes if limit is None else max(0, limit - self.memory.nbytes)
 
     def peak_bytes(self) -> int:
         return self.memory.peak_bytes

@@ -52,6 +52,7 @@ def test_a_run_without_offload_moves_nothing_and_hides_nothing():
     assert {key: row[key] for key in ROW if key.startswith("offload/")} == {
         "offload/read_bytes": 0, "offload/write_bytes": 0, "offload/copy_bytes": 0, "offload/wait_s": 0.0,
         "offload/read_gbps": None, "offload/write_gbps": None, "offload/bytes_per_param": 0.0,
+        "offload/moved_bytes": 0,
     }  # fmt: skip
     assert row["speed/hidden_fraction"] == 1
     assert row["speed/compute_s"] == row["speed/step_s"]

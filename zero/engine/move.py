@@ -5,7 +5,9 @@ plan are freed, units are moved one after the other, and the pools of the new pl
 than the larger plan and one unit. If a rank fails, all ranks move the units back.
 """
 
+import gc
 import json
+import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -126,11 +128,7 @@ def move_to(state: State, plan: Plan) -> State:
 def _differ_in_activations(old: Plan, new: Plan) -> bool:
     """Return whether two plans differ in activations at the most."""
     arranged = new.arrangement._replace(activations=old.arrangement.activations)
-    return arranged == old.arrangement and (new.placement, new.slots, new.bytes) == (
-        old.placement,
-        old.slots,
-        old.bytes,
-    )
+    return arranged == old.arrangement and new.placement == old.placement and new.bytes == old.bytes
 
 
 def park_between_steps(state: State, kinds: Set[str] | None = None) -> None:
@@ -264,6 +262,8 @@ class _Move:
     def _go_back(self, error: BaseException) -> None:
         """Move back the units that have moved, after an error."""
         runtime = self._runtime
+        traceback.clear_frames(error.__traceback__)  # they have tensors of the new plan
+        gc.collect()
         try:
             self._begin()  # the store's threads do no more work after an error
             self._tiers.refit(self._old.tier, self._before)

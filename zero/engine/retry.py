@@ -19,7 +19,7 @@ from zero.engine.metrics import Metrics
 from zero.engine.move import move_to
 from zero.engine.plan import Plan
 from zero.engine.state import State
-from zero.errors import MachineError, one_line
+from zero.errors import MachineError, StoreError, one_line
 
 log = logging.getLogger("zero")
 
@@ -28,7 +28,7 @@ SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error:
 
 
 class Retry:
-    """Make steps of one rank, and make a step again that ran out of memory.
+    """Make steps, and on one rank with a GPU make a step again that ran out of memory.
 
     Args:
         note: called with a line when a step is made again.
@@ -47,7 +47,7 @@ class Retry:
         Raises:
             MachineError: the step does not fit, and nothing can move.
         """
-        if state.plan.world.size > 1:
+        if state.plan.world.size > 1 or state.plan.facts.device_is_host:
             with advised(state.plan):
                 return attempt(state)
         beginning: Beginning | None = None
@@ -112,7 +112,7 @@ def _try(state: State, attempt: Callable[[State], tuple[State, Metrics]]) -> tup
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        if not _is_whole(state):
+        if not _is_whole(state) or any(isinstance(cause, StoreError) for cause in _causes(error)):
             raise MachineError(
                 f"{one_line(error)[:200]}. An update was interrupted half-way, so the step cannot be made again. Start "
                 "again from the last checkpoint with offload.optimizer=cpu."

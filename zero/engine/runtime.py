@@ -126,6 +126,10 @@ class Runtime:
         can_wait = plan.optimizer.matrix_rule is None and not plan.beside.groups
         return can_wait and not plan.world.compute.shares_memory and numbers.fused is not None
 
+    def present(self) -> tuple[Plan, int]:
+        """Return the present plan, and `moved_bytes`."""
+        return self.plan, self.moved_bytes
+
     @unobserved()
     def gather_changed(self) -> None:
         """Start to gather all resident units that have changed. Collective.

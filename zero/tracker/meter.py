@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.checkpoint.format.facts import versions
+from zero.core.placement import TIERS
 from zero.core.precision import DTYPES
 from zero.core.sizes import size_text
 from zero.distributed.world import World
@@ -84,6 +85,7 @@ class Meter:
     Attributes:
         interval: time and traffic since the last row; its context managers leave parts of them out.
         steps, tokens, skipped: counts since the start of the run, over all ranks; `steps` includes skipped steps.
+        plan, moved_bytes: the present plan, and the bytes that moves of the state have made; set after a step.
         last: metrics of the newest step; None before the first.
         val_loss: newest validation loss; NaN before the first.
     """
@@ -103,18 +105,16 @@ class Meter:
     ) -> None:
         peak = (peak_flops or _peak_flops(world, plan) or 0.0) * world.size
         self._mfu_of_token = flops_per_token / peak if flops_per_token and peak else None
-        self._plan, self._tokens_per_step = plan, tokens_per_step
-        self._nvme_bytes = sum(plan.bytes.get("nvme", {}).values())
+        self.plan, self._tokens_per_step, self.moved_bytes = plan, tokens_per_step, 0
         self._constants: dict[str, Any] = {  # values that every summary has
             "ranks": world.size,
             "parameters_numel": plan.numel,
-            "plan_bytes": plan.bytes,
             "plan_step_bytes": planned_traffic(plan).of_step(plan.accumulate).by_medium if plan.facts.trains else {},
             "versions": versions(),
         }
         self.interval = Interval(world, traffic)
         self.steps, self.tokens, self.skipped = steps, tokens, skipped
-        self._steps_before, self._logged = steps, (steps, tokens)
+        self._steps_before, self._logged = steps, (steps, tokens, 0)
         self.last: Metrics | None = None
         self.val_loss = nan
         self._earlier = EarlierStarts()  # best losses so far, and the seconds of earlier starts
@@ -164,12 +164,12 @@ class Meter:
         Args:
             validated: whether the row includes the newest validation loss.
         """
-        last, (begun, begun_tokens) = self.last, self._logged
+        last, plan, (begun, begun_tokens, moved_before) = self.last, self.plan, self._logged
         steps = max(1, self.steps - begun)
         timed, step_s, totals = self.interval.end(steps)
-        moved = figures(totals, steps=steps, timed=max(1, timed), step_s=step_s, numel=self._plan.numel)
+        moved = figures(totals, steps=steps, timed=max(1, timed), step_s=step_s, numel=self.plan.numel)
         tokens_per_s = (self.tokens - begun_tokens) / steps / step_s
-        self._logged = self.steps, self.tokens
+        self._logged = self.steps, self.tokens, self.moved_bytes
         if timed:
             self._timed.append((tokens_per_s, float(moved["speed/stall_fraction"] or 0) * step_s * timed))
         device_bytes, host_bytes = self.interval.peaks_bytes
@@ -187,9 +187,10 @@ class Meter:
             "speed/tokens_per_s": tokens_per_s,
             "speed/mfu": self._mfu(tokens_per_s),
             **moved,
+            "offload/moved_bytes": self.moved_bytes - moved_before,
             "memory/device_peak_bytes": device_bytes,
             "memory/host_peak_bytes": host_bytes,
-            "memory/nvme_bytes": self._nvme_bytes,
+            **{f"memory/{tier}_bytes": _state_bytes(plan, tier) for tier in TIERS},
         }
         return row if timed else row | dict.fromkeys(TIME_KEYS)
 
@@ -200,7 +201,7 @@ class Meter:
         step_bytes = trained_bytes / max(1, self.steps - self._steps_before)
         speeds = [tokens_per_s for tokens_per_s, _ in self._timed]
         tokens_per_s = statistics.median(speeds[1:] or speeds) if speeds else None
-        so_far = self.so_far
+        so_far, plan_bytes = self.so_far, self.plan.bytes
         return Summary(
             exit_reason=exit_reason,
             steps=self.steps,
@@ -217,7 +218,8 @@ class Meter:
             device_peak_bytes=device_bytes,
             host_peak_bytes=host_bytes,
             offload_written_bytes=written_bytes,
-            endurance=endurance(step_bytes) if self._nvme_bytes else None,
+            endurance=endurance(step_bytes) if "nvme" in plan_bytes else None,
+            plan_bytes=plan_bytes,
             data_digest=data_digest,
             checkpoint=None if checkpoint is None else str(checkpoint),
             **self._constants,
@@ -225,6 +227,11 @@ class Meter:
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
         return None if tokens_per_s is None or self._mfu_of_token is None else tokens_per_s * self._mfu_of_token
+
+
+def _state_bytes(plan: Plan, tier: str) -> int:
+    kinds = plan.bytes.get(tier, {})
+    return sum(kinds.values()) - kinds.get("activations", 0)
 
 
 def _peak_flops(world: World, plan: Plan) -> float | None:

@@ -173,6 +173,7 @@ class Track:
         numbers = numbers_by_name(val, "of an evaluation")
         self._recorder.end(self._write_timeline)
         self._state = state
+        self._meter.plan, self._meter.moved_bytes = self._runtime.present()
         self._meter.count(metrics)
         if numbers or self._meter.steps % self._settings.every == 0:
             self._log(self._mean(numbers))

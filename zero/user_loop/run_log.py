@@ -99,7 +99,7 @@ class RunLog:
         self._tokens_per_row = tokens_per_row
         tokens = config.batch.numbers()[0] * tokens_per_row
         self._meter = partial(Meter, plan.world, plan, tokens_per_step=tokens, traffic=lambda: store.traffic)
-        self._has_begun = False
+        self._has_begun, self._present = False, state.runtime.present
         self.start_from(0, 0, 0)
         make_folder(plan.world, self._folder)
         self.tracker = Tracker()
@@ -128,6 +128,7 @@ class RunLog:
     def log_step(self, metrics: Metrics, *, has_loss: bool, rows: int) -> None:
         """Count a step of `rows` samples over all ranks, and write a row of metrics every `tracker.every` steps."""
         self._begin()
+        self.meter.plan, self.meter.moved_bytes = self._present()
         self.meter.count(metrics, rows * self._tokens_per_row)
         if self.meter.steps % self._config.tracker.every == 0:
             row = self.meter.row(validated=False) | ({} if has_loss else {"train/loss": None})

@@ -97,11 +97,13 @@ class SiteRunner:
             activations: keeps activations until backward.
         """
         self._plan, self._residency, self._backward, self.activations = plan, residency, backward, activations
+        self._is_connected = True
         has_dtensors = bool(plan.beside.placed)
         self._packing = Packing(self._units, residency.pool, activations, backward.hold, has_dtensors=has_dtensors)
 
     def disconnect(self) -> None:
         """Drop the parts that `connect` has set."""
+        self._is_connected = False
         del self._residency, self._backward, self.activations, self._packing
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
@@ -124,6 +126,8 @@ class SiteRunner:
     @unobserved()
     def reset(self) -> None:
         """Forget all calls and pinned buffers after an exception."""
+        if not self._is_connected:  # the exception is of a move
+            return
         self._backward.reset()
         self.activations.release_all()
         self._residency.reset()

@@ -199,6 +199,10 @@ class Plan:
             room: bytes that this rank may use; None: as `room` of the first plan, or the bytes that are free.
         """
         plan = copy(self)
+        if arrangement._replace(activations=self.arrangement.activations) == self.arrangement and room is None:
+            plan.arrangement = arrangement
+            plan.activations = activations_of(self.facts.splitting, arrangement.activations)
+            return plan
         held = {tier: sum(kinds.values()) - kinds.get("activations", 0) for tier, kinds in self.bytes.items()}
         plan._arrange(arrangement, held, room)
         return plan

@@ -64,7 +64,19 @@ def report(run: RecordedRun, defaults: Mapping[str, Any] | None = None) -> str:
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
     settings = partial(settings_section, defaults=defaults or {})
-    parts = (_headline, plan_section, _learning, _sample, _speed, _offload, _step, origin_section, settings, _footer)
+    parts = (
+        _headline,
+        plan_section,
+        _learning,
+        _sample,
+        _speed,
+        _placement,
+        _offload,
+        _step,
+        origin_section,
+        settings,
+        _footer,
+    )
     return page(
         title,
         kicker=" · ".join([*_summary(run), "/".join(run.folder.absolute().parts[-2:])]),
@@ -186,6 +198,24 @@ def _speed(run: RecordedRun) -> Html:
             _chart("A step", times, "seconds", title="seconds of a step", from_zero=True, **THIRD),
             _chart("Memory by tier", peaks, tiers, title="memory peaks", binary=True, **THIRD),
             layout="three",
+        ),
+    )
+
+
+def _placement(run: RecordedRun) -> Html:
+    """Return the section about moves of the state between tiers; empty if it has not moved."""
+    lines = run.summary.get("moves")
+    if not isinstance(lines, list) or not lines:
+        return Html()
+    colours = {"device": "purple", "host": "amber", "nvme": "teal"}
+    tiers = [Series(tier, run.points(f"memory/{tier}_bytes"), colour) for tier, colour in colours.items()]
+    moved = run.points("offload/moved_bytes")
+    return section(
+        "Moves of the state",
+        verbatim("\n".join(map(str, lines))),
+        side_by_side(
+            _chart("State by tier", tiers, "planned bytes of a rank", title="bytes by tier", binary=True, **LOW),
+            _chart("Moved", [Series("moved", moved, "rose")], "bytes of a rank", title="moved", binary=True, **LOW),
         ),
     )
 

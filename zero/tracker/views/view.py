@@ -13,14 +13,15 @@ SECTIONS = {
     "val": "loss",
     "speed": "steps step_s tokens_per_s mfu compute_s stall_fraction hidden_fraction",
     "comm": "gather_bytes reduce_bytes wire_bytes wait_s slowest_rank slowest_s",
-    "offload": "read_bytes write_bytes copy_bytes wait_s read_gbps write_gbps bytes_per_param",
-    "memory": "device_peak_bytes host_peak_bytes nvme_bytes",
+    "offload": "read_bytes write_bytes copy_bytes wait_s read_gbps write_gbps bytes_per_param moved_bytes",
+    "memory": "device_peak_bytes host_peak_bytes device_bytes host_bytes nvme_bytes",
 }
 ROW = ("step", "tokens", *(f"{section}/{name}" for section, names in SECTIONS.items() for name in names.split()))
 """Keys of every row of metrics. A row describes the steps since the row before.
 
 `train/skipped` is the number of skipped steps since the start of the run. `memory/` values are bytes of the rank that
-has the most: peaks so far of device and host memory, and the size on disk.
+has the most: peaks so far of device and host memory, and the bytes that the plan holds on each tier, which moves
+change. `offload/moved_bytes` are the bytes that moves have made on other tiers, on this rank.
 
 `speed/steps` is the number of steps of the row. After a resume it may be smaller than the distance to the row before,
 because the checkpoint may be of a step without a row.

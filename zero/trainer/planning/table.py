@@ -1,14 +1,16 @@
 """The text of mode=plan: a table of all stages and offload presets; and a table of planned and measured bytes."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from math import inf
 
 from zero.core import suggest
 from zero.core.activations import REMAT
 from zero.core.placement import TIERS
 from zero.core.sizes import size_text
+from zero.engine.lower import device_bytes, lower_plans
 from zero.engine.plan import KINDS, Plan
 from zero.errors import ConfigError
 from zero.trainer.config import Config
@@ -41,6 +43,9 @@ from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
 from zero.trainer.planning.traces.activations import ActivationTraces
 from zero.trainer.run.task import build_task
+
+TRIED_MOVES = 3
+"""The most moves of a step that runs out of memory that mode=plan prints."""
 
 COLUMNS = 80
 """Width of wrapped sentences, in characters. Commands to copy stay on one line."""
@@ -163,6 +168,19 @@ def _answer(
         yield f"  python train.py launch.ranks={machine.ranks} {' '.join(keys)}"
 
 
+def _if_short(plan: Plan, seconds: Callable[[Plan], float]) -> Iterator[str]:
+    """Yield the moves that a step which runs out of a GPU's memory tries first, with what they save and cost."""
+    if plan.facts.device_is_host or plan.world.size > 1:
+        return
+    moves = []
+    for text, lower in islice(lower_plans(plan), TRIED_MOVES):
+        saved = device_bytes(plan) - device_bytes(lower)
+        cost = f" ({size_text(saved)} less on the GPU, then {seconds_text(seconds(lower))} a step)" if saved > 0 else ""
+        moves.append(text + cost)
+    if moves:
+        yield from _sentence(f"if a step runs out of memory, it is made again with {', or then '.join(moves)}")
+
+
 def _limits(choice: Choice, machine: Machine, activations: ActivationTraces, rates: Rates) -> Iterator[str]:
     """Yield the parts of the machine that limit the step, the tokens from which only compute limits it, and settings
     that would raise the tokens per second.
@@ -186,6 +204,7 @@ def _limits(choice: Choice, machine: Machine, activations: ActivationTraces, rat
         )
         text += f". Compute hides all transfers from {tokens}"
     yield from _sentence(text)
+    yield from _if_short(choice.plan, lambda plan: seconds(plan, rates))
 
     def gain(config: Config) -> float:
         try:

@@ -15,6 +15,7 @@ import torch
 from zero.checkpoint import Checkpoint
 from zero.engine.make_step import make_forward, record
 from zero.engine.metrics import Metrics
+from zero.engine.pressure import Pressure
 from zero.engine.state import State
 from zero.errors import NumericsError, Preempted
 from zero.tracker import Tracker
@@ -96,11 +97,18 @@ class Run(contextlib.AbstractContextManager["Run"]):
             data_digest=data.digest,
         )
         self._record.further["measured_bytes"] = measured(state)
+        if state.runtime.pressure is not None:
+            state.runtime.pressure = Pressure(plan, note=self.note_move)
         if predicted_s is not None:
             self._record.further["plan_step_s"] = predicted_s
         self._recorded, self._stopping = 0, False
         self._cross_entropy = make_forward(plan, task.cross_entropy)
         self._logits = make_forward(plan, task.logits)
+
+    def note_move(self, line: str) -> None:
+        """Print a line about a move of the state or a step that was made again, and keep it for the summary."""
+        self._tracker.note(line)
+        self._record.further["moves"] = [*self._record.further.get("moves", []), line]
 
     def flag(self) -> float:
         """Return the number that this rank sends with each step: the argument `flag` of `zero.make_step`."""
@@ -160,6 +168,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             NumericsError: `MOST_SKIPPED` steps in a row were skipped.
         """
         self._state = state
+        self._meter.plan, self._meter.moved_bytes = state.runtime.present()
         self._meter.count(metrics)
         number = self._meter.steps
         self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped

@@ -51,6 +51,7 @@ def train(world: zero.World, stage: int, include: list[str] | None, parks: bool)
     return losses
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("stage", "include"), [(3, None), (1, None), (3, PARTS[:1]), (3, PARTS[1:]), (2, [*PARTS])])
 def test_states_leave_the_gpu_and_come_back(stage, include):
     with simulated_gpu(races=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zero
-from tests.common.small import KiB, Setting, adamw_in_8bit, slice_of, small_batch, small_loss, train_small, wide
+from tests.common.small import KiB, Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss, train_small, wide
 from tests.faults.disks import FaultyFiles, fail
 from tests.simulation.simulated_gpu import simulated_gpu
 from zero.distributed.world import World
@@ -83,7 +83,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "seed"), [(case, seed) for case in range(len(CASES)) for seed in range(2)])
+@pytest.mark.slow(keep=7)
+@pytest.mark.parametrize(("case", "seed"), [(case, seed) for case in range(len(CASES)) for seed in range(30)])
 def test_no_sequence_of_moves_changes_a_bit(case, seed):
     size, setting = CASES[case]
     expected = run_ranks(size, train_small, setting, STEPS, wide)
@@ -140,6 +141,71 @@ def test_an_engine_goes_on_after_a_move(tmp_path):
         return seen
 
     assert losses(True) == losses(False)
+
+
+def test_a_parked_state_crosses_the_link_without_gaps():
+    """By the simulated clock, in both directions."""
+
+    def shares(world: zero.World) -> list[float]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+        plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=world, precision="bf16")
+        state, device = zero.init(plan, zero.open_store(plan)), world.compute
+        nbytes = sum(plan.bytes["device"][kind] for kind in ("parameters", "master", "moments"))
+        clock, results = device.clock(), []
+        for where in ("parked", "resident"):
+            begin_s = clock.seconds(clock.host())
+            zero.move(state, offload=where)
+            device.join()
+            results.append(nbytes / (clock.seconds(clock.host()) - begin_s) / device.streams.rates.link_bytes_per_s)
+        return results
+
+    with simulated_gpu(races=True):
+        [result] = run_ranks(1, shares)
+    print(result)
+    assert min(result) > 0.9
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_move_compiles_nothing_again():
+    world, compiled = World.solo(), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-2), world=world, compile=backend)
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, lambda model, rows: model(rows).square().mean())
+    state, _ = step(state, [torch.ones(2, 8)])
+    count = len(compiled)
+    for move in ({"offload": "nvme"}, {"stage": 1}, {"stage": 3, "offload": "infinity"}, {"prefetch": 0}):
+        state, _ = step(zero.move(state, **move), [torch.ones(2, 8)])
+    assert 0 < count == len(compiled)
+
+
+def peaks_of_a_move(world: zero.World, old: dict[str, Any], new: dict[str, Any]) -> tuple[int, int]:
+    """Return (the peak of device bytes during a move, the larger of both plans and two of its units)."""
+    state, _ = Setting(precision="bf16", **old).start(world, lambda: Small(width=200))
+    memory, before = world.compute.memory, sum(state.plan.bytes["device"].values())
+    memory.peak_bytes = memory.nbytes
+    state = zero.move(state, **new)
+    after, numel = sum(state.plan.bytes["device"].values()), max(unit.full_numel for unit in state.plan.units)
+    return memory.peak_bytes, max(before, after) + 2 * numel * (2 + 2 + 8 + 4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({}, {"offload": "cpu"}),
+        ({"offload": (("preset", "infinity"),)}, {"offload": "none"}),
+        ({"stage": 1}, {"stage": 3}),
+    ],
+)
+def test_a_move_takes_no_more_than_the_larger_plan_and_two_units(old, new):
+    with simulated_gpu(races=True):
+        for peak, limit in run_ranks(2, peaks_of_a_move, old, new):
+            assert peak <= limit, (peak, limit)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -235,13 +301,13 @@ def test_an_interrupt_during_a_move_waits_for_its_end(monkeypatch):
     world = World.solo()
     state, step = Setting().start(world)
     expected = digest(state)
-    original = UnitMove.run
+    original = UnitMove.start
 
     def interrupted(self: UnitMove) -> None:
         signal.raise_signal(signal.SIGINT)
         original(self)
 
-    monkeypatch.setattr(UnitMove, "run", interrupted)
+    monkeypatch.setattr(UnitMove, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         zero.move(state, offload="nvme")
     assert state.plan.offload.kinds[0] == "nvme"
@@ -277,6 +343,7 @@ def train_and_park(world: zero.World, setting: Setting, build=wide) -> tuple[str
     return result
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("size", "setting"),
     [

@@ -761,6 +761,8 @@ OTHERS = {
     "zero/checkpoint/save.py:Saving._await_copies": "`Runtime.await_copies`, which is in the list, calls it",
     "zero/store/executor.py:Executor._copy": "an inner store's, which does its work when it is asked",
     "zero/trainer/planning/probes.py": "a probe's time is taken when all is done",
+    "zero/engine/move.py:_Move._move_units": "writes behind the work of slots: moved states have the same bits",
+    "zero/engine/park.py:_Parked._move_pages": "`UnitMove.wait`, whose wait is in the list",
     "zero/engine/step.py:Step._reduce": "the reducer, whose waits are in the list",
     "zero/user_loop/engine.py": "a step, whose waits are in the list",
     "zero/store/prefetch.py:PrefetchStore.drain": "passes waits on",
@@ -779,7 +781,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "distributed/world.py:World.all_reduce.add arrival.wait": {"collective": "a loop of one's own"},
     "distributed/world.py:World.reduce_scatter.add arrival.wait": {"collective": "stage 0"},
     "engine/unit_move.py:UnitMove._copy ticket.wait": {"ticket": "moved from disk to disk"},
-    "engine/unit_move.py:UnitMove.run store.drain": {"drain": "moved from host to disk"},
+    "engine/unit_move.py:UnitMove.wait ticket.wait": {"ticket": "moved from host to disk"},
     "engine/unit_move.py:gather_values runtime.routes.gather().wait": {"collective": "moved from host to disk"},
     "engine/gather/fetch.py:_expanding.expand handle.wait": {
         "collective": "codes",

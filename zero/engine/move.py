@@ -200,9 +200,7 @@ class _Move:
             emptied = {"nvme"} if self._old.offload.paths != plan.offload.paths else set()
             self._tiers.refit(plan.tier, disk, emptied - self._tiers.lent)
             on_all_ranks(self._world, self._begin)
-            for index in _order(runtime, self._old, plan):
-                self._move_unit(index, plan)
-                self._done.append(index)
+            self._move_units(_order(runtime, self._old, plan), plan)
             open_routes(runtime, plan)
             on_all_ranks(self._world, lambda: self._finish(plan))
         except BaseException as error:
@@ -236,19 +234,37 @@ class _Move:
         slots = [arena.take(slot_bytes) for _ in range(count)]
         self._runtime.store.refit(slots, threads=threads, release=arena.close)
 
-    def _move_unit(self, index: int, new: Plan) -> None:
-        """Move one unit on all ranks, or on none. Collective."""
+    def _move_units(self, order: Sequence[int], new: Plan) -> None:
+        """Move units on all ranks; each is complete when the copies of the next one are under way. Collective."""
+        under_way: list[UnitMove] = []
+        try:
+            for index in order:
+                under_way.append(self._begun(index, new))
+                on_all_ranks(self._world, under_way[-1].start)
+                if len(under_way) > 1:
+                    self._completed(under_way)
+            while under_way:
+                self._completed(under_way)
+            self._runtime.store.drain()
+        except BaseException:
+            self._runtime.store.refit(threads=1)  # ends threads that may still write
+            for moving in reversed(under_way):
+                moving.undo()
+            raise
+
+    def _begun(self, index: int, new: Plan) -> UnitMove:
+        """Return the move of one unit, with the values that are written anew. Collective."""
         runtime, unit = self._runtime, self._runtime.units[index]
         kinds = changed_kinds(runtime.plan, new, unit.spec)
         own = on_all_ranks(self._world, lambda: own_values(runtime, unit, kinds))
-        moving = UnitMove(runtime, unit, new, kinds, gather_values(runtime, unit, new, own))
-        try:
-            on_all_ranks(self._world, moving.run)
-        except BaseException:
-            runtime.store.refit(threads=1)  # ends threads that may still write
-            moving.undo()
-            raise
+        return UnitMove(runtime, unit, new, kinds, gather_values(runtime, unit, new, own))
+
+    def _completed(self, under_way: list[UnitMove]) -> None:
+        """Wait for the first of the moves on all ranks, and commit it. Collective."""
+        on_all_ranks(self._world, under_way[0].wait)
+        moving = under_way.pop(0)
         moving.commit()
+        self._done.append(moving.index)
 
     def _finish(self, plan: Plan) -> None:
         """Make the memory of the plan beside units and pages, and the parts of the runtime."""
@@ -257,7 +273,7 @@ class _Move:
             add_empty_buffers(plan, self._runtime.store, unit)
         self._wire(plan)
         self._runtime.wake = self._runtime.sites.wake = awake
-        self._tiers.close_replaced()
+        self._tiers.trim()
 
     def _go_back(self, error: BaseException) -> None:
         """Move back the units that have moved, after an error."""
@@ -268,8 +284,7 @@ class _Move:
             self._begin()  # the store's threads do no more work after an error
             self._tiers.refit(self._old.tier, self._before)
             runtime.plan = self._new
-            for index in reversed(self._done):
-                self._move_unit(index, self._old)
+            self._move_units(self._done[::-1], self._old)
             runtime.plan = self._old
             open_routes(runtime, self._old)
         except BaseException as another:

@@ -103,7 +103,8 @@ class _Parked:
     def _move_pages(self, unit: UnitState) -> None:
         moving = UnitMove(self._runtime, unit, self._plan, frozenset(), {})
         with if_it_fails(moving.undo):
-            moving.run()
+            moving.start()
+            moving.wait()
         moving.commit()
 
     def _tier(self, page: Page) -> str:

@@ -117,7 +117,7 @@ def gather_values(runtime: Runtime, unit: UnitState, new: Plan, values: FlatValu
 
 
 class UnitMove:
-    """The move of one unit from the runtime's plan to the plan `new`: `run`, then `commit` or `undo`.
+    """The move of one unit from the runtime's plan to the plan `new`: `start`, `wait`, then `commit`; or `undo`.
 
     Args:
         unit: has no deferred update.
@@ -131,9 +131,14 @@ class UnitMove:
         self._before = unit.resident, unit.shards
         self._aside: list[Page] = []
         self._made: list[Page] = []
+        self._tickets: list[Ticket] = []
 
-    def run(self) -> None:
-        """Make the unit's new pages and tensors, and fill them. Not collective."""
+    @property
+    def index(self) -> int:
+        return self._unit.index
+
+    def start(self) -> None:
+        """Make the unit's new pages and tensors, and start to fill them. Not collective."""
         store, new, unit = self._store, self._new, self._unit
         before, after = (dict(plan.pages.pages_of(unit.spec)) for plan in (self._plan, new))
         equal = {page for page, spec in before.items() if spec == after.get(page) and page.kind not in self._kinds}
@@ -150,7 +155,11 @@ class UnitMove:
             unit.resident, unit.shards = empty_shards(new, unit.spec)
         for kind, (start, values) in self._values.items():
             FlatWriter(new, store, unit, kind).write_all(partial(_range_of, values, start))
-        store.drain()
+
+    def wait(self) -> None:
+        """Wait until the old pages have been copied."""
+        for ticket in self._tickets:
+            ticket.wait()
 
     def commit(self) -> None:
         """Free the old pages and tensors."""
@@ -181,17 +190,17 @@ class UnitMove:
                 device.copy(new_K, old_K)
             elif new_K is not None:
                 read = store.read if device.host.is_home_of(new_K) else partial(load_page, store, device)
-                read(_aside(page), new_K)
+                self._tickets.append(read(_aside(page), new_K))
             elif old_K is not None:
                 write = store.write if device.host.is_home_of(old_K) else partial(save_page, store, device)
-                write(page, old_K)
+                self._tickets.append(write(page, old_K))
             else:
                 spec = self._new.pages.store_pages()[page]
                 page_K = device.host.zeros(spec.numel, spec.dtype)
                 through.append((page, page_K, store.read(_aside(page), page_K)))
         for page, page_K, ticket in through:
             ticket.wait()
-            store.write(page, page_K)
+            self._tickets.append(store.write(page, page_K))
 
 
 def _aside(page: Page) -> Page:

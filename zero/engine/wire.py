@@ -73,7 +73,8 @@ def unwire(runtime: Runtime) -> None:
     del runtime.residency, runtime.reducer, runtime.backward, runtime.gradients, runtime.updater
     for unit in runtime.units:
         unit.parts, unit.grad, unit.secondary, unit.secondary_versions = (), None, (), ()
-    gc.collect()  # the parts refer to each other
+    if any(runtime.plan.sizes.buffer_bytes().values()) or runtime.plan.slots.staging:
+        gc.collect()  # the parts refer to each other and hold buffers
 
 
 def _fetch(plan: Plan, routes: Routes, runtime: Runtime) -> Fetch:

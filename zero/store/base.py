@@ -146,11 +146,14 @@ class Store(ABC):
 
     @abstractmethod
     def free(self, page: Page) -> None:
-        """Remove a page, on which no read or write is under way, and return its space.
+        """Remove a page, on which no read or write is under way, and free its space, at the latest in `trim`.
 
         Raises:
             StoreError: the page is unknown.
         """
+
+    def trim(self) -> None:  # noqa: B027  # most stores free a page at once
+        """Return the space of freed pages to the system."""
 
     @abstractmethod
     def read(self, page: Page, into: Tensor) -> Ticket:

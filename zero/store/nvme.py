@@ -75,6 +75,7 @@ class NvmeStore(Store):
         self._entries = Pages[_Entry]()
         self._lock = threading.Lock()
         self._end_bytes = self._allocated_bytes = 0
+        self._holes: list[tuple[int, int]] = []  # offset and bytes of freed pages
         self._file = ScratchFile(self._folder, files or Files())
         with if_it_fails(self.close):
             self._file.reserve(capacity_bytes)
@@ -96,11 +97,16 @@ class NvmeStore(Store):
             self._entries.rename(page, name)
 
     def free(self, page: Page) -> None:
-        """Remove a page. Its part of the file becomes a hole; a file system without holes keeps it until `close`."""
+        """Remove a page. `trim` returns its space to the file system."""
         with self._lock:
             entry = self._entries.take(page)
             self._allocated_bytes -= round_up(entry.nbytes)
-        self._file.give_back(entry.offset, round_up(entry.nbytes))
+            self._holes.append((entry.offset, round_up(entry.nbytes)))
+
+    def trim(self) -> None:
+        with self._lock:
+            while self._holes:
+                self._file.give_back(*self._holes.pop())
 
     def read(self, page: Page, into: Tensor) -> Ticket:
         entry = self._matching(page, into)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import if_it_fails
+from zero.platform.threads import BackgroundThread
 from zero.store.base import Page, Pages, Store, Ticket
 
 
@@ -119,9 +120,13 @@ class Tiers(Store):
         tier, store = self._pages[page]
         return tier == self._where(page) and (tier not in self._emptied or store is self.stores[tier])
 
-    def close_replaced(self) -> None:
-        """Close the stores that others have replaced and that have no pages any more."""
+    def trim(self) -> None:
+        """Close the stores that have no pages and that nothing else needs, and return the space of freed pages."""
         used = {id(store) for _, store in self._pages.values()}
+        if "nvme" in self.stores.keys() - self.lent and id(self.stores["nvme"]) not in used:
+            self._replaced.append(self.stores.pop("nvme"))
         for store in [store for store in self._replaced if id(store) not in used]:
             self._replaced.remove(store)
-            store.close()
+            BackgroundThread(store.close, name="closing").start()  # a file system takes its time to free a file
+        for store in (*self.stores.values(), *self._replaced):
+            store.trim()

@@ -97,14 +97,15 @@ class SiteRunner:
             activations: keeps activations until backward.
         """
         self._plan, self._residency, self._backward, self.activations = plan, residency, backward, activations
-        self._is_connected = True
         has_dtensors = bool(plan.beside.placed)
-        self._packing = Packing(self._units, residency.pool, activations, backward.hold, has_dtensors=has_dtensors)
+        self._packing: Packing | None = Packing(
+            self._units, residency.pool, activations, backward.hold, has_dtensors=has_dtensors
+        )
 
     def disconnect(self) -> None:
         """Drop the parts that `connect` has set."""
-        self._is_connected = False
-        del self._residency, self._backward, self.activations, self._packing
+        self._packing = None
+        del self._residency, self._backward, self.activations
 
     # -- one microbatch ------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class SiteRunner:
     @unobserved()
     def reset(self) -> None:
         """Forget all calls and pinned buffers after an exception."""
-        if not self._is_connected:  # the exception is of a move
+        if self._packing is None:  # the exception is of a move
             return
         self._backward.reset()
         self.activations.release_all()
@@ -183,6 +184,7 @@ class SiteRunner:
                     parameters = self._parameters(site, body.module, units, recomputing)
                 before = nodes_of((args, kwargs))  # before the call, which may change its inputs in place
                 policy = ACTIVATIONS[self._plan.activations[site.name]]
+                assert self._packing is not None
                 with self._packing.hooks(offloads=policy.offloads):
                     outputs = self._call(site, policy, body, parameters, args, kwargs)
                 return self._after(site, outputs, parameters.values(), before, recomputing)
@@ -227,6 +229,7 @@ class SiteRunner:
             made_with = [(unit, unit.version) for unit in (self._units[index] for index in site.units)]
             for node in nodes_of(outputs) - before:
                 node.register_prehook(partial(check_same_parameters, made_with))
+        assert self._packing is not None
         return self._packing.own(outputs)
 
     def _parameters(self, site: Site, module: nn.Module, units: Iterable[int], recomputing: bool) -> dict[str, Tensor]:

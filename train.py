@@ -45,6 +45,7 @@ def train(config: Config, folder: Path) -> "Summary":
     from zero.tracker import open_tracker
     from zero.trainer.planning import ActivationTraces, plan_of_run, resolve_auto
     from zero.trainer.run.loop import Run
+    from zero.trainer.run.lowered import lower_at_next_start, make_moves
     from zero.trainer.run.out_of_memory import out_of_memory_explained
     from zero.trainer.run.resume import find, resumed
     from zero.trainer.run.task import build_task
@@ -72,12 +73,14 @@ def train(config: Config, folder: Path) -> "Summary":
         checkpoint = find(config, world, folder, tracker, restarts=restarts)
         with (
             out_of_memory_explained(config, plan),
+            lower_at_next_start(plan, folder, config.launch.max_restarts),
             closing(zero.open_store(plan, progress=tracker.progress)) as store,
         ):
             for line in task.notes if checkpoint is None else ():
                 tracker.note(line)
             state = zero.init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
             state = resumed(state, checkpoint, config, tracker)
+            state = make_moves(state, folder, tracker) if restarts else state
             with Run(config, state, task, data, tracker, folder, checkpoint, predicted_s) as run:
                 step = zero.make_step(
                     plan, task.loss, flag=run.flag, replay=config.debug.replay, retry=Retry(run.note_move)

@@ -11,7 +11,18 @@ import pytest
 import torch
 
 import zero
-from tests.common.small import KiB, Setting, Small, adamw_in_8bit, slice_of, small_batch, small_loss, train_small, wide
+from tests.common.small import (
+    KiB,
+    Setting,
+    Small,
+    adamw_in_8bit,
+    deterministic,
+    slice_of,
+    small_batch,
+    small_loss,
+    train_small,
+    wide,
+)
 from tests.faults.disks import FaultyFiles, fail
 from tests.simulation.simulated_gpu import simulated_gpu
 from zero.distributed.world import World
@@ -72,6 +83,10 @@ def train_and_move(world: zero.World, setting: Setting, seed: int, build=wide) -
     return result, every
 
 
+def averaged(lr: Any, **how: Any) -> zero.core.optim.Transform:
+    return zero.with_ema(zero.adamw(lr, **how), decay=0.9)
+
+
 CASES = [
     (1, Setting(clip=0.5)),
     (2, Setting(stage=2, clip=0.5, precision="bf16")),
@@ -80,15 +95,40 @@ CASES = [
     (3, Setting(optimizer=adamw_in_8bit, precision="bf16", accumulate=2)),
     (2, Setting(frozen="nf4", precision="bf16")),
     (1, Setting(precision="bf16", master="whole", update="serial")),
+    (2, Setting(optimizer=averaged, precision="bf16")),
 ]
 
 
-@pytest.mark.slow(keep=7)
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize(("case", "seed"), [(case, seed) for case in range(len(CASES)) for seed in range(30)])
 def test_no_sequence_of_moves_changes_a_bit(case, seed):
     size, setting = CASES[case]
     expected = run_ranks(size, train_small, setting, STEPS, wide)
     assert run_ranks(size, train_and_move, setting, 100 * case + seed) == expected
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(between=("node", "node")), Setting(shard="node", between=("auto", "auto"))]
+)
+def test_moves_on_two_nodes_change_no_bit(setting):
+    expected = run_ranks(4, train_small, setting, STEPS, wide, nodes=2)
+    assert run_ranks(4, train_and_move, setting, 7, nodes=2) == expected
+
+
+def train_twice_and_move(world: zero.World, moves: bool) -> tuple[str, list[float]]:
+    """Make each step twice and compare the two, on other tiers in each step."""
+    state, _ = Setting(precision="bf16").start(world, wide)
+    step, losses = zero.make_step(state.plan, small_loss, replay=1), []
+    for number, move in enumerate(({"offload": "nvme"}, {"stage": 1}, {"stage": 3, "offload": "infinity"})):
+        state = zero.move(state, **move) if moves else state
+        state, metrics = step(state, slice_of(small_batch(number, 6 * world.size), world, 1))
+        losses.append(metrics.loss)
+    return digest(state), losses
+
+
+def test_a_replay_finds_nothing_in_a_moved_state():
+    with deterministic():
+        assert run_ranks(2, train_twice_and_move, True) == run_ranks(2, train_twice_and_move, False)
 
 
 # -- what goes on ------------------------------------------------------------------------------------------------------

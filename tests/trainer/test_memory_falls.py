@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+import torch
+
 import train
 from tests.simulation import simulated_gpu
 from zero.core.sizes import MiB
@@ -12,9 +15,12 @@ from zero.engine.metrics import Metrics
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.platform.gauges import HostGauge
-from zero.trainer import planning
+from zero.tracker.meter import Summary
+from zero.trainer import cli, planning
+from zero.trainer.config import Config
 from zero.trainer.planning import plan_of_run
 from zero.trainer.run.loop import Run
+from zero.trainer.run.lowered import read_moves
 
 RUN = [
     *("debug=tiny", "data=synthetic", "steps=45", "val.every=0", "model.seq=32", "batch.global=8", "tracker.every=5"),
@@ -74,3 +80,36 @@ def test_a_run_whose_memory_falls_ends_with_the_same_loss(here: Path):
     assert any("out of memory" in line for line in moved["moves"])
     assert sum(row["offload/moved_bytes"] for row in rows) > 0 == sum(row["offload/moved_bytes"] for row in calm_rows)
     assert "Moves of the state" in (here / "run True" / "report.html").read_text()
+
+
+def train_in_too_little(config: Config, folder: Path) -> Summary:
+    """Train as a rank; rank 1 runs out of memory in step 5 until the optimizer's state is in host memory."""
+    microbatches = Run.microbatches
+
+    def short(self: Run, number: int) -> Any:
+        if number == 5 and self._world.rank == 1 and self._state.plan.offload.optimizer == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return microbatches(self, number)
+
+    with patch.object(Run, "microbatches", short):
+        return train.train(config, folder)
+
+
+@pytest.mark.slow
+def test_ranks_start_again_on_lower_tiers(here: Path, capfd: Any):
+    """Each start makes one more move and goes on from the last checkpoint."""
+    words = [
+        *("debug=tiny", "data=synthetic", "steps=8", "launch.ranks=2", "launch.max_restarts=3", "checkpoint.every=2"),
+        *("val.every=0", "sample.tokens=0", "tracker.every=1", "zero.prefetch=0"),
+    ]
+    losses, moves = [], []
+    for function in (train.train, train_in_too_little):
+        with simulated_gpu():
+            assert cli.main(words, function) == 0
+        (folder,) = here.glob("runs/*/*")
+        losses.append(json.loads((folder / "summary.json").read_text())["train_loss"])
+        moves.append(read_moves(folder))
+        folder.rename(here / folder.name)
+    assert losses[0] == losses[1]
+    assert moves == [[], ["zero.activations=remat", "offload.optimizer=cpu"]]
+    assert "The next start moves to zero.activations=remat." in capfd.readouterr().err

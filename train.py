@@ -79,8 +79,7 @@ def train(config: Config, folder: Path) -> "Summary":
             for line in task.notes if checkpoint is None else ():
                 tracker.note(line)
             state = zero.init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
-            state = resumed(state, checkpoint, config, tracker)
-            state = make_moves(state, folder, tracker) if restarts else state
+            state = make_moves(resumed(state, checkpoint, config, tracker), folder, tracker)
             with Run(config, state, task, data, tracker, folder, checkpoint, predicted_s) as run:
                 step = zero.make_step(
                     plan, task.loss, flag=run.flag, replay=config.debug.replay, retry=Retry(run.note_move)

@@ -19,7 +19,7 @@ from zero.errors import MachineError
 from zero.platform.run_files import publish
 from zero.tracker import Tracker
 
-FILE = "lowered.json"
+LOWERED = "lowered.json"
 """The file in the run's folder with the texts of the moves that starts have needed so far, in their order."""
 
 
@@ -49,7 +49,7 @@ def lower_at_next_start(plan: Plan, folder: Path, max_restarts: int) -> Iterator
         following = next(lower_plans(_lowered(plan, texts)), None)
         if following is None:
             raise
-        publish(folder / FILE, json.dumps([*texts, following[0]]))
+        publish(folder / LOWERED, json.dumps([*texts, following[0]]))
         again = "The next start" if max_restarts else "launch.max_restarts=1 starts the ranks again and"
         taken = size_text(plan.world.compute.peak_bytes())
         raise StartAgainLower(f"the GPU ran out of memory at {taken}. {again} moves to {following[0]}.") from error
@@ -65,7 +65,7 @@ def make_moves(state: State, folder: Path, tracker: Tracker) -> State:
 
 def read_moves(folder: Path) -> list[str]:
     """Return the texts of the moves that starts of the run have needed so far."""
-    path = folder / FILE
+    path = folder / LOWERED
     return [str(text) for text in json.loads(path.read_text())] if path.is_file() else []
 
 

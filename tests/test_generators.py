@@ -123,6 +123,8 @@ def functions(folder: Path) -> None:
             pass
         for _ in zero.stream_weights(state):
             pass
+        for offload in ("infinity", "parked", "resident"):
+            state = zero.move(state, offload=offload)
         latest, _ = zero.open_latest(world, folder / "functions")
         zero.load(state, zero.open_checkpoint(world, latest.folder)).runtime.store.close()
 

@@ -70,6 +70,13 @@ def in_no_sync(loop: Loop) -> None:
         pass
 
 
+def after_a_step(loop: Loop) -> Engine:
+    """End the step, because a state moves between two steps."""
+    loop.engine.backward(loop.loss)
+    loop.engine.step()
+    return loop.engine
+
+
 METHODS: dict[str, Callable[[Loop], Any]] = {
     "forward": lambda loop: loop.engine(loop.batch),
     "backward": lambda loop: loop.engine.backward(loop.loss, scale_wrt_gas=False),
@@ -95,6 +102,9 @@ METHODS: dict[str, Callable[[Loop], Any]] = {
     "load_state_dict": lambda loop: loop.engine.load_state_dict(loop.values),
     "save_16bit_model": lambda loop: loop.engine.save_16bit_model(loop.folder),
     "state_dict_on_rank_0": lambda loop: loop.engine.state_dict_on_rank_0(),
+    "move": lambda loop: after_a_step(loop).move(offload="cpu"),
+    "offload_states": lambda loop: after_a_step(loop).offload_states(),
+    "reload_states": lambda loop: after_a_step(loop).reload_states(),
     "destroy": lambda loop: loop.engine.destroy(),
 }
 OF_THE_MODEL = {"save_pretrained"}

@@ -762,6 +762,7 @@ OTHERS = {
     "zero/store/executor.py:Executor._copy": "an inner store's, which does its work when it is asked",
     "zero/trainer/planning/probes.py": "a probe's time is taken when all is done",
     "zero/engine/move.py:_Move._move_units": "writes behind the work of slots: moved states have the same bits",
+    "zero/engine/park.py:_Parked.send": "before another program uses the memory",
     "zero/engine/park.py:_Parked._move_pages": "`UnitMove.wait`, whose wait is in the list",
     "zero/engine/step.py:Step._reduce": "the reducer, whose waits are in the list",
     "zero/user_loop/engine.py": "a step, whose waits are in the list",

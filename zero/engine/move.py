@@ -95,6 +95,7 @@ def move(
     return move_to(state, on_all_ranks(world, lambda: state.plan.moved(arrangement)))
 
 
+@unobserved()
 def move_to(state: State, plan: Plan) -> State:
     """Return `state` on the tiers of `plan`, which `Plan.moved` has made of the state's plan. Collective.
 
@@ -131,6 +132,7 @@ def _differ_in_activations(old: Plan, new: Plan) -> bool:
     return arranged == old.arrangement and new.placement == old.placement and new.bytes == old.bytes
 
 
+@unobserved()
 def park_between_steps(state: State, kinds: Set[str] | None = None) -> None:
     """Park the state, see `park`, or raise ConfigError inside of a step."""
     _check_between_steps(state.runtime)
@@ -266,6 +268,7 @@ class _Move:
         moving.commit()
         self._done.append(moving.index)
 
+    @unobserved()  # also called as `Runtime.wake`
     def _finish(self, plan: Plan) -> None:
         """Make the memory of the plan beside units and pages, and the parts of the runtime."""
         give_slots(plan, self._runtime.store)

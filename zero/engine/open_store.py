@@ -62,11 +62,11 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     check_type(plan, Plan, "zero.open_store", "store = zero.open_store(plan)")
     specs, device = plan.pages.store_pages(), plan.world.compute
     on_host = partial(_host_block, plan)  # a CPU's memory is the host's
-    stores: dict[str, Store] = {
-        "device": MemoryStore(device.device, on_host if device.shares_memory else None),
-        "host": MemoryStore(torch.device("cpu"), on_host, copy=device.copy),
-    }
     with ExitStack() as undo, unobserved():  # closes what was opened if a later line raises
+        stores: dict[str, Store] = {
+            "device": MemoryStore(device.device, on_host if device.shares_memory else None),
+            "host": MemoryStore(torch.device("cpu"), on_host, copy=device.copy),
+        }
         on_disk = [page for page in specs if plan.tier(page) == "nvme"]
         lent = frozenset({"nvme"} if disk is not None else ())
         if on_disk and disk is None:

@@ -22,6 +22,7 @@ from zero.engine.wire import rewired, unwire
 from zero.errors import MachineError, if_it_fails
 from zero.platform.arena import Arena
 from zero.platform.host_memory import free_host_bytes
+from zero.platform.modes import unobserved
 from zero.platform.threads import uninterrupted
 from zero.store import PARAMETER_KINDS, Page, PageKind
 
@@ -80,6 +81,7 @@ class _Parked:
         self._device.join()
         self._device.give_back_memory(cached=True)
 
+    @unobserved()
     def wake(self) -> None:
         """Copy the values back and make buffers. An interrupt waits for the end."""
         runtime, plan = self._runtime, self._plan

@@ -23,14 +23,16 @@ from tests.common.small import (
     train_small,
     wide,
 )
-from tests.faults.disks import FaultyFiles, fail
+from tests.faults.disks import FaultyFiles, ThrottledStore, fail
 from tests.simulation.simulated_gpu import simulated_gpu
+from zero.checkpoint.save import Saving
 from zero.distributed.world import World
+from zero.engine import open_store
 from zero.engine.unit_move import UnitMove
 from zero.engine.whole.measured import measured
 from zero.engine.whole.read import digest
 from zero.errors import ConfigError, HandshakeError, MachineError, PlanError, StaleStateError, ZeroError
-from zero.store import NvmeStore
+from zero.store import MemoryStore, NvmeStore
 from zero.testing import run_ranks
 
 STEPS = 5
@@ -246,6 +248,87 @@ def test_a_move_takes_no_more_than_the_larger_plan_and_two_units(old, new):
     with simulated_gpu(races=True):
         for peak, limit in run_ranks(2, peaks_of_a_move, old, new):
             assert peak <= limit, (peak, limit)
+
+
+def test_a_save_behind_a_move_has_the_state_of_its_step(tmp_path):
+    """The move waits for the copies, which read pages that it replaces."""
+
+    def save_and_move(world: zero.World) -> tuple[str, str]:
+        plan = Setting(precision="bf16", offload=(("preset", "nvme"),)).plan(world, wide)
+        slow = ThrottledStore(MemoryStore(torch.device("cpu")), 1e6)  # the copies take a while
+        state, step = zero.init(plan, zero.open_store(plan, disk=slow)), zero.make_step(plan, small_loss)
+        state, _ = step(state, slice_of(small_batch(0, 6 * world.size), world, 1))
+        expected = digest(state)
+        saving = Saving(state, tmp_path / "saves", behind=True)
+        state = zero.move(state, offload="cpu")
+        folder = saving.finish()
+        return expected, digest(zero.load(state, zero.open_checkpoint(world, folder)))
+
+    [(expected, saved), _] = run_ranks(2, save_and_move)  # buffers are those of rank 0
+    assert saved == expected
+
+
+def test_a_state_is_parked_after_a_step_that_the_device_has_skipped():
+    def train(world: zero.World, parks: bool) -> tuple[str, int]:
+        state, step = Setting(precision="bf16").start(world)
+        overflow = zero.make_step(state.plan, lambda model, batch: small_loss(model, batch)[0] * float("inf"))
+        for number, function in enumerate((step, overflow, step)):
+            state, _ = function(state, [small_batch(number, 6)])
+            if parks:
+                zero.move(state, offload="parked")
+                assert state.step + state.skipped == number + 1
+        return digest(state), state.skipped
+
+    with simulated_gpu(fused=True):
+        assert run_ranks(1, train, True) == run_ranks(1, train, False)
+
+
+def test_a_timeline_has_a_move_from_a_disk():
+    state, _ = Setting(offload=(("preset", "nvme"),)).start(World.solo())
+    with zero.record(state) as timeline:
+        state = zero.move(state, offload="none")
+    assert any(span.row == "page in" for span in timeline.spans)
+
+
+def move_without_memory_at_the_end(world: zero.World) -> str:
+    """Rank 1 has no memory for slots when all units have moved, so all ranks move them back."""
+    state, step = Setting(offload=(("preset", "nvme"),)).start(world)
+    state, _ = step(state, slice_of(small_batch(0, 12), world, 1))
+    expected = digest(state)
+    with pytest.raises(MachineError, match="no memory for slots") as raised:
+        zero.move(state, offload="cpu")
+    assert not [note for note in getattr(raised.value, "__notes__", []) if "lost" in note]
+    assert state.plan.offload.optimizer == "nvme"
+    assert digest(state) == expected
+    state, _ = step(state, slice_of(small_batch(1, 12), world, 1))
+    return digest(state)
+
+
+def test_a_rank_that_has_no_memory_at_the_end_sends_all_ranks_back(monkeypatch):
+    def give_slots(plan: zero.Plan, store: Any) -> None:
+        if plan.offload.optimizer == "cpu" and plan.world.rank == 1:
+            raise MachineError("no memory for slots")
+        original(plan, store)
+
+    original = open_store.give_slots
+    monkeypatch.setattr("zero.engine.move.give_slots", give_slots)
+    first, second = run_ranks(2, move_without_memory_at_the_end)
+    assert first == second
+
+
+def test_pages_of_another_size_are_spread_over_several_disks(tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    paths = [str(folder) for folder in folders]
+    state, step = Setting(precision="bf16").start(World.solo(), wide)
+    expected = digest(state)
+    for page_bytes in (8 * KiB, 16 * KiB, 8 * KiB):
+        state = zero.move(state, offload=zero.Offload("nvme", path=paths, page_bytes=page_bytes))
+        assert digest(state) == expected
+    state = zero.move(state, offload="cpu", offload_path=tmp_path)
+    assert state.plan.offload.path == str(tmp_path)
+    step(state, [small_batch(0, 6)])
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

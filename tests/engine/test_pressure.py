@@ -86,7 +86,7 @@ def test_pages_move_down_and_come_back(size, gpu):
 
 def test_without_a_lower_tier_one_line_says_so():
     def train(world: zero.World) -> list[str]:
-        plan = Setting().plan(world)
+        plan = Setting(offload=(("preset", "auto"),)).plan(world)
         state, step, notes = zero.init(plan, zero.open_store(plan)), zero.make_step(plan, small_loss), list[str]()
         gauge = Gauge(state)
         gauge.nbytes = 0

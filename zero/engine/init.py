@@ -13,7 +13,7 @@ from zero.engine.forward import SiteRunner
 from zero.engine.gather import CollectiveLog
 from zero.engine.model import ModuleTree, Takeover, codes_in
 from zero.engine.plan import Plan, refuse_equal_parts, settings_of, settings_of_groups
-from zero.engine.pressure import Pressure, watches
+from zero.engine.pressure import Pressure
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.unit_state import UnitState
@@ -94,7 +94,7 @@ def init(
     runtime = Runtime(takeover, ModuleTree(model), store, units, sites, CollectiveLog(), tape, checksums)
     open_routes(runtime, plan)
     wire(runtime, plan)
-    runtime.pressure = Pressure(plan) if watches(plan.offload) else None
+    runtime.pressure = Pressure(plan)
     # Ranks that are threads share torch's generator, which a checkpoint's recomputation sets, so no rank may train
     # while another one still draws first values.
     plan.world.barrier("init")

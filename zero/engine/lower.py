@@ -65,11 +65,13 @@ def _lower(plan: Plan) -> Iterator[tuple[str, Arrangement]]:
         yield f"zero.activations={REMAT.name}", _with_activations(now, KEEPING, REMAT.name)
     for tier in ("cpu", "nvme"):
         yield f"offload.optimizer={tier}", _offloaded(now, offload, optimizer=tier)
-        yield f"offload.grad={tier}", _offloaded(now, offload, optimizer=tier, grad="cpu")
+        yield f"offload.optimizer={tier} offload.grad=cpu", _offloaded(now, offload, optimizer=tier, grad="cpu")
     alone = plan.world.size == 1  # every stage is the same then
     for tier in ("cpu", "nvme") if alone or now.stage.parameters else ():
         moved = now._replace(stage=Stage(3)) if alone else now
-        yield f"offload.param={tier}", _offloaded(moved, offload, optimizer=tier, grad="cpu", param=tier)
+        stage = "zero.stage=3 " if alone and not now.stage.parameters else ""
+        text = f"{stage}offload.optimizer={tier} offload.grad=cpu offload.param={tier}"
+        yield text, _offloaded(moved, offload, optimizer=tier, grad="cpu", param=tier)
 
     if REMAT.name in now.activations.values():  # last: small activations stay on the device then
         yield f"zero.activations={OFFLOAD.name}", _with_activations(now, [REMAT.name], OFFLOAD.name)

@@ -10,6 +10,7 @@ import json
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from os import PathLike, fspath
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from zero.engine.plan import Arrangement, Plan, check_settings, policies_of, set
 from zero.engine.runtime import Runtime, awake
 from zero.engine.state import State
 from zero.engine.together import on_all_ranks
-from zero.engine.unit_move import UnitMove, changed_kinds, gather_values, own_values
+from zero.engine.unit_move import UnitMove, changed_kinds, gather_values, own_values, with_room
 from zero.engine.whole import add_empty_buffers
 from zero.engine.wire import open_routes, rewired, set_activations, unwire
-from zero.errors import ConfigError, PlanError, with_class
+from zero.errors import ConfigError, PlanError, if_it_fails, with_class
 from zero.platform.arena import Arena
 from zero.platform.host_memory import give_back_memory
 from zero.platform.modes import unobserved
@@ -110,6 +111,7 @@ def move_to(state: State, plan: Plan) -> State:
             )
         world.agree(settings_of(plan), "settings of zero.move")
         runtime.tree.check()
+        runtime.await_copies()
         if _differ_in_activations(state.plan, plan):
             set_activations(runtime, plan)  # without waiting for updates
             return state.advance(state.after, "zero.move")
@@ -137,6 +139,8 @@ def park_between_steps(state: State, kinds: Set[str] | None = None) -> None:
     """Park the state, see `park`, or raise ConfigError inside of a step."""
     _check_between_steps(state.runtime)
     with state.runtime.sites.use:
+        _ = state.after.counts  # the last step may have been skipped, which changes the updates' counts
+        state.runtime.await_copies()
         park(state.runtime, kinds)
 
 
@@ -163,7 +167,8 @@ def _changed(
         Offload(offload)  # raises an error for an unknown preset
         there = there.model_copy(update=dict(zip(("optimizer", "param", "grad"), PRESETS[offload], strict=True)))
     if offload_path is not None:
-        there = there.model_copy(update={"path": offload_path})
+        path = offload_path if isinstance(offload_path, str | PathLike) else [*map(fspath, offload_path)]
+        there = Offload(**(there.model_dump() | {"path": fspath(path) if isinstance(path, PathLike) else path}))
     if there.page_bytes is None:
         there = there.model_copy(update={"page_bytes": plan.offload.page_bytes})
     return now._replace(**changes, offload=there)
@@ -196,7 +201,9 @@ class _Move:
     def run(self) -> None:
         """Move all units. Collective."""
         runtime, plan = self._runtime, self._new
-        disk = on_all_ranks(self._world, self._open_disk)
+        disk: dict[str, Store] = {}
+        with if_it_fails(lambda: [store.close() for store in disk.values()]):
+            on_all_ranks(self._world, lambda: disk.update(self._open_disk()))
         unwire(runtime)
         try:
             emptied = {"nvme"} if self._old.offload.paths != plan.offload.paths else set()
@@ -209,6 +216,7 @@ class _Move:
             self._go_back(error)
             raise
         finally:
+            self._tiers.trim()  # only now, because the units may have had to go back
             give_back_memory()
 
     def _open_disk(self) -> dict[str, Store]:
@@ -216,8 +224,8 @@ class _Move:
         old, new = self._old, self._new
         if "nvme" in self._tiers.lent:
             return {}
-        stay = old.offload.paths == new.offload.paths
-        before = old.pages.store_pages() if stay else {}
+        stay = old.offload.paths == new.offload.paths and old.pages.page_numel == new.pages.page_numel
+        before = old.pages.store_pages() if stay and old.facts.full_update == new.facts.full_update else {}
         pages = [
             page
             for page, spec in new.pages.store_pages().items()
@@ -258,8 +266,8 @@ class _Move:
         """Return the move of one unit, with the values that are written anew. Collective."""
         runtime, unit = self._runtime, self._runtime.units[index]
         kinds = changed_kinds(runtime.plan, new, unit.spec)
-        own = on_all_ranks(self._world, lambda: own_values(runtime, unit, kinds))
-        return UnitMove(runtime, unit, new, kinds, gather_values(runtime, unit, new, own))
+        prepared = on_all_ranks(self._world, lambda: with_room(runtime, unit, new, own_values(runtime, unit, kinds)))
+        return UnitMove(runtime, unit, new, kinds, gather_values(runtime, unit, prepared))
 
     def _completed(self, under_way: list[UnitMove]) -> None:
         """Wait for the first of the moves on all ranks, and commit it. Collective."""
@@ -276,16 +284,20 @@ class _Move:
             add_empty_buffers(plan, self._runtime.store, unit)
         self._wire(plan)
         self._runtime.wake = self._runtime.sites.wake = awake
-        self._tiers.trim()
 
     def _go_back(self, error: BaseException) -> None:
         """Move back the units that have moved, after an error."""
         runtime = self._runtime
         traceback.clear_frames(error.__traceback__)  # they have tensors of the new plan
+        if runtime.is_wired:  # another rank has failed
+            unwire(runtime)
         gc.collect()
         try:
-            self._begin()  # the store's threads do no more work after an error
+            if self._done:
+                on_all_ranks(self._world, self._begin)  # the store's threads do no more work after an error
             self._tiers.refit(self._old.tier, self._before)
+            for store in self._before.values():
+                store.trim()  # pages that go back need the space that they had
             runtime.plan = self._new
             self._move_units(self._done[::-1], self._old)
             runtime.plan = self._old

@@ -15,7 +15,7 @@ from zero.engine.open_store import give_slots, tiers_of
 from zero.engine.plan import thread_count
 from zero.engine.runtime import Runtime, awake
 from zero.engine.together import on_all_ranks
-from zero.engine.unit_move import UnitMove
+from zero.engine.unit_move import WITHOUT_CONTENTS, UnitMove
 from zero.engine.unit_state import UnitState
 from zero.engine.whole import add_empty_buffers, empty_shards
 from zero.engine.wire import rewired, unwire
@@ -24,7 +24,7 @@ from zero.platform.arena import Arena
 from zero.platform.host_memory import free_host_bytes
 from zero.platform.modes import unobserved
 from zero.platform.threads import uninterrupted
-from zero.store import PARAMETER_KINDS, Page, PageKind
+from zero.store import PARAMETER_KINDS, Page
 
 FLATS: frozenset[str] = frozenset(PARAMETER_KINDS)
 
@@ -99,8 +99,8 @@ class _Parked:
                     del self._flats[unit.index]
                 add_empty_buffers(plan, runtime.store, unit)
             give_slots(plan, runtime.store)
-            runtime.wake = runtime.sites.wake = awake
             self._rewired(plan)
+            runtime.wake = runtime.sites.wake = awake
 
     def _move_pages(self, unit: UnitState) -> None:
         moving = UnitMove(self._runtime, unit, self._plan, frozenset(), {})
@@ -112,7 +112,7 @@ class _Parked:
     def _tier(self, page: Page) -> str:
         """Return the tier of a page while the state is parked."""
         tier = self._plan.tier(page)
-        leaves = page.kind in self._kinds or page.kind in (PageKind.GRAD, PageKind.FIRST_GRAD, PageKind.SECONDARY)
+        leaves = page.kind in self._kinds or page.kind in WITHOUT_CONTENTS
         return "host" if leaves and tier == "device" and not self._device.shares_memory else tier
 
 
@@ -125,7 +125,8 @@ def _check_memory(runtime: Runtime, kinds: Set[str]) -> None:
     plan = runtime.plan
     needs_bytes = sum(flat.nbytes for unit in runtime.units for flat in _flats(unit)) if FLATS & kinds else 0
     specs = plan.pages.store_pages().items()
-    needs_bytes += sum(spec.block_bytes for page, spec in specs if page.kind in kinds and plan.tier(page) == "device")
+    leaving = {*kinds, *WITHOUT_CONTENTS}
+    needs_bytes += sum(spec.block_bytes for page, spec in specs if page.kind in leaving and plan.tier(page) == "device")
     free_bytes = free_host_bytes() // plan.world.whole.local_size
     if needs_bytes > free_bytes and not plan.world.compute.shares_memory:
         raise MachineError(

@@ -11,18 +11,18 @@ leaves free is a gap, so that pages do not go back and forth.
 
 import logging
 from collections.abc import Callable, Collection
+from functools import cached_property
 
 import torch
 
 from zero.core.offload import Offload
-from zero.core.placement import NO_LIMIT, Room
+from zero.core.placement import NO_LIMIT, TIERS, Placement, Room
 from zero.core.sizes import GiB, size_text
 from zero.engine.move import move_to
 from zero.engine.plan import Plan
 from zero.engine.state import State
-from zero.errors import ConfigError, MachineError, one_line
+from zero.errors import ConfigError, WorldError, one_line
 from zero.platform.gauges import HostGauge
-from zero.platform.host_memory import host_total_bytes
 
 log = logging.getLogger("zero")
 
@@ -56,22 +56,32 @@ class Pressure:
     """
 
     def __init__(self, plan: Plan, gauge: HostGauge | None = None, note: Callable[[str], None] = log.warning) -> None:
-        device, given = plan.world.compute, plan.offload.pressure
-        reserve = GiB + device.total_bytes() // 50 if plan.offload.reserve_bytes is None else plan.offload.reserve_bytes
-        self._device_is_host = plan.facts.device_is_host
-        self._least_device = given if isinstance(given, int) else reserve // 2
-        self._least_host = given if isinstance(given, int) else int(LEAST_HOST_SHARE * host_total_bytes())
-        self._gauge, self._note, self._first = gauge or HostGauge(), note, plan.placement
+        self._given_gauge, self._note, self._first = gauge, note, plan.placement
         self._calm, self.moves, self._is_stuck = 0, 0, False
 
     def read(self, plan: Plan) -> int:
-        """Return the bits of the memories of which this rank is short."""
+        """Return the bits of the memories of which this rank is short; 0 if nothing is watched."""
+        if not watches(plan.offload):
+            return 0
+        least_device, least_host = self._least(plan)
         short = 0
-        if not self._device_is_host and plan.world.compute.free_bytes() < self._least_device:
+        if not plan.facts.device_is_host and plan.world.compute.free_bytes() < least_device:
             short |= DEVICE
-        if self._gauge.free_bytes(GAP * self._least_host) < self._least_host:
+        if self._gauge.free_bytes(GAP * least_host) < least_host:
             short |= HOST
         return short
+
+    @cached_property
+    def _gauge(self) -> HostGauge:
+        return self._given_gauge or HostGauge()
+
+    def _least(self, plan: Plan) -> tuple[int, int]:
+        """Return the free bytes below which the device and the host are short."""
+        offload, device = plan.offload, plan.world.compute
+        if isinstance(offload.pressure, int):
+            return offload.pressure, offload.pressure
+        reserve = GiB + device.total_bytes() // 50 if offload.reserve_bytes is None else offload.reserve_bytes
+        return reserve // 2, int(LEAST_HOST_SHARE * self._gauge.total_bytes())
 
     def react(self, state: State, shortages: Collection[int]) -> State:
         """Return the state, moved if a rank is short of memory or has been calm. Collective.
@@ -79,6 +89,8 @@ class Pressure:
         Args:
             shortages: the bits of all ranks.
         """
+        if not watches(state.plan.offload):
+            return state
         if any(shortages):
             self._calm = 0
             return state if self._is_stuck else self._moved(state, shortages)
@@ -97,11 +109,13 @@ class Pressure:
             return self._stuck(state, short, one_line(error))
         if following.placement == plan.placement:
             return self._stuck(state, short, "nothing of the state that is auto can move")
+        if not short and not _is_between(following, plan.placement, self._first):
+            return state
         before = state.runtime.moved_bytes
         try:
             state = move_to(state, following)
-        except MachineError as error:
-            if state.spent_:
+        except Exception as error:
+            if state.spent_ or isinstance(error, WorldError):
                 raise
             return self._stuck(state, short, one_line(error))
         self.moves += 1
@@ -117,9 +131,10 @@ class Pressure:
         on_device, on_host = held.get("device", 0), held.get("host", 0)
         device_free = plan.world.compute.free_bytes()
         host_free = self._gauge.free_bytes(2**62) // plan.world.whole.local_size
-        if self._device_is_host:
+        if plan.facts.device_is_host:
             on_device, on_host = 0, on_device + on_host
-        mine = [on_device + device_free - GAP * self._least_device, on_host + host_free - GAP * self._least_host]
+        least_device, least_host = self._least(plan)
+        mine = [on_device + device_free - GAP * least_device, on_host + host_free - GAP * least_host]
         everyone = plan.world.exchange(torch.tensor(mine, dtype=torch.int64, device="cpu"), what="free memory")
         device, host = (max(0, int(least)) for least in everyone.min(0).values)
         given = plan.origin.room or NO_LIMIT
@@ -135,3 +150,14 @@ class Pressure:
     def _say(self, state: State, line: str) -> None:
         if state.plan.world.whole.rank == 0:
             self._note(f"step {state.tried}: {line}")
+
+
+def _is_between(plan: Plan, now: Placement, first: Placement) -> bool:
+    """Return whether a plan's pages are on no slower tier than now, and on no faster one than at first."""
+    ranks = {tier: rank for rank, tier in enumerate(TIERS)}
+    tiers, cuts = plan.placement.optimizer, (now.optimizer, first.optimizer)
+    if any(tiers.keys() != pages.keys() for pages in cuts):
+        return False
+    return all(
+        ranks[first.optimizer[page]] <= ranks[tier] <= ranks[now.optimizer[page]] for page, tier in tiers.items()
+    )

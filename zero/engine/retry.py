@@ -47,7 +47,7 @@ class Retry:
         Raises:
             MachineError: the step does not fit, and nothing can move.
         """
-        if state.plan.world.size > 1 or state.plan.facts.device_is_host:
+        if state.plan.world.whole.size > 1 or state.plan.beside.groups or state.plan.facts.device_is_host:
             with advised(state.plan):
                 return attempt(state)
         beginning: Beginning | None = None
@@ -57,9 +57,14 @@ class Retry:
             beginning = beginning or Beginning(state.model)
             return attempt(state)
 
-        emptied = False
+        emptied, first = False, state
         while True:
-            shortage, result = _try(state, begin_and_attempt)
+            try:
+                shortage, result = _try(state, begin_and_attempt)
+            except BaseException:
+                if state is not first and not state.spent_:
+                    first.spent_.clear()  # it has the memory and the counts of the moved state
+                raise
             if result is not None:
                 return result
             gc.collect()
@@ -67,7 +72,12 @@ class Retry:
             if beginning is not None:
                 beginning.restore()
             if emptied:
-                state = self._lowered(state, shortage)
+                try:
+                    state = self._lowered(state, shortage)
+                except BaseException:
+                    if state is not first and not state.spent_:
+                        first.spent_.clear()
+                    raise
             else:
                 self.again, emptied = self.again + 1, True
                 self._note(f"step {state.tried + 1}: {shortage}. Made again with an empty cache.")
@@ -78,6 +88,10 @@ class Retry:
         for text, plan in lower_plans(state.plan):
             try:
                 state = move_to(state, plan)
+            except MachineError:
+                if state.spent_:
+                    raise
+                continue
             except Exception as error:
                 if not is_out_of_memory(error) or state.spent_:
                     raise

@@ -126,6 +126,11 @@ class Runtime:
         can_wait = plan.optimizer.matrix_rule is None and not plan.beside.groups
         return can_wait and not plan.world.compute.shares_memory and numbers.fused is not None
 
+    @property
+    def is_wired(self) -> bool:
+        """Whether the parts that depend on the plan exist; not while a state moves."""
+        return "updater" in vars(self)
+
     def present(self) -> tuple[Plan, int]:
         """Return the present plan, and `moved_bytes`."""
         return self.plan, self.moved_bytes

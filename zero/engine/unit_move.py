@@ -24,10 +24,7 @@ from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.engine.unit_state import UnitState
 from zero.engine.whole import FlatWriter, empty_shards
-from zero.store import Page, PageKind, Ticket
-
-ASIDE = 1 << 30
-"""A number that is added to the unit of a page while another page has its key."""
+from zero.store import ASIDE, Page, PageKind, Ticket
 
 WITHOUT_CONTENTS = (PageKind.GRAD, PageKind.FIRST_GRAD, PageKind.SECONDARY)
 """The kinds of pages whose contents are not needed after a step."""
@@ -101,18 +98,31 @@ def _own(runtime: Runtime, unit: UnitState, kind: str) -> tuple[int, Tensor]:
 
 
 @torch.no_grad()
-def gather_values(runtime: Runtime, unit: UnitState, new: Plan, values: FlatValues) -> FlatValues:
-    """Return `values` with those of other ranks that this rank will keep in the plan `new`. Collective."""
-    master, complete = runtime.plan.precision.master.kind, dict(values)
+def with_room(
+    runtime: Runtime, unit: UnitState, new: Plan, values: FlatValues
+) -> dict[str, tuple[int, Tensor, Tensor]]:
+    """Return `values`, each with room for the values of all ranks, or with itself if this rank will keep no more."""
+    master, prepared = runtime.plan.precision.master.kind, dict[str, tuple[int, Tensor, Tensor]]()
     for kind, (start, own) in values.items():
         wanted = [_form(new, unit.spec, kind)]
         if kind == PageKind.PARAM and master is not None:
             wanted.append(_form(new, unit.spec, master))
         if start > min(form.start for form in wanted) or start + own.numel() < max(form.stop for form in wanted):
             own = runtime.plan.world.compute.bring(own.contiguous())
-            full = own.new_zeros(unit.spec.stored(kind).P)
+            prepared[kind] = start, own, own.new_zeros(unit.spec.stored(kind).P)
+        else:
+            prepared[kind] = start, own, own
+    return prepared
+
+
+@torch.no_grad()
+def gather_values(runtime: Runtime, unit: UnitState, prepared: Mapping[str, tuple[int, Tensor, Tensor]]) -> FlatValues:
+    """Return the values with those of other ranks, where there is room for them. Collective."""
+    complete = dict[str, tuple[int, Tensor]]()
+    for kind, (start, own, full) in prepared.items():
+        if full is not own:
             runtime.routes.gather(own, full, what=f"{kind} of {unit.spec.name}").wait()
-            complete[kind] = 0, full
+        complete[kind] = (start, own) if full is own else (0, full)
     return complete
 
 
@@ -122,7 +132,7 @@ class UnitMove:
     Args:
         unit: has no deferred update.
         kinds: from `changed_kinds`.
-        values: from `read_values`.
+        values: from `gather_values`.
     """
 
     def __init__(self, runtime: Runtime, unit: UnitState, new: Plan, kinds: frozenset[str], values: FlatValues) -> None:

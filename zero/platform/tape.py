@@ -95,10 +95,13 @@ class Tape:
                 return _NOTHING
             if what == "wait":
                 return recording.standing(ALL_STORE_ROWS, "")
-            return recording.paging(STORE_ROWS[what], units[unit], part)
+            return recording.paging(STORE_ROWS[what], units[unit & INDEX_BITS], part)
 
         return watch
 
+
+INDEX_BITS = (1 << 30) - 1
+"""The bits of a unit's index in a page's key; a page that another one replaces has a further bit."""
 
 _NOTHING = nullcontext()
 

@@ -4,7 +4,7 @@ Every class of stores passes the tests of `zero.testing.StoreContract`.
 """
 
 from zero.platform.scratch_file import REQUEST_BYTES
-from zero.store.base import PARAMETER_KINDS, Page, PageKind, Store, Ticket
+from zero.store.base import ASIDE, PARAMETER_KINDS, Page, PageKind, Store, Ticket
 from zero.store.events import PageGroup
 from zero.store.memory import MemoryBlock, MemoryStore
 from zero.store.nvme import NvmeStore, probe
@@ -13,6 +13,7 @@ from zero.store.tiers import Tiers, spread
 from zero.store.traffic_counter import Traffic
 
 __all__ = [
+    "ASIDE",
     "PARAMETER_KINDS",
     "REQUEST_BYTES",
     "MemoryBlock",

@@ -35,6 +35,9 @@ class PageKind(StrEnum):
     SECONDARY = "secondary"
 
 
+ASIDE = 1 << 30
+"""A number that is added to the unit of a page while another page has its key."""
+
 PARAMETER_KINDS = PageKind.PARAM, PageKind.FROZEN, PageKind.PACKED
 """The kinds of pages that hold parameters."""
 

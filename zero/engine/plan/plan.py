@@ -238,6 +238,8 @@ class Plan:
         room = free_room(facts, self.offload, held, shared=shared) if room is None else room
         page_bytes = self.offload.page_bytes or auto_page_bytes(facts, self.offload, room)
         self.offload = self.offload.model_copy(update={"page_bytes": page_bytes})
+        kept = self.arrangement.offload.model_copy(update={"page_bytes": page_bytes})  # else a move would cut anew
+        self.arrangement = self.arrangement._replace(offload=kept)
         place = partial(
             place_pages,
             offload=self.offload,

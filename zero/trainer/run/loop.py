@@ -97,8 +97,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             data_digest=data.digest,
         )
         self._record.further["measured_bytes"] = measured(state)
-        if state.runtime.pressure is not None:
-            state.runtime.pressure = Pressure(plan, note=self.note_move)
+        state.runtime.pressure = Pressure(plan, note=self.note_move)
         if predicted_s is not None:
             self._record.further["plan_step_s"] = predicted_s
         self._recorded, self._stopping = 0, False

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from zero.core.sizes import size_text
 from zero.engine.lower import lower_plans
 from zero.engine.move import move_to
@@ -40,16 +42,16 @@ def lower_at_next_start(plan: Plan, folder: Path, max_restarts: int) -> Iterator
     Raises:
         StartAgainLower: in place of the error, if there is a further move.
     """
+    made = read_moves(folder)
     try:
         yield
     except Exception as error:
-        if plan.world.size == 1 or not is_out_of_memory(error):
+        if plan.world.whole.size == 1 or not is_out_of_memory(error):
             raise
-        texts = read_moves(folder)
-        following = next(lower_plans(_lowered(plan, texts)), None)
+        following = next(lower_plans(_lowered(plan, made)), None)
         if following is None:
             raise
-        publish(folder / LOWERED, json.dumps([*texts, following[0]]))
+        publish(folder / LOWERED, json.dumps([*made, following[0]]))  # all ranks that fail write the same
         again = "The next start" if max_restarts else "launch.max_restarts=1 starts the ranks again and"
         taken = size_text(plan.world.compute.peak_bytes())
         raise StartAgainLower(f"the GPU ran out of memory at {taken}. {again} moves to {following[0]}.") from error
@@ -57,8 +59,12 @@ def lower_at_next_start(plan: Plan, folder: Path, max_restarts: int) -> Iterator
 
 def make_moves(state: State, folder: Path, tracker: Tracker) -> State:
     """Return the state after the moves that earlier starts of the run have needed. Collective."""
-    for text in json.loads(state.plan.world.share(json.dumps(read_moves(folder)))):
-        state = move_to(state, dict(lower_plans(state.plan))[text])
+    world = state.plan.world
+    for text in json.loads(world.share(json.dumps(read_moves(folder)))):
+        lower = dict(lower_plans(state.plan)).get(text)
+        if not bool(world.exchange(torch.tensor([lower is not None], device="cpu")).all()) or lower is None:
+            continue  # the run was started again with settings that need less already
+        state = move_to(state, lower)
         tracker.note(f"moved to {text}, because an earlier start ran out of memory")
     return state
 
@@ -71,5 +77,5 @@ def read_moves(folder: Path) -> list[str]:
 
 def _lowered(plan: Plan, texts: list[str]) -> Plan:
     for text in texts:
-        plan = dict(lower_plans(plan))[text]
+        plan = dict(lower_plans(plan)).get(text, plan)
     return plan

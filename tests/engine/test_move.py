@@ -283,6 +283,19 @@ def test_a_state_is_parked_after_a_step_that_the_device_has_skipped():
         assert run_ranks(1, train, True) == run_ranks(1, train, False)
 
 
+def test_further_pages_are_pinned_as_the_new_plan_says():
+    def pinned(world: zero.World) -> list[int]:
+        state, counts = Setting().start(world)[0], []
+        for pin in (False, True):
+            state = zero.move(zero.move(state, offload="none"), offload=zero.Offload("cpu", pin=pin))
+            counts.append(len(world.compute._pinned))
+        return counts
+
+    with simulated_gpu():
+        [counts] = run_ranks(1, pinned)
+    assert counts[0] == 0 < counts[1]
+
+
 def test_a_timeline_has_a_move_from_a_disk():
     state, _ = Setting(offload=(("preset", "nvme"),)).start(World.solo())
     with zero.record(state) as timeline:

@@ -71,6 +71,7 @@ def make_step(
     if not callable(flag):
         raise ConfigError(f"flag is {checks.type_text(flag)}. Pass a function that returns a number.")
     check_replay(replay, plan.world)
+    checks.instance("retry", retry, bool | Retry, "Pass True to make a step again that runs out of memory.")
     retries = Retry() if retry is True else retry or None
 
     def run(microbatches: Sequence[Any], under_way: Step) -> None:

@@ -10,6 +10,7 @@ import json
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
@@ -22,7 +23,7 @@ from zero.core.sizes import round_up
 from zero.core.stage import Stage
 from zero.engine.after import After
 from zero.engine.arguments import check_type
-from zero.engine.open_store import give_slots, open_disks, tiers_of
+from zero.engine.open_store import give_slots, host_block, open_disks, tiers_of
 from zero.engine.park import park
 from zero.engine.plan import Arrangement, Plan, check_settings, policies_of, settings_of, thread_count
 from zero.engine.runtime import Runtime, awake
@@ -36,7 +37,7 @@ from zero.platform.arena import Arena
 from zero.platform.host_memory import give_back_memory
 from zero.platform.modes import unobserved
 from zero.platform.threads import uninterrupted
-from zero.store import Store
+from zero.store import MemoryStore, Store
 
 PARKING = ("parked", "resident")
 """Values of `offload` that are no placement of a plan: the state leaves the GPU for a while, and comes back."""
@@ -208,6 +209,7 @@ class _Move:
         try:
             emptied = {"nvme"} if self._old.offload.paths != plan.offload.paths else set()
             self._tiers.refit(plan.tier, disk, emptied - self._tiers.lent)
+            self._use_host_memory(plan)
             on_all_ranks(self._world, self._begin)
             self._move_units(_order(runtime, self._old, plan), plan)
             open_routes(runtime, plan)
@@ -232,6 +234,12 @@ class _Move:
             if new.tier(page) == "nvme" and not (before.get(page) == spec and old.tier(page) == "nvme")
         ]
         return {"nvme": open_disks(new, pages)} if pages else {}
+
+    def _use_host_memory(self, plan: Plan) -> None:
+        """Pin the host memory of further pages, or not, as the plan says."""
+        host = self._tiers.stores["host"]
+        assert isinstance(host, MemoryStore)
+        host.block = partial(host_block, plan)
 
     def _begin(self) -> None:
         """Free the slots of the old plan, and make slots for pages that move between a disk and a GPU."""
@@ -296,6 +304,7 @@ class _Move:
             if self._done:
                 on_all_ranks(self._world, self._begin)  # the store's threads do no more work after an error
             self._tiers.refit(self._old.tier, self._before)
+            self._use_host_memory(self._old)
             for store in self._before.values():
                 store.trim()  # pages that go back need the space that they had
             runtime.plan = self._new

@@ -61,7 +61,7 @@ def open_store(plan: Plan, *, disk: Store | None = None, progress: Progress = si
     """
     check_type(plan, Plan, "zero.open_store", "store = zero.open_store(plan)")
     specs, device = plan.pages.store_pages(), plan.world.compute
-    on_host = partial(_host_block, plan)  # a CPU's memory is the host's
+    on_host = partial(host_block, plan)  # a CPU's memory is the host's
     with ExitStack() as undo, unobserved():  # closes what was opened if a later line raises
         stores: dict[str, Store] = {
             "device": MemoryStore(device.device, on_host if device.shares_memory else None),
@@ -117,7 +117,8 @@ def tiers_of(store: PrefetchStore) -> Tiers:
     return store.inner
 
 
-def _host_block(plan: Plan, sizes: list[int]) -> MemoryBlock:
+def host_block(plan: Plan, sizes: list[int]) -> MemoryBlock:
+    """Return host memory for pages with these numbers of bytes."""
     return Arena(sum(map(round_up, sizes)), plan.world.compute, pin=plan.offload.pin)
 
 

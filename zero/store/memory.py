@@ -55,6 +55,9 @@ class MemoryStore(Store):
         device: the device of the pages.
         block: makes a block from which pages with these numbers of bytes can be taken; None: of torch's allocator.
         copy: copies (into, source) between a page and memory of the compute device.
+
+    Attributes:
+        block: makes the blocks of further pages.
     """
 
     def __init__(
@@ -64,13 +67,13 @@ class MemoryStore(Store):
         *,
         copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
     ) -> None:
-        self._block, self._copy = block or partial(_zeros_block, device), copy
+        self.block, self._copy = block or partial(_zeros_block, device), copy
         self._pages, self._used = Pages[_Entry](), Counter[MemoryBlock]()
 
     def allocate_all(self, sizes: Mapping[Page, tuple[int, torch.dtype]]) -> None:
         for page in sizes:
             self._pages.check_new(page)
-        block = self._block([numel * dtype.itemsize for numel, dtype in sizes.values()])
+        block = self.block([numel * dtype.itemsize for numel, dtype in sizes.values()])
         for page, (numel, dtype) in sizes.items():
             self._pages[page] = _Entry(block.take(numel * dtype.itemsize).view(dtype), block)
             self._used[block] += 1

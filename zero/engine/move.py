@@ -6,9 +6,7 @@ than the larger plan and one unit. If a rank fails, all ranks move the units bac
 """
 
 import gc
-import json
 import traceback
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from os import PathLike, fspath
@@ -29,7 +27,14 @@ from zero.engine.plan import Arrangement, Plan, check_settings, policies_of, set
 from zero.engine.runtime import Runtime, awake
 from zero.engine.state import State
 from zero.engine.together import on_all_ranks
-from zero.engine.unit_move import UnitMove, changed_kinds, gather_values, own_values, with_room
+from zero.engine.unit_move import (
+    UnitMove,
+    changed_kinds,
+    gather_values,
+    order_of_units,
+    own_values,
+    with_room,
+)
 from zero.engine.whole import add_empty_buffers
 from zero.engine.wire import open_routes, rewired, set_activations, unwire
 from zero.errors import ConfigError, PlanError, if_it_fails, with_class
@@ -211,7 +216,7 @@ class _Move:
             self._tiers.refit(plan.tier, disk, emptied - self._tiers.lent)
             self._use_host_memory(plan)
             on_all_ranks(self._world, self._begin)
-            self._move_units(_order(runtime, self._old, plan), plan)
+            self._move_units(order_of_units(runtime, self._old, plan), plan)
             open_routes(runtime, plan)
             on_all_ranks(self._world, lambda: self._finish(plan))
         except BaseException as error:
@@ -320,36 +325,3 @@ class _Move:
         except Exception as another:
             runtime.wake = runtime.sites.wake = lambda: self._finish(self._old)
             error.add_note(f"The next use of the state makes its buffers again: {with_class(another)}")
-
-
-def _order(runtime: Runtime, old: Plan, new: Plan) -> list[int]:
-    """Return the indices of the units in an order in which no memory exceeds both plans by much. Collective."""
-    now, then = ([_unit_bytes(plan, index) for index in range(len(runtime.units))] for plan in (old, new))
-    total, limits = sum(now, Counter()), sum(now, Counter()) | sum(then, Counter())
-    left, order = {*range(len(now))}, list[int]()
-
-    def excess(index: int) -> tuple[int, int]:
-        return max(
-            total[tier] - now[index][tier] + then[index][tier] - limits[tier] for tier in ("device", "host")
-        ), index
-
-    while left:
-        index = min(left, key=excess)
-        total = total - now[index] + then[index]
-        left.remove(index)
-        order.append(index)
-    return [int(index) for index in json.loads(old.world.share(json.dumps(order)))]
-
-
-def _unit_bytes(plan: Plan, index: int) -> Counter[str]:
-    """Return the bytes of a unit's values in each memory."""
-    nbytes, unit = Counter[str](), plan.units[index]
-    for page, spec in plan.pages.pages_of(unit):
-        nbytes[plan.tier(page)] += plan.pages.bytes_on(spec, plan.tier(page))
-    if not plan.facts.params_offloaded:
-        compute = plan.precision.compute
-        nbytes["device"] += sum(plan.sizes.kept_numel(flat) * flat.dtype(compute).itemsize for flat in unit.flats)
-    if plan.facts.device_is_host:
-        nbytes["host"] += nbytes.pop("device", 0)
-    del nbytes["nvme"]
-    return nbytes

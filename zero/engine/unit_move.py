@@ -7,6 +7,8 @@ gathered over ranks if this rank will keep more of them, and written as a checkp
 The old pages keep their contents under other keys until the move is complete, so a unit moves whole or not at all.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -220,3 +222,36 @@ def _aside(page: Page) -> Page:
 def _range_of(values: Tensor, first: int, slot: Slot, start: int, stop: int) -> Tensor:
     """Return elements [start, stop) of a parameter from values that begin with element `first` of the flat."""
     return values[slot.offset + start - first : slot.offset + stop - first]
+
+
+def order_of_units(runtime: Runtime, old: Plan, new: Plan) -> list[int]:
+    """Return the indices of the units in an order in which no memory exceeds both plans by much. Collective."""
+    now, then = ([_unit_bytes(plan, index) for index in range(len(runtime.units))] for plan in (old, new))
+    total, limits = sum(now, Counter()), sum(now, Counter()) | sum(then, Counter())
+    left, order = {*range(len(now))}, list[int]()
+
+    def excess(index: int) -> tuple[int, int]:
+        return max(
+            total[tier] - now[index][tier] + then[index][tier] - limits[tier] for tier in ("device", "host")
+        ), index
+
+    while left:
+        index = min(left, key=excess)
+        total = total - now[index] + then[index]
+        left.remove(index)
+        order.append(index)
+    return [int(index) for index in json.loads(old.world.share(json.dumps(order)))]
+
+
+def _unit_bytes(plan: Plan, index: int) -> Counter[str]:
+    """Return the bytes of a unit's values in each memory."""
+    nbytes, unit = Counter[str](), plan.units[index]
+    for page, spec in plan.pages.pages_of(unit):
+        nbytes[plan.tier(page)] += plan.pages.bytes_on(spec, plan.tier(page))
+    if not plan.facts.params_offloaded:
+        compute = plan.precision.compute
+        nbytes["device"] += sum(plan.sizes.kept_numel(flat) * flat.dtype(compute).itemsize for flat in unit.flats)
+    if plan.facts.device_is_host:
+        nbytes["host"] += nbytes.pop("device", 0)
+    del nbytes["nvme"]
+    return nbytes

@@ -43,7 +43,7 @@ def train(config: Config, folder: Path) -> "Summary":
     from zero.engine.replay import check_replay
     from zero.engine.retry import Retry
     from zero.tracker import open_tracker
-    from zero.trainer.planning import ActivationTraces, plan_of_run, resolve_auto
+    from zero.trainer.planning import ActivationTraces, plan_of_run, predictor, resolve_auto
     from zero.trainer.run.loop import Run
     from zero.trainer.run.lowered import lower_at_next_start, make_moves
     from zero.trainer.run.out_of_memory import out_of_memory_explained
@@ -62,7 +62,7 @@ def train(config: Config, folder: Path) -> "Summary":
         world.agree({**flat(config), "digest of the data": data.digest})
 
         activations = ActivationTraces(config, task.model)  # traced once, for what is auto and for the plan
-        config, predicted_s = resolve_auto(config, activations, world, tracker)
+        config, predicted_s, micro = resolve_auto(config, activations, world, tracker)
         if world.rank == 0:
             write_config(config, folder)
         check_replay(config.debug.replay, world, "debug.replay")
@@ -81,9 +81,8 @@ def train(config: Config, folder: Path) -> "Summary":
             state = zero.init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)
             state = make_moves(resumed(state, checkpoint, config, tracker), folder, tracker)
             with Run(config, state, task, data, tracker, folder, checkpoint, predicted_s) as run:
-                step = zero.make_step(
-                    plan, task.loss, flag=run.flag, replay=config.debug.replay, retry=Retry(run.note_move)
-                )
+                retry = Retry(run.note_move, predictor(config, plan, activations), micro)
+                step = zero.make_step(plan, task.loss, flag=run.flag, replay=config.debug.replay, retry=retry)
                 for number in run.steps():
                     with run.recorded(number):
                         state, metrics = step(state, run.microbatches(number))

@@ -91,6 +91,8 @@ METHODS: dict[str, Callable[[Loop], Any]] = {
     "no_sync": in_no_sync,
     "is_gradient_accumulation_boundary": lambda loop: loop.engine.is_gradient_accumulation_boundary(),
     "set_gradient_accumulation_boundary": lambda loop: loop.engine.set_gradient_accumulation_boundary(True),
+    "abandon": lambda loop: loop.engine.abandon(),
+    "follow": lambda loop: loop.engine.follow(loop.engine.state),
     "was_step_applied": lambda loop: loop.engine.was_step_applied(),
     "save_checkpoint": lambda loop: loop.engine.save_checkpoint(loop.folder, client_state={"seen": loop.batch}),
     "load_checkpoint": lambda loop: loop.engine.load_checkpoint(loop.folder),

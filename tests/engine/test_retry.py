@@ -1,6 +1,9 @@
 """A step that runs out of memory is made again on lower tiers, and its results are those of a step that did not."""
 
 import random
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import zero
 from tests.common.small import Setting, adamw_in_bf16, slice_of, small_batch, small_loss, wide
 from tests.simulation.simulated_gpu import simulated_gpu
 from zero.distributed.world import World
+from zero.engine.lower import device_bytes, lower_plans
 from zero.engine.retry import Retry
 from zero.engine.whole.read import digest
 from zero.errors import MachineError
@@ -31,15 +35,20 @@ class Dropping(nn.Module):
         return kept * (1 + random.random())
 
 
-def train(world: zero.World, setting: Setting, fails_at: int = 0) -> tuple[str, list[float], int, list[str]]:
-    """Train; the n-th allocation after the first step fails. Return the digest, losses, allocations and notes."""
+def started(world: zero.World, setting: Setting, **retry: Any) -> tuple[zero.State, Callable[..., Any], list[str]]:
+    """Return a state, its step, and the notes of steps that are made again."""
     with world.exclusive():
         torch.manual_seed(0)
         random.seed(0)
     notes: list[str] = []
     plan = setting.plan(world, Dropping)
-    state = zero.init(plan, zero.open_store(plan))
-    step = zero.make_step(plan, small_loss, retry=Retry(notes.append))
+    step = zero.make_step(plan, small_loss, retry=Retry(notes.append, **retry))
+    return zero.init(plan, zero.open_store(plan)), step, notes
+
+
+def train(world: zero.World, setting: Setting, fails_at: int = 0) -> tuple[str, list[float], int, list[str]]:
+    """Train; the n-th allocation after the first step fails. Return the digest, losses, allocations and notes."""
+    state, step, notes = started(world, setting)
     memory, losses = world.compute.memory, []
     for number in range(STEPS):
         if number == 1:
@@ -84,15 +93,11 @@ def test_each_allocation_of_a_step_may_fail_once(case, fused):
     assert interrupted <= (0 if fused else 0.7 * len(places)), "a kernel's update allocates nothing"
 
 
-def train_in_less(world: zero.World, setting: Setting, spare_bytes: int) -> tuple[str, list[float], list[str]]:
+def train_in_less(
+    world: zero.World, setting: Setting, spare_bytes: int, **retry: Any
+) -> tuple[str, list[float], list[str]]:
     """Train; after the first step the GPU has so many bytes beside what the state holds."""
-    with world.exclusive():
-        torch.manual_seed(0)
-        random.seed(0)
-    notes: list[str] = []
-    plan = setting.plan(world, Dropping)
-    state = zero.init(plan, zero.open_store(plan))
-    step = zero.make_step(plan, small_loss, retry=Retry(notes.append))
+    state, step, notes = started(world, setting, **retry)
     memory, losses = world.compute.memory, []
     batches = [slice_of(small_batch(number, 6), world, 1) for number in range(STEPS + 2)]
     for number, batch in enumerate(batches):
@@ -116,6 +121,58 @@ def test_a_step_that_does_not_fit_moves_the_state_until_it_does():
         assert "Made again with an empty cache" in notes[0]
         assert [note for note in notes if "Moved to" in note]
         assert all("\n" not in note for note in notes)
+
+
+def test_the_move_after_which_a_step_is_fastest_comes_first():
+    setting = Setting(precision="bf16", prefetch=2, activations="remat")
+
+    def ordered(world: zero.World) -> None:
+        plan = setting.plan(world, wide)
+        fixed = dict(lower_plans(plan))
+        texts = [text for text, _ in lower_plans(plan, device_bytes)]  # as if the smallest were the fastest
+        held = [device_bytes(fixed[text]) for text in texts]
+        assert held[:-1] == sorted(held[:-1]) != [device_bytes(lower) for lower in fixed.values()][:-1]
+        assert texts[-1] == [*fixed][-1] == "zero.activations=offload"
+
+    with simulated_gpu(limited=True):
+        run_ranks(1, ordered)
+
+
+def test_a_microbatch_that_was_chosen_here_is_halved_at_last():
+    """Sums round otherwise then, so the losses are nearly equal; without leave to halve it is an error."""
+    setting = Setting(precision="fp32", activations="offload", offload=(("preset", "infinity"),), page_bytes=4096)
+
+    def train(world: zero.World, micro: int) -> tuple[list[float], list[str], int]:
+        with world.exclusive():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Embedding(11, 64), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 11))
+        plan, notes, losses = setting.plan(world, lambda: model), list[str](), []
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            if begun and len(batch) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+            return small_loss(model, batch)[0]
+
+        state, begun = zero.init(plan, zero.open_store(plan)), False
+        step = zero.make_step(plan, loss, retry=Retry(notes.append, micro=micro))
+        for number in range(STEPS):
+            batch = small_batch(number, 8)
+            begun = micro > 0 and number >= 1
+            state, metrics = step(state, batch.split(8 // state.plan.accumulate))
+            losses.append(metrics.loss)
+        return losses, notes, state.plan.accumulate
+
+    with simulated_gpu(limited=True):
+        expected, _, _ = run_ranks(1, train, 0)[0]
+        losses, notes, count = run_ranks(1, train, 8)[0]
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert count == 4
+        halvings = [note for note in notes if "round otherwise" in note]
+        assert [re.search(r"batch\.micro=\d+ batch\.accumulate=\d+", note)[0] for note in halvings] == [
+            "batch.micro=4 batch.accumulate=2", "batch.micro=2 batch.accumulate=4",
+        ]  # fmt: skip
+        with pytest.raises(MachineError, match="nothing of the state can move"):
+            run_ranks(1, train, 5)
 
 
 def test_a_step_that_fits_nowhere_is_an_error():

@@ -39,6 +39,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 import zero  # noqa: E402
 from tests.conftest import LONG_S  # noqa: E402
 from tests.faults.crash import Killed, kill  # noqa: E402
+from tests.simulation import simulated_gpu  # noqa: E402
 from zero.checkpoint import Root  # noqa: E402
 from zero.checkpoint.files.claim import Claim  # noqa: E402
 from zero.checkpoint.files.disk import Disk  # noqa: E402
@@ -359,6 +360,36 @@ def test_a_model_made_without_memory_gets_its_values_from_weights(tmp_path):
     assert losses(ours) == losses(plain())
     with trainer(tmp_path, {"stage": 3}).init_module(empty_init=True):
         assert all(is_meta(parameter) for parameter in Regression().parameters())
+
+
+# -- out of memory -----------------------------------------------------------------------------------------------------
+
+
+class Short(Regression):
+    """Out of memory in a batch until the optimizer's state is in host memory."""
+
+    short_in = -1
+
+    def training_step(self, batch, number):
+        result = super().training_step(batch, number)
+        if number == self.short_in and self.trainer.strategy.engine.plan.offload.optimizer == "none":
+            self.losses.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return result
+
+
+@pytest.mark.parametrize("short_in", [0, 3])
+def test_a_step_out_of_memory_is_made_again_lower(tmp_path, short_in):
+    """Random numbers and buffers included; with several microbatches a step there is only advice."""
+    short = functools.partial(type("Short", (Short,), {"short_in": short_in}))
+    with simulated_gpu(limited=True, fused=True):
+        expected, made = (fitted(tmp_path, {"stage": 3}, make) for make in (Short, short))
+        assert losses(made) == losses(expected)
+        assert same(values(made), values(expected))
+        assert made.strategy.engine.plan.offload.optimizer != "none"
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            fitted(tmp_path, {"stage": 3}, short, accumulate_grad_batches=2)
+    assert bool(getattr(raised.value, "__notes__", ())) == short_in % 2, "advice where the step ends"
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import zero  # noqa: E402
+from tests.simulation import simulated_gpu  # noqa: E402
 from zero.deepspeed.ops.muon import MuonWithAuxAdam  # noqa: E402
 from zero.errors import CheckpointError, ConfigError  # noqa: E402
 from zero.integrations.transformers import Trainer, ZeroTrainerMixin  # noqa: E402
@@ -259,6 +260,71 @@ def test_the_precision_of_accelerate_launch_is_the_engines(tmp_path, monkeypatch
     """`accelerate launch` sets it in the environment; the plain Trainer follows it, too."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert trainer(tmp_path, {}).open_engine().plan.precision.compute == torch.bfloat16
+
+
+# -- out of memory -----------------------------------------------------------------------------------------------------
+
+
+class Short(Trainer):
+    """A trainer that is out of memory in a step's third microbatch until the optimizer's state is in host memory."""
+
+    short_in = -1
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        there, offload = (self.state.global_step, self.engine._current.step.microbatches), self.engine.plan.offload
+        if there == (self.short_in, 3) and offload.optimizer == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+
+@pytest.mark.parametrize("short_in", [0, 3])
+def test_a_step_out_of_memory_is_made_again_lower(tmp_path, short_in, caplog):
+    """Dropout, accumulation and clipping included."""
+    with simulated_gpu(limited=True, fused=True):
+        expected = trained(tmp_path, {"stage": 3}, kind=Short, eval_strategy="no")
+        made = trainer(tmp_path, {"stage": 3}, kind=Short, eval_strategy="no")
+        made.short_in = short_in
+        made.train()
+    assert made.engine.plan.offload.optimizer == "cpu"
+    assert told(made) == told(expected)
+    assert told(made, "grad_norm") == told(expected, "grad_norm")
+    assert same(values(made), values(expected))
+    notes = [record.message for record in caplog.records if record.message.startswith(f"step {short_in + 1}:")]
+    assert "Made again with an empty cache" in notes[0]
+    assert "Moved to offload.optimizer=cpu" in notes[-1]
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_allocation_of_a_step_may_fail_once(tmp_path, seed):
+    """In forward, backward, or at the end of the step."""
+
+    class Failing(transformers.TrainerCallback):
+        used, fails_at = 0, 0
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            memory = made.engine.plan.world.compute.memory
+            if state.global_step == 2:
+                Failing.used, memory.fails_at = memory.allocations, self.fails_at and memory.allocations + self.fails_at
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                Failing.used = made.engine.plan.world.compute.memory.allocations - Failing.used
+
+    results = []
+    with simulated_gpu(limited=True, fused=True):
+        for fails in (False, True):
+            if fails:
+                Failing.fails_at = random.Random(seed).randrange(1, Failing.used)
+                print(f"allocation {Failing.fails_at} of {Failing.used}")
+            made = trainer(tmp_path, {"stage": 3}, eval_strategy="no", max_steps=4)
+            made.add_callback(Failing())
+            made.train()
+            results.append((told(made), values(made)))
+            assert made._again._retry.again == fails
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from zero.engine.arguments import (
 from zero.engine.metrics import Metrics
 from zero.engine.plan import Plan
 from zero.engine.replay import Replay, check_replay
-from zero.engine.retry import Retry
+from zero.engine.retry import Retry, in_pieces
 from zero.engine.state import State
 from zero.engine.step import Step
 from zero.errors import ConfigError, if_it_fails
@@ -82,7 +82,7 @@ def make_step(
     def step(state: State, microbatches: Sequence[Any] = ()) -> tuple[State, Metrics]:
         check_type(state, State, "a step", "state, metrics = step(state, [batch])")
         _same_plan(plan, state)
-        check_microbatches(microbatches, plan.accumulate)
+        check_microbatches(microbatches, state.plan.accumulate)
         with state.runtime.sites.use:
             if replay and (state.tried + 1) % replay == 0:
                 return _made_twice(state, partial(run, microbatches), flag)
@@ -93,7 +93,7 @@ def make_step(
     def once(microbatches: Sequence[Any], state: State) -> tuple[State, Metrics]:
         under_way = Step(state)
         with if_it_fails(under_way.abandon):
-            run(microbatches, under_way)
+            run(in_pieces(microbatches, state.plan.accumulate), under_way)
             return under_way.finish(flag())
 
     return step

@@ -7,15 +7,15 @@ in pieces. If that fails too, the state moves down (`zero.engine.lower`), one mo
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 from zero.core.sizes import size_text
 from zero.engine.beginning import Beginning
-from zero.engine.lower import device_bytes, lower_plans
-from zero.engine.metrics import Metrics
+from zero.engine.lower import Seconds, device_bytes, halved, lower_plans
 from zero.engine.move import move_to
 from zero.engine.plan import Plan
 from zero.engine.state import State
@@ -26,87 +26,145 @@ log = logging.getLogger("zero")
 SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "out of memory")
 """Parts of the messages of RuntimeErrors of CUDA's libraries, NCCL and pinned memory when memory is short."""
 
+Outcome = TypeVar("Outcome")
+
 
 class Retry:
-    """Make steps, and on one rank with a GPU make a step again that ran out of memory.
+    """The answer to steps that run out of memory, the same for all steps of a run.
 
     Args:
         note: called with a line when a step is made again.
+        seconds: predicts the seconds of a step of a plan, to choose the cheapest move; None: a fixed order.
+        micro: rows of a microbatch that may be halved when nothing else can move, because they were chosen here; 0:
+            none. The microbatches must be tensors then.
 
     Attributes:
         again: the number of steps that were made again because memory was in pieces.
         moves: texts of the moves that were needed.
     """
 
-    def __init__(self, note: Callable[[str], None] = log.warning) -> None:
-        self._note, self.again, self.moves = note, 0, list[str]()
+    def __init__(
+        self, note: Callable[[str], None] = log.warning, seconds: Seconds | None = None, micro: int = 0
+    ) -> None:
+        self._note, self._seconds, self._micro = note, seconds, micro
+        self.again, self.moves = 0, list[str]()
 
-    def step(self, state: State, attempt: Callable[[State], tuple[State, Metrics]]) -> tuple[State, Metrics]:
+    def step(self, state: State, attempt: Callable[[State], Outcome]) -> Outcome:
         """Return the result of `attempt`, which makes one step from a state and abandons it if it raises.
+
+        On a CPU, and on one of several ranks, there is one attempt, and an error of memory gets advice.
 
         Raises:
             MachineError: the step does not fit, and nothing can move.
         """
-        if state.plan.world.whole.size > 1 or state.plan.beside.groups or state.plan.facts.device_is_host:
+        if not can_go_back(state.plan):
             with advised(state.plan):
                 return attempt(state)
-        beginning: Beginning | None = None
+        return Attempts(self, state).run(attempt)
 
-        def begin_and_attempt(state: State) -> tuple[State, Metrics]:
-            nonlocal beginning
-            beginning = beginning or Beginning(state.model)
-            return attempt(state)
+    def emptied(self, state: State, shortage: str) -> None:
+        """Say that a step is made again on the same tiers."""
+        self.again += 1
+        self._note(f"step {state.tried + 1}: {shortage}. Made again with an empty cache.")
 
-        emptied, first = False, state
-        while True:
-            try:
-                shortage, result = _try(state, begin_and_attempt)
-            except BaseException:
-                if state is not first and not state.spent_:
-                    first.spent_.clear()  # it has the memory and the counts of the moved state
-                raise
-            if result is not None:
-                return result
-            gc.collect()
-            state.plan.world.compute.give_back_memory(cached=True)
-            if beginning is not None:
-                beginning.restore()
-            if emptied:
-                try:
-                    state = self._lowered(state, shortage)
-                except BaseException:
-                    if state is not first and not state.spent_:
-                        first.spent_.clear()
-                    raise
-            else:
-                self.again, emptied = self.again + 1, True
-                self._note(f"step {state.tried + 1}: {shortage}. Made again with an empty cache.")
-
-    def _lowered(self, state: State, shortage: str) -> State:
+    def lowered(self, state: State, shortage: str) -> State:
         """Return the state after the next move that lowers the device's peak."""
-        number, before = state.tried + 1, device_bytes(state.plan)
-        for text, plan in lower_plans(state.plan):
+        step = f"step {state.tried + 1}: {shortage}"
+        for text, plan in self._moves(state.plan):
+            before = state.plan
             try:
                 state = move_to(state, plan)
-            except MachineError:
-                if state.spent_:
-                    raise
-                continue
             except Exception as error:
-                if not is_out_of_memory(error) or state.spent_:
+                if state.spent_ or not (isinstance(error, MachineError) or is_out_of_memory(error)):
                     raise
                 continue
             self.moves.append(text)
-            after = device_bytes(plan)
-            saved = f", which holds {size_text(before - after)} less" if after < before else ""
-            self._note(f"step {number}: {shortage}. Moved to {text}{saved}. The step is made again.")
+            self._micro = self._micro * before.accumulate // plan.accumulate
+            self._note(f"{step}. Moved to {text}{self._costs(before, plan)}. The step is made again.")
             return state
-        raise MachineError(f"step {number}: {shortage}, and nothing of the state can move. Use a smaller batch.micro.")
+        raise MachineError(f"{step}, and nothing of the state can move. Use a smaller batch.micro.")
+
+    def _moves(self, plan: Plan) -> Iterator[tuple[str, Plan]]:
+        yield from lower_plans(plan, self._seconds)
+        if self._micro and self._micro % 2 == 0:
+            yield halved(plan, self._micro)
+
+    def _costs(self, before: Plan, after: Plan) -> str:
+        """Return what a move saves, and what it costs."""
+        saved = device_bytes(before) - device_bytes(after)
+        texts = [f", which holds {size_text(saved)} less"] if saved > 0 else []
+        if self._seconds is not None:
+            texts.append(
+                f". A step is predicted to take {self._seconds(after) / self._seconds(before):.2f} times as long"
+            )
+        return "".join(texts)
+
+
+class Attempts:
+    """The attempts at one step.
+
+    Args:
+        state: the state before the step.
+
+    Attributes:
+        state: the state that the next attempt begins with: the same one, or that one moved.
+    """
+
+    def __init__(self, retry: Retry, state: State) -> None:
+        self.state = self._first = state
+        self._retry, self._emptied = retry, False
+        self._beginning: Beginning | None = None
+
+    def run(self, attempt: Callable[[State], Outcome]) -> Outcome:
+        """Return the result of `attempt`, which is called again after each shortage of memory.
+
+        Raises:
+            MachineError: the step does not fit, and nothing can move.
+        """
+        try:
+            while True:
+                try:
+                    self._beginning = self._beginning or Beginning(self.state.model)
+                    return attempt(self.state)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    _check_whole(self.state, error)
+                    shortage = one_line(error)[:200].rstrip(".")
+                self._recover(shortage)  # here, where the error and the tensors of its traceback are freed
+        except BaseException:
+            if self.state is not self._first and not self.state.spent_:
+                self._first.spent_.clear()  # it has the memory and the counts of the moved state
+            raise
+
+    def _recover(self, shortage: str) -> None:
+        """Restore the beginning of the step with more memory free."""
+        gc.collect()
+        self.state.plan.world.compute.give_back_memory(cached=True)
+        if self._beginning is not None:
+            self._beginning.restore()
+        if self._emptied:
+            self.state = self._retry.lowered(self.state, shortage)
+        else:
+            self._emptied = True
+            self._retry.emptied(self.state, shortage)
+
+
+def can_go_back(plan: Plan) -> bool:
+    """Return whether this rank can make a step again: it is alone, and computes on a GPU."""
+    return plan.world.whole.size == 1 and not plan.beside.groups and not plan.facts.device_is_host
+
+
+def in_pieces(microbatches: Sequence[Any], count: int) -> Sequence[Any]:
+    """Return the rows of the microbatches in `count` of them: halved until there are as many."""
+    while len(microbatches) < count:
+        microbatches = [half for batch in microbatches for half in batch.chunk(2)]
+    return microbatches
 
 
 @contextmanager
 def advised(plan: Plan) -> Iterator[None]:
-    """Add a note to an error of memory of the block, because one of several ranks cannot make a step again alone."""
+    """Add a note to an error of memory of the block, where a step cannot be made again."""
     try:
         yield
     except Exception as error:
@@ -114,24 +172,6 @@ def advised(plan: Plan) -> Iterator[None]:
             ways = " or ".join([text for text, _ in lower_plans(plan)][:2]) or "a smaller batch.micro"
             error.add_note(f"Start again from the last checkpoint with {ways}.")
         raise
-
-
-def _try(state: State, attempt: Callable[[State], tuple[State, Metrics]]) -> tuple[str, tuple[State, Metrics] | None]:
-    """Return ("", result of `attempt`), or the text of a shortage of memory and None.
-
-    The error and its traceback, which refers to tensors of the step, are freed on return.
-    """
-    try:
-        return "", attempt(state)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        if not _is_whole(state) or any(isinstance(cause, StoreError) for cause in _causes(error)):
-            raise MachineError(
-                f"{one_line(error)[:200]}. An update was interrupted half-way, so the step cannot be made again. Start "
-                "again from the last checkpoint with offload.optimizer=cpu."
-            ) from error
-        return one_line(error)[:200].rstrip("."), None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -149,6 +189,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _is_whole(state: State) -> bool:
-    """Return whether the failed step has left the state as it was: no update was begun and not ended."""
-    return not state.spent_ and not any(unit.interrupted for unit in state.runtime.units)
+def _check_whole(state: State, error: Exception) -> None:
+    """Raise MachineError unless the failed step has left the state as it was: no update was begun and not ended."""
+    interrupted = state.spent_ or any(unit.interrupted for unit in state.runtime.units)
+    if interrupted or any(isinstance(cause, StoreError) for cause in _causes(error)):
+        raise MachineError(
+            f"{one_line(error)[:200]}. An update was interrupted half-way, so the step cannot be made again. Start "
+            "again from the last checkpoint with offload.optimizer=cpu."
+        ) from error

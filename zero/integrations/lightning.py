@@ -10,9 +10,10 @@ and averages over ranks.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ import torch
 from fsspec.utils import get_protocol
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -38,10 +38,9 @@ from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import check_precision, new_engine
 from zero.integrations.lightning_features import check_features
 from zero.integrations.lightning_folder import load_folder, save_folder
+from zero.integrations.lightning_precision import PRECISIONS, EnginePrecision
 from zero.user_loop.engine import Engine
-
-PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
-"""Lightning's precisions -> the engine's."""
+from zero.user_loop.made_again import StepMadeAgain
 
 
 class ZeroStrategy(DDPStrategy):
@@ -59,12 +58,14 @@ class ZeroStrategy(DDPStrategy):
         engine: the `zero.Engine` of the module from the first `fit`, `validate`, `test` or `predict` on; None before.
             `engine.plan` shows the bytes, `zero.get_full(engine, name)` reads a parameter, `engine.destroy()` frees
             memory and disk.
+        step: makes a step again that runs out of memory.
 
     Raises:
         ConfigError: raised by `fit`, if a feature of Lightning is used that is not supported.
     """
 
     engine: Engine | None = None
+    step: StepMadeAgain
     _world: World | None = None
     _in_microbatch = False
     """Whether backward has run since the engine's last step."""
@@ -158,6 +159,7 @@ class ZeroStrategy(DDPStrategy):
             accumulate=trainer.accumulate_grad_batches,
             clip=trainer.gradient_clip_val or None,
         )
+        self.step = StepMadeAgain(self.engine, partial(setattr, self, "_in_microbatch", False))
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.to(device)
@@ -289,62 +291,3 @@ class ZeroStrategy(DDPStrategy):
                 "another strategy wrote this checkpoint, and its moments cannot be read. Start from its weights with "
                 "load_from_checkpoint."
             )
-
-
-class EnginePrecision(Precision):
-    """A Lightning precision plugin that uses the engine's backward, clipping and update.
-
-    Args:
-        plugin: Lightning's plugin, which is still used for the context of forward (autocast, default dtype) and for the
-            dtypes of batches.
-        strategy: the strategy that has the engine.
-    """
-
-    def __init__(self, plugin: Precision, strategy: ZeroStrategy) -> None:
-        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision) or plugin.precision not in PRECISIONS:
-            raise ConfigError(
-                f"Trainer(precision={plugin.precision!r}), {type(plugin).__name__}, is not supported. Choose from "
-                f"{', '.join(PRECISIONS)}."
-            )
-        self.precision, self._strategy, self._has_clipped = plugin.precision, strategy, False
-        self.forward_context, self.convert_input = plugin.forward_context, plugin.convert_input
-
-    def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self._strategy.opened.backward(tensor, scale_wrt_gas=False)
-
-    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Call `closure`, which runs forward and backward, and update parameters if there are gradients. Collective.
-
-        Raises:
-            ConfigError: an overridden `configure_gradient_clipping` did not clip.
-        """
-        result = closure()
-        self._has_clipped = False
-        self._after_closure(model, optimizer)
-        clip = self._strategy.opened.plan.optimizer.clip
-        if clip and not self._has_clipped:
-            raise ConfigError(
-                f"configure_gradient_clipping did not call clip_gradients: each step clips by the norm {clip:g}. "
-                "Call it each time, or leave out Trainer(gradient_clip_val=...)."
-            )
-        self._strategy.end_microbatch(updates=True)
-        return result
-
-    def clip_gradients(
-        self,
-        optimizer: Any,
-        clip_val: float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        """Only check the arguments, because the engine's step clips.
-
-        Raises:
-            ConfigError: norm or algorithm are not those of the Trainer.
-        """
-        clip = self._strategy.opened.plan.optimizer.clip
-        if gradient_clip_algorithm != GradClipAlgorithmType.NORM or clip_val != (clip or 0):
-            raise ConfigError(
-                f"clip_gradients({clip_val:g}, '{gradient_clip_algorithm.value}'): the step clips by the norm "
-                f"{clip or 0:g}. Write Trainer(gradient_clip_val={clip_val:g})."
-            )
-        self._has_clipped = True

@@ -8,17 +8,15 @@ Trainer divides a loss by the number of microbatches or of tokens in the step be
 gradients of microbatches and averages over ranks.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
@@ -26,8 +24,10 @@ from zero.core.suggest import meant
 from zero.distributed.world import World, open_world
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import PLAN_SETTINGS, STATE_FOLDER, check_precision, new_engine
+from zero.integrations.trainer_accelerator import TrainerAccelerator
 from zero.user_loop.engine import Engine
 from zero.user_loop.full_models import full_on_this_rank
+from zero.user_loop.made_again import StepMadeAgain
 
 UNSUPPORTED = {
     "deepspeed": "zero replaces DeepSpeed. Leave it out, and write zero={'stage': 3, 'offload': 'cpu'}.",
@@ -71,6 +71,7 @@ class ZeroTrainerMixin(_Base):
 
     engine: Engine | None = None
     _world: World | None = None
+    _again: StepMadeAgain
 
     _dtypes: Mapping[str, torch.dtype]  # dtypes of the model before training
 
@@ -137,10 +138,26 @@ class ZeroTrainerMixin(_Base):
             clip=self.args.max_grad_norm or None,
             rows=self.args.per_device_train_batch_size,
         )
+        self._again = StepMadeAgain(self.engine)
         generate = getattr(self.model, "generate", None)
         if generate is not None and self._world.size > 1 and self.engine.plan.facts.stage.parameters:
             self.model.generate = _in_step(generate)
         return self.engine
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Run a microbatch. If memory runs out, the step's microbatches run again on lower tiers, see `zero.move`."""
+        state, is_last = self.accelerator.gradient_state, self.accelerator.sync_gradients
+        run = super().training_step
+
+        def microbatch() -> Tensor:
+            state._set_sync_gradients(is_last)
+            return run(model, copy(inputs), *args, **kwargs)  # `compute_loss` may take out labels
+
+        return self._again.run(microbatch)
+
+    def end_step(self) -> None:
+        """End the step; Accelerate's `optimizer.step` calls it."""
+        self._again.end(self.open_engine().step)
 
     # -- folders: private methods of Trainer since 4.20, because no public one is called on every rank -----------------
 
@@ -193,108 +210,6 @@ class Trainer(ZeroTrainerMixin, transformers.Trainer):
 
     See `ZeroTrainerMixin` for `zero` and `engine`, and transformers for everything else.
     """
-
-
-class TrainerAccelerator(Accelerator):
-    """An `Accelerator` that uses the engine for the trainer's model, its losses and gradients.
-
-    Attributes:
-        trainer: the trainer. Models other than its `model`, such as a frozen reference, are prepared by Accelerate.
-    """
-
-    trainer: ZeroTrainerMixin
-
-    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Make the engine and return the model itself, whose calls now run the engine."""
-        if model is not self.trainer.model:
-            return super().prepare_model(model, device_placement, evaluation_mode)
-        self.trainer.open_engine()
-        self._models.append(model)
-        return model
-
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Return an optimizer whose `step` is the engine's."""
-        if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier `train`
-            return super().prepare_optimizer(optimizer, device_placement)
-        engine = self.trainer.open_engine()
-        if not engine.plan.facts.trains:
-            raise ConfigError("this Trainer has no train_dataset, so it can only evaluate. Make a Trainer with one.")
-        self._optimizers.append(EngineOptimizer(engine))
-        return self._optimizers[-1]
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the engine's backward. Also end the microbatch, unless it is the last of a step and Trainer ends it."""
-        engine = self.trainer.open_engine()
-        self._optimizers[-1].backwards += 1
-        engine.set_gradient_accumulation_boundary(self.sync_gradients)
-        engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        if not self.sync_gradients:
-            engine.step()
-
-    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Return the gradient norm as a 0-dim tensor, which is NaN until the optimizer's step clips and fills it."""
-        clip = self.trainer.open_engine().plan.optimizer.clip
-        if norm_type != 2 or max_norm != (math.inf if clip is None else clip):
-            raise ConfigError(
-                f"clip_grad_norm_(max_norm={max_norm:g}, norm_type={norm_type:g}): this engine was made with "
-                f"max_grad_norm={clip or 0:g} and the 2-norm. Set max_grad_norm before the first train or evaluate."
-            )
-        optimizer = self._optimizers[-1]
-        optimizer.grad_norm = torch.full((), math.nan)
-        return optimizer.grad_norm
-
-    def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Raise ConfigError, because the optimizer file that Accelerate writes would have no moments."""
-        raise ConfigError(
-            "accelerator.save_state and load_state leave out moments, which are in shards. Set save_steps and call "
-            "trainer.train(resume_from_checkpoint=...), or call trainer.engine.save_checkpoint(folder)."
-        )
-
-    load_state = save_state
-
-
-class EngineOptimizer(AcceleratedOptimizer):
-    """The engine's optimizer with Accelerate's interface. Schedulers write into its parameter groups.
-
-    Attributes:
-        grad_norm: () fp32 the norm of the step's gradient, filled by `step`.
-        backwards: number of calls of Accelerate's `backward` in this step.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.optimizer, device_placement=False)
-        self.engine, self.grad_norm, self.backwards = engine, torch.full((), math.nan), 0
-
-    def step(self, closure: None = None) -> None:
-        """Update all parameters at the last microbatch of a step; do nothing at earlier microbatches. Collective.
-
-        Raises:
-            ConfigError: backward was not called through Accelerate, or there is a closure.
-        """
-        if closure is not None:
-            raise ConfigError("optimizer.step(closure): a closure is not supported. Call backward, then step().")
-        if not self.gradient_state.sync_gradients:
-            return
-        if not self.backwards:  # `loss.backward()` would divide by the microbatches twice
-            raise ConfigError(
-                "optimizer.step() without self.accelerator.backward(loss). Call it in place of loss.backward()."
-            )
-        self.backwards = 0
-        self.engine.step()
-        assert self.engine.metrics is not None
-        self.grad_norm.fill_(self.engine.metrics.grad_norm)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}, because the engine saves moments and settings of the groups."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing, because the engine loads moments and settings of the groups."""
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing, because a gradient was not finite."""
-        return self.engine.overflow
 
 
 # Inside

@@ -133,7 +133,7 @@ class EngineCheckpoints(EngineModels, ABC):
             ConfigError: `load_dir` is None or empty.
         """
         world, folder = self.state.plan.world, folder_of(load_dir, tag)
-        self._abort()
+        self.abandon()
         opened, notes = open_saved(world, load_dir, tag)
         for line in notes:
             log.warning("%s", line)
@@ -167,7 +167,7 @@ class EngineCheckpoints(EngineModels, ABC):
             state.runtime.updater.resume({})
             if has_trained:
                 _zero_moments(state)
-        self._keep(state)
+        self.follow(state)
         counted = saved.global_samples if counts else 0
         self.global_samples = self.global_steps * self.train_batch_size() if counted is None else counted
         if self._run_log is not None:
@@ -176,7 +176,7 @@ class EngineCheckpoints(EngineModels, ABC):
             self._run_log.start_from(*counts_now, continues=moments, run_id=run_id)
 
     @abstractmethod
-    def _abort(self) -> None:
+    def abandon(self) -> None:
         """Discard the current step and its gradients."""
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.core.tree import replaced, tensors_in
 from zero.distributed.world import World
 from zero.engine.forward import refuse_compiler
 from zero.engine.state import State
@@ -26,7 +25,7 @@ from zero.settings import Settings
 from zero.user_loop.checkpoints import EngineCheckpoints
 from zero.user_loop.current_step import CurrentStep
 from zero.user_loop.grads import Grads
-from zero.user_loop.model_calls import take_over
+from zero.user_loop.model_calls import cast_inputs, take_over
 from zero.user_loop.optimizers import Optimizer, PassedOptimizer, Scheduler, check_groups
 from zero.user_loop.run_log import RunLog, Throughput
 
@@ -100,8 +99,8 @@ class Engine(EngineCheckpoints):
         elif self._current.step is None:
             state.runtime.sites.begin()
         if self._casts_inputs:
-            args, kwargs = _cast((args, kwargs), self.plan.precision.compute)
-        with if_it_fails(self._abort):
+            args, kwargs = cast_inputs((args, kwargs), self.plan.precision.compute)
+        with if_it_fails(self.abandon):
             return self._call(*args, **kwargs)
 
     def backward(
@@ -132,7 +131,7 @@ class Engine(EngineCheckpoints):
         count = self.plan.accumulate
         with unobserved():
             mean = loss if scale_wrt_gas else loss * count
-        with if_it_fails(self._abort):
+        with if_it_fails(self.abandon):
             self._current.begun("backward").backward(mean, retain_graph=retain_graph)
         self._current.backwards += 1
         with unobserved():
@@ -241,19 +240,26 @@ class Engine(EngineCheckpoints):
             )
         super().__setattr__(name, value)
 
+    @unobserved()
+    def abandon(self) -> None:
+        """Drop the step that is under way, so that the next forward begins another one. The state stays valid."""
+        self._grads.drop()
+        if (step := self._current.clear()) is not None:
+            step.abandon()
+
     # -- methods that the optimizer calls ------------------------------------------------------------------------------
 
     @unobserved()
     def update(self) -> None:
         """Update all parameters; `step` and `optimizer.step` call it."""
         current, step = self._current, self._current.begun("step")
-        with if_it_fails(self._abort):
+        with if_it_fails(self.abandon):
             passed = [] if self._passed is None else [self._passed.optimizer]
             check_groups(self._groups, [self.optimizer, *passed])
             current.check_microbatches()
             self._grads.take_back()
             state, self.metrics = step.finish()
-            self._keep(state)
+            self.follow(state)
             _gather_ahead(state)
             self._grads.drop()
         microbatches = step.microbatches if current.managed else current.backwards
@@ -298,7 +304,7 @@ class Engine(EngineCheckpoints):
             return
         if self._current.in_microbatch and self._state.runtime.backward.arrived:
             self._warn_once("engine.destroy(): gradients that arrived after the last engine.step() are dropped")
-        self._abort()
+        self.abandon()
         if self._passed is not None:
             self._passed.release()
         failure: Exception | None = None
@@ -320,18 +326,6 @@ class Engine(EngineCheckpoints):
         if self._current.step is None:
             self.tput_timer.start()
         self._current.begin_microbatch(self._state)
-
-    def _abort(self) -> None:
-        self._grads.drop()
-        if (step := self._current.clear()) is not None:
-            step.abandon()
-
-
-@unobserved()
-def _cast(inputs: Any, dtype: torch.dtype) -> Any:
-    tensors = (tensor for tensor in tensors_in(inputs) if tensor.ndim and tensor.is_floating_point())
-    floats = [tensor for tensor in tensors if tensor.dtype != dtype]
-    return replaced(inputs, {id(tensor): tensor.to(dtype) for tensor in floats}) if floats else inputs
 
 
 def _gather_ahead(state: State) -> None:

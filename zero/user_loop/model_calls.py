@@ -8,8 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from zero.core.tree import replaced, tensors_in
 from zero.engine.model import ParameterPlaceholder, call_through
 from zero.errors import ConfigError
+from zero.platform.modes import unobserved
 
 
 def take_over(model: nn.Module, engine: "weakref.ref[Any]") -> Callable[[], None]:
@@ -65,3 +67,11 @@ def take_over(model: nn.Module, engine: "weakref.ref[Any]") -> Callable[[], None
         undo()
 
     return give_back
+
+
+@unobserved()
+def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
+    """Return `inputs` with floating-point tensors of at least one dimension in `dtype`."""
+    tensors = (tensor for tensor in tensors_in(inputs) if tensor.ndim and tensor.is_floating_point())
+    floats = [tensor for tensor in tensors if tensor.dtype != dtype]
+    return replaced(inputs, {id(tensor): tensor.to(dtype) for tensor in floats}) if floats else inputs

@@ -39,13 +39,13 @@ class EngineState(EngineSettings):
         self._run_log = run_log
         self.metrics: Metrics | None = None
         self._steps_before = self.global_samples = 0
-        self._keep(state)
+        self.follow(state)
         self._warned: set[str] = set()
         self._closing = weakref.finalize(self, _close_in_thread, state.runtime.store, run_log)
         self._closing.atexit = False
 
-    def _keep(self, state: State) -> None:
-        """Store a new state, and a copy of its counts, because they may be read after `destroy`."""
+    def follow(self, state: State) -> None:
+        """Go on with a new state. Its counts are copied, because they may be read after `destroy`."""
         self._state, self.plan, self.loss_scale = state, state.plan, state.scale.scale
         self.global_steps, self.skipped_steps = self._steps_before + state.tried, state.skipped
 
@@ -66,7 +66,7 @@ class EngineState(EngineSettings):
         Args:
             settings: arguments of `zero.move`, such as `offload="cpu"`.
         """
-        self._keep(move(self.state, **settings))
+        self.follow(move(self.state, **settings))
 
     def offload_states(
         self,

@@ -168,6 +168,7 @@ class Plan:
             keep=checks.patterns("zero.keep", keep, PlanError),
             prefetch=prefetch,
             gather=gather,
+            accumulate=accumulate,
         )
         groups = worlds_beside(world, norm_groups)
         placed = placements(model, world, groups)
@@ -185,11 +186,10 @@ class Plan:
         optimizer.check_groups(splitting.shapes())
         check_matrices(splitting, optimizer, placed)
         self.beside = Beside(groups, placed, replicated_names(splitting, placed, groups, replicated))
-        make_facts = partial(
-            facts_of, splitting=splitting, world=world, precision=precision, optimizer=optimizer, accumulate=accumulate,
-            reduce=reduce, shard=shard,
-        )  # fmt: skip
-        self.origin = Origin(splitting, room, make_facts)
+        self.origin = Origin(splitting, room, partial(
+            facts_of, splitting=splitting, world=world, precision=precision, optimizer=optimizer, reduce=reduce,
+            shard=shard,
+        ))  # fmt: skip
         self._arrange(arrangement, {}, room)
 
     def moved(self, arrangement: Arrangement, room: Room | None = None) -> "Plan":
@@ -225,6 +225,7 @@ class Plan:
             param_tier=param_tier,
             grad_tier=grad_tier,
             gather=arrangement.gather,
+            accumulate=arrangement.accumulate,
         )
         self._place(facts, held, room or self.origin.room, may_drop_secondary=arrangement.gather == "auto")
 

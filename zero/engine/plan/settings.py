@@ -32,7 +32,7 @@ NUMBERS = {
 
 
 class Arrangement(NamedTuple):
-    """The settings of a plan that can change while a state trains, because no bit of the results depends on them."""
+    """The settings of a plan that can change while a state trains. Only `accumulate` changes bits of the results."""
 
     stage: Stage
     offload: Offload
@@ -41,6 +41,7 @@ class Arrangement(NamedTuple):
     keep: Sequence[str]
     prefetch: int
     gather: str
+    accumulate: int
 
 
 class Origin(NamedTuple):

@@ -41,10 +41,12 @@ class Resolved(NamedTuple):
 
     Attributes:
         step_s: predicted seconds of one step; None if no rates were measured, because no settings had to be compared.
+        micro: rows of a microbatch if they were chosen here; else 0.
     """
 
     config: Config
     step_s: float | None
+    micro: int
 
 
 def resolve_auto(config: Config, activations: ActivationTraces | None, world: World, tracker: Tracker) -> Resolved:
@@ -66,7 +68,7 @@ def resolve_auto(config: Config, activations: ActivationTraces | None, world: Wo
     settled = "auto" not in (config.zero.stage, config.zero.activations, config.offload.compute)
     several_microbatches = config.batch.is_open and config.batch_on(world.size).numbers()[1] > 1
     if settled and not several_microbatches:
-        return Resolved(config.on(world.size), None)
+        return _resolved(config, config.on(world.size), None)
     links = between_ranks(world) if config.zero.stage == "auto" else {}
     machine = replace(Machine.of(config, world), links=links)
     message: dict[str, Any] = {}
@@ -84,7 +86,11 @@ def resolve_auto(config: Config, activations: ActivationTraces | None, world: Wo
         raise ConfigError(message["refusal"])
     for line in message["reasons"]:
         tracker.note(line)
-    return Resolved(read(message["config"]).on(world.size), message["step_s"])
+    return _resolved(config, read(message["config"]).on(world.size), message["step_s"])
+
+
+def _resolved(given: Config, config: Config, step_s: float | None) -> Resolved:
+    return Resolved(config, step_s, config.batch.numbers()[1] if given.batch.is_open else 0)
 
 
 def _choose_activations(

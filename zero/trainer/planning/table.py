@@ -38,6 +38,7 @@ from zero.trainer.planning.cost import (
 )
 from zero.trainer.planning.longest_row import ROUND_TOKENS, longest_row
 from zero.trainer.planning.machine import Machine
+from zero.trainer.planning.predictor import seconds_of_moves
 from zero.trainer.planning.probes import with_disk_or_without
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
@@ -173,7 +174,7 @@ def _if_short(plan: Plan, seconds: Callable[[Plan], float]) -> Iterator[str]:
     if plan.facts.device_is_host or plan.world.size > 1:
         return
     moves = []
-    for text, lower in islice(lower_plans(plan), TRIED_MOVES):
+    for text, lower in islice(lower_plans(plan, seconds), TRIED_MOVES):
         saved = device_bytes(plan) - device_bytes(lower)
         cost = f" ({size_text(saved)} less on the GPU, then {seconds_text(seconds(lower))} a step)" if saved > 0 else ""
         moves.append(text + cost)
@@ -204,7 +205,7 @@ def _limits(choice: Choice, machine: Machine, activations: ActivationTraces, rat
         )
         text += f". Compute hides all transfers from {tokens}"
     yield from _sentence(text)
-    yield from _if_short(choice.plan, lambda plan: seconds(plan, rates))
+    yield from _if_short(choice.plan, seconds_of_moves(choice.plan, traced, rates))
 
     def gain(config: Config) -> float:
         try:

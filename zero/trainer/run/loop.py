@@ -136,7 +136,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         _, micro, accumulate = self._config.batch.numbers()
         count = accumulate * micro
         batch = self._data.batch(1 if self._config.debug.overfit else number, group * count, (group + 1) * count)
-        return slice_of(batch, place, sequence).to(self._world.device).split(micro)
+        rows = slice_of(batch, place, sequence).to(self._world.device)
+        return rows.split(count // self._state.plan.accumulate)  # a step that ran out of memory may have halved `micro`
 
     @contextlib.contextmanager
     def recorded(self, number: int) -> Iterator[None]:

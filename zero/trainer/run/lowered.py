@@ -48,7 +48,7 @@ def lower_at_next_start(plan: Plan, folder: Path, max_restarts: int) -> Iterator
     except Exception as error:
         if plan.world.whole.size == 1 or not is_out_of_memory(error):
             raise
-        following = next(lower_plans(_lowered(plan, made)), None)
+        following = next(iter(lower_plans(_lowered(plan, made))), None)
         if following is None:
             raise
         publish(folder / LOWERED, json.dumps([*made, following[0]]))  # all ranks that fail write the same

@@ -36,6 +36,10 @@ class OperatorWork(NamedTuple):
         assert isinstance(other, OperatorWork)
         return OperatorWork(*(a + b for a, b in zip(self, other, strict=True)))
 
+    def times(self, factor: float) -> "OperatorWork":
+        """Return the work `factor` times."""
+        return OperatorWork(*(factor * part for part in self))
+
 
 class Product(NamedTuple):
     """A matrix product (batch, m, k) x (batch, k, n)."""

@@ -302,6 +302,9 @@ def test_a_timeline_has_a_move_from_a_disk():
     with zero.record(state) as timeline:
         state = zero.move(state, offload="none")
     assert any(span.row == "page in" for span in timeline.spans)
+    moves = [span for span in timeline.spans if span.row == "move"]
+    assert {span.unit for span in moves} == {unit.name for unit in state.plan.units}
+    assert timeline.hidden()["move"].hidden_s == pytest.approx(0.0, abs=1e-6), "a step waits for a move"
 
 
 def move_without_memory_at_the_end(world: zero.World) -> None:

@@ -1,6 +1,9 @@
 """Pages move down when memory runs short while a run trains, and come back; no bit of a result changes."""
 
+import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -11,12 +14,14 @@ import pytest
 
 import zero
 from tests.common.small import KiB, Setting, Small, slice_of, small_batch, small_loss
+from tests.conftest import LONG_S
 from tests.simulation.simulated_gpu import simulated_gpu
 from zero.core.placement import Room
 from zero.engine.pressure import CALM_STEPS, Pressure, watches
 from zero.engine.whole.read import digest
 from zero.errors import SettingError
 from zero.platform.gauges import HostGauge
+from zero.platform.host_memory import memory_groups
 from zero.testing import run_ranks
 
 MiB = 1024 * KiB
@@ -130,9 +135,75 @@ def test_the_free_memory_is_that_of_the_machine_or_of_the_group(tmp_path):
     machine(tmp_path, 8, max="4096")  # a limit that is lowered while the process runs
     assert gauge.free_bytes(0) == 4096 - 1000
     assert gauge.free_bytes(1 << 20) == 4096 - 1000 + 300, "files that were not used lately are no pressure"
+    machine(tmp_path, 8, high="3000")  # not there when the gauge was made
+    assert HostGauge(tmp_path).free_bytes(0) == 3000 - 1000
     machine(tmp_path, 8, current="5000")
     assert gauge.free_bytes(0) == 0
     gauge.close()
+
+
+LOWERED = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+import zero
+from zero.engine.whole.read import digest
+
+group, kind, lowers = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "lowers"
+(group / "cgroup.procs").write_text("0")
+used, limit = {"v1": ("memory.usage_in_bytes", "memory.limit_in_bytes"), "v2": ("memory.current", "memory.max")}[kind]
+torch.manual_seed(0)
+with zero.empty():
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))
+offload = zero.Offload("auto", path=sys.argv[4], threads=1, page_bytes=1 << 20, pressure=24 << 20)
+plan = zero.Plan(model, optimizer=zero.adamw(1e-3), world=zero.open_world(device="cpu"), offload=offload)
+state = zero.init(plan, zero.open_store(plan))
+step = zero.make_step(plan, lambda model, batch: model(batch).square().mean())
+on_disk = []
+for number in range(30):
+    if lowers and number == 4:
+        (group / limit).write_text(str(int((group / used).read_text()) + (16 << 20)))
+    if lowers and number == 6:
+        assert on_disk[-1] > 0, on_disk
+        (group / limit).write_text("max" if kind == "v2" else "-1")
+    state, metrics = step(state, [torch.ones(4, 512)])
+    on_disk.append(sum(state.plan.bytes.get("nvme", {}).values()))
+print(digest(state), metrics.loss, on_disk[0], on_disk[-1])
+"""
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A memory cgroup of the system inside of this process's, and its version."""
+    for folder, limit, _ in memory_groups():
+        group = folder / f"zero-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).is_file():
+            yield group, "v1" if limit == "memory.limit_in_bytes" else "v2"
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("no memory cgroup can be made here")
+
+
+def test_a_limit_of_the_system_that_is_lowered_moves_pages(group, tmp_path):
+    """Pages go to the disk before the limit is reached, and come back when it is raised; the bits are the same."""
+    folder, version = group
+
+    def run(how: str) -> list[str]:
+        command = [sys.executable, "-c", LOWERED, str(folder), version, how, str(tmp_path)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
+        assert ended.returncode == 0, ended.stderr
+        print(ended.stderr)
+        return ended.stdout.split()
+
+    calm, moved = run("stays"), run("lowers")
+    assert moved == calm
+    assert calm[2:] == ["0", "0"], "nothing is on the disk at the end"
 
 
 def test_a_reading_takes_little_of_a_step():

@@ -120,6 +120,7 @@ def test_every_check_that_is_not_well_says_what_to_do(tmp_path):
     ("group", "folder", "files"),
     [
         ("0::/a/b", "/sys/fs/cgroup/a", ("memory.max", "memory.current")),
+        ("0::/a/b", "/sys/fs/cgroup/a", ("memory.high", "memory.current")),
         ("4:cpu,memory:/a", "/sys/fs/cgroup/memory/a", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
     ],
 )

@@ -1,5 +1,6 @@
 """Predicted seconds of a step against a simulation of events, and against the simulated clock of real steps."""
 
+import re
 import sys
 from dataclasses import replace
 from itertools import product
@@ -331,6 +332,26 @@ def test_a_plan_says_what_limits_its_step_and_what_would_move_that():
     assert "optim.moments=bf16" in gains
     drive = float(gains.split("another drive ")[1][:4])
     assert 1.02 < drive <= 1.25
+
+
+def test_a_plan_says_what_moves_when_memory_runs_short():
+    """The fastest of the lower plans first; and with offload=auto the last pages of each memory."""
+    kinds = dict.fromkeys(("optimizer", "param", "grad"), "auto")
+    large = {"width": 2048, "layers": 8, "heads": 16, "seq": 512}
+    machine = {"gpu": "H100", "host_memory": "60GiB", "disk": "4TB", "device_memory": "20GiB"}
+    settings = config(model=large, plan=machine, precision={"compute": "bf16"}, offload=kinds)
+    answer, fits = plan_text(settings)
+    assert fits
+    sentences = answer.split("\n\n")[0].replace("\n ", "")
+    retried = re.search(r"if a step runs out of memory, it is made again with (.*)", sentences)[1].split(", or then ")
+    print(*retried, sep="\n")
+    assert retried[0].startswith("zero.activations=remat (then ")
+    assert len(retried) == 3
+    assert re.search(
+        r"if the GPU runs short, the optimizer's pages of blocks\.\d to \w+ move to host memory", sentences
+    )
+    calm, _ = plan_text(settings.changed("offload", pressure="off"))
+    assert "runs short" not in calm
 
 
 # Against the simulated clock

@@ -262,8 +262,9 @@ class _Move:
         under_way: list[UnitMove] = []
         try:
             for index in order:
-                under_way.append(self._begun(index, new))
-                on_all_ranks(self._world, under_way[-1].start)
+                with self._runtime.tape.doing("move", self._runtime.units[index].spec.name):
+                    under_way.append(self._begun(index, new))
+                    on_all_ranks(self._world, under_way[-1].start)
                 if len(under_way) > 1:
                     self._completed(under_way)
             while under_way:
@@ -284,7 +285,8 @@ class _Move:
 
     def _completed(self, under_way: list[UnitMove]) -> None:
         """Wait for the first of the moves on all ranks, and commit it. Collective."""
-        on_all_ranks(self._world, under_way[0].wait)
+        with self._runtime.tape.doing("move", self._runtime.units[under_way[0].index].spec.name):
+            on_all_ranks(self._world, under_way[0].wait)
         moving = under_way.pop(0)
         moving.commit()
         self._done.append(moving.index)

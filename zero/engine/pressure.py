@@ -19,7 +19,7 @@ from zero.core.offload import Offload
 from zero.core.placement import NO_LIMIT, TIERS, Placement, Room
 from zero.core.sizes import GiB, size_text
 from zero.engine.move import move_to
-from zero.engine.plan import Plan
+from zero.engine.plan import Plan, between_steps
 from zero.engine.state import State
 from zero.errors import ConfigError, WorldError, one_line
 from zero.platform.gauges import HostGauge
@@ -50,14 +50,11 @@ class Pressure:
     Args:
         note: called with a line about each move, on rank 0.
         gauge: reads the host's free memory.
-
-    Attributes:
-        moves: the number of moves so far.
     """
 
     def __init__(self, plan: Plan, gauge: HostGauge | None = None, note: Callable[[str], None] = log.warning) -> None:
         self._given_gauge, self._note, self._first = gauge, note, plan.placement
-        self._calm, self.moves, self._is_stuck = 0, 0, False
+        self._calm, self._is_stuck = 0, False
 
     def read(self, plan: Plan) -> int:
         """Return the bits of the memories of which this rank is short; 0 if nothing is watched."""
@@ -118,7 +115,6 @@ class Pressure:
             if state.spent_ or isinstance(error, WorldError):
                 raise
             return self._stuck(state, short, one_line(error))
-        self.moves += 1
         memories = {bit for shortage in shortages for bit in (DEVICE, HOST) if shortage & bit}
         names = " and ".join({DEVICE: "device", HOST: "host"}[bit] for bit in sorted(memories))
         why = f"{names} memory is short" if short else f"memory was free for {CALM_STEPS} steps"
@@ -127,7 +123,7 @@ class Pressure:
 
     def _room(self, plan: Plan) -> Room:
         """Return the bytes that every rank may use, so that each memory keeps the gap free. Collective."""
-        held = {tier: sum(kinds.values()) - kinds.get("activations", 0) for tier, kinds in plan.bytes.items()}
+        held = between_steps(plan.bytes)
         on_device, on_host = held.get("device", 0), held.get("host", 0)
         device_free = plan.world.compute.free_bytes()
         host_free = self._gauge.free_bytes(2**62) // plan.world.whole.local_size

@@ -182,8 +182,11 @@ class Cuda(Device):
             torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + cached
+        free, _ = torch.cuda.mem_get_info(self.device)  # also begins the use of CUDA, so that there are counts
+        # read once: `memory_reserved` and `memory_allocated` sort two hundred counts each
+        counts = torch.cuda.memory_stats_as_nested_dict(self.device)
+        reserved, allocated = (counts[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
+        return int(free + reserved - allocated)
 
     def total_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).total_memory)

@@ -11,8 +11,12 @@ import psutil
 import torch
 from torch import Tensor
 
-MEMORY_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-"""The files with the limit and the use of memory of a group in cgroups v1."""
+LIMITS_AND_USE = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes"),
+    2: (("memory.max", "memory.high"), "memory.current"),
+}
+"""The files with the limits and with the use of memory of a group, by the version of cgroups. Beyond `high` the kernel
+slows a process down until it frees memory."""
 
 
 def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -61,7 +65,7 @@ def host_total_bytes() -> int:
 
 
 def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
-    """Yield (folder, name of the limit's file, name of the usage's file) of this process's memory cgroups and parents.
+    """Yield (folder, name of a limit's file, name of the usage's file) of this process's memory cgroups and parents.
 
     Args:
         top: a folder in place of `/`, for tests.
@@ -74,11 +78,11 @@ def memory_groups(top: Path = Path("/")) -> Iterator[tuple[Path, str, str]]:
         _, names, path = line.split(":", 2)
         if names == "" or "memory" in names.split(","):
             root = top / "sys/fs/cgroup" / ("memory" if names else "")
-            files = ("memory.max", "memory.current") if names == "" else MEMORY_FILES_V1
+            limits, used = LIMITS_AND_USE[1 if names else 2]
             inner = root / path.lstrip("/")
             for folder in (inner, *inner.parents):
                 if folder == root or root in folder.parents:
-                    yield folder, *files
+                    yield from ((folder, limit, used) for limit in limits)
 
 
 def host_peak_bytes() -> int:

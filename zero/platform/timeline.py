@@ -8,6 +8,7 @@ A `Span` is one operation from its begin to its end, in one of these rows:
     page in    the transfer of one page from the store
     update     a part of the optimizer's update
     page out   the transfer of one page to the store
+    move       the move of a unit to other tiers by `zero.move`
     exposed    the training thread waits for the rows in the span's name, or does their work itself
 
 Each moment of the step is in either `compute` or `exposed`. A row is **busy** while at least one of its spans is in
@@ -27,7 +28,7 @@ from zero.platform.run_files import publish
 if TYPE_CHECKING:  # it imports torch, which reading a timeline does not need
     pass
 
-TIMELINE_ROWS = ("gather", "compute", "reduce", "page in", "update", "page out")
+TIMELINE_ROWS = ("gather", "compute", "reduce", "page in", "update", "page out", "move")
 EXPOSED = "exposed"
 
 

@@ -14,7 +14,7 @@ from zero.core.precision import DTYPES
 from zero.core.sizes import size_text
 from zero.distributed.world import World
 from zero.engine.metrics import Metrics
-from zero.engine.plan import Plan, traffic as planned_traffic
+from zero.engine.plan import Plan, between_steps, traffic as planned_traffic
 from zero.platform.gpu_peaks import peak_flops
 from zero.store import Traffic
 from zero.tracker.earlier_starts import EarlierStarts
@@ -190,7 +190,7 @@ class Meter:
             "offload/moved_bytes": self.moved_bytes - moved_before,
             "memory/device_peak_bytes": device_bytes,
             "memory/host_peak_bytes": host_bytes,
-            **{f"memory/{tier}_bytes": _state_bytes(plan, tier) for tier in TIERS},
+            **{f"memory/{tier}_bytes": between_steps(plan.bytes).get(tier, 0) for tier in TIERS},
         }
         return row if timed else row | dict.fromkeys(TIME_KEYS)
 
@@ -227,11 +227,6 @@ class Meter:
 
     def _mfu(self, tokens_per_s: float | None) -> float | None:
         return None if tokens_per_s is None or self._mfu_of_token is None else tokens_per_s * self._mfu_of_token
-
-
-def _state_bytes(plan: Plan, tier: str) -> int:
-    kinds = plan.bytes.get(tier, {})
-    return sum(kinds.values()) - kinds.get("activations", 0)
 
 
 def _peak_flops(world: World, plan: Plan) -> float | None:

@@ -2,7 +2,7 @@
 
 from zero.engine.plan.beside import refuse_equal_parts
 from zero.engine.plan.handshake import settings_of, settings_of_groups
-from zero.engine.plan.held import KINDS
+from zero.engine.plan.held import KINDS, between_steps
 from zero.engine.plan.parts import Part, parts_of
 from zero.engine.plan.placing import THREADS, thread_count
 from zero.engine.plan.plan import Plan
@@ -17,6 +17,7 @@ __all__ = [
     "Part",
     "Plan",
     "activations_of",
+    "between_steps",
     "check_settings",
     "parts_of",
     "policies_of",

@@ -55,6 +55,11 @@ def held_bytes(
     }
 
 
+def between_steps(held: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return the bytes of `Plan.bytes` on each tier between two steps, when there are no activations."""
+    return {tier: sum(kinds.values()) - kinds.get("activations", 0) for tier, kinds in held.items()}
+
+
 def kind_of(page: Page, table: PageTable) -> str:
     """Return the kind under which a page is counted."""
     if table.is_updated(page):

@@ -29,7 +29,7 @@ from zero.engine.model import (
 )
 from zero.engine.plan.beside import Beside, check_matrices, placements, replicated_names, worlds_beside
 from zero.engine.plan.facts import Facts, Scope, facts_of, sharers
-from zero.engine.plan.held import held_bytes, kind_of, table_text, tier_of
+from zero.engine.plan.held import between_steps, held_bytes, kind_of, table_text, tier_of
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.passes import Passes
 from zero.engine.plan.placing import (
@@ -203,8 +203,7 @@ class Plan:
             plan.arrangement = arrangement
             plan.activations = activations_of(self.facts.splitting, arrangement.activations)
             return plan
-        held = {tier: sum(kinds.values()) - kinds.get("activations", 0) for tier, kinds in self.bytes.items()}
-        plan._arrange(arrangement, held, room)
+        plan._arrange(arrangement, between_steps(self.bytes), room)
         return plan
 
     def _arrange(self, arrangement: Arrangement, held: Mapping[str, int], room: Room | None) -> None:

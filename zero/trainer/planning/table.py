@@ -1,17 +1,16 @@
 """The text of mode=plan: a table of all stages and offload presets; and a table of planned and measured bytes."""
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from math import inf
 
 from zero.core import suggest
 from zero.core.activations import REMAT
 from zero.core.placement import TIERS
 from zero.core.sizes import size_text
-from zero.engine.lower import device_bytes, lower_plans
-from zero.engine.plan import KINDS, Plan
+from zero.engine.plan import KINDS, Plan, between_steps
+from zero.engine.pressure import watches
 from zero.errors import ConfigError
 from zero.trainer.config import Config
 from zero.trainer.planning.choices import (
@@ -42,11 +41,9 @@ from zero.trainer.planning.predictor import seconds_of_moves
 from zero.trainer.planning.probes import with_disk_or_without
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.resolve_activations import resolve_activations
+from zero.trainer.planning.shortage import moves_of_pressure, moves_of_retry
 from zero.trainer.planning.traces.activations import ActivationTraces
 from zero.trainer.run.task import build_task
-
-TRIED_MOVES = 3
-"""The most moves of a step that runs out of memory that mode=plan prints."""
 
 COLUMNS = 80
 """Width of wrapped sentences, in characters. Commands to copy stay on one line."""
@@ -91,6 +88,7 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
     lines = [
         *_answer(winner, candidates, machine, overrides),
         *(_limits(winner, machine, activations, rates) if winner else ()),
+        *(_pressed(winner, config, machine, activations) if winner else ()),
         *(_longest(winner, config, machine, activations) if winner else _longest_alone(config, machine, rates)),
         "",
         *_sentence(
@@ -118,7 +116,7 @@ def against_measured(plan: Plan, measured: Mapping[str, Mapping[str, int]]) -> s
     Args:
         measured: the result of `zero.engine.whole.measured`.
     """
-    planned = {tier: sum(n for kind, n in kinds.items() if kind != "activations") for tier, kinds in plan.bytes.items()}
+    planned = between_steps(plan.bytes)
     held = {tier: sum(kinds.values()) for tier, kinds in measured.items()}
     rows: list[tuple[str, int, int]] = [(tier, planned.get(tier, 0), held.get(tier, 0)) for tier in TIERS]
     rows = [row for row in rows if row[1] or row[2]]
@@ -169,17 +167,15 @@ def _answer(
         yield f"  python train.py launch.ranks={machine.ranks} {' '.join(keys)}"
 
 
-def _if_short(plan: Plan, seconds: Callable[[Plan], float]) -> Iterator[str]:
-    """Yield the moves that a step which runs out of a GPU's memory tries first, with what they save and cost."""
-    if plan.facts.device_is_host or plan.world.size > 1:
+def _pressed(winner: Choice, config: Config, machine: Machine, activations: ActivationTraces) -> Iterator[str]:
+    """Yield what moves first under pressure, if `config` lets anything move."""
+    settings = winner.config.model_copy(update={"offload": config.offload})
+    try:
+        plan = planned(settings, machine.world, machine.room, activations) if watches(config.offload) else None
+    except ConfigError:
         return
-    moves = []
-    for text, lower in islice(lower_plans(plan, seconds), TRIED_MOVES):
-        saved = device_bytes(plan) - device_bytes(lower)
-        cost = f" ({size_text(saved)} less on the GPU, then {seconds_text(seconds(lower))} a step)" if saved > 0 else ""
-        moves.append(text + cost)
-    if moves:
-        yield from _sentence(f"if a step runs out of memory, it is made again with {', or then '.join(moves)}")
+    for text in () if plan is None else moves_of_pressure(plan, machine.room):
+        yield from _sentence(text)
 
 
 def _limits(choice: Choice, machine: Machine, activations: ActivationTraces, rates: Rates) -> Iterator[str]:
@@ -205,7 +201,8 @@ def _limits(choice: Choice, machine: Machine, activations: ActivationTraces, rat
         )
         text += f". Compute hides all transfers from {tokens}"
     yield from _sentence(text)
-    yield from _if_short(choice.plan, seconds_of_moves(choice.plan, traced, rates))
+    for text in moves_of_retry(choice.plan, seconds_of_moves(choice.plan, traced, rates)):
+        yield from _sentence(text)
 
     def gain(config: Config) -> float:
         try:

@@ -327,6 +327,32 @@ def test_any_allocation_of_a_step_may_fail_once(tmp_path, seed):
     assert same(results[0][1], results[1][1])
 
 
+def test_a_callback_parks_the_state_between_steps(tmp_path):
+    """For an inference engine on the same GPU; the next forward brings the state back."""
+
+    class Parking(transformers.TrainerCallback):
+        parked = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            made.engine.offload_states()
+            assert made.engine.state.is_parked
+            Parking.parked += 1
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step % 2:
+                made.engine.reload_states()
+
+    with simulated_gpu(limited=True):
+        expected = trained(tmp_path, {"stage": 3})
+        made = trainer(tmp_path, {"stage": 3})
+        made.add_callback(Parking())
+        made.train()
+    assert Parking.parked == STEPS
+    assert told(made) == told(expected)
+    assert told(made, "eval_loss") == told(expected, "eval_loss")
+    assert same(values(made), values(expected))
+
+
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 

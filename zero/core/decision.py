@@ -31,18 +31,18 @@ class Decision(NamedTuple):
 
     @classmethod
     def of(
-        cls, square_sums: Tensor, divisor: float, limit: float | None, learn: Callable[[], float | None]
+        cls, square_sums: Tensor, divisor: float | Tensor, limit: float | None, learn: Callable[[], float | None]
     ) -> "Decision":
         """Decide as the host would by `Totals.norm` and `clip`, with the same rounding.
 
         Args:
             square_sums: the sums of squares of the parts of the summed gradient, (n,) fp64, which are added in order.
-            divisor: the number by which the sum of gradients is divided.
+            divisor: the number by which the sum of gradients is divided; a 0-dim fp64 tensor if the host does not know.
             limit: the largest norm of the mean gradient; None: no clipping.
         """
         square_sum = functools.reduce(torch.add, square_sums.unbind())
         norm = (torch.sqrt(square_sum) / divisor).float().double()
-        clipped = norm.new_full((), divisor)
+        clipped = divisor if isinstance(divisor, Tensor) else norm.new_full((), divisor)
         if limit is not None:
             clipped = divisor / (limit / (norm + EPSILON)).clamp(max=1.0)
         return cls(norm.isfinite(), clipped, learn)

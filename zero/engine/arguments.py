@@ -75,27 +75,28 @@ def check_microbatches(value: Any, accumulate: int) -> None:
         )
 
 
-def loss_and_aux(returned: Any) -> tuple[Tensor, Mapping[str, Any]]:
-    """Return the loss and the dict of further numbers that a loss function returned.
+def loss_aux_and_count(returned: Any) -> tuple[Tensor, Mapping[str, Any], Any]:
+    """Return the loss, the dict of further numbers, and the count of tokens or None that a loss function returned.
 
     Raises:
-        ConfigError: `returned` is neither a loss nor a tuple of a loss and a dict, or the loss has no gradient.
+        ConfigError: `returned` is neither a loss nor a tuple of a loss, a count, a dict, or both, or the loss has no
+            gradient.
     """
     if returned is None:
         raise ConfigError("loss_fn returned None. End it with return loss.")
-    loss: Any = returned
-    aux: Mapping[str, Any] = {}
-    if isinstance(returned, tuple):
-        if len(returned) != 2 or not isinstance(returned[1], Mapping):
-            inside = ", ".join(map(type_text, returned))
-            raise ConfigError(
-                f'loss_fn returned a tuple ({inside}). Write return loss, or return loss, {{"accuracy": accuracy}}'
-            )
-        loss, aux = returned
+    loss, *beside = returned if isinstance(returned, tuple) else (returned,)
+    aux = beside.pop() if beside and isinstance(beside[-1], Mapping) else {}
+    count = beside.pop() if beside and isinstance(beside[-1], int | Tensor) else None
+    if beside:
+        inside = ", ".join(map(type_text, returned))
+        raise ConfigError(
+            f"loss_fn returned a tuple ({inside}). Write return loss, or return loss_sum, count for a loss by tokens; "
+            'or one of these with a dict behind it: return loss, {"accuracy": accuracy}'
+        )
     check_loss(loss)
     if not loss.requires_grad:
         raise ConfigError(NOTHING_TRAINS)
-    return loss, aux
+    return loss, aux, count
 
 
 def check_loss(loss: object, line: str = "return {}") -> None:

@@ -6,6 +6,7 @@ read its decision, the store's threads wait for it, and the host reads it in the
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,12 @@ from zero.engine.after import After, Counts
 from zero.engine.metrics import Metrics
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
+from zero.engine.step_losses import divisor_per_token
 from zero.engine.totals import Exchanged, first_nonfinite_unit
 from zero.engine.unit_state import UnitState
 from zero.platform.modes import unobserved
+
+log = logging.getLogger("zero")
 
 UpdateNow = Callable[[UnitState, Hyper], None]
 """A function that makes a unit's update when the step decides it."""
@@ -33,12 +37,16 @@ def decide(state: State, hyper: Hyper, exchanged: Exchanged, update: UpdateNow |
     """
     runtime, before = state.runtime, state.after.counts
     scaling, limit = state.plan.precision.scale, state.plan.optimizer.clip
+    per_token = divisor_per_token(state.plan.precision, before[1].scale)
+    counts_tokens = exchanged.known.counts_tokens
     possible = tuple((before[0] + finite, scaling.advance(before[1], finite)) for finite in (True, False))
 
     def read() -> dict[str, Any]:
         totals = exchanged.totals()
-        norm = totals.norm(hyper.divisor)
+        norm = totals.norm(totals.tokens * per_token if counts_tokens else hyper.divisor)
         finite = math.isfinite(norm)
+        if counts_tokens and not totals.tokens and state.plan.world.whole.rank == 0:
+            log.warning("step %d: no token counts in the losses, so the step is skipped", state.tried + 1)
         return {
             "loss": totals.loss,
             "grad_norm": norm,
@@ -48,12 +56,16 @@ def decide(state: State, hyper: Hyper, exchanged: Exchanged, update: UpdateNow |
             "nonfinite_unit": None if finite else first_nonfinite_unit(runtime, totals),
             "aux": totals.aux,
             "rank_flags": totals.rank_flags,
+            "tokens": int(totals.tokens) if counts_tokens else None,
         }
 
     metrics = Metrics(read)
 
     def divisor() -> float | None:
-        return None if metrics.skipped else hyper.divisor / clip(limit, metrics.grad_norm)
+        if metrics.skipped:
+            return None
+        mean = hyper.divisor if metrics.tokens is None else metrics.tokens * per_token
+        return mean / clip(limit, metrics.grad_norm)
 
     def learn() -> Counts:
         if metrics.skipped:
@@ -63,7 +75,8 @@ def decide(state: State, hyper: Hyper, exchanged: Exchanged, update: UpdateNow |
     after: After | None = None
     if exchanged.later:
         after = After(state.tried + 1, possible, learn)
-        hyper = hyper._replace(decision=Decision.of(exchanged.square_sums, hyper.divisor, limit, divisor))
+        mean = exchanged.tokens * per_token if counts_tokens else hyper.divisor
+        hyper = hyper._replace(decision=Decision.of(exchanged.square_sums, mean, limit, divisor))
     elif (divided := divisor()) is None:
         return state.advance(After.known(*possible[True])), metrics
     else:

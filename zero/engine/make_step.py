@@ -14,7 +14,7 @@ from zero.engine.arguments import (
     check_loss_fn,
     check_microbatches,
     check_type,
-    loss_and_aux,
+    loss_aux_and_count,
 )
 from zero.engine.metrics import Metrics
 from zero.engine.plan import Plan
@@ -25,7 +25,11 @@ from zero.engine.step import Step
 from zero.errors import ConfigError, if_it_fails
 from zero.platform.timeline import Timeline
 
-LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
+Count = int | Tensor
+LossFn = Callable[
+    [nn.Module, Any],
+    Tensor | tuple[Tensor, Mapping[str, Any]] | tuple[Tensor, Count] | tuple[Tensor, Count, Mapping[str, Any]],
+]
 
 
 def make_step(
@@ -44,8 +48,9 @@ def make_step(
 
     Args:
         plan: the plan that the states are made from.
-        loss_fn: a function of (model, microbatch) that returns a scalar loss, the mean over the microbatch, or (loss,
-            dict of scalars). The model is the plan's.
+        loss_fn: a function of (model, microbatch) that returns a scalar loss, the mean over the microbatch; or (sum,
+            count), the sum over tokens and their number, an int or a 0-dim tensor of integers. The step divides sums by
+            the count of all microbatches and ranks. A dict of scalars may follow either. The model is the plan's.
         flag: a function that is called once per step and returns a number. Every rank gets all ranks' numbers in
             `Metrics.rank_flags`, so that all ranks can react to a flag after the same step.
         replay: make each step whose number is a multiple of `replay` twice, and compare the two runs bit by bit; 0:
@@ -77,7 +82,7 @@ def make_step(
     def run(microbatches: Sequence[Any], under_way: Step) -> None:
         for microbatch in microbatches:
             under_way.microbatch()
-            under_way.backward(*loss_and_aux(loss_fn(plan.model, microbatch)))
+            under_way.backward(*loss_aux_and_count(loss_fn(plan.model, microbatch)))
 
     def step(state: State, microbatches: Sequence[Any] = ()) -> tuple[State, Metrics]:
         check_type(state, State, "a step", "state, metrics = step(state, [batch])")

@@ -27,6 +27,8 @@ class Metrics:
     """The means over the global batch of the further numbers that `loss_fn` returned with the loss, by name."""
     rank_flags: tuple[float, ...]
     """Each rank's `flag`, see `make_step`, by rank; with norm groups by the rank in the group, then in the world."""
+    tokens: int | None
+    """The number of tokens in the losses of all ranks; None if losses are means."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
         self._read: Callable[[], Mapping[str, Any]] | None = read

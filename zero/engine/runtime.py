@@ -14,6 +14,7 @@ from zero.engine.forward import SiteRunner
 from zero.engine.gather import CollectiveLog, Residency
 from zero.engine.model import ModuleTree, Takeover
 from zero.engine.plan import Plan
+from zero.engine.step_losses import StepLosses
 from zero.engine.unit_state import UnitState
 from zero.engine.update import Gradients, Updater
 from zero.platform.handle import Handle
@@ -78,6 +79,7 @@ class Runtime:
         log: the collectives of the step, to compare ranks.
         tape: the recorder of timelines.
         checksums: the recorder of steps that are made twice.
+        losses: the losses of the step that is under way, or of the last one.
         open_blocks: the open blocks of `zero.gathered`.
         open_edits: one function for each open block of `zero.gathered` with `modify`: it writes the block's edits so
             far. Collective.
@@ -106,6 +108,7 @@ class Runtime:
     backward: BackwardPass = field(init=False)
     gradients: Gradients = field(init=False)
     updater: Updater = field(init=False)
+    losses: StepLosses = field(default_factory=StepLosses)
     open_blocks: list[object] = field(default_factory=list)
     open_edits: list[Callable[[], None]] = field(default_factory=list)
     copying: list[Handle] = field(default_factory=list)

@@ -21,6 +21,7 @@ from zero.engine.decide import UpdateNow, decide
 from zero.engine.meta import explaining_meta
 from zero.engine.metrics import Metrics
 from zero.engine.state import State
+from zero.engine.step_losses import FP16_DIVISOR, StepLosses, checked_tokens
 from zero.engine.totals import (
     Exchanged,
     GradientStatus,
@@ -65,8 +66,7 @@ class Step:
             raise PlanError("the model has no trainable parameter, so there is no step. Run it with zero.make_forward.")
         self.microbatches = 0
         self._in_microbatch = self._dropped = self._went_back = False
-        self._losses: list[list[Tensor]] = []
-        self._aux: dict[str, list[Tensor]] = {}
+        self._losses = self._runtime.losses = StepLosses()
         self._runtime.log.clear()
         self._runtime.backward.clear()
         with unobserved():
@@ -81,7 +81,7 @@ class Step:
             self._end_microbatch()
             self.microbatches += 1
             self._in_microbatch = True
-            self._losses.append([])
+            self._losses.begin_microbatch()
             self._runtime.sites.begin()
             with unobserved():
                 self._runtime.reducer.begin_microbatch(last=self.microbatches == self._plan.accumulate)
@@ -93,40 +93,52 @@ class Step:
         self._runtime.updater.numbers.train(groups)
         self._runtime.sites.frozen_groups = frozenset(n for n, group in enumerate(groups) if not group.trains)
 
-    def backward(self, loss: Tensor, aux: Mapping[str, Any] | None = None, **keywords: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        aux: Mapping[str, Any] | None = None,
+        count: int | Tensor | None = None,
+        **keywords: Any,
+    ) -> None:
         """Run backward from a loss, with the loss scale in fp16; several losses of a microbatch add up.
 
         Args:
-            loss: a tensor with one element, the mean over the microbatch.
-            aux: further numbers by name, which are averaged over microbatches and ranks like the loss.
+            loss: a tensor with one element, the mean over the microbatch; with `count` the sum over its tokens.
+            aux: further numbers by name, which are averaged over microbatches and ranks.
+            count: the number of tokens in the sum, an int or a 0-dim tensor of integers. The step then divides by the
+                tokens of all microbatches and ranks, instead of by the number of microbatches and ranks.
             keywords: arguments of `Tensor.backward`, such as `retain_graph`.
 
         Raises:
-            ConfigError: `loss` is not a scalar tensor, a value of `aux` is not one number, or no microbatch has begun.
+            ConfigError: `loss` is not a scalar tensor, a value of `aux` is not one number, `count` is not a number of
+                tokens, or no microbatch has begun.
         """
         with self._runtime.sites.use:
             check_loss(loss, "step.backward({})")
             self._check_begun()
             numbers_by_name(aux or {})  # checked before backward, and read after it: backward may write into them
+            tokens = None if count is None else checked_tokens(count)
             if self._plan.facts.params_offloaded:  # host memory is scarce: free forward's temporaries
                 self._plan.world.compute.give_back_memory()
             self._runtime.tape.passed("forward")
             self._at("backward")
             self._went_back = True
             with explaining_meta():
-                self.scaled(loss).backward(**keywords)
+                self.scaled(loss, is_sum=tokens is not None).backward(**keywords)
             self._runtime.tape.passed("backward")
-            self.count(loss, aux)
+            self.count(loss, aux, tokens)
 
-    def scaled(self, loss: Tensor, *, already: bool = False) -> Tensor:
+    def scaled(self, loss: Tensor, *, already: bool = False, is_sum: bool = False) -> Tensor:
         """Return `loss` times the loss scale of fp16, from which the caller runs `backward`.
 
         Args:
             loss: a scalar, or with `already` any output of the model.
             already: do not multiply, because `loss`, or the gradient that is passed to its `backward`, is scaled.
+            is_sum: whether it is a sum over tokens, see `zero.engine.step_losses`.
         """
         if self._plan.precision.compute != torch.float16:
             return loss
+        loss = loss / FP16_DIVISOR if is_sum else loss
         scaled = loss.view_as(loss) if already else loss * _loss_scale(self.state, loss.dtype)
         if scaled.requires_grad:
             scaled.register_hook(self._runtime.backward.scaled)
@@ -140,24 +152,23 @@ class Step:
     @property
     def has_loss(self) -> bool:
         """Whether a loss of this step has been counted."""
-        return any(self._losses)
+        return self._losses.kinds > 0
 
-    def count(self, loss: Tensor, aux: Mapping[str, Any] | None = None) -> None:
+    def count(self, loss: Tensor, aux: Mapping[str, Any] | None = None, count: int | Tensor | None = None) -> None:
         """Add a loss to the step's mean loss, if the caller runs backward itself.
 
         Args:
             loss: a scalar, without the loss scale.
-            aux: as in `backward`.
+            aux, count: as in `backward`.
 
         Raises:
-            ConfigError: a value of `aux` is not one number, or no microbatch has begun.
+            ConfigError: a value of `aux` is not one number, `count` is not a number of tokens, or no microbatch has
+                begun.
         """
         self._check_begun()
         numbers = numbers_by_name(aux or {})
         with unobserved():
-            self._losses[-1].append(loss.detach().double())
-            for name, number in numbers.items():
-                self._aux.setdefault(name, []).append(number.double())
+            self._losses.add(loss, numbers, None if count is None else checked_tokens(count))
 
     @unobserved()
     def forget(self) -> None:
@@ -168,7 +179,7 @@ class Step:
         with self._runtime.sites.use:
             self._dropped = self._dropped or self._runtime.backward.arrived
             self._runtime.reducer.forget()
-            self._losses, self._aux = [[] for _ in self._losses], {}
+            self._losses.forget()
             self._runtime.log.clear()
             self._runtime.backward.clear()
 
@@ -225,11 +236,10 @@ class Step:
         """Sum gradients over ranks and exchange losses and norms; repeat both if any rank has an extra flat."""
         runtime, reducer = self._runtime, self._runtime.reducer
         reducer.finish()
-        runtime.log.note(repr((hyper, sorted(self._aux))))
-        losses = [torch.stack(losses).sum() for losses in self._losses if losses]
+        runtime.log.note(repr((hyper, self._losses.names)))
         status, pressure = self._gradient_status(), runtime.pressure
         shortage = 0 if pressure is None else pressure.read(self._plan)
-        exchange = partial(exchange_totals, runtime, losses, self._aux, flag, status, shortage, later=later)
+        exchange = partial(exchange_totals, runtime, self._losses, flag, status, shortage, later=later)
         exchanged = exchange()
         if exchanged.known.any_extra:
             reducer.finish_extra()

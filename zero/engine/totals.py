@@ -16,6 +16,7 @@ from torch import Tensor
 from zero.distributed.world import World
 from zero.engine.arguments import NOTHING_TRAINS
 from zero.engine.runtime import Runtime
+from zero.engine.step_losses import SUMS, StepLosses, check_kinds, mean_of
 from zero.errors import ConfigError, WorldError
 
 
@@ -39,6 +40,10 @@ class Totals(NamedTuple):
     square_sum: float
     """The sum of squares of the summed gradient."""
     loss: float
+    tokens: float
+    """The number of tokens of losses that are sums, by which the gradient is divided; 0 for means."""
+    counts_tokens: bool
+    """Whether losses are sums."""
     aux: Mapping[str, float]
     rank_flags: tuple[float, ...]
     statuses: Collection[int]
@@ -57,10 +62,11 @@ class Totals(NamedTuple):
         """Return the L2 norm of the mean gradient over all parameters, rounded once to fp32.
 
         Args:
-            divisor: the number by which the sum of gradients is divided.
+            divisor: the number by which the sum of gradients is divided; the norm is NaN if it is 0.
         """
-        root = math.sqrt(self.square_sum) if math.isfinite(self.square_sum) else math.nan
-        return ctypes.c_float(root / divisor).value
+        if not math.isfinite(self.square_sum) or not divisor:
+            return math.nan
+        return ctypes.c_float(math.sqrt(self.square_sum) / divisor).value
 
 
 class Exchanged(NamedTuple):
@@ -68,6 +74,7 @@ class Exchanged(NamedTuple):
 
     Attributes:
         square_sums: the ranks' sums of squares of their parts of the summed gradient, fp64 on the device.
+        tokens: as in `Totals`, 0-dim fp64 on the device.
         totals: function to the totals; waits for the device.
         known: the totals with what the hosts know; other numbers are 0.
         later: whether the totals may not be known to the host.
@@ -75,6 +82,7 @@ class Exchanged(NamedTuple):
     """
 
     square_sums: Tensor
+    tokens: Tensor
     totals: Callable[[], Totals]
     known: Totals
     later: bool
@@ -83,8 +91,7 @@ class Exchanged(NamedTuple):
 
 def exchange_totals(
     runtime: Runtime,
-    losses: list[Tensor],
-    aux: dict[str, list[Tensor]],
+    losses: StepLosses,
     flag: float,
     status: GradientStatus,
     shortage: int,
@@ -94,26 +101,26 @@ def exchange_totals(
     """Exchange each rank's numbers of the step. Collective.
 
     Args:
-        losses: the loss of each microbatch, 0-dim fp64.
-        aux: further numbers by name, a list of 0-dim fp64 each.
+        losses: the losses of this rank's microbatches, with further numbers.
         flag: a number of this rank that is sent to every rank.
         status: the state of this rank's gradients.
         shortage: the bits of the memories of which this rank is short.
         later: whether the host does not wait for the device. What the ranks' hosts know is exchanged beside it then.
 
     Raises:
+        ConfigError: some losses are means, and others sums.
         WorldError: ranks ran different collectives.
     """
-    world, reducer, squares, names = runtime.plan.world, runtime.reducer, _squares(runtime), sorted(aux)
+    world, reducer, squares, names = runtime.plan.world, runtime.reducer, _squares(runtime), losses.names
     what, zero = "norms and losses", torch.zeros((), dtype=torch.float64, device=world.device)
     measured = [
-        (torch.stack(losses).sum() / runtime.plan.accumulate if losses else zero / 0).to(world.device),
-        *(torch.stack(aux[name]).mean().to(world.device) for name in names),
+        *losses.numbers(runtime.plan.accumulate, zero),
         *_measured(runtime, squares, zero),
     ]
     if later:
         measured.append(_first_nonfinite([squares.get(i, zero) for i in range(len(runtime.units))]))
-    facts = status + _EXTRA * reducer.has_extra + _SHORTAGE * shortage + _FINGERPRINT * runtime.log.fingerprint
+    facts = status + _EXTRA * reducer.has_extra + _SHORTAGE * shortage + _KINDS * losses.kinds
+    facts += _FINGERPRINT * runtime.log.fingerprint
     of_host = torch.tensor([reducer.rounds.order_seen, flag, facts], dtype=torch.float64, device="cpu")
     if not later:
         # `new_full` launches a kernel; an upload would wait for the copy
@@ -126,10 +133,14 @@ def exchange_totals(
     rows = world.exchange(of_host, what=what) if later else read().view(world.size, -1)[:, -3:]
     orders, flags, all_facts = rows.T.tolist()
     _check_fingerprints(runtime, [int(facts) // _FINGERPRINT for facts in all_facts])
+    kinds = [int(facts) // _KINDS % 4 for facts in all_facts]
+    check_kinds(kinds)
     sharers = runtime.plan.facts.sharers  # the ranks of one copy of the state
     known = Totals(
         0.0,
         0.0,
+        0.0,
+        SUMS in kinds,
         dict.fromkeys(names, 0.0),
         tuple(flags),
         {int(facts) % _EXTRA for facts in all_facts},
@@ -137,9 +148,11 @@ def exchange_totals(
         one_order=len(set(orders)) == 1,
         shortages=[int(facts) // _SHORTAGE % 4 for facts in all_facts],
     )
+    table = everyone.view(world.size, -1)
     return Exchanged(
-        everyone.view(world.size, -1)[:sharers, 1 + len(names)],
-        lambda: _with_numbers(known, read().view(world.size, -1).T.tolist(), sharers, later=later),
+        table[:sharers, 2 + len(names)],
+        table[:, 1].sum(),
+        lambda: _with_numbers(known, read().view(world.size, -1).T.tolist(), kinds, sharers, later=later),
         known,
         later,
         (*measured, *squares.values()) if later else (),
@@ -157,15 +170,20 @@ def _measured(runtime: Runtime, squares: Mapping[int, Tensor], zero: Tensor) -> 
         yield torch.stack(equal or [zero]).sum()
 
 
-def _with_numbers(known: Totals, columns: list[list[float]], sharers: int, *, later: bool) -> Totals:
+def _with_numbers(
+    known: Totals, columns: list[list[float]], kinds: Sequence[int], sharers: int, *, later: bool
+) -> Totals:
     """Return totals with the numbers of the device, by column of `exchange_totals`."""
-    count = 1 + len(known.aux)
-    loss, *others = (sum(column) / len(column) for column in columns[:count])
+    losses, tokens, *columns = columns
+    loss, total = mean_of(losses, tokens, kinds)
+    count = len(known.aux)
+    others = [sum(column) / len(column) for column in columns[:count]]
     squares, *rest = columns[count : len(columns) if later else -3]
     nonfinite = rest.pop() if later else None
     return known._replace(
         square_sum=sum(squares[:sharers]),
         loss=loss,
+        tokens=total,
         aux=dict(zip(known.aux, others, strict=True)),
         equal_squares=[sum(column[:sharers]) for column in rest],
         nonfinite=None if nonfinite is None else int(min(nonfinite)),
@@ -188,11 +206,25 @@ def over_groups(groups: Sequence[World], totals: Totals) -> Totals:
     """
     for group, equal in zip(groups, totals.equal_squares, strict=True):
         seen, names = sum(1 << status for status in totals.statuses), crc32(repr([*totals.aux]).encode())
-        mine = [names, equal, totals.square_sum, seen, totals.loss, *totals.aux.values(), *totals.rank_flags]
+        mine = [
+            names,
+            equal,
+            totals.square_sum,
+            seen,
+            totals.tokens,
+            totals.loss,
+            *totals.aux.values(),
+            *totals.rank_flags,
+        ]
         rows = group.exchange(torch.tensor(mine, dtype=torch.float64, device="cpu"), what="norms and losses").tolist()
-        hashes, equals, squares, masks, *columns = zip(*rows, strict=True)
+        hashes, equals, squares, masks, tokens, *columns = zip(*rows, strict=True)
         if len(set(hashes)) > 1:
             raise ConfigError("aux: ranks of norm_groups return other names. Return the same names on all ranks.")
+        if len(set(tokens)) > 1:
+            raise ConfigError(
+                f"the ranks of a norm group count {', '.join(f'{number:.0f}' for number in tokens)} tokens. Return the "
+                "count of all of them on each, because they have parts of one model."
+            )
         _check_equal(group, equals, sum(squares))
         loss, *others = (sum(column) / group.size for column in columns[: 1 + len(totals.aux)])
         totals = totals._replace(
@@ -200,7 +232,7 @@ def over_groups(groups: Sequence[World], totals: Totals) -> Totals:
             statuses={status for status in GradientStatus if any(int(mask) >> status & 1 for mask in masks)},
             loss=loss,
             aux=dict(zip(totals.aux, others, strict=True)),
-            rank_flags=tuple(flag for row in rows for flag in row[5 + len(others) :]),
+            rank_flags=tuple(flag for row in rows for flag in row[6 + len(others) :]),
         )
     return totals
 
@@ -219,8 +251,8 @@ def _check_equal(group: World, squares: Sequence[float], square_sum: float) -> N
 _ROUNDING, _NOISE = 1e-2, 1e-6
 """Differences of sums of squares that are rounding: a part of the larger sum, and of the sum over all parameters."""
 
-_EXTRA, _SHORTAGE, _FINGERPRINT = 4, 8, 32
-"""Factors that pack a status below 4, a bit, two bits and a CRC-32 into one number, which is exact in fp64."""
+_EXTRA, _SHORTAGE, _KINDS, _FINGERPRINT = 4, 8, 32, 128
+"""Factors that pack a status below 4, a bit, twice two bits and a CRC-32 into one number, which is exact in fp64."""
 
 
 def first_nonfinite_unit(runtime: Runtime, totals: Totals) -> str | None:

@@ -109,33 +109,36 @@ class Engine(EngineCheckpoints):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
         *,
+        count: int | Tensor | None = None,
         allreduce_gradients: bool = True,
         release_loss: bool = False,
     ) -> Tensor:
         """Run backward from the mean loss of a microbatch. Collective.
 
         Args:
-            loss: () the mean over this rank's rows; the loss scale of fp16 is applied to it.
+            loss: () the mean over this rank's rows, or with `count` the sum over its tokens; the loss scale of fp16 is
+                applied to it.
             retain_graph: as torch's.
             scale_wrt_gas: False if `loss` is divided by `gradient_accumulation_steps()` already.
+            count: the number of tokens in the sum, see `zero.Step.backward`.
             allreduce_gradients: ignored, because gradients are reduced once per microbatch or step in any case.
             release_loss: ignored, for compatibility with DeepSpeed.
 
         Returns:
-            () the loss divided by `gradient_accumulation_steps()`, without a graph.
+            () the loss divided by `gradient_accumulation_steps()`, or by `count`, without a graph.
 
         Raises:
             ConfigError: there was no forward in training mode, or nothing trains.
         """
         self._grads.take_back()
-        count = self.plan.accumulate
+        parts = self.plan.accumulate if count is None else count
         with unobserved():
-            mean = loss if scale_wrt_gas else loss * count
+            whole = loss if scale_wrt_gas or count is not None else loss * parts
         with if_it_fails(self.abandon):
-            self._current.begun("backward").backward(mean, retain_graph=retain_graph)
+            self._current.begun("backward").backward(whole, count=count, retain_graph=retain_graph)
         self._current.backwards += 1
         with unobserved():
-            return mean.detach() / count
+            return whole.detach() / parts
 
     def scale(self, loss: Tensor, *, already: bool = False) -> Tensor:
         """Return `loss` times the loss scale of fp16, to call `backward` on it by hand.

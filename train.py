@@ -58,7 +58,8 @@ def train(config: Config, folder: Path) -> "Summary":
         open_tracker(config.tracker, folder if world.rank == 0 else None, steps=config.steps) as tracker,
     ):
         task = build_task(config, world)  # the model, without memory, and its loss
-        data = open_data(config.source(), config.model.seq, config.seed, world, tracker.progress)
+        rows = config.batch_on(world.size).numbers()[0]
+        data = open_data(config.source(), config.model.seq, config.seed, world, tracker.progress, rows=rows)
         world.agree({**flat(config), "digest of the data": data.digest})
 
         activations = ActivationTraces(config, task.model)  # traced once, for what is auto and for the plan
@@ -67,7 +68,7 @@ def train(config: Config, folder: Path) -> "Summary":
             write_config(config, folder)
         check_replay(config.debug.replay, world, "debug.replay")
         plan = plan_of_run(config, world, activations)
-        tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}\nfolder {folder}")
+        tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}{data.about}\nfolder {folder}")
 
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker, restarts=restarts)

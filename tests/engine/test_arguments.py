@@ -40,8 +40,8 @@ LOSSES = [
     (lambda loss: loss.detach(), "the loss has no gradient, because it does not depend"),
     (lambda loss: torch.ones((), requires_grad=True), "the loss has no gradient, because it does not depend"),
     (lambda loss: loss.expand(2), r"the loss has shape (2,). Return a scalar: the mean of the microbatch"),
-    (lambda loss: (loss,), 'a tuple (a Tensor). Write return loss, or return loss, {"accuracy": accuracy}'),
-    (lambda loss: (loss, loss), "a tuple (a Tensor, a Tensor). Write return loss, or return loss, {"),
+    (lambda loss: (loss,), "a tuple (a Tensor). Write return loss, or return loss_sum, count for a loss by tokens"),
+    (lambda loss: (loss, loss), "a tuple (a Tensor, a Tensor). Write return loss, or return loss_sum, count"),
     (lambda loss: (loss.item(), {}), "the loss is a float, but must be a tensor"),
     (
         lambda loss: (loss, {"hits": torch.ones(3)}),

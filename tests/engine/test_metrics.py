@@ -7,7 +7,7 @@ import pytest
 
 from zero.engine.metrics import FIELDS, Metrics
 
-VALUES = dict(zip(FIELDS, (1.5, 2.0, 0.1, 1.0, False, None, {"z": 3.0}, (0.0, 1.0)), strict=True))
+VALUES = dict(zip(FIELDS, (1.5, 2.0, 0.1, 1.0, False, None, {"z": 3.0}, (0.0, 1.0), None), strict=True))
 
 
 def test_metrics_are_read_once_and_when_they_are_asked_for():
@@ -47,7 +47,7 @@ def test_metrics_are_used_like_a_named_tuple():
     assert metrics._replace(loss=2.5).loss == 2.5
     assert repr(metrics) == (
         "Metrics(loss=1.5, grad_norm=2.0, lr=0.1, loss_scale=1.0, skipped=False, nonfinite_unit=None, "
-        "aux={'z': 3.0}, rank_flags=(0.0, 1.0))"
+        "aux={'z': 3.0}, rank_flags=(0.0, 1.0), tokens=None)"
     )
     with pytest.raises(ValueError, match="words"):
         metrics._replace(words=1)

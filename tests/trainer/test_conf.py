@@ -21,6 +21,7 @@ OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.ya
 NEEDS = {
     "model=hf": ["model.path=gpt2"],
     "data=tokens": ["data.path=tokens.bin", "model.vocab=50304"],
+    "data=chat": ["model=hf", "model.path=gpt2", "data.path=chats.jsonl"],
     "data=hf": ["data.path=texts", "data.tokenizer=tokenizer.json"],
 }
 

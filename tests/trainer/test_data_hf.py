@@ -24,6 +24,7 @@ from zero.progress import silent  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
 from zero.trainer import checks  # noqa: E402
 from zero.trainer.data import HFTextConfig, check_data, open_data, tokenised  # noqa: E402
+from zero.trainer.data.cached import agreed_folder  # noqa: E402
 from zero.trainer.data.tokenizer import Tokenizer  # noqa: E402
 from zero.trainer.run import loop  # noqa: E402
 
@@ -234,10 +235,12 @@ def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch)
     assert [row for _, rows in results for row in rows] == whole
 
 
-def test_a_rank_that_does_not_see_the_folder_says_which_key_to_set(config, monkeypatch):
-    monkeypatch.setattr(tokenised, "_found_or_made", lambda *args: Path("/no/such/folder"))
+def test_a_rank_that_does_not_see_the_folder_says_which_key_to_set():
+    def nowhere(report):
+        return Path("/no/such/folder")
+
     with pytest.raises(ConfigError, match=r"rank 1 does not see /no/such/folder.*Set data\.cache"):
-        run_ranks(2, lambda world: tokenised._agreed(config, Tokenizer(config.tokenizer), world, silent))
+        run_ranks(2, lambda world: agreed_folder(world, "tokens", tokenised.TRAIN_FILE, nowhere, silent))
 
 
 # -- datasets ----------------------------------------------------------------------------------------------------------

@@ -84,10 +84,10 @@ def loss_aux_and_count(returned: Any) -> tuple[Tensor, Mapping[str, Any], Any]:
     """
     if returned is None:
         raise ConfigError("loss_fn returned None. End it with return loss.")
-    loss, *beside = returned if isinstance(returned, tuple) else (returned,)
+    loss, *beside = returned if isinstance(returned, tuple) and len(returned) > 1 else (returned,)
     aux = beside.pop() if beside and isinstance(beside[-1], Mapping) else {}
-    count = beside.pop() if beside and isinstance(beside[-1], int | Tensor) else None
-    if beside:
+    count = beside.pop() if beside and is_count(beside[-1]) else None
+    if beside or isinstance(loss, tuple):
         inside = ", ".join(map(type_text, returned))
         raise ConfigError(
             f"loss_fn returned a tuple ({inside}). Write return loss, or return loss_sum, count for a loss by tokens; "
@@ -97,6 +97,16 @@ def loss_aux_and_count(returned: Any) -> tuple[Tensor, Mapping[str, Any], Any]:
     if not loss.requires_grad:
         raise ConfigError(NOTHING_TRAINS)
     return loss, aux, count
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a number of tokens: an int, or a tensor of integers without dimensions."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.dtype in INTEGERS
+    return type(value) is int and value >= 0
+
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_loss(loss: object, line: str = "return {}") -> None:

@@ -25,11 +25,7 @@ from zero.engine.step import Step
 from zero.errors import ConfigError, if_it_fails
 from zero.platform.timeline import Timeline
 
-Count = int | Tensor
-LossFn = Callable[
-    [nn.Module, Any],
-    Tensor | tuple[Tensor, Mapping[str, Any]] | tuple[Tensor, Count] | tuple[Tensor, Count, Mapping[str, Any]],
-]
+LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Any] | tuple[Tensor, int | Tensor, Mapping[str, Any]]]
 
 
 def make_step(

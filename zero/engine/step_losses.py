@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zero.core import checks
 from zero.core.precision import Precision
+from zero.engine.arguments import is_count
 from zero.errors import ConfigError
 
-MEANS, SUMS = 1, 2
+MEAN_LOSSES, SUM_LOSSES = 1, 2
 """Bits of the kinds of losses that a rank has counted in a step."""
 
 FP16_DIVISOR = 2.0**12
@@ -28,7 +28,7 @@ class StepLosses:
     """The losses of one step, and further numbers.
 
     Attributes:
-        kinds: bits of `MEANS` and `SUMS`.
+        kinds: bits of `MEAN_LOSSES` and `SUM_LOSSES`.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StepLosses:
             tokens: the number of tokens of a sum, see `checked_tokens`; None: `loss` is a mean.
         """
         self._of_microbatch[-1].append(loss.detach().double())
-        self.kinds |= MEANS if tokens is None else SUMS
+        self.kinds |= MEAN_LOSSES if tokens is None else SUM_LOSSES
         if tokens is not None:
             self._tokens.append(tokens)
         for name, number in aux.items():
@@ -80,7 +80,7 @@ class StepLosses:
         for more in on_device:
             tokens = tokens + more.to(zero)
         means = (torch.stack(self._aux[name]).mean() for name in self.names)
-        mean = loss / accumulate if self.kinds != SUMS else loss
+        mean = loss / accumulate if self.kinds != SUM_LOSSES else loss
         return [number.to(zero.device) for number in (mean, tokens, *means)]
 
 
@@ -99,19 +99,14 @@ def checked_tokens(tokens: object) -> int | Tensor:
     Raises:
         ConfigError: it is neither an int of at least 0, nor a tensor of integers without dimensions.
     """
-    if isinstance(tokens, Tensor):
-        if tokens.ndim or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-            raise ConfigError(
-                f"the count beside the loss is {tokens.dtype} of shape {tuple(tokens.shape)}. Return an integer "
-                "without dimensions, such as (targets != -100).sum()"
-            )
-        return tokens.detach()
-    if type(tokens) is not int or tokens < 0:
+    if not is_count(tokens):
+        shown = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"{tokens!r:.40}"
         raise ConfigError(
-            f"the count beside the loss is {checks.type_text(tokens)}. Return the number of tokens in the sum: an int "
-            "of at least 0, or an integer tensor"
+            f"count={shown} is no number of tokens. Pass an int of at least 0, or an integer without dimensions, such "
+            "as (targets != -100).sum()"
         )
-    return tokens
+    assert isinstance(tokens, int | Tensor)
+    return tokens.detach() if isinstance(tokens, Tensor) else tokens
 
 
 def mean_of(losses: Sequence[float], tokens: Sequence[float], kinds: Sequence[int]) -> tuple[float, float]:
@@ -120,7 +115,7 @@ def mean_of(losses: Sequence[float], tokens: Sequence[float], kinds: Sequence[in
     Args:
         losses, tokens, kinds: of each rank.
     """
-    if SUMS not in kinds:
+    if SUM_LOSSES not in kinds:
         return sum(losses) / len(losses), 0.0
     total = sum(tokens)
     loss = sum(loss for loss, kind in zip(losses, kinds, strict=True) if kind)  # a rank may have had no loss
@@ -129,7 +124,7 @@ def mean_of(losses: Sequence[float], tokens: Sequence[float], kinds: Sequence[in
 
 def check_kinds(kinds: Sequence[int]) -> None:
     """Raise ConfigError if some losses of a step are means and others sums."""
-    if functools.reduce(operator.or_, kinds) == MEANS | SUMS:
+    if functools.reduce(operator.or_, kinds) == MEAN_LOSSES | SUM_LOSSES:
         raise ConfigError(
             "some losses of this step are means and others come with a count. Return (sum, count) for all microbatches "
             "on all ranks, or none."

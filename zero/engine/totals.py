@@ -16,7 +16,7 @@ from torch import Tensor
 from zero.distributed.world import World
 from zero.engine.arguments import NOTHING_TRAINS
 from zero.engine.runtime import Runtime
-from zero.engine.step_losses import SUMS, StepLosses, check_kinds, mean_of
+from zero.engine.step_losses import SUM_LOSSES, StepLosses, check_kinds, mean_of
 from zero.errors import ConfigError, WorldError
 
 
@@ -140,7 +140,7 @@ def exchange_totals(
         0.0,
         0.0,
         0.0,
-        SUMS in kinds,
+        SUM_LOSSES in kinds,
         dict.fromkeys(names, 0.0),
         tuple(flags),
         {int(facts) % _EXTRA for facts in all_facts},

@@ -18,7 +18,7 @@ from zero.core.layout import Layout
 from zero.engine.full_flat import full_flat, full_tensors, gather_flat, summed_gradient
 from zero.engine.model import buffers_of
 from zero.engine.state import State
-from zero.engine.step_losses import SUMS
+from zero.engine.step_losses import SUM_LOSSES
 from zero.engine.unit_state import UnitState
 from zero.engine.whole.names import Source, name_of, names_of, state_of
 from zero.errors import ConfigError, StaleStateError
@@ -138,7 +138,7 @@ def divisor_of(state: State) -> float:
     Raises:
         ConfigError: the losses are sums over tokens, which the ranks count at the end of the step only.
     """
-    if state.runtime.losses.kinds & SUMS:
+    if state.runtime.losses.kinds & SUM_LOSSES:
         raise ConfigError(
             "a gradient cannot be read or edited in a step whose losses come with a count of tokens, because it is "
             "divided at the step's end. Return means, or use a hook of the parameter."

@@ -22,7 +22,7 @@ from zero.trainer.config.sections import (
     Val,
     ZeroOfRun,
 )
-from zero.trainer.data.source import DataConfig, HFTextConfig, TextConfig, TokensConfig
+from zero.trainer.data.source import ChatConfig, DataConfig, TextConfig, TokenisedConfig, TokensConfig
 from zero.trainer.models.gpt_config import UNIT_CLASSES, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
 
@@ -82,8 +82,15 @@ class Config(Settings):
             raise ConfigError("mode=eval needs a checkpoint: set resume=latest, or resume=PATH of a step or a run")
         if self.val.weights == "ema" and self.mode not in ("eval", "explain"):
             raise ConfigError(f"val.weights=ema does nothing in mode={self.mode}. Add mode=eval resume=PATH.")
-        if isinstance(self.data, HFTextConfig) and self.data.tokenizer is None and not isinstance(self.model, HFConfig):
-            raise ConfigError("data=hf needs data.tokenizer=PATH, a tokenizer.json or a folder with one, or model=hf")
+        of_transformers = isinstance(self.model, HFConfig)
+        if isinstance(self.data, TokenisedConfig) and self.data.tokenizer is None and not of_transformers:
+            raise ConfigError(
+                f"data={self.data.name} needs data.tokenizer=PATH, a tokenizer.json or a folder with one, or model=hf"
+            )
+        if isinstance(self.data, ChatConfig) and not of_transformers:
+            raise ConfigError("data=chat needs model=hf model.path=FOLDER, a model of transformers")
+        if isinstance(self.data, ChatConfig) and self.data.pack and self.zero.sequence > 1:
+            raise ConfigError("data.pack: attention of ranks that share rows does not know chats. Set data.pack=false.")
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps:
             raise ConfigError(f"debug.stop_at={stop_at} is above steps={self.steps}. Lower it.")
@@ -113,7 +120,7 @@ class Config(Settings):
         norm, absent = ("RMSNorm", "LayerNorm") if model.norm == "rms" else ("LayerNorm", "RMSNorm")
         if absent in self.zero.units:
             raise ConfigError(f"zero.units: a model with model.norm={model.norm} has no {absent}. Write {norm}.")
-        if not isinstance(self.data, HFTextConfig | TokensConfig):  # parse_config checks their files first
+        if not isinstance(self.data, TokenisedConfig | TokensConfig):  # parse_config checks their files first
             self.check_tokens()
 
     def check_tokens(self) -> None:
@@ -139,10 +146,10 @@ class Config(Settings):
         """Return the settings of the data, with the model's tokenizer if no other is set.
 
         Raises:
-            ConfigError: data=hf has no tokenizer, and neither has the model.
+            ConfigError: the data has no tokenizer, and neither has the model.
         """
         data = self.data
-        if isinstance(data, HFTextConfig) and data.tokenizer is None and isinstance(self.model, HFConfig):
+        if isinstance(data, TokenisedConfig) and data.tokenizer is None and isinstance(self.model, HFConfig):
             if not self.model.has_tokenizer:
                 raise ConfigError(
                     f"model.path={self.model.path} has no tokenizer. Set data.tokenizer=PATH, a tokenizer.json or a "

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from zero.errors import ConfigError
 from zero.progress import Progress, silent
-from zero.trainer.data.source import DataConfig, HFTextConfig, TextConfig, TokensConfig, check_text, check_tokens
+from zero.trainer.data.source import (
+    ChatConfig,
+    DataConfig,
+    HFTextConfig,
+    TextConfig,
+    TokensConfig,
+    check_text,
+    check_tokens,
+)
 
 if TYPE_CHECKING:
     from zero.distributed.world import World
@@ -33,18 +41,30 @@ def check_data(config: DataConfig, seq: int) -> None:
             from zero.trainer.data.tokenised import check_hf
 
             check_hf(config)
+        elif isinstance(config, ChatConfig):
+            from zero.trainer.data.chat import check_chats
+
+            check_chats(config)
     except OSError as error:
         raise ConfigError(f"data.{config.name}: {error.filename}: {error.strerror}") from error
 
 
 def open_data(
-    config: DataConfig, seq: int, seed: int, world: "World | None" = None, progress: Progress = silent
+    config: DataConfig,
+    seq: int,
+    seed: int,
+    world: "World | None" = None,
+    progress: Progress = silent,
+    *,
+    rows: int = 1,
 ) -> "Data":
     """Open the data of `config`, for rows of seq + 1 tokens.
 
     Args:
         world: the ranks that call this together, because rank 0 alone tokenises; None: this process alone.
         progress: called with the progress of tokenising.
+        rows: rows of a global batch. Chats are read in the order of epochs, so a step begins behind those of earlier
+            steps.
 
     Raises:
         ConfigError: as `check_data`.
@@ -53,6 +73,10 @@ def open_data(
         from zero.trainer.data.tokenised import open_hf
 
         return open_hf(config, seq, seed, world, progress)
+    if isinstance(config, ChatConfig):
+        from zero.trainer.data.chat import open_chats
+
+        return open_chats(config, seq, seed, rows, world, progress)
     check_data(config, seq)
     if isinstance(config, TextConfig):
         from zero.trainer.data.text import open_text

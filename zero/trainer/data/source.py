@@ -18,6 +18,9 @@ from zero.core.setting_types import Needed, PathText, PlainText, Reads, Rows, ke
 from zero.errors import ConfigError
 from zero.trainer.data.tokenizer import Tokenizer
 
+SAVED = "dataset_info.json"
+"""The file that `save_to_disk` of `datasets` writes in the folder of a dataset."""
+
 HEAD_BYTES = 8000  # length of the beginning that decides whether a file is text, as in git
 
 
@@ -118,22 +121,12 @@ class SyntheticConfig(Section):
     vocab: Rows = key(256, "number of different tokens", unit="tokens", example="64")
 
 
-class HFTextConfig(Section):
-    """Settings of data=hf: texts encoded once with a Hugging Face tokenizer and cached as tokens."""
+class TokenisedConfig(Section):
+    """Settings of data that a Hugging Face tokenizer encodes once, and that is cached as tokens."""
 
     section_key = "data"
 
-    name: Literal["hf"] = key("hf", "kind of data")
-    path: Needed = key(
-        None,
-        "a folder of text and JSONL files, one such file, or a folder that datasets.save_to_disk made; required",
-        example="texts data.tokenizer=path/to/llama",
-    )
-    column: PlainText = key(
-        "text",
-        "field of a line of JSONL, or column of a dataset, with the text",
-        example="body data.path=texts data.tokenizer=path/to/llama",
-    )
+    path: Needed
     tokenizer: Needed = key(
         None,
         "a tokenizer.json or a folder with one; null: that of model.path, with model=hf",
@@ -155,12 +148,6 @@ class HFTextConfig(Section):
         example="tokens data.path=texts data.tokenizer=path/to/llama",
     )
 
-    @model_validator(mode="after")
-    def _has_a_path(self) -> Self:
-        if self.path is None:
-            raise ConfigError("data=hf needs data.path=FOLDER, a folder of text or JSONL files")
-        return self
-
     @property
     def root(self) -> Path:
         return Path(self.path)
@@ -181,7 +168,63 @@ class HFTextConfig(Section):
         return Tokenizer(self.tokenizer, self.end).vocab
 
 
-DataConfig = Annotated[TextConfig | TokensConfig | HFTextConfig | SyntheticConfig, Field(discriminator="name")]
+class HFTextConfig(TokenisedConfig):
+    """Settings of data=hf: texts encoded once with a Hugging Face tokenizer and cached as tokens."""
+
+    name: Literal["hf"] = key("hf", "kind of data")
+    path: Needed = key(
+        None,
+        "a folder of text and JSONL files, one such file, or a folder that datasets.save_to_disk made; required",
+        example="texts data.tokenizer=path/to/llama",
+    )
+    column: PlainText = key(
+        "text",
+        "field of a line of JSONL, or column of a dataset, with the text",
+        example="body data.path=texts data.tokenizer=path/to/llama",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> Self:
+        if self.path is None:
+            raise ConfigError("data=hf needs data.path=FOLDER, a folder of text or JSONL files")
+        return self
+
+
+class ChatConfig(TokenisedConfig):
+    """Settings of data=chat: chats, or prompts with completions, of which the assistant's tokens are trained."""
+
+    name: Literal["chat"] = key("chat", "kind of data")
+    path: Needed = key(
+        None,
+        "a JSONL or Parquet file, a folder of such files, or one that datasets.save_to_disk made; required",
+        example="chats.jsonl model=hf model.path=path/to/llama",
+    )
+    template: PathText | None = key(
+        None,
+        "file with a chat template (Jinja); null: that of the tokenizer",
+        example="chatml.jinja data.path=chats.jsonl model=hf model.path=path/to/llama",
+    )
+    pack: bool = key(
+        True,
+        "put several chats into a row, each with attention to itself alone; false: one in a row, padded",
+        example="false data.path=chats.jsonl model=hf model.path=path/to/llama",
+    )
+    long: Literal["cut", "drop"] = key(
+        "cut",
+        "what happens to chats that are longer than a row: cut at the right, or dropped",
+        example="drop data.path=chats.jsonl model=hf model.path=path/to/llama",
+    )
+
+    @model_validator(mode="after")
+    def _has_chats(self) -> Self:
+        if self.path is None:
+            raise ConfigError("data=chat needs data.path=FILE, a JSONL or Parquet file of chats")
+        return self
+
+
+DataConfig = Annotated[
+    TextConfig | TokensConfig | HFTextConfig | ChatConfig | SyntheticConfig, Field(discriminator="name")
+]
 
 
 def drawn(octets: bytes) -> float:

@@ -29,7 +29,7 @@ class Synthetic:
         numbers = range(index * rows, (index + 1) * rows)
         return self._rows("validation", 0, 0, [number % VALIDATION_ROWS for number in numbers])
 
-    has_text = False
+    has_text, about = False, ""
     decode = staticmethod(decode_numbers)
 
     def _rows(self, what: str, seed: int, step: int, numbers: range | list[int]) -> Tensor:

@@ -17,19 +17,19 @@ import hashlib
 import json
 import os
 import sys
-import time
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from zero.core.suggest import some
 from zero.errors import ConfigError, MachineError, in_short
-from zero.platform.files import appearing
 from zero.platform.installed import require_hf
 from zero.progress import Progress
-from zero.trainer.data.source import HFTextConfig, TextFile, TokensConfig, check_length, drawn, text_files
+from zero.trainer.data.cached import ABOUT_FILE, agreed_folder, published
+from zero.trainer.data.source import SAVED, HFTextConfig, TextFile, TokensConfig, check_length, drawn, text_files
 from zero.trainer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 VERSION = 1
 """Version of the cached format, part of the hash that names the folder."""
 
-TRAIN_FILE, HELD_FILE, ABOUT_FILE = "train.bin", "held.bin", "about.json"
+TRAIN_FILE, HELD_FILE = "train.bin", "held.bin"
 RECORDS = (".jsonl", ".ndjson", ".json")
-SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"
-"""Files that `save_to_disk` writes: in the folder of a dataset, and in a folder that contains several datasets."""
+SPLITS = "dataset_dict.json"
+"""The file that `save_to_disk` writes in a folder that contains several datasets."""
 
 TEXT = ("str", "string", "large_string")
 """Names of the text types of Python and of `datasets`."""
@@ -55,7 +55,6 @@ BATCH_CHARS = 2**20
 CHAT = "write one with the text of each chat, which tokenizer.apply_chat_template makes"
 
 ROWS_PER_READ = 256
-STILL = "still at it"
 
 
 def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", progress: Progress) -> "Windows":
@@ -69,7 +68,8 @@ def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", pr
     from zero.trainer.data.tokens import open_tokens
 
     tokenizer = Tokenizer(config.tokenizer, config.end)
-    folder = _agreed(config, tokenizer, world or World.solo(), progress)
+    make = partial(_found_or_made, config, tokenizer)
+    folder = agreed_folder(world or World.solo(), "tokens of data=hf", TRAIN_FILE, make, progress)
     held = folder / HELD_FILE
     tokens = TokensConfig(
         path=str(folder / TRAIN_FILE),
@@ -108,60 +108,15 @@ def check_hf(config: HFTextConfig) -> None:
 # The folder of the tokens
 
 
-def _agreed(config: HFTextConfig, tokenizer: Tokenizer, world: "World", progress: Progress) -> Path:
-    """Return the folder of the tokens, on every rank. Collective.
-
-    While rank 0 makes the folder it sends messages to the other ranks, so that their wait does not time out.
-    """
-    world.at("tokens of data=hf")
-    if world.rank == 0:
-        spoke_s = time.monotonic()
-
-        def report(what: str, done: int, total: int) -> None:
-            nonlocal spoke_s
-            progress(what, done, total)
-            if time.monotonic() - spoke_s > world.timeout_s / 4:
-                world.share(STILL)
-                spoke_s = time.monotonic()
-
-        return Path(world.share(str(_found_or_made(config, tokenizer, report))))
-    while (folder := world.share("")) == STILL:
-        pass
-    if not Path(folder, TRAIN_FILE).is_file():
-        raise ConfigError(
-            f"rank {world.rank} does not see {folder}, but rank 0 does. Set data.cache to a folder on a shared disk."
-        )
-    return Path(folder)
-
-
 def _found_or_made(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> Path:
     try:
         check_hf(config)
         folder = config.cached.absolute() / _name(config, tokenizer, progress)
         if not folder.is_dir():
-            _publish(config, tokenizer, folder, progress)
+            published(folder, TRAIN_FILE, lambda unfinished: _make(config, tokenizer, unfinished, progress))
     except OSError as error:
         raise MachineError(f"data=hf: {error.filename or config.cached}: {error.strerror}") from error
     return folder
-
-
-def _publish(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Progress) -> None:
-    """Write the tokens into a temporary folder and rename it to `folder`.
-
-    If another run has made `folder` meanwhile, that folder is used, because its tokens are the same.
-    """
-    try:
-        with appearing(folder) as unfinished:
-            try:
-                unfinished.mkdir(parents=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"data.cache={config.cached}: {error.strerror}. Give a folder where this user may write."
-                ) from error
-            _make(config, tokenizer, unfinished, progress)
-    except OSError:  # for example, another run has made the folder
-        if not (folder / TRAIN_FILE).is_file():
-            raise
 
 
 def _name(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> str:

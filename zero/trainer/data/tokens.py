@@ -20,11 +20,16 @@ DIGEST_BLOCK_BYTES = 64 * 1024
 BLOCKS = 256
 
 
-class _File:
-    """An open file of tokens. `numel` is the number of tokens at the time of opening."""
+class TokenFile:
+    """An open file of tokens. `numel` is the number of tokens at the time of opening.
 
-    def __init__(self, path: str, config: TokensConfig) -> None:
-        self._path, self._item_bytes, self._dtype = path, config.item_bytes, getattr(torch, config.dtype)
+    Args:
+        dtype: "uint16" or "uint32".
+    """
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self._path, self._dtype = path, getattr(torch, dtype)
+        self._item_bytes = self._dtype.itemsize
         self._fd = os.open(Path(path), os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         self.numel = os.fstat(self._fd).st_size // self._item_bytes
@@ -52,7 +57,7 @@ class _File:
 class _Stretch:
     """A range of tokens of a file, which can be sliced like a 1-D tensor."""
 
-    def __init__(self, file: _File, start: int, stop: int) -> None:
+    def __init__(self, file: TokenFile, start: int, stop: int) -> None:
         self._file, self._start, self._stop = file, start, stop
 
     def numel(self) -> int:
@@ -80,7 +85,7 @@ def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Ten
 
     The digest covers `file_digest` of each file, the dtype, and the split into training and validation.
     """
-    file = _File(config.path, config)
+    file = TokenFile(config.path, config.dtype)
     train = _Stretch(file, 0, file.numel)
     digests = [] if config.dtype == "uint16" else [str(config.dtype)]
     digests.append(file_digest(Path(config.path)))
@@ -89,7 +94,7 @@ def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Ten
         train, held = _Stretch(file, 0, cut), _Stretch(file, cut, file.numel)
         digests.append(str(cut))
     else:
-        other = _File(config.validation_path, config)
+        other = TokenFile(config.validation_path, config.dtype)
         held = _Stretch(other, 0, other.numel)
         digests.append(file_digest(Path(config.validation_path)))
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()

@@ -22,6 +22,8 @@ class Data(Protocol):
     """Number of different validation rows."""
     has_text: bool
     """Whether `decode` returns text; otherwise it returns token numbers."""
+    about: str
+    """A text behind the digest about what was read; "" if there is nothing to say."""
 
     def batch(self, step: int, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of the global batch of `step`: (stop - start, seq + 1)."""
@@ -82,6 +84,7 @@ class Windows:
     vocab_size: int
     digest: str
     decode: Callable[[Tensor], str]
+    about: str = ""
 
     def __post_init__(self) -> None:
         self.has_text = self.decode is not decode_numbers

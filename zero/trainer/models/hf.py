@@ -7,14 +7,15 @@
 If names and tensors in the files are the model's, `zero.init(..., weights=folder)` works too.
 """
 
+import inspect
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +24,14 @@ from torch import Tensor, nn
 from zero.core import checks
 from zero.engine.meta import empty
 from zero.errors import ConfigError, in_short
-from zero.losses import linear_cross_entropy
+from zero.losses import IGNORE_INDEX, linear_cross_entropy
 from zero.platform.installed import require_hf
 from zero.platform.safetensors_files import StoredWeights
 from zero.sequence import SharedRows
+from zero.trainer.data.rows import positions_of, tokens_of, trains_of
 from zero.trainer.models.hf_weights import HFWeights
+
+LossReduction = Literal["mean", "sum"]
 
 BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
 """Files of a model's folder that an export copies: settings, tokenizer, templates."""
@@ -184,11 +188,64 @@ def loss(
             `zero.sequence_parallel` has changed.
     """
     inputs, targets = rows[:, :-1], rows[:, 1:]
-    with _chunked(model, targets) if chunked else nullcontext():
-        outputs = model(input_ids=inputs, **_places(inputs, shared_rows))
-    mean = outputs.logits if chunked else F.cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten())
+    places = _places(inputs, shared_rows)
+    loss, outputs = _run(model, inputs, targets, places, chunked=chunked, reduction="mean")
     unbalanced = outputs.get("aux_loss")
-    return mean if unbalanced is None else mean + router * unbalanced
+    return loss if unbalanced is None else loss + router * unbalanced
+
+
+def loss_by_tokens(
+    model: Any,
+    rows: Tensor,
+    *,
+    router: float = 0.0,
+    chunked: bool = False,
+    shared_rows: SharedRows | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the cross entropy over the tokens that train, and their number, a 0-dim int64 tensor.
+
+    Args:
+        rows: (b, t + 1) coded rows, see `zero.trainer.data.rows`. Attention sees the tokens of its document.
+        router, chunked, shared_rows: as in `loss`. The auxiliary loss counts once for each token that trains.
+    """
+    inputs, trains = tokens_of(rows[:, :-1]), trains_of(rows[:, 1:])
+    targets = torch.where(trains, tokens_of(rows[:, 1:]), IGNORE_INDEX)
+    # with a cache transformers does not look where documents begin
+    places: dict[str, Any] = {"position_ids": positions_of(rows[:, :-1]), "use_cache": False}
+    if shared_rows is not None:
+        places["shared_rows"] = shared_rows
+    elif rows.is_meta:  # a trace, in which transformers cannot look where documents begin
+        places["attention_mask"] = rows.new_ones(len(rows), 1, *2 * inputs.shape[1:], dtype=torch.bool)
+    loss, outputs = _run(model, inputs, targets, places, chunked=chunked, reduction="sum")
+    count, unbalanced = trains.sum(), outputs.get("aux_loss")
+    return loss if unbalanced is None else loss + router * unbalanced * count, count
+
+
+def _run(
+    model: Any, inputs: Tensor, targets: Tensor, places: Mapping[str, Any], *, chunked: bool, reduction: LossReduction
+) -> tuple[Tensor, Any]:
+    """Return the cross entropy of targets (b, t), and the outputs of the model."""
+    with _chunked(model, targets, reduction) if chunked else nullcontext():
+        outputs = model(input_ids=inputs, **places)
+    if chunked:
+        return outputs.logits, outputs
+    logits = outputs.logits.flatten(0, 1).float()
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction), outputs
+
+
+KNOWN_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers that see where documents begin, by the names in settings of transformers."""
+
+
+def knows_documents(model: Any) -> bool:
+    """Return whether attention sees the tokens of its document alone, if positions begin anew in a row.
+
+    Models of transformers that make their mask from positions do; others, such as those with ALiBi or a recurrent
+    state, would see earlier documents without a word.
+    """
+    body = inspect.getsource(type(model.base_model).forward)
+    makes_mask = "create_causal_mask" in body and "position_ids" in body
+    return makes_mask and {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} <= KNOWN_ATTENTION
 
 
 def gives_logits(model: Any) -> bool:
@@ -238,16 +295,17 @@ class _Untouchable(Tensor):
         raise TypeError(f"{func} of logits")
 
 
-_TARGETS: ContextVar[Tensor | None] = ContextVar("targets", default=None)
-"""The targets (b, t) of the chunked loss that is computed; a recomputation in backward finds those of its forward."""
+_TARGETS: ContextVar[tuple[Tensor, LossReduction] | None] = ContextVar("targets", default=None)
+"""The targets (b, t) and the reduction of the chunked loss that is computed; a recomputation in backward finds those of
+its forward."""
 
 
 @contextmanager
-def _chunked(model: Any, targets: Tensor) -> Iterator[None]:
+def _chunked(model: Any, targets: Tensor, reduction: LossReduction) -> Iterator[None]:
     """Have the model's head return the chunked loss of `targets` in place of logits."""
     head = model.get_output_embeddings()
     head.forward = partial(_loss_or_logits, head)  # stays: a recomputation calls it after this block
-    token = _TARGETS.set(targets)
+    token = _TARGETS.set((targets, reduction))
     try:
         yield
     finally:
@@ -255,10 +313,11 @@ def _chunked(model: Any, targets: Tensor) -> Iterator[None]:
 
 
 def _loss_or_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    targets = _TARGETS.get()
-    if targets is None:
+    wanted = _TARGETS.get()
+    if wanted is None:
         return F.linear(hidden, head.weight, head.bias)
-    return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
+    targets, reduction = wanted
+    return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, reduction=reduction)
 
 
 def write_settings(path: str | PathLike[str], out: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from zero.distributed.world import World
 from zero.progress import Progress, silent
 from zero.trainer.config import Config
+from zero.trainer.data.rows import tokens_of
 from zero.trainer.data.source import TextConfig
 from zero.trainer.data.windows import Data, slice_of
 from zero.trainer.launch import preempted
@@ -24,7 +25,7 @@ step."""
 
 
 def validation_loss(
-    loss: Callable[[Tensor], Tensor],
+    loss: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]],
     data: Data,
     world: World,
     *,
@@ -35,7 +36,8 @@ def validation_loss(
     """Return the mean loss over the first `rows` validation rows, or over all if there are fewer. Collective.
 
     Args:
-        loss: maps rows (b, seq + 1) int64 on the world's device, or this rank's slice of them, to their mean loss.
+        loss: maps rows (b, seq + 1) int64 on the world's device, or this rank's slice of them, to their mean loss, or
+            to a sum and its number of tokens. Rows weigh as many tokens as they have.
         sequence: number of consecutive ranks that share rows.
         progress: called with the number of chunks that all ranks have evaluated.
     """
@@ -47,9 +49,10 @@ def validation_loss(
         progress("validation", first, len(chunks))
         number = first + group
         chunk = slice_of(chunks[number % len(chunks)], place, sequence).to(world.device)
-        mean = loss(chunk).double()
+        result = loss(chunk)
         if number < len(chunks):
-            total += torch.stack((mean * len(chunk), mean.new_tensor(len(chunk))))
+            added, count = result if isinstance(result, tuple) else (result.double() * len(chunk), len(chunk))
+            total += torch.stack((added.double(), torch.as_tensor(count).to(total)))
     progress("validation", len(chunks), len(chunks))
     world.all_reduce(total, what="validation loss").wait()
     return float(total[0] / total[1])
@@ -75,7 +78,7 @@ def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, co
     if isinstance(source, TextConfig) and source.folder is None:  # Python's standard library
         prompt = torch.tensor([list(b"def main(")])[:, :seq].to(world.device)
     else:
-        prompt = data.validation(0, 1)[:, : min(32, seq)].to(world.device)
+        prompt = tokens_of(data.validation(0, 1)[:, : min(32, seq)]).to(world.device)
     continued = generate(
         logits, prompt, sample.tokens, seq=seq, temperature=sample.temperature, seed=config.seed, stopped=stopped
     )

@@ -15,22 +15,26 @@ from zero.errors import ConfigError
 from zero.integrations.sequence import sequence_parallel
 from zero.sequence import SharedRows, open_group
 from zero.trainer.config import Config
+from zero.trainer.data.source import ChatConfig
 from zero.trainer.models import hf
 from zero.trainer.models.gpt import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
 from zero.trainer.models.hf_config import HFConfig
 from zero.trainer.models.lora import add_lora
 
+Loss = Tensor | tuple[Tensor, Tensor]
+"""A mean, or a sum with its number of tokens."""
+
 
 class Task(NamedTuple):
     """A model on meta, with its functions and its initial weights."""
 
     model: nn.Module
-    loss: Callable[[Any, Tensor], Tensor]
+    loss: Callable[[Any, Tensor], Loss]
     """Function from (model, rows of seq + 1 tokens) to the mean cross entropy over next tokens, plus the router's
-    loss."""
-    cross_entropy: Callable[[Any, Tensor], Tensor]
-    """Function from (model, rows of seq + 1 tokens) to the mean cross entropy alone, for validation."""
+    loss; with data=chat to its sum over the tokens that train, and their number."""
+    cross_entropy: Callable[[Any, Tensor], Loss]
+    """Function like `loss`, without the router's loss, for validation."""
     logits: Callable[[Any, Tensor], Tensor]
     """Function from (model, tokens (b, t)) to logits (b, t, vocab)."""
     weights: Any
@@ -65,15 +69,16 @@ def build_task(config: Config, world: World | None = None) -> Task:
     return task
 
 
-def loss_of(config: Config, model: nn.Module, shared_rows: SharedRows | None) -> Callable[..., Tensor]:
-    """Return the loss function of a model: the mean cross entropy, in chunks if the settings and the model allow it.
+def loss_of(config: Config, model: nn.Module, shared_rows: SharedRows | None) -> Callable[..., Loss]:
+    """Return the loss function of a model, see `Task`, in chunks if the settings and the model allow it.
 
     Slices have equally many tokens, which all count, so the mean over ranks of the means is the mean over all tokens.
     """
     if not isinstance(config.model, HFConfig):
         return partial(loss, shared_rows=shared_rows)
     chunked = config.model.chunked_loss and hf.gives_logits(model)
-    return partial(hf.loss, chunked=chunked, shared_rows=shared_rows)
+    by_tokens = isinstance(config.data, ChatConfig)
+    return partial(hf.loss_by_tokens if by_tokens else hf.loss, chunked=chunked, shared_rows=shared_rows)
 
 
 def _gpt(config: Config, sizes: GPTConfig, shared_rows: SharedRows | None) -> Task:
@@ -102,6 +107,10 @@ def _of_transformers(config: Config, chosen: HFConfig, shared_rows: SharedRows |
         raise ConfigError(
             f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}. "
             f"Set model.seq={longest}."
+        )
+    if isinstance(config.data, ChatConfig) and config.data.pack and not hf.knows_documents(model):
+        raise ConfigError(
+            f"data.pack: the chats of a row would see each other in a {type(model).__name__}. Set data.pack=false."
         )
     whole_rows = None
     if shared_rows is not None:

@@ -1,0 +1,405 @@
+"""Chats: formats, masks by marks and by spans, packing, and runs of `train.py` on them."""
+
+import json
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+import train  # noqa: E402
+import zero  # noqa: E402
+from zero.errors import ConfigError  # noqa: E402
+from zero.testing import run_ranks  # noqa: E402
+from zero.trainer.data import check_data, open_data  # noqa: E402
+from zero.trainer.data.chat.encoder import ChatEncoder  # noqa: E402
+from zero.trainer.data.chat.packing import TOGETHER, PackedRows, first_fit  # noqa: E402
+from zero.trainer.data.chat.records import Record, chat_of  # noqa: E402
+from zero.trainer.data.rows import coded, positions_of, tokens_of, trains_of  # noqa: E402
+from zero.trainer.data.source import ChatConfig  # noqa: E402
+from zero.trainer.models import hf  # noqa: E402
+
+SEQ = 96
+TURN = (
+    "{{ '<|im_start|>' + m['role'] + '\\n' + (m['content'] or '') "
+    "+ (m['tool_calls'] | tojson if m['tool_calls'] else '')"
+)
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+CHATML = "{% for m in messages %}" + TURN + " + '<|im_end|>\\n' }}{% endfor %}" + PROMPT
+HEAD = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
+MARKED = (
+    "{% for m in messages %}"
+    + HEAD
+    + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}" + PROMPT
+)
+WRONG = MARKED.replace("== 'assistant'", "!= 'assistant'")
+THINKING = (
+    "{% for m in messages %}" + HEAD + "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}" + PROMPT
+)
+
+
+def model_folder(folder: Path, template: str | None = CHATML) -> Path:
+    """A tokenizer of bytes with a chat template, and the settings of a tiny Llama."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"]
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=len(fast), max_position_embeddings=SEQ, **sizes)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("llama"))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **how: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **how}
+
+
+def encoded(folder: Path, record: dict[str, Any], template: Path | None = None) -> str:
+    """The chat's text, in which what trains stands in brackets."""
+    encoder = ChatEncoder(str(folder), None if template is None else str(template), 256)
+    _, chat = chat_of(Record(record, "here"))
+    encoder.compare([(chat, "here")])
+    return "".join(f"[{text}]" if trains else text for text, trains in encoder.shown(encoder.encode(chat, "here")))
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+TWO_TURNS = [user("one"), assistant("two"), user("three"), assistant("four")]
+SHAREGPT = {"user": "human", "assistant": "gpt"}
+MASKED = (
+    "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n[two<|im_end|>]\n"
+    "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]\n"
+)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": TWO_TURNS},
+        {
+            "conversations": [
+                {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in TWO_TURNS
+            ]
+        },
+    ],
+)
+def test_the_assistants_turns_train_with_the_token_that_ends_them(llama, record):
+    assert encoded(llama, record) == MASKED
+
+
+def test_the_templates_own_marks_give_the_same_mask(tmp_path):
+    assert encoded(model_folder(tmp_path, MARKED), {"messages": TWO_TURNS}) == MASKED
+
+
+def test_marks_of_another_role_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"here: the chat template marks .*of another role"):
+        encoded(model_folder(tmp_path, WRONG), {"messages": TWO_TURNS})
+
+
+def test_only_the_last_turn_trains_where_the_template_changes_earlier_ones(tmp_path):
+    thought = [user("a"), assistant("<think>x</think>b"), user("c"), assistant("<think>y</think>d")]
+    assert encoded(model_folder(tmp_path, THINKING), {"messages": thought}) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[<think>y</think>d<|im_end|>]\n"
+    )
+
+
+def test_completions_train_and_prompts_do_not(llama):
+    assert encoded(llama, {"prompt": "a b", "completion": " c"}) == "a b[ c<|im_end|>]"
+    both = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}
+    assert encoded(llama, both) == MASKED.replace("[two<|im_end|>]", "two<|im_end|>")
+    asked = {"instruction": "add", "input": "1 1", "output": "2"}
+    assert encoded(llama, asked) == ("<|im_start|>user\nadd\n\n1 1<|im_end|>\n<|im_start|>assistant\n[2<|im_end|>]\n")
+
+
+def test_tool_calls_train_and_results_do_not(llama):
+    call = [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+    chat = [user("a"), assistant("", tool_calls=call), {"role": "tool", "content": "2"}, assistant("b")]
+    text = encoded(llama, {"messages": chat, "tools": '[{"type": "function"}]'})
+    assert '[[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]<|im_end|>]' in text
+    assert "tool\n2<|im_end|>\n" in text
+    assert text.endswith("[b<|im_end|>]\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a"}, "here is no chat: it has text. Give messages"),
+        ({"messages": [{"content": "a"}]}, "here: a message has no role"),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, "here: a message has the role 'narrator'"),
+        ({"messages": "a"}, "here: messages are str, not a list"),
+        ({"prompt": "a", "completion": TWO_TURNS}, "are a text and a list"),
+        ({"messages": TWO_TURNS, "tools": "{"}, "here: tools are not JSON"),
+    ],
+)
+def test_a_record_that_is_no_chat_is_refused_with_its_place(record, message):
+    with pytest.raises(ConfigError, match=message):
+        chat_of(Record(record, "here"))
+
+
+def test_without_a_template_one_line_names_the_setting(tmp_path):
+    folder = model_folder(tmp_path / "model", None)
+    with pytest.raises(ConfigError, match=r"has no chat template, which here needs. Set data\.template=FILE"):
+        encoded(folder, {"messages": TWO_TURNS})
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    assert encoded(folder, {"messages": TWO_TURNS}, tmp_path / "chatml.jinja") == MASKED
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_coded_row_holds_tokens_masks_and_positions():
+    tokens, trains, positions = (
+        torch.tensor([0, 7, 2**31]),
+        torch.tensor([True, False, True]),
+        torch.tensor([0, 1, 900]),
+    )
+    rows = coded(tokens, trains, positions)
+    assert torch.equal(tokens_of(rows), tokens)
+    assert torch.equal(trains_of(rows), trains)
+    assert torch.equal(positions_of(rows), positions)
+    assert torch.equal(tokens_of(tokens), tokens), "a plain row is its tokens"
+
+
+@pytest.mark.parametrize("capacity", [100, None])
+def test_every_epoch_has_each_document_once_in_its_own_order(capacity):
+    lengths = [random.Random(number).randrange(1, 100) for number in range(2 * TOGETHER + 77)]
+    packed = PackedRows(lengths, capacity, seed=1)
+    orders = []
+    for epoch in range(2):
+        rows = [packed.row(number) for number in range(packed.of_epochs(epoch), packed.of_epochs(epoch + 1))]
+        orders.append([document for row in rows for document in row])
+        assert sorted(orders[-1]) == [*range(len(lengths))]
+        assert all(sum(lengths[document] for document in row) <= (capacity or 100) for row in rows)
+        if capacity:
+            assert sum(lengths) / len(rows) > 0.9 * capacity, "rows are full"
+    assert orders[0] != orders[1]
+    assert PackedRows(lengths, capacity, seed=1).row(2000) == packed.row(2000), "whatever was read before"
+    assert PackedRows(lengths, capacity, seed=2).row(0) != packed.row(0)
+
+
+def test_first_fit_takes_the_first_row_with_room():
+    assert first_fit([5, 4, 3, 6, 1, 2], 10) == [[0, 1, 4], [2, 3], [5]]
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    """Of one to three turns; some have no answer."""
+    made = []
+    for number in range(count):
+        turns = [m for n in range(1 + number % 3) for m in (user(f"{number} and {n}"), assistant("so " * (number % 5)))]
+        made.append({"messages": turns[:1] if number % 10 == 9 else turns, "id": number})
+    return made
+
+
+@pytest.fixture
+def data(llama, tmp_path):
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats(60))))
+    return ChatConfig(
+        path=str(tmp_path / "chats.jsonl"), tokenizer=str(llama), cache=str(tmp_path / "cache"), holdout=0.2
+    )
+
+
+def changed(config: ChatConfig, **changes: Any) -> ChatConfig:
+    return ChatConfig(**dict(config) | changes)
+
+
+def documents(rows: torch.Tensor) -> Counter[tuple[int, ...]]:
+    """The documents of rows, without padding, as tuples of tokens and masks."""
+    counted: Counter[tuple[int, ...]] = Counter()
+    for row in rows:
+        starts = [*torch.nonzero(positions_of(row) == 0).flatten().tolist(), len(row)]
+        for begin, end in pairwise(starts):
+            part = row[begin:end]
+            if trains_of(part).any():
+                counted[(*tokens_of(part).tolist(), *trains_of(part).tolist())] += 1
+    return counted
+
+
+def test_packed_and_padded_rows_have_the_same_documents(data):
+    packed, padded = (open_data(changed(data, pack=pack), SEQ, 0, rows=4) for pack in (True, False))
+    every = [opened.batch(1, 0, opened.rows_of_epochs(1)) for opened in (packed, padded)]
+    assert documents(every[0]) == documents(every[1])
+    assert len(every[0]) < len(every[1])
+    assert "6 without a token that trains" in packed.about
+    held = [opened.validation(0, opened.validation_rows) for opened in (packed, padded)]
+    assert documents(held[0]) == documents(held[1])
+
+
+def test_the_rows_of_a_step_follow_those_of_the_step_before(data):
+    four, two = (open_data(data, SEQ, 3, rows=rows) for rows in (4, 2))
+    assert torch.equal(torch.cat([two.batch(1, 0, 2), two.batch(2, 0, 2)]), four.batch(1, 0, 4))
+    assert torch.equal(four.batch(7, 1, 3), four.batch(7, 0, 4)[1:3])
+
+
+def test_long_chats_are_cut_or_dropped(data, tmp_path):
+    long = [{"messages": [user("a" * 200), assistant("b")]}, {"messages": [user("a"), assistant("b" * 200)]}]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, [*chats(60)[:16:3], *long])))
+    config = changed(data, path=str(tmp_path / "long.jsonl"))
+    assert "2 longer than a row, 1 left out" in open_data(config, SEQ, 0).about, "one has no answer where it is cut"
+    assert "2 longer than a row, 2 left out" in open_data(changed(config, long="drop"), SEQ, 0).about
+
+
+def test_a_packed_document_sees_itself_alone(llama, data):
+    """Loss and gradients are those of plain torch on one document at a time."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(llama))
+    opened = open_data(data, SEQ, 0, rows=4)
+    rows = opened.batch(1, 0, 4)
+    assert any((positions_of(row) == 0).sum() > 2 for row in rows)
+    for chunked in (False, True):
+        loss, count = hf.loss_by_tokens(model, rows, chunked=chunked)
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        total, tokens = torch.zeros(()), 0
+        for row in rows:
+            starts = [*torch.nonzero(positions_of(row) == 0).flatten().tolist(), len(row)]
+            for begin, end in pairwise(starts):
+                inputs, targets = tokens_of(row[begin : end - 1]), tokens_of(row[begin + 1 : end])
+                targets = torch.where(trains_of(row[begin + 1 : end]), targets, -100)
+                if len(inputs):
+                    logits = model(input_ids=inputs[None], use_cache=False).logits[0]
+                    total = total + F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+                    tokens += int((targets != -100).sum())
+        assert int(count) == tokens > 40
+        torch.testing.assert_close(loss, total, rtol=1e-5, atol=1e-4)
+        for ours, theirs in zip(gradients, torch.autograd.grad(total, [*model.parameters()]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_models_that_do_not_look_at_positions_are_refused():
+    kinds = {"llama": True, "qwen3": True, "gemma3_text": True, "gpt2": True, "bloom": False, "mamba": False}
+    for kind, knows in kinds.items():
+        assert hf.knows_documents(hf.build(kind)) == knows, kind
+
+
+def test_parquet_and_saved_datasets_hold_the_chats_of_json_lines(data, tmp_path):
+    """In the same order, so with the same digest of tokens."""
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_list(chats(60))
+    made.to_parquet(tmp_path / "parquet" / "chats.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    lines = open_data(data, SEQ, 0, rows=4)
+    for path in ("parquet", "parquet/chats.parquet", "saved"):
+        opened = open_data(changed(data, path=str(tmp_path / path)), SEQ, 0, rows=4)
+        assert torch.equal(opened.batch(1, 0, 4), lines.batch(1, 0, 4)), path
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes((tmp_path / "parquet" / "chats.parquet").read_bytes()[:-50])
+    with pytest.raises(ConfigError, match=r"damaged\.parquet, row 0: Arrow cannot read it"):
+        check_data(changed(data, path=str(damaged)), SEQ)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"messages": [}', r"bad\.jsonl, line 1 is not JSON"),
+        ("[1]", r"bad\.jsonl, line 1 is not a record"),
+        ('{"messages": [{"content": "a"}]}', r"bad\.jsonl, line 1: a message has no role"),
+        ("", "holds no chat"),
+    ],
+)
+def test_bad_files_are_refused_with_file_and_line(data, tmp_path, text, message):
+    (tmp_path / "bad.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        check_data(changed(data, path=str(tmp_path / "bad.jsonl")), SEQ)
+
+
+def test_chats_without_an_answer_are_refused_with_the_first(data, tmp_path):
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"messages": [user(str(n))]}) for n in range(5)))
+    with pytest.raises(ConfigError, match=r"asked\.jsonl, line 1, and all others: no token of an assistant"):
+        open_data(changed(data, path=str(tmp_path / "asked.jsonl")), SEQ, 0)
+    (tmp_path / "chats.txt").write_text("a")
+    with pytest.raises(ConfigError, match=r"txt is neither \.jsonl nor \.parquet"):
+        check_data(changed(data, path=str(tmp_path / "chats.txt")), SEQ)
+
+
+# -- train.py ----------------------------------------------------------------------------------------------------------
+
+
+def run(llama, data, *words: str) -> int:
+    own = ["model=hf", f"model.path={llama}", "data=chat", f"data.path={data.path}", f"data.cache={data.cache}"]
+    few = [
+        f"model.seq={SEQ}",
+        "batch.global=4",
+        "tracker.every=1",
+        "sample.tokens=4",
+        "data.holdout=0.2",
+        "val.every=4",
+    ]
+    return train.main([*own, *few, *words])
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_train_py_trains_chats_and_goes_on(llama, data, here, capsys):
+    """Accumulation and a resumed run change no row, and the loss goes down."""
+    assert run(llama, data, "steps=8", "hydra.run.dir=whole", "checkpoint.every=4") == 0
+    assert "chats to train and" in capsys.readouterr().out
+    whole = [row["train/loss"] for row in rows_of(here / "whole")]
+    assert whole[-1] < whole[0]
+    assert (
+        run(llama, data, "steps=8", "hydra.run.dir=pieces", "batch.micro=1", "debug.stop_at=4", "checkpoint.every=4")
+        == 0
+    )
+    assert run(llama, data, "steps=8", "hydra.run.dir=rest", "batch.micro=1", "resume=pieces") == 0
+    pieces = [row["train/loss"] for name in ("pieces", "rest") for row in rows_of(here / name)]
+    assert pieces == pytest.approx(whole, rel=1e-5)
+    assert run(llama, data, "mode=eval", "resume=whole") == 0
+    said = capsys.readouterr().out
+    assert f"validation loss {rows_of(here / 'whole')[-1]['val/loss']:.4f}" in said
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_rows_of_one(llama, data, here):
+    for count in (1, 2):
+        words = (f"launch.ranks={count}", f"hydra.run.dir=ranks{count}", "zero.stage=2", "steps=4", "batch.micro=1")
+        assert run(llama, data, *words) == 0
+    alone, shared = ([row["train/loss"] for row in rows_of(here / f"ranks{count}")] for count in (1, 2))
+    assert shared == pytest.approx(alone, rel=1e-6)
+
+
+def test_what_chats_need_is_said_in_one_line(llama, data, here, capsys):
+    assert train.main(["data=chat", f"data.path={data.path}", f"data.tokenizer={llama}"]) == 2
+    assert run(llama, data, "zero.sequence=2", "launch.ranks=2") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "data=chat needs model=hf model.path=FOLDER, a model of transformers",
+        "data.pack: attention of ranks that share rows does not know chats. Set data.pack=false.",
+    ]
+
+
+def test_ranks_read_slices_of_one_batch(data):
+    """Rank 0 encodes; every rank reads the same digest and rows."""
+
+    def read(world: zero.World) -> tuple[str, list[int]]:
+        opened = open_data(data, SEQ, 0, world, rows=4)
+        return opened.digest, opened.batch(3, 0, 4).flatten().tolist()
+
+    assert len({str(result) for result in run_ranks(3, read)}) == 1

@@ -1,0 +1,214 @@
+"""Chats as tokens by a tokenizer's chat template, with a mask of the tokens of the assistant.
+
+A template may mark the assistant's text itself (`{% generation %}`). Most do not, and transformers then returns a mask
+of zeros without a word. So the mask also comes from spans: the text of a chat up to a turn is the beginning of the text
+of the whole chat, and the turn's span is what follows it. Both are compared on the first chats.
+
+A template that leaves out earlier thinking gives other beginnings. Then only the last turn trains.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero.errors import ConfigError, in_short
+from zero.platform.installed import require_hf
+from zero.trainer.data.chat.records import Chat
+
+COMPARED = 16
+"""The number of chats on which the masks of the template and of spans are compared."""
+
+TRAINS_BIT = 1 << 31
+"""The bit of a token in a file, a uint32, that says whether the token trains."""
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+ASSISTANT = "assistant"
+
+
+class Encoded(NamedTuple):
+    """A chat as tokens.
+
+    Attributes:
+        tokens: the numbers of the tokens.
+        trains: whether each token is predicted in the loss.
+        only_last: whether earlier turns of the assistant do not train, because the template changes them.
+    """
+
+    tokens: list[int]
+    trains: list[bool]
+    only_last: bool = False
+
+
+class TurnSpan(NamedTuple):
+    """The characters of a turn in the text of a chat: of what trains, and of that with the white space behind it."""
+
+    begin: int
+    end: int
+    loose_end: int
+
+
+class ChatEncoder:
+    """A tokenizer with its chat template.
+
+    Args:
+        path: a folder with a tokenizer that transformers can load, or its tokenizer.json.
+        template: a file with a chat template; None: that of the tokenizer.
+        end: the number of the token behind a completion without a template.
+
+    Attributes:
+        template: the text of the template.
+        marks: whether the template's own marks are used.
+
+    Raises:
+        ConfigError: transformers cannot load the tokenizer, or the template file cannot be read.
+    """
+
+    def __init__(self, path: str, template: str | None, end: int) -> None:
+        require_hf("transformers", "data=chat needs")
+        import transformers
+
+        place = Path(path)
+        folder = place if place.is_dir() else place.parent
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # transformers raises many kinds
+            raise ConfigError(f"data.tokenizer={path}: transformers cannot load it: {in_short(error)}") from error
+        if not self._tokenizer.is_fast:
+            raise ConfigError(f"data.tokenizer={path} has no tokenizer.json. Save it with a fast tokenizer.")
+        if template is not None:
+            try:
+                self._tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"data.template={template} cannot be read: {in_short(error)}") from error
+        self._path, self._end = path, end
+        self.template, self.marks = self._tokenizer.chat_template or "", False
+        begins = self._tokenizer("")["input_ids"][:1]
+        self._first = begins if begins == [self._tokenizer.bos_token_id] else []
+
+    def compare(self, chats: Sequence[tuple[Chat, str]]) -> None:
+        """Choose between the template's marks and spans by the first chats.
+
+        Args:
+            chats: chats with their places, for messages.
+
+        Raises:
+            ConfigError: the template marks text of other roles.
+        """
+        if not isinstance(self.template, str) or not GENERATION.search(self.template):
+            return
+        for chat, where in chats:
+            if chat.texts is not None:
+                continue
+            text, spans, _ = self._spans(chat, where)
+            tokens, offsets = self._tokens(text)
+            marked = self._marked(chat, where)
+            if marked is None or len(marked.tokens) != len(tokens):
+                continue
+            self.marks |= any(marked.trains)
+            for trains, (begin, end) in zip(marked.trains, offsets, strict=True):
+                if trains and spans and not any(span.begin <= begin and end <= span.loose_end for span in spans):
+                    raise ConfigError(
+                        f"data.path: {where}: the chat template marks {text[begin:end]!r} as the assistant's, but it "
+                        "is of another role. Correct the {% generation %} of the template, or remove it."
+                    )
+
+    def encode(self, chat: Chat, where: str) -> Encoded:
+        """Return the tokens of a chat.
+
+        Args:
+            where: the chat's place, for messages.
+
+        Raises:
+            ConfigError: the template does not accept the chat, or there is none.
+        """
+        if chat.texts is not None:
+            prompt, completion = (self._tokens(text)[0] for text in chat.texts)
+            first = [] if prompt[:1] == self._first else self._first
+            tokens = [*first, *prompt, *completion, self._end]
+            return Encoded(tokens, [number >= len(tokens) - len(completion) - 1 for number in range(len(tokens))])
+        if self.marks and not chat.first and (marked := self._marked(chat, where)) is not None:
+            return marked
+        text, spans, only_last = self._spans(chat, where)
+        tokens, offsets = self._tokens(text)
+        trains = [
+            begin < end and any(span.begin <= begin and end <= span.end for span in spans) for begin, end in offsets
+        ]
+        return Encoded(tokens, trains, only_last)
+
+    def shown(self, encoded: Encoded) -> Iterator[tuple[str, bool]]:
+        """Yield the parts of a chat's text, and whether they train."""
+        parts: list[tuple[list[int], bool]] = []
+        for token, trains in zip(encoded.tokens, encoded.trains, strict=True):
+            if not parts or parts[-1][1] != trains:
+                parts.append(([], trains))
+            parts[-1][0].append(token)
+        for tokens, trains in parts:
+            yield self._tokenizer.decode(tokens), trains
+
+    # -- the two masks -------------------------------------------------------------------------------------------------
+
+    def _marked(self, chat: Chat, where: str) -> Encoded | None:
+        """Return the tokens with the template's own mask; None if the mask is empty."""
+        made = self._applied(
+            chat, chat.messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        trains = [bool(mark) for mark in made["assistant_masks"]]
+        return Encoded(list(made["input_ids"]), trains) if any(trains) else None
+
+    def _spans(self, chat: Chat, where: str) -> tuple[str, list[TurnSpan], bool]:
+        """Return the text of a chat, the spans that train, and whether these are of the last turn alone."""
+        whole, messages = self._text(chat, chat.messages, where), chat.messages
+        turns = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT and n >= chat.first]
+        spans: list[TurnSpan] = []
+        for number in turns:
+            begin = self._beginning(chat, messages[:number], where)
+            end = whole if number == len(messages) - 1 else self._text(chat, messages[: number + 1], where)
+            if begin is None or not (whole.startswith(end) and end.startswith(begin)):
+                break
+            spans.append(self._span(whole, len(begin), len(end)))
+        else:
+            return whole, spans, False
+        if turns[-1] != len(messages) - 1:
+            return whole, [], True
+        begin = self._beginning(chat, messages[:-1], where)
+        matches = begin is not None and whole.startswith(begin)
+        return whole, [self._span(whole, len(begin or ""), len(whole))] if matches else [], True
+
+    def _beginning(self, chat: Chat, messages: Sequence[Mapping[str, Any]], where: str) -> str | None:
+        """Return the text before a turn of the assistant; None if the template does not accept so few messages."""
+        try:
+            return self._text(chat, messages, where, add_generation_prompt=True)
+        except ConfigError:
+            return None
+
+    def _span(self, text: str, begin: int, end: int) -> TurnSpan:
+        """Return a span without white space behind the token that ends a turn."""
+        stripped = len(text[:end].rstrip())
+        ends = stripped > begin and any(text.endswith(token, begin, stripped) for token in self._specials)
+        return TurnSpan(begin, stripped if ends else end, end)
+
+    # -- the tokenizer -------------------------------------------------------------------------------------------------
+
+    @property
+    def _specials(self) -> list[str]:
+        return [str(token) for token in self._tokenizer.added_tokens_encoder]
+
+    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text, without special tokens around it, and the characters of each."""
+        made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return made["input_ids"], made["offset_mapping"]
+
+    def _text(self, chat: Chat, messages: Sequence[Mapping[str, Any]], where: str, **how: Any) -> str:
+        return str(self._applied(chat, messages, where, tokenize=False, **how))
+
+    def _applied(self, chat: Chat, messages: Sequence[Mapping[str, Any]], where: str, **how: Any) -> Any:
+        if not self.template:
+            raise ConfigError(
+                f"data.tokenizer={self._path} has no chat template, which {where} needs. Set data.template=FILE."
+            )
+        try:
+            return self._tokenizer.apply_chat_template(messages, tools=chat.tools, **chat.arguments, **how)
+        except Exception as error:  # Jinja's errors, and those of the template's own code
+            raise ConfigError(f"data.path: {where}: the chat template fails: {in_short(error)}") from error

@@ -1,0 +1,216 @@
+"""Chats in the formats that people have: read from JSON lines, Parquet files and folders of `datasets`.
+
+A format is recognised by the fields of a record. Each becomes a `Chat`: messages with roles, or a prompt with its
+completion.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero.core.suggest import some
+from zero.errors import ConfigError, in_short
+from zero.platform.installed import require_hf
+from zero.trainer.data.source import SAVED
+
+LINES, PARQUET = (".jsonl", ".ndjson", ".json"), (".parquet",)
+"""Endings of files of records."""
+
+RECORDS_PER_READ = 256
+
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "model": "assistant", "assistant": "assistant", "system": "system", "developer": "developer",
+    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant",
+}  # fmt: skip
+"""Roles in files -> roles of chat templates."""
+
+
+class Record(NamedTuple):
+    """A record of a file, and its place for messages."""
+
+    fields: Mapping[str, Any]
+    where: str
+
+
+class Chat(NamedTuple):
+    """A chat, of which the assistant's turns train.
+
+    Attributes:
+        messages: dicts with role and content, as chat templates take them.
+        first: messages before this one do not train, because they are a prompt.
+        texts: a prompt and its completion without roles, in place of messages.
+        tools: descriptions of tools, for the template.
+        arguments: further arguments of the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    first: int = 0
+    texts: tuple[str, str] | None = None
+    tools: Sequence[Any] | None = None
+    arguments: Mapping[str, Any] = {}
+
+
+def chat_files(root: Path) -> list[Path]:
+    """Return the files of the records, in the same order on every machine.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if root.is_file():
+        return [root]
+    if (root / SAVED).is_file():
+        return sorted(path for path in root.iterdir() if path.is_file())
+    files = sorted(path for path in root.rglob("*") if path.suffix in (*LINES, *PARQUET) and path.is_file())
+    if not files:
+        raise ConfigError(f"data.path={root} holds no .jsonl or .parquet file. Give files of chats.")
+    return files
+
+
+def records(root: Path) -> Iterator[Record]:
+    """Yield all records.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds something else than records.
+    """
+    if (root / SAVED).is_file():
+        yield from _of_dataset(root)
+        return
+    for file in chat_files(root):
+        if file.suffix in PARQUET:
+            yield from _of_parquet(file)
+        elif file.suffix in LINES:
+            yield from _of_lines(file)
+        else:
+            raise ConfigError(f"data.path={file} is neither .jsonl nor .parquet. Write one chat in a line of JSON.")
+
+
+def _of_lines(file: Path) -> Iterator[Record]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"data.path: {where} is not JSON: {in_short(error)}") from error
+            if not isinstance(fields, dict):
+                raise ConfigError(f"data.path: {where} is not a record such as {{'messages': ..}}")
+            yield Record(fields, where)
+
+
+def _of_parquet(file: Path) -> Iterator[Record]:
+    require_hf("pyarrow", "data=chat needs for Parquet")
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(RECORDS_PER_READ):
+            for fields in batch.to_pylist():
+                yield Record(fields, f"{file}, row {number}")
+                number += 1
+    except Exception as error:  # Arrow raises its own errors for damaged files
+        raise ConfigError(f"data.path: {file}, row {number}: Arrow cannot read it: {in_short(error)}") from error
+
+
+def _of_dataset(root: Path) -> Iterator[Record]:
+    require_hf("datasets", "data=chat needs")
+    import datasets
+
+    try:
+        rows = datasets.load_from_disk(str(root)).with_format(None)
+    except Exception as error:  # a damaged folder raises errors of Arrow, the file system or datasets
+        raise ConfigError(f"data.path={root}: datasets cannot read it: {in_short(error)}") from error
+    for number, fields in enumerate(rows):
+        yield Record(fields, f"{root}, row {number}")
+
+
+# Formats
+
+
+def chat_of(record: Record) -> tuple[str, Chat]:
+    """Return the name of the record's format, and its chat.
+
+    Raises:
+        ConfigError: the record has no known format, or a message has no known role.
+    """
+    fields = {name: value for name, value in record.fields.items() if value is not None}
+    for name, (needed, read) in FORMATS.items():
+        if all(field in fields for field in needed):
+            return name, _with_tools(read(fields, record.where), fields, record.where)
+    raise ConfigError(
+        f"data.path: {record.where} is no chat: it has {some(list(record.fields)) or 'no fields'}. Give messages, "
+        "conversations, prompt and completion, or instruction and output."
+    )
+
+
+def _messages(values: object, where: str) -> list[dict[str, Any]]:
+    """Return messages with the roles and names of chat templates."""
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise ConfigError(f"data.path: {where}: messages are {type(values).__name__}, not a list of messages.")
+    messages = []
+    for value in values:
+        role = value.get("role", value.get("from")) if isinstance(value, Mapping) else None
+        if role not in ROLES:
+            shown = f"the role {role!r}" if role is not None else "no role"
+            raise ConfigError(f"data.path: {where}: a message has {shown}. Known are {some(list(ROLES))}.")
+        others = {name: each for name, each in value.items() if each is not None and name not in ("from", "value")}
+        message = {**others, "role": ROLES[role], "content": value.get("content", value.get("value"))}
+        if message["content"] is None:
+            message["content"] = ""
+        if "tool_calls" in message:
+            message["tool_calls"] = [_with_read_arguments(call) for call in message["tool_calls"]]
+        messages.append(message)
+    return messages
+
+
+def _with_read_arguments(call: Any) -> Any:
+    """Return a tool call whose arguments are a dict; many files have them as a text of JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        read = {**function, "arguments": json.loads(function["arguments"])}
+    except ValueError:
+        return call
+    return {**call, "function": read} if "function" in call else read
+
+
+def _with_tools(chat: Chat, fields: Mapping[str, Any], where: str) -> Chat:
+    tools, arguments = fields.get("tools"), fields.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ConfigError(f"data.path: {where}: tools are not JSON: {in_short(error)}") from error
+    return chat._replace(tools=tools or None, arguments=arguments)
+
+
+def _of_prompt(fields: Mapping[str, Any], where: str) -> Chat:
+    prompt, completion = fields["prompt"], fields["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Chat((), texts=(prompt, completion))
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise ConfigError(f"data.path: {where}: prompt and completion are a text and a list. Make both the same.")
+    before = _messages(prompt, where)
+    return Chat([*before, *_messages(completion, where)], first=len(before))
+
+
+def _of_instruction(fields: Mapping[str, Any], where: str) -> Chat:
+    asked = [str(fields[name]) for name in ("instruction", "input") if fields.get(name)]
+    user = {"role": "user", "content": "\n\n".join(asked)}
+    return Chat([user, {"role": "assistant", "content": str(fields["output"])}])
+
+
+Format = tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], Chat]]
+
+FORMATS: Mapping[str, Format] = {
+    "messages": (("messages",), lambda fields, where: Chat(_messages(fields["messages"], where))),
+    "conversations": (("conversations",), lambda fields, where: Chat(_messages(fields["conversations"], where))),
+    "prompt and completion": (("prompt", "completion"), _of_prompt),
+    "instruction and output": (("instruction", "output"), _of_instruction),
+}
+"""Name of a format -> the fields by which it is recognised, and a function of a record's fields and its place."""

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero.trainer import cli, launch
-from zero.trainer.config import Config, flat
-from zero.trainer.data import open_data
+from zero.trainer.config import Config
 from zero.trainer.job import write_config
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ def train(config: Config, folder: Path) -> "Summary":
     from zero.trainer.run.lowered import lower_at_next_start, make_moves
     from zero.trainer.run.out_of_memory import out_of_memory_explained
     from zero.trainer.run.resume import find, resumed
+    from zero.trainer.run.rows_of_run import open_rows
     from zero.trainer.run.task import build_task
 
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports torch's compiler
@@ -58,10 +58,7 @@ def train(config: Config, folder: Path) -> "Summary":
         open_tracker(config.tracker, folder if world.rank == 0 else None, steps=config.steps) as tracker,
     ):
         task = build_task(config, world)  # the model, without memory, and its loss
-        rows = config.batch_on(world.size).numbers()[0]
-        data = open_data(config.source(), config.model.seq, config.seed, world, tracker.progress, rows=rows)
-        world.agree({**flat(config), "digest of the data": data.digest})
-
+        config, data = open_rows(config, world, tracker)
         activations = ActivationTraces(config, task.model)  # traced once, for what is auto and for the plan
         config, predicted_s, micro = resolve_auto(config, activations, world, tracker)
         if world.rank == 0:

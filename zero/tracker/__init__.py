@@ -71,6 +71,10 @@ class Tracker(AbstractContextManager["Tracker"]):
                 self._said.put(_left_out(name, error))
         self._pass_on()
 
+    def expect(self, steps: int) -> None:
+        """Tell the views another number of steps of the whole run, before the first row."""
+        self._tell(lambda view: view.expect(steps))
+
     def log(self, row: Row) -> None:
         """Pass a row of metrics, with the keys of `ROW`, to the views."""
         self._tell(lambda view: view.log(row))

@@ -47,11 +47,16 @@ class Lines(View):
     """
 
     def __init__(self, steps: int | None, stream: TextIO, clock: MonotonicClock = time.monotonic) -> None:
-        self._of, self._stream = "" if steps is None else f"/{steps}", stream
+        self._of, self._stream = "", stream
+        self._left: _Left | None = None
         self._console = Console(file=stream)
-        self._left = None if steps is None else _Left(steps, clock)
         self._work, self._clock = _Work(clock), clock
         self._said_s: float | None = None
+        if steps is not None:
+            self.expect(steps)
+
+    def expect(self, steps: int) -> None:
+        self._of, self._left = f"/{steps}", _Left(steps, self._clock)
 
     def log(self, row: Row) -> None:
         step = Word(f"step {row['step']}{self._of}", 0)
@@ -82,8 +87,9 @@ class BarView(View):
     """A view that shows a progress bar and the newest row, for terminals."""
 
     def __init__(self, steps: int, stream: TextIO, clock: MonotonicClock = time.monotonic) -> None:
-        self._steps, self._step, self._clock, self._over = steps, 0, clock, False
-        self._left, self._work = _Left(steps, clock), _Work(clock)
+        self._step, self._clock, self._over = 0, clock, False
+        self._work = _Work(clock)
+        self.expect(steps)
         self._words: list[Word] = []
         self._val: float | int | None = None
         self._console = Console(file=stream)
@@ -95,6 +101,9 @@ class BarView(View):
             redirect_stderr=stream.isatty() and sys.stderr.isatty(),
         )
         self._live.start()
+
+    def expect(self, steps: int) -> None:
+        self._steps, self._left = steps, _Left(steps, self._clock)
 
     def log(self, row: Row) -> None:
         self._left.after(row)

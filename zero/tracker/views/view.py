@@ -55,6 +55,9 @@ class View:
     title = "the console"
     """The name of the view in messages."""
 
+    def expect(self, steps: int) -> None:
+        """Take over another number of steps of the whole run, before the first row."""
+
     def log(self, row: Row) -> None:
         """Show or store a row of metrics."""
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from zero.core import schema, suggest
 from zero.core.schema import Section
-from zero.core.setting_types import PathText, key
+from zero.core.setting_types import PathText, Rows, key
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.step_sections import Batch
@@ -37,7 +37,7 @@ Model = Annotated[GPTConfig | HFConfig, Field(discriminator="name"), BeforeValid
 class Config(Settings):
     """Settings of a whole run. `Config()` is the default run."""
 
-    first = ("mode", "resume", "steps", "seed", "deterministic", "profile", "zero", "batch", "model", "data")
+    first = ("mode", "resume", "steps", "epochs", "seed", "deterministic", "profile", "zero", "batch", "model", "data")
 
     mode: Literal["train", "eval", "plan", "doctor", "explain"] = key(
         "train",
@@ -50,6 +50,12 @@ class Config(Settings):
         "checkpoint to continue from: none (begin anew), latest (the newest valid checkpoint), or the path of a step, "
         "a run or a folder of checkpoints",
         example="latest",
+    )
+    epochs: Rows | None = key(
+        None,
+        "passes over the training data, from which `steps` follows; null: as many steps as `steps` says",
+        unit="passes",
+        example="3",
     )
     deterministic: bool = key(
         False,

@@ -5,6 +5,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from zero.errors import ConfigError
 from zero.trainer.data.order import draw
 from zero.trainer.data.source import SyntheticConfig
 from zero.trainer.data.windows import decode_numbers
@@ -28,6 +29,9 @@ class Synthetic:
     def validation(self, index: int, rows: int) -> Tensor:
         numbers = range(index * rows, (index + 1) * rows)
         return self._rows("validation", 0, 0, [number % VALIDATION_ROWS for number in numbers])
+
+    def rows_of_epochs(self, count: int) -> int:
+        raise ConfigError("data=synthetic has no end, so epochs means nothing. Set steps.")
 
     has_text, about = False, ""
     decode = staticmethod(decode_numbers)

@@ -34,6 +34,9 @@ class Data(Protocol):
         They do not depend on the seed.
         """
 
+    def rows_of_epochs(self, count: int) -> int:
+        """Return the number of training rows in the first `count` passes over the data."""
+
     def decode(self, tokens: Tensor) -> str:
         """Return the text of a 1-D tensor of tokens."""
 
@@ -94,6 +97,9 @@ class Windows:
     def batch(self, step: int, start: int, stop: int) -> Tensor:
         below = self.train.numel() - self.seq
         return self._rows(self.train, [draw(self.seed, step, row, below) for row in range(start, stop)])
+
+    def rows_of_epochs(self, count: int) -> int:
+        return count * self.train.numel() // self.seq  # drawn at random, so a pass has as many tokens as the data
 
     def validation(self, index: int, rows: int) -> Tensor:
         numbers = range(index * rows, (index + 1) * rows)

@@ -16,12 +16,16 @@ from zero.trainer.config import Config, keys, kinds, read
 from zero.trainer.models import GPT, GPTConfig
 from zero.trainer.models.hf_config import HFConfig
 from zero.trainer.option_files import CONF
+from zero.trainer.planning import PaperWorld
 
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml"))
 NEEDS = {
     "model=hf": ["model.path=gpt2"],
     "data=tokens": ["data.path=tokens.bin", "model.vocab=50304"],
     "data=chat": ["model=hf", "model.path=gpt2", "data.path=chats.jsonl"],
+    **{f"experiment=sft_{kind}": ["model.path=gpt2", "data.path=chats.jsonl"] for kind in ("full", "lora", "qlora")},
+    "experiment=pretrain": ["model.path=gpt2", "data.path=texts"],
+    "experiment=long_context": ["model.path=gpt2", "data.path=texts"],
     "data=hf": ["data.path=texts", "data.tokenizer=tokenizer.json"],
 }
 
@@ -48,7 +52,8 @@ def test_the_composed_default_is_the_default_of_the_schema():
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_composes_and_builds(option):
-    config = settled(option, *NEEDS.get(option, [])).on(1)
+    config = settled(option, *NEEDS.get(option, []))
+    config = config.on(config.zero.sequence)
     precision, optimizer = build_precision(config), build_optimizer(config)
     if option != "schedule=lr_range":
         assert all(
@@ -56,7 +61,10 @@ def test_every_option_composes_and_builds(option):
         )
     with zero.empty():
         model = GPT(GPTConfig(width=8, layers=1, heads=2, seq=4))
-    plan = build_plan(config, model, zero.open_world())
+    if config.precision.frozen != "compute":
+        model.blocks.requires_grad_(False)
+    ranks = config.zero.sequence
+    plan = build_plan(config, model, PaperWorld(ranks, local_size=ranks, device="cpu"))
     assert plan.precision == precision
     assert plan.facts.stage == zero.Stage(config.zero.stage)
 

@@ -320,14 +320,14 @@ CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "
 
 
 @pytest.mark.parametrize("column", ["text", "messages"])
-def test_a_chat_without_text_is_refused_with_what_makes_text_of_it(config, tmp_path, column):
+def test_a_chat_without_text_is_refused_with_the_data_for_chats(config, tmp_path, column):
     """The message is the same for any column, so that leaving data.column out is not followed by naming it again."""
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
     message = {"role": {"dtype": "string", "_type": "Value"}, "content": {"dtype": "string", "_type": "Value"}}
     lists = {"old": [message], "new": {"feature": message, "_type": "List"}}  # datasets 3 and 4
     saved = [saved_by_datasets(tmp_path / name, {"messages": chat}) for name, chat in lists.items()]
     for path in (str(tmp_path / "chat.jsonl"), *saved):
-        refused(replace(config, path=path, column=column), f"data.column={column}", "tokenizer.apply_chat_template")
+        refused(replace(config, path=path, column=column), f"data.column={column}", "set data=chat for chats")
 
 
 def test_a_column_without_text_is_refused_with_those_that_hold_text(config, tmp_path):

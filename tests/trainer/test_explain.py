@@ -138,8 +138,9 @@ def test_the_overview_fits_two_screens_and_names_every_option():
     told = overview(CONF)
     assert len(told.splitlines()) <= 60
     assert max(map(len, told.splitlines())) <= LINE_WIDTH
+    rows = re.sub(r",\n +", ", ", told).splitlines()  # long lists of options are wrapped
     for option in CONF.glob("*/*.yaml"):
-        row = next(line for line in told.splitlines() if line.startswith(f"  {option.parent.name} "))
+        row = next(line for line in rows if line.startswith(f"  {option.parent.name} "))
         assert option.stem in re.split(r",? +", row)
     assert set(FIRST) <= set(ENTRIES)
     defaults = [re.split(r",? +", line)[2] for line in told.splitlines() if re.match(r"  (optim|model|offload) ", line)]

@@ -384,6 +384,16 @@ def test_elementwise_results_lie_in_memory_as_torch_lays_them():
             on_meta = [strided_meta(t) for t in (x, y)]
             made = result_of(torch.ops.aten.mul.Tensor, tuple(on_meta), {})
             assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
+        calls = {
+            torch.ops.aten.clamp.default: (0, 3),
+            torch.ops.aten.logsumexp.default: ([1],),
+            torch.ops.aten.ge.Scalar: (0,),
+            torch.ops.aten.lt.Scalar: (1,),
+        }
+        for func, arguments in calls.items():
+            for tensor in (x, x.long()) if func is not torch.ops.aten.logsumexp.default else (x,):
+                real, made = func(tensor, *arguments), result_of(func, (strided_meta(tensor), *arguments), {})
+                assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype), func
 
 
 def strided_meta(t: torch.Tensor) -> torch.Tensor:

@@ -280,7 +280,7 @@ def _contents(all_sections: tuple[ExplainedSection, ...]) -> str:
     return f"""\
 Sections
 {_table((section.name, _first_paragraph(section.text)) for section in others)}
-and keys of no section: {", ".join(entry.key for entry in top.entries)}
+and keys alone: {", ".join(entry.key for entry in top.entries)}
 
   python train.py mode=explain explain.key=offload       one section
   python train.py mode=explain explain.key=zero.stage    one key

@@ -52,7 +52,7 @@ BATCH_CHARS = 2**20
 """Characters that are encoded as one text (PIECE) and in one call (BATCH_CHARS). Until it is written, a token takes
 53-100 bytes of memory."""
 
-CHAT = "write one with the text of each chat, which tokenizer.apply_chat_template makes"
+CHAT = "set data=chat for chats"
 
 ROWS_PER_READ = 256
 

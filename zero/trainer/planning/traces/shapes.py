@@ -147,6 +147,18 @@ def _alike(x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return x.new_empty_strided(x.shape, _strides([x]), dtype=dtype or x.dtype)
 
 
+def _clamped(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
+    return _alike(x)
+
+
+def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    return _reduced(x, dim, keepdim)
+
+
+def _compared(x: Tensor, number: float) -> Tensor:
+    return _alike(x, dtype=torch.bool)
+
+
 def _embedding(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
     return weight.new_empty((*indices.shape, weight.shape[1]))
 
@@ -171,6 +183,10 @@ _RULES: Mapping[Any, ShapeRule] = {
     aten.mm.default: _product,
     aten.bmm.default: _product,
     aten._grouped_mm.default: _grouped,
+    aten.clamp.default: _clamped,
+    aten.logsumexp.default: _logsumexp,
+    aten.ge.Scalar: _compared,
+    aten.lt.Scalar: _compared,
     aten.embedding.default: _embedding,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten.sum.dim_IntList: _reduced,

@@ -1,0 +1,57 @@
+"""Fine-tune a model of transformers by a call: the same run as the command line, and its export.
+
+folder = finetune(model="path/to/llama", data="chats.jsonl", output="mine", epochs=3)
+model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+"""
+
+import subprocess
+import sys
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from zero.errors import ConfigError, MachineError
+
+RUN, EXPORTED = "run", "model"
+"""Folders in the output: of the run, with its report, and of the trained model or adapter."""
+
+
+def finetune(
+    *,
+    model: str | PathLike[str],
+    data: str | PathLike[str],
+    output: str | PathLike[str],
+    recipe: str = "sft_full",
+    **settings: Any,
+) -> Path:
+    """Train, and return the folder for `from_pretrained`, of transformers or with an adapter of peft.
+
+    Args:
+        model: a folder with a model of transformers and its tokenizer.
+        data: a file or folder of chats, or of texts for the recipe `pretrain`.
+        output: a new folder, for the run and the trained model.
+        recipe: an experiment in conf/experiment: sft_full, sft_lora, sft_qlora, pretrain or long_context.
+        settings: settings of train.py, with two underscores for a dot: `optim__lr=1e-5`, `launch__ranks=2`.
+
+    Raises:
+        ConfigError: `output` exists already, or the settings are wrong; stderr has the line.
+        MachineError: the run failed; stderr has the line.
+    """
+    out = Path(output)
+    if out.exists():
+        raise ConfigError(f"output={out} exists. Give a new folder.")
+    words = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()]
+    _zero_train(
+        f"experiment={recipe}", f"model.path={model}", f"data.path={data}", f"hydra.run.dir={out / RUN}", *words
+    )
+    adapts = "lora" in recipe or bool(settings.get("model__lora__rank"))
+    _zero_train("export", str(out / RUN), "--to", "peft" if adapts else "hf", "--out", str(out / EXPORTED))
+    return out / EXPORTED
+
+
+def _zero_train(*words: str) -> None:
+    """Run a command in a process of its own, so that a notebook keeps its memory and its signals."""
+    code = subprocess.run([sys.executable, "-m", "zero", *words], check=False).returncode
+    if code:
+        failure = ConfigError if code == 2 else MachineError
+        raise failure(f"zero-train {' '.join(words)} ended with exit code {code}")

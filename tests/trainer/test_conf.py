@@ -8,6 +8,7 @@ import yaml
 
 import zero
 from zero.core.offload import PRESETS, Offload
+from zero.core.placement import NO_LIMIT
 from zero.errors import ConfigError
 from zero.settings import optimizers as optim
 from zero.settings.build import build_optimizer, build_plan, build_precision
@@ -64,7 +65,7 @@ def test_every_option_composes_and_builds(option):
     if config.precision.frozen != "compute":
         model.blocks.requires_grad_(False)
     ranks = config.zero.sequence
-    plan = build_plan(config, model, PaperWorld(ranks, local_size=ranks, device="cpu"))
+    plan = build_plan(config, model, PaperWorld(ranks, local_size=ranks, device="cpu"), room=NO_LIMIT)
     assert plan.precision == precision
     assert plan.facts.stage == zero.Stage(config.zero.stage)
 
